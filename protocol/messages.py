@@ -62,6 +62,8 @@ ConstraintEnd = Literal["complete", "closed", "cut"]
 WeightsVersion = Annotated[int, Meta(ge=0, le=MAX_STREAM_ID)]
 PauseMode = Literal["abort", "keep", "wait"]
 UpdateMode = Literal["keep", "recompute"]
+MAX_NAMES = 64
+"""Maximum number of versions, encodings or capabilities in a HELLO."""
 TraceParent = Annotated[str, Meta(max_length=256)]
 RequestId = Annotated[str, Meta(max_length=128)]
 
@@ -76,11 +78,11 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     connection.
     """
 
-    versions: tuple[int, ...] = (PROTOCOL_VERSION,)
-    encodings: tuple[str, ...] = ("json",)
+    versions: Annotated[tuple[int, ...], Meta(max_length=MAX_NAMES)] = (PROTOCOL_VERSION,)
+    encodings: Annotated[tuple[GroupName, ...], Meta(max_length=MAX_NAMES)] = ("json",)
     """The encodings that the client accepts, in order of preference; the broker answers in the
     first that it supports."""
-    session: str | None = None
+    session: Annotated[str, Meta(max_length=256)] | None = None
     """The token of a ``WELCOME``: the client takes over that session, under the same key."""
     begin: bool = False
     """If the broker has no session with this token, under any key, begin a session with this token.
@@ -91,7 +93,7 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     buffers again."""
     client: UserName = ""
     """Name and version of the program, for the operator."""
-    capabilities: list[str] = []
+    capabilities: Annotated[list[GroupName], Meta(max_length=MAX_NAMES)] = []
     """Optional features of the client.
 
     - ``ping``: the client sends PING, and its session may expire

@@ -67,6 +67,8 @@ def test_all_but_texts_in_a_body_has_a_bound(kind: str, body: dict[str, Any], en
     ("kind", "body", "path", "most"),
     [
         ("HELLO", {"client": "a" * 257}, "$.client", 256),
+        ("HELLO", {"session": "a" * 257}, "$.session", 256),
+        ("HELLO", {"encodings": ["a" * 65]}, "$.encodings[0]", 64),
         ("GENERATE", {"stream_id": 7, "prompt": "a", "model": "a" * 1025}, "$.model", 1024),
         ("GENERATE", {"stream_id": 7, "controller": "a" * 257}, "$.controller", 256),
     ],
@@ -77,6 +79,14 @@ def test_names_that_status_repeats_have_a_bound(
     refused = error(Bench(), kind, body)
     assert (refused["code"], refused["path"]) == ("invalid_field", path)
     assert f"a text with a length of at most {most}" in refused["message"]
+
+
+@pytest.mark.parametrize("field", ["versions", "encodings", "capabilities"])
+def test_the_lists_of_a_hello_have_a_bound(field: str) -> None:
+    items: list[Any] = list(range(65)) if field == "versions" else ["a"] * 65
+    refused = error(Bench(), "HELLO", {field: items})
+    assert (refused["code"], refused["path"]) == ("invalid_field", f"$.{field}")
+    assert "a list with a length of at most 64" in refused["message"]
 
 
 def test_a_message_has_at_most_one_attachment() -> None:

@@ -131,7 +131,10 @@ export interface Hello {
    * that it supports. Default: ["json"].
    */
   readonly encodings?: readonly string[] | undefined;
-  /** The token of a `WELCOME`: the client takes over that session, under the same key. */
+  /**
+   * The token of a `WELCOME`: the client takes over that session, under the same key. At most 256
+   * in length.
+   */
   readonly session?: string | null | undefined;
   /**
    * If the broker has no session with this token, under any key, begin a session with this token.
@@ -156,6 +159,7 @@ export interface Hello {
    * - `text_columns`: with `columns`, the client accepts rows with text
    * - `recover`: the client handles `Welcome.recovering`
    * - `gateway`: the client carries messages of other users, so it never has the operator's rights
+   *   At most 64 in length.
    */
   readonly capabilities?: readonly string[] | undefined;
 }
