@@ -84,7 +84,7 @@ class Broker:
         drains = Drains(state, placement, controllers)
         inputs = Inputs(state, controllers, quotas)
         self._rollouts = rollouts = Rollouts(state, placement)
-        statuses, relay = Statuses(state), Relay(state, controllers, quotas, inputs)
+        statuses, relay = Statuses(state, tools), Relay(state, controllers, quotas, inputs)
         from_clients = {
             **_client_handlers(admission, adoption, buffers, drains, statuses, inputs),
             b"PAUSE": rollouts.pause,

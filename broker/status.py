@@ -20,6 +20,7 @@ from .outgoing import Outgoing, Side
 from .request import Request
 from .session import Session
 from .state import BrokerState
+from .tools import Tools
 from .unread import UNREAD_FACTOR
 
 LISTED_S = 50e-6
@@ -32,8 +33,9 @@ MAX_LISTED_S = 1.0
 class Statuses:
     """Answers STATUS with the part of the state that the client may see."""
 
-    def __init__(self, state: BrokerState) -> None:
+    def __init__(self, state: BrokerState, tools: Tools) -> None:
         self._state = state
+        self._tools = tools
 
     def on_status(self, session: Session, frames: list[bytes]) -> None:
         """Handles a client's STATUS."""
@@ -42,8 +44,11 @@ class Statuses:
         shown = self._shown_to(session, message.own) if message.streams else []
         if shown and not self._state.is_operator(session):
             check_lists(session, shown, state.now)
+        if shown or message.tools:
             self._check_unread(session)
+        described = self._tools.described(session, message.tools)
         status = status_of(state)
+        status.tools = described
         if message.streams:
             status.live = live_streams(state, shown)
         if message.metrics:
@@ -62,7 +67,7 @@ class Statuses:
             raise SlowClientError(
                 Code.SLOW_CLIENT,
                 f"up to {unread} bytes of answers to this connection are unread; a list of streams "
-                f"is sent only if fewer than {most} bytes are unread; read the earlier answers "
+                f"or tools is sent only if fewer than {most} bytes are unread; read the earlier answers "
                 "first, or use a new connection",
             )
 

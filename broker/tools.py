@@ -17,6 +17,7 @@ from msgspec import Struct
 from ..protocol.bodies import decode_as
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.header import encode_header
+from ..protocol.messages import Tool
 from ..protocol.shares import fits_share
 from ..protocol.worker_messages import CallAnswer, End
 from .outgoing import Outgoing, Side
@@ -139,6 +140,15 @@ class Tools:
             if found is not None:
                 self._out.to_worker(found, b"END", End(requests=[request.id]))
 
+    def described(self, session: Session, names: Iterable[str]) -> list[Tool]:
+        """The descriptions of tools. Raises RequestError if a client's programs may not call one of
+        them, or if no worker serves it."""
+        found = []
+        for name in names:
+            self._check_allowed(session, name)
+            found.append(self._serving(name)[0].tools[name])
+        return found
+
     # --- inside ---------------------------------------------------------------------------------
 
     def _passed(self, request: Request, call: _Call) -> _Passed:
@@ -183,8 +193,8 @@ class Tools:
                 "with 'tokenbus keys allow NAME --tools' or the setting allow_tools",
             )
 
-    def _choose(self, tool: str, owner: str) -> Worker:
-        """The least filled worker that serves a tool; raises TokenbusError."""
+    def _serving(self, tool: str) -> list[Worker]:
+        """The ready workers that serve a tool; raises RequestError if no worker does."""
         workers = list(self._state.pools.of_role("tool").values())
         serving = [w for w in workers if tool in w.tools and w.state is WorkerState.READY]
         if not serving:
@@ -194,6 +204,11 @@ class Tools:
                 Code.NO_WORKER,
                 f"no worker serves the tool {tool!r}; served are: {shown or 'no tools'}",
             )
+        return serving
+
+    def _choose(self, tool: str, owner: str) -> Worker:
+        """The least filled worker that serves a tool; raises TokenbusError."""
+        serving = self._serving(tool)
         capacity = sum(worker.capacity for worker in serving)
         running = sum(len(worker.calls) for worker in serving)
         own = sum(self._running[owner, worker.id] for worker in serving)

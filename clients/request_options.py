@@ -213,9 +213,11 @@ def tokenizer_call(model: str, timeout_s: float) -> Call:
     return Call(b"TOKENIZER", message, timeout_s=timeout_s, retry_s=timeout_s)
 
 
-def status_call(timeout_s: float, streams: bool = False, metrics: bool = False) -> Call:
+def status_call(
+    timeout_s: float, streams: bool = False, metrics: bool = False, tools: Sequence[str] = ()
+) -> Call:
     """The call of a STATUS."""
-    message = StatusRequest(stream_id=0, streams=streams, metrics=metrics)
+    message = StatusRequest(stream_id=0, streams=streams, metrics=metrics, tools=list(tools))
     return Call(b"STATUS", message, timeout_s=timeout_s)
 
 

@@ -46,6 +46,8 @@ would keep a process busy."""
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 TOOL_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_./:-]{0,127}$"
 """The form of the names that tool workers register."""
+MAX_DESCRIBED_TOOLS = 128
+"""Maximum number of tools that a ``STATUS`` describes."""
 UserName = Annotated[str, Meta(max_length=256)]
 ModelName = Annotated[str, Meta(max_length=1024)]
 """A name, or the path of a folder. STATUS repeats it for each stream."""
@@ -315,6 +317,9 @@ class StatusRequest(Struct, kw_only=True, omit_defaults=True):
     """List only the streams of this session, for every kind of client."""
     metrics: bool = False
     """Include counters and histograms of the broker and of each worker."""
+    tools: Annotated[list[Name], Meta(max_length=MAX_DESCRIBED_TOOLS)] = []
+    """Names of tools to describe. The sender receives an error if its programs may not call one of
+    these tools (``not_allowed``), or if no worker serves it (``no_worker``)."""
 
 
 def module_too_large(size: int) -> RequestError | None:
@@ -763,6 +768,8 @@ class Status(Struct, kw_only=True, omit_defaults=True):
     the order of their arrival."""
     metrics: list[Series] = []
     """With ``metrics``: the metrics of the broker itself."""
+    tools: list[Tool] = []
+    """The tools that ``StatusRequest.tools`` names, in the same order."""
 
 
 class Msg(Struct, kw_only=True, omit_defaults=True):

@@ -213,3 +213,19 @@ def test_a_call_passes_unread_with_its_sender(bench: ToolBench) -> None:
     [out] = [m for m in bench.sent if m.frames[0] == b"CALL"]
     assert out.frames[2] == encode_body(Call(request, 0, 1, "add", b'{"a":1}'), "msgpack")
     assert decode_header(out.frames[1]).request == request
+
+
+def test_status_describes_the_tools_that_a_client_may_call() -> None:
+    bench = ToolBench(allow_tools=["a*"])
+
+    def described(*tools: str) -> Any:
+        bench.client("c", "HELLO", {"capabilities": ["gateway"]})
+        asked = {"stream_id": 99, "tools": list(tools)}
+        [*_, (kind, answer)] = bench.client("c", "STATUS", asked)
+        return answer["code"] if kind == "ERROR" else answer["status"].get("tools", [])
+
+    assert [tool["name"] for tool in described("add")] == ["add"]
+    assert described() == []
+    assert described("add", "search") == "not_allowed"
+    assert described("all") == "no_worker"
+    assert described(*["add"] * 129) == "invalid_field"

@@ -457,6 +457,11 @@ export interface StatusRequest {
   readonly own?: boolean | undefined;
   /** Include counters and histograms of the broker and of each worker. Default: false. */
   readonly metrics?: boolean | undefined;
+  /**
+   * Names of tools to describe. The sender receives an error if its programs may not call one of
+   * these tools (`not_allowed`), or if no worker serves it (`no_worker`). At most 128 in length.
+   */
+  readonly tools?: readonly string[] | undefined;
 }
 
 /**
@@ -1187,6 +1192,26 @@ export function readStreamStatus(
   };
 }
 
+/** A function that a tool worker serves. */
+export interface Tool {
+  readonly name: string;
+  readonly description: string;
+  /** The JSON schema of its arguments, an object. */
+  readonly parameters: Readonly<Record<string, Json>>;
+  /** Maximum time from the arrival of a call to its answer, in seconds. */
+  readonly timeout_s: number;
+}
+
+/** Adds the defaults of absent fields to a received `Tool`. */
+export function readTool(sent: Sent<Tool, "description" | "parameters" | "timeout_s">): Tool {
+  return {
+    name: sent.name,
+    description: sent.description ?? "",
+    parameters: sent.parameters ?? {},
+    timeout_s: sent.timeout_s ?? 30.0,
+  };
+}
+
 /** The answer to `STATUS`. */
 export interface Status {
   readonly version: string;
@@ -1205,10 +1230,21 @@ export interface Status {
   readonly live: readonly StreamStatus[];
   /** With `metrics`: the metrics of the broker itself. */
   readonly metrics: readonly Series[];
+  /** The tools that `StatusRequest.tools` names, in the same order. */
+  readonly tools: readonly Tool[];
 }
 
 /** Adds the defaults of absent fields to a received `Status`. */
-export function readStatus(sent: Sent<Status, "counters" | "paused" | "live" | "metrics">): Status {
+export function readStatus(
+  sent: Sent<
+    Status,
+      | "counters"
+      | "paused"
+      | "live"
+      | "metrics"
+      | "tools"
+  >,
+): Status {
   return {
     version: sent.version,
     uptime_s: sent.uptime_s,
@@ -1220,6 +1256,7 @@ export function readStatus(sent: Sent<Status, "counters" | "paused" | "live" | "
     paused: sent.paused ?? {},
     live: sent.live == null ? [] : sent.live.map(readStreamStatus),
     metrics: sent.metrics == null ? [] : sent.metrics.map(readSeries),
+    tools: sent.tools == null ? [] : sent.tools.map(readTool),
   };
 }
 
