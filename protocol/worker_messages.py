@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from .messages import (
     Attach,
@@ -621,6 +621,27 @@ class Call(Struct, array_like=True):
     again: bool = False
     """Whether an earlier attempt of the request may have sent the call. The call is then not made;
     the tool worker that has it sends its answer, now or when the function returns."""
+
+
+CALL_TOOL = "call_tool"
+"""The name of the built-in program that makes one call. Its argument is the JSON of ``ToolCall``;
+it sends the JSON of ``ToolAnswer`` to its client, in one or several messages, and stops."""
+
+
+class ToolCall(Struct):
+    """The argument of the program ``CALL_TOOL``."""
+
+    tool: str
+    arguments: Raw
+    """A JSON object: the arguments by name."""
+
+
+class ToolAnswer(Struct):
+    """The answer of a tool, as JSON: a value, or an error and its code."""
+
+    value: Raw = Raw(b"null")
+    error: str | None = None
+    code: str = ""
 
 
 class CallAnswer(Struct, array_like=True):

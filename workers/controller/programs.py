@@ -7,6 +7,7 @@ from functools import partial
 
 from ...protocol.errors import Code, RequestError
 from ...protocol.metrics import Series
+from ...protocol.worker_messages import CALL_TOOL
 from .backends.constraints import Constraints
 from .guests.runtime import RemoteProgram
 from .interface import Program
@@ -14,6 +15,7 @@ from .python.script import ScriptProgram as ServedScript
 from .runtime import GuestRuntime
 from .scripts.controller import ScriptProgram
 from .scripts.sources import IN_ARGUMENT
+from .tool_program import ToolProgram
 from .wasm.store import ModuleStore
 
 
@@ -54,6 +56,8 @@ class Programs:
         constraint = self._constraints.get(name) if self._constraints is not None else None
         if constraint is not None:
             return constraint
+        if name == CALL_TOOL:
+            return ToolProgram()
         language = IN_ARGUMENT.get(name)
         if language is not None:
             load = partial(self._store.interpreter, language)

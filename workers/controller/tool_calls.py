@@ -31,6 +31,7 @@ from ...protocol.worker_messages import (
     MAX_ARGUMENT_BYTES,
     Call,
     CallAnswer,
+    ToolAnswer,
     Variable,
     VariableAnswer,
 )
@@ -49,14 +50,6 @@ MAX_TOOL_NAME = 128
 NO_TOOLS = "this controller cannot call tools"
 
 Perform = Callable[[Variable], VariableAnswer]
-
-
-class ToolAnswer(msgspec.Struct):
-    """The answer in a record, as JSON: a value, or an error and its code."""
-
-    value: msgspec.Raw = msgspec.Raw(b"null")
-    error: str | None = None
-    code: str = ""
 
 
 _decode = msgspec.json.Decoder(ToolAnswer).decode

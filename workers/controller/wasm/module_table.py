@@ -17,6 +17,7 @@ from msgspec import Struct
 from ....protocol.errors import Code, RequestError, UnavailableError
 from ....protocol.messages import StoredModule, Tagged
 from ....protocol.pace import RETRY_AFTER_S
+from ....protocol.worker_messages import CALL_TOOL
 from ..scripts.sources import IN_ARGUMENT
 
 MAX_MODULES = 1_000
@@ -183,7 +184,7 @@ def _some(tags: Iterable[str], name: str) -> str:
 
 def check_tag(tag: str) -> None:
     """Raises RequestError if the tag is not valid."""
-    if tag in BUILT_IN or tag in IN_ARGUMENT:
+    if tag in BUILT_IN or tag in IN_ARGUMENT or tag == CALL_TOOL:
         raise RequestError(
             Code.INVALID_FIELD, f"{tag!r} is the name of a built-in controller", path="$.tag"
         )
