@@ -133,8 +133,9 @@ def bus(processes: None) -> Iterator[Bus]:
 
 @pytest.fixture(scope="session")
 def steered(processes: None) -> Iterator[Bus]:
-    """A broker and a worker of each role, for tests that leave them as they are."""
-    with Bus(recover_s=0.1) as bus:
+    """A broker and a worker of each role, for tests that leave them as they are. Users of its
+    gateways may call the tools whose names begin with ``chat_``."""
+    with Bus(recover_s=0.1, allow_tools="chat_*") as bus:
         bus.start_worker()
         bus.start_other("state")
         bus.start_other("controller", controller_idle_wakes=20)

@@ -19,8 +19,8 @@ from .context import gateway_of
 from .conversation.planning import prepare
 from .events import unless_disconnected
 from .json import json_response
-from .openai.chat import rest_of_context
 from .openai.chat_bodies import ChatRequest
+from .openai.generations import rest_of_context
 from .pages import HEADERS, files_of, serve_file, wants_page
 
 FOLDER = Path(__file__).parent.parent / "chat"

@@ -90,6 +90,15 @@ class UserShares:
         user = self._fitting(name)
         self._take(name, user, 1, 0)
 
+    def give_back_stream(self) -> None:
+        """Gives back the share of a stream of the current request, which has ended before the
+        request. No effect if the request has no such share."""
+        held = self._held.get() or []
+        taken = next((share for share in reversed(held) if share[1]), None)
+        if taken is not None:
+            held.remove(taken)
+            self._give_back(*taken)
+
     def take_of_socket(self, name: str) -> None:
         """Takes a share for a request that a WebSocket of the user ``name`` is about to send;
         raises UnavailableError."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from msgspec import Struct, field
 
 from ... import GenerateOptions
+from .made_calls import MadeCall
 
 Schema = dict[str, Any]
 KeywordState = Literal["checked", "failed", "not checked"]
@@ -68,8 +69,13 @@ class Receipt(Struct, kw_only=True, omit_defaults=True):
     """The variables that the controller wrote, as AICI's storage commands."""
     messages: list[str] = field(default_factory=list)
     """The texts that the program sent to the client. A chunk has only the texts of its entry."""
+    tool_calls: list[MadeCall] = field(default_factory=list)
+    """The calls of the bus's tools, with their results."""
+    tool_messages: list[dict[str, Any]] = field(default_factory=list)
+    """If the client has to continue after calls of its functions: these calls as messages, which
+    precede the answer's message in the next request."""
     error: str = ""
-    """The error of this choice, if other choices did not fail."""
+    """The error of this choice, if other choices did not fail or the gateway has called tools."""
     code: str = ""
     exact: bool | None = None
     """Whether each step of the answer was exact: its bits do not depend on batches and workers.

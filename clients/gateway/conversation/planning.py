@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from ... import GeneratedSequence
 from ..answer_forms import HARMONY, Function, Rest, Wanted, family_of, structure_of, thinking_of
 from ..answer_parts import AnswerForm
 from ..leniency import Ignored
@@ -39,6 +40,12 @@ class Prepared:
     """The form of the answer; None: the answer is one text."""
     constraint: Constraint | None
     checks: Checks
+
+    def whole_text(self, sequence: GeneratedSequence) -> str:
+        """The text of a sequence, as ``Answer.feed`` expects it."""
+        if self.form is None:
+            return sequence.text
+        return self.form.whole_text(self.model, sequence)
 
 
 async def prepare(

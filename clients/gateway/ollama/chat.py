@@ -24,8 +24,7 @@ from ..errors import ApiError
 from ..events import unless_disconnected
 from ..json import encode, json_response
 from ..leniency import Ignored
-from ..openai.chat import chat_generations
-from ..openai.generations import Generations
+from ..openai.generations import Generations, chat_generations
 from ..openai.usage import Counter
 from .bodies import (
     AnsweredCall,

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ... import GeneratedSequence, GenerateOptions
+from ... import GeneratedSequence
 from ..bodies import ignored_of, read_body
 from ..context import Gateway, gateway_of
-from ..conversation.answers import Answer
+from ..conversation.answers import Answer, AnswerPart
 from ..conversation.parts import Call, of_kind, text_of, thinking_of
 from ..conversation.planning import Prepared, prepare
 from ..events import unless_disconnected
 from ..json import json_response
 from ..leniency import Ignored
 from ..new_ids import new_id
+from .bus_tools import described
 from .chat_bodies import (
     AnsweredCall,
     AnsweredFunction,
@@ -30,10 +32,12 @@ from .chat_bodies import (
 )
 from .chat_chunks import ChatChunks
 from .choices import check_some_succeeded, finish_reason, receipt_of
-from .generations import Generations, begun
+from .generations import Generations, begun, chat_generations
 from .logprobs import ChatLogprobs, Sampled, check_alternatives, compose, token_logprobs
 from .prompt_logprobs import PromptLogprobs, prompt_logprobs
 from .token_fields import TokenReports, set_fields
+from .tool_turns import ModelTurn, ToolTurns
+from .turn_chunks import TurnChunks
 from .usage import Counter
 
 
@@ -46,6 +50,8 @@ class ChatJob:
     generations: Generations
     counter: Counter
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    tool_turns: ToolTurns | None = None
+    """The turns of the answer, if the request has tools of the bus."""
     id: str = field(default_factory=lambda: new_id("chatcmpl-"))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -57,14 +63,18 @@ async def chat_completions(request: Request) -> Response:
     work = _begin(gateway_of(request), body, ignored)
     job = await unless_disconnected(request.receive, work)
     if body.stream:
-        return await begun(request, _events(job), ignored.headers)
+        turns = job.tool_turns
+        events = _events(job) if turns is None else _events_of_turns(job, turns)
+        return await begun(request, events, ignored.headers)
     answer = await unless_disconnected(request.receive, _answer(job))
     return json_response(answer, headers=ignored.headers)
 
 
 async def _begin(gateway: Gateway, body: ChatRequest, ignored: Ignored) -> ChatJob:
     body.check()
-    prepared = await prepare(gateway, body.model, body.to_conversation(), ignored)
+    served = await described(gateway, body.bus_tools) if body.bus_tools else {}
+    conversation = body.to_conversation(served)
+    prepared = await prepare(gateway, body.model, conversation, ignored)
     counter = Counter()
     if body.prompt_logprobs is not None:
         counter.alternatives = len(prepared.ids) * (1 + body.prompt_logprobs)
@@ -74,6 +84,9 @@ async def _begin(gateway: Gateway, body: ChatRequest, ignored: Ignored) -> ChatJ
     # The names of special tokens inside an answer with parts would be read as tags.
     generations.shown = body.shown_text(prepared.model, special=prepared.form is None)
     job = ChatJob(body, prepared, generations, counter)
+    if served:
+        first = ModelTurn(prepared, generations)
+        job.tool_turns = ToolTurns(gateway, body, conversation, counter, first)
     if body.prompt_logprobs is not None:
         try:
             job.prompt_logprobs = await prompt_logprobs(
@@ -85,37 +98,20 @@ async def _begin(gateway: Gateway, body: ChatRequest, ignored: Ignored) -> ChatJ
     return job
 
 
-def chat_generations(
-    gateway: Gateway,
-    prepared: Prepared,
-    options: GenerateOptions,
-    counter: Counter,
-    fields: dict[str, str],
-) -> Generations:
-    """Begins the answer to a conversation. Without ``max_tokens``, the answer may take the rest of
-    the context.
-
-    ``fields`` maps the bus's field names to the names in the request's body.
-    """
-    ids, constraint = prepared.ids, prepared.constraint
-    options["model"] = prepared.model.name
-    options.setdefault("max_tokens", rest_of_context(prepared))
-    return Generations(gateway.client, [ids], fields, constraint, counter, **options)
-
-
-def rest_of_context(prepared: Prepared) -> int:
-    """Number of tokens for which the context has room after the prompt; at least 1."""
-    return max(1, prepared.model.info.context_length - len(prepared.ids))
-
-
 async def _answer(job: ChatJob) -> ChatCompletion:
-    [sequences] = await job.generations.wait()
-    check_some_succeeded(sequences)
-    for sequence in sequences:
-        await _check(job.prepared, sequence)
-    choices = await compose(
-        job.counter.alternatives, lambda: [_choice(job, sequence) for sequence in sequences]
-    )
+    if (turns := job.tool_turns) is not None:
+        async with aclosing(turns.batches()) as batches:
+            async for _ in batches:
+                pass
+        choices = await compose(job.counter.alternatives, lambda: [_choice_of_turns(job, turns)])
+    else:
+        [sequences] = await job.generations.wait()
+        check_some_succeeded(sequences)
+        for sequence in sequences:
+            await _check(job.prepared, sequence)
+        choices = await compose(
+            job.counter.alternatives, lambda: [_choice(job, sequence) for sequence in sequences]
+        )
     ids = job.prepared.ids if job.body.return_token_ids else UNSET
     return ChatCompletion(
         job.id,
@@ -130,12 +126,7 @@ async def _answer(job: ChatJob) -> ChatCompletion:
 
 
 async def _check(prepared: Prepared, sequence: GeneratedSequence) -> None:
-    await prepared.checks.check(sequence.seq, _whole_text(prepared, sequence))
-
-
-def _whole_text(prepared: Prepared, sequence: GeneratedSequence) -> str:
-    form = prepared.form
-    return sequence.text if form is None else form.whole_text(prepared.model, sequence)
+    await prepared.checks.check(sequence.seq, prepared.whole_text(sequence))
 
 
 def _choice(job: ChatJob, sequence: GeneratedSequence) -> ChatChoice:
@@ -164,22 +155,59 @@ def _choice(job: ChatJob, sequence: GeneratedSequence) -> ChatChoice:
     return choice
 
 
+def _choice_of_turns(job: ChatJob, turns: ToolTurns) -> ChatChoice:
+    """The choice of an answer with several turns. Its message has the texts of all turns, and the
+    calls of the client's functions."""
+    parts = [
+        part
+        for turn in turns.turns
+        for part in turn.parts
+        if not isinstance(part, Call) or not turns.is_served(part.name)
+    ]
+    logprobs = None
+    if job.body.logprobs:
+        tops = job.body.top_logprobs or 0
+        found = [turn.sequence for turn in turns.turns if turn.sequence is not None]
+        tokens = [token_logprobs(job.prepared.model, Sampled.of(one), tops) for one in found]
+        logprobs = ChatLogprobs([each for of_turn in tokens for each in of_turn])
+    return ChatChoice(0, message_of_parts(parts), logprobs, turns.finish_reason, turns.receipt())
+
+
 def message_of(prepared: Prepared, sequence: GeneratedSequence) -> AnsweredMessage:
     """The message of a whole sequence."""
     answer = Answer(prepared.form)
-    answer.feed(_whole_text(prepared, sequence))
+    answer.feed(prepared.whole_text(sequence))
     answer.end()
+    return message_of_parts(answer.parts)
+
+
+def message_of_parts(parts: Sequence[AnswerPart]) -> AnsweredMessage:
+    """The message with the parts of an answer."""
     calls = [
         AnsweredCall(call.id, "function", AnsweredFunction(call.name, str(call.arguments)))
-        for call in of_kind(answer.parts, Call)
+        for call in of_kind(parts, Call)
     ]
     return AnsweredMessage(
         "assistant",
-        text_of(answer.parts) or (None if calls else ""),
+        text_of(parts) or (None if calls else ""),
         None,
-        thinking_of(answer.parts) or UNSET,
+        thinking_of(parts) or UNSET,
         calls or UNSET,
     )
+
+
+async def _events_of_turns(job: ChatJob, turns: ToolTurns) -> AsyncGenerator[bytes, None]:
+    chunks: TurnChunks | None = None
+    async with aclosing(turns.batches()) as batches:
+        async for turn, entries in batches:
+            if chunks is None or chunks.turn is not turn:
+                chunks = TurnChunks(
+                    job.id, job.created, job.body, turn, job.counter, turns.is_served, chunks
+                )
+            if part := chunks.write(entries):
+                yield part
+    assert chunks is not None
+    yield chunks.last(turns.finish_reason, turns.receipt()) + chunks.end()
 
 
 async def _events(job: ChatJob) -> AsyncGenerator[bytes, None]:

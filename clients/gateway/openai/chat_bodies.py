@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Protocol
 
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -39,9 +40,15 @@ class FunctionTool(Body):
 
 
 class ChatTool(Body, tag="function", tag_field="type"):
-    """A tool. Only functions are supported."""
+    """A function, which the client calls."""
 
     function: FunctionTool
+
+
+class BusTool(Body, tag="bus", tag_field="type"):
+    """A tool that a tool worker serves. The gateway makes the model's calls of this tool."""
+
+    name: FunctionName
 
 
 class FunctionChoice(Body):
@@ -54,6 +61,16 @@ class NamedTool(Body, tag="function", tag_field="type"):
     """A ``tool_choice`` that names a function."""
 
     function: FunctionChoice
+
+
+class NamedBusTool(Body, tag="bus", tag_field="type"):
+    """A ``tool_choice`` that names a tool of the bus."""
+
+    name: str
+
+
+DEFAULT_TOOL_TURNS = 16
+MAX_TOOL_TURNS = 64
 
 
 def to_tools(given: list[ChatTool] | None) -> list[Tool]:
@@ -97,9 +114,10 @@ class ChatRequest(SampledRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     """Number of alternatives that are reported with each token. Requires ``logprobs``."""
-    tools: list[ChatTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    """Default: ``auto``."""
+    tools: list[ChatTool | BusTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | NamedBusTool | None = None
+    """Default: ``auto``. With tools of the bus, a choice that requires a call applies to the first
+    turn."""
     functions: list[FunctionTool] | None = None
     """The older form of ``tools``. The answer then has ``function_call``."""
     function_call: Literal["none", "auto"] | FunctionChoice | None = None
@@ -124,6 +142,8 @@ class ChatRequest(SampledRequest, kw_only=True):
     ``add_generation_prompt: false``."""
 
     # Fields that only Tokenbus has.
+    max_tool_turns: Annotated[int, Meta(ge=1, le=MAX_TOOL_TURNS)] = DEFAULT_TOOL_TURNS
+    """Maximum number of turns that the model generates if the request has tools of the bus."""
     max_thinking_tokens: MaxThinkingTokens | None = None
     """Maximum number of thinking tokens, after which thinking is closed. Requires a model whose
     template supports thinking."""
@@ -149,9 +169,39 @@ class ChatRequest(SampledRequest, kw_only=True):
                 f"{self.max_completion_tokens}; give one of them",
             )
 
-    def to_conversation(self) -> Conversation:
-        """The conversation to continue. Raises ApiError 400."""
-        tools = to_tools(self.tools)
+        if self.bus_tools:
+            self._check_with_bus_tools()
+
+    def _check_with_bus_tools(self) -> None:
+        """Raises ApiError 400 if a field applies only to an answer of one turn."""
+        wrong = {
+            "n": (self.n or 1) > 1,
+            "continue_final_message": self.continue_final_message,
+            "add_generation_prompt": self.add_generation_prompt is False,
+            "prompt_logprobs": self.prompt_logprobs is not None,
+            "return_token_ids": self.return_token_ids,
+            "processed_logprobs": self.processed_logprobs,
+            "kept": self.kept,
+        }
+        for name, given in wrong.items():
+            if given:
+                raise invalid_field(
+                    name,
+                    f"{name} cannot be combined with tools of the type 'bus', whose answer has "
+                    f"several turns; leave out {name}",
+                )
+
+    @property
+    def bus_tools(self) -> list[str]:
+        """The names of the tools of the bus that the model may call."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.name for tool in self.tools or () if isinstance(tool, BusTool)]
+
+    def to_conversation(self, served: Mapping[str, Tool] | None = None) -> Conversation:
+        """The conversation to continue. ``served``: the descriptions of the tools of the bus; None:
+        the request may not have such tools. Raises ApiError 400."""
+        tools = self._tools(served)
         parallel = self.parallel_tool_calls
         if self.functions:
             tools = [to_tool(function) for function in self.functions]
@@ -164,9 +214,25 @@ class ChatRequest(SampledRequest, kw_only=True):
         fitting = Fitting(last_tokens=self.truncate_prompt_tokens)
         return Conversation(to_turns(self.messages), tools, rules, rendering, fitting)
 
+    def _tools(self, served: Mapping[str, Tool] | None) -> list[Tool]:
+        if served is None and self.bus_tools:
+            raise invalid_field(
+                "tools",
+                "tools of the type 'bus' are available only in POST /v1/chat/completions; give "
+                "functions",
+            )
+        known = served or {}
+        return [
+            to_tool(tool.function) if isinstance(tool, ChatTool) else known[tool.name]
+            for tool in self.tools or ()
+            if isinstance(tool, ChatTool) or tool.name in known
+        ]
+
     @property
     def _choice(self) -> str | None:
         """The value of ``AnswerRules.choice``; None: ``auto``."""
+        if isinstance(self.tool_choice, NamedBusTool):
+            return f":{self.tool_choice.name}"
         if isinstance(self.tool_choice, NamedTool):
             return f":{self.tool_choice.function.name}"
         if isinstance(self.function_call, FunctionChoice):

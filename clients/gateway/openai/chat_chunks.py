@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from msgspec import UNSET, UnsetType
 
@@ -118,7 +118,7 @@ class ChatChunks:
         """The chunks of further text of a choice."""
         if self._form is None:
             return [self._text(seq, text)] if text else []
-        return [self._chunk(seq, self._delta(piece)) for piece in self._of(seq).feed(text)]
+        return [self._chunk(seq, delta) for delta in self._deltas_of(self._of(seq).feed(text))]
 
     def _whole(self, entry: Token, text: str, removed: int, choice: GrowingChoice) -> bytes:
         """The chunks of an entry with more than text."""
@@ -134,13 +134,10 @@ class ChatChunks:
             pieces = answer.feed(text)
             if entry.finish_reason is not None:
                 pieces += answer.end()
-            deltas = [self._delta(piece) for piece in pieces]
+            deltas = self._deltas_of(pieces)
             called = answer.called
         if entry.finish_reason is not None:
-            reason = finish_reason(entry.finish_reason, called, self._older)
-            receipt = receipt_of(self._constraint, choice, entry)
-            if receipt is not None:
-                receipt.keywords = self._checks.outcomes.get(entry.seq, {})
+            reason, receipt = self._ended(entry, choice, called)
         if removed:
             receipt = receipt or Receipt()
             receipt.backtrack = removed
@@ -164,6 +161,16 @@ class ChatChunks:
             )
             for i, delta in enumerate(deltas)
         )
+
+    def _ended(
+        self, entry: Token, choice: GrowingChoice, called: bool
+    ) -> tuple[str | None, Receipt | None]:
+        """The finish reason and the receipt of a choice whose last entry is ``entry``. ``called``:
+        whether the choice has called a function."""
+        receipt = receipt_of(self._constraint, choice, entry)
+        if receipt is not None:
+            receipt.keywords = self._checks.outcomes.get(entry.seq, {})
+        return finish_reason(entry.finish_reason, called, self._older), receipt
 
     def _of(self, seq: int) -> Answer:
         """The answer of a sequence."""
@@ -193,6 +200,9 @@ class ChatChunks:
             UNSET if self._prompt is None else self._prompt,
         )
         return event(chunk)
+
+    def _deltas_of(self, pieces: Iterable[Piece]) -> list[Delta]:
+        return [self._delta(piece) for piece in pieces]
 
     def _delta(self, piece: Piece) -> Delta:
         match piece.part:

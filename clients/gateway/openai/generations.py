@@ -13,7 +13,9 @@ from starlette.responses import Response
 from ....protocol.errors import Code, TokenbusError
 from ....protocol.messages import Token
 from ... import AsyncClient, AsyncStream, GeneratedSequence, GenerateOptions
+from ..context import Gateway
 from ..conversation.constraints import Constraint
+from ..conversation.planning import Prepared
 from ..errors import ApiError, from_tokenbus
 from ..events import EventStream, event, unless_disconnected
 from .logprobs import check_alternatives
@@ -64,6 +66,11 @@ class Generations:
         ApiError."""
         async for _ in self.batches():
             pass
+        return self.finished()
+
+    def finished(self) -> list[list[GeneratedSequence]]:
+        """The sequences of each prompt, after all streams have been read to their ends. Called
+        once."""
         found = [stream.sequences for stream in self.streams]
         if self.shown is not None:
             for sequence in (one for sequences in found for one in sequences):
@@ -128,6 +135,29 @@ class Generations:
             param = "controller"
         named.param = self._fields.get(param or "", param)
         return named
+
+
+def chat_generations(
+    gateway: Gateway,
+    prepared: Prepared,
+    options: GenerateOptions,
+    counter: Counter,
+    fields: dict[str, str],
+) -> Generations:
+    """Begins the answer to a conversation. Without ``max_tokens``, the answer may take the rest of
+    the context.
+
+    ``fields`` maps the bus's field names to the names in the request's body.
+    """
+    ids, constraint = prepared.ids, prepared.constraint
+    options["model"] = prepared.model.name
+    options.setdefault("max_tokens", rest_of_context(prepared))
+    return Generations(gateway.client, [ids], fields, constraint, counter, **options)
+
+
+def rest_of_context(prepared: Prepared) -> int:
+    """Number of tokens for which the context has room after the prompt; at least 1."""
+    return max(1, prepared.model.info.context_length - len(prepared.ids))
 
 
 async def _next(stream: AsyncStream) -> list[Token]:

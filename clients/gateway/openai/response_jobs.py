@@ -19,9 +19,8 @@ from ..leniency import Ignored
 from ..new_ids import new_id
 from ..stored.database import Item, Stored
 from ..stored.references import context_of, resolved
-from .chat import chat_generations
 from .fields import OPENAI_TEMPERATURE
-from .generations import Generations
+from .generations import Generations, chat_generations
 from .response_bodies import (
     Failure,
     Incomplete,

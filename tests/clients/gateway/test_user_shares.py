@@ -90,6 +90,21 @@ def as_user(name: str) -> None:
     current_user.set(name)
 
 
+def test_the_share_of_an_ended_stream_is_given_back_before_its_request_ends() -> None:
+    shares = UserShares(2)
+    as_user("ann")
+    with shares.request():
+        shares.take_stream()
+        for _ in range(3):
+            shares.give_back_stream()
+            shares.take_stream()
+            shares.take_bytes(1)
+        shares.give_back_stream()
+        shares.give_back_stream()
+    with shares.request():
+        shares.take_stream()
+
+
 def test_a_request_gives_back_all_that_it_took() -> None:
     shares = UserShares(4, 1000)
     as_user("ann")

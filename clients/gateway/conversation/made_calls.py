@@ -1,0 +1,58 @@
+"""The calls of the bus's tools that the gateway has made, as an answer reports them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+
+class MadeCall(Struct, kw_only=True, omit_defaults=True):
+    """A call of a tool, with its result or its error."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON text."""
+    result: Raw | UnsetType = UNSET
+    """The value that the tool has returned."""
+    error: str = ""
+    """The reason why there is no result."""
+    code: str = ""
+    """With ``error``: the code of the error."""
+
+    @property
+    def text(self) -> str:
+        """The text for the model: the result, or the error. A result that is a text is given
+        without quotes."""
+        if isinstance(self.result, UnsetType):
+            return self.error
+        data = bytes(self.result)
+        return msgspec.json.decode(data, type=str) if data[:1] == b'"' else data.decode()
+
+
+def as_messages(calls: Sequence[MadeCall]) -> list[dict[str, Any]]:
+    """Calls and results as messages of a chat in OpenAI's form."""
+    if not calls:
+        return []
+    called = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in calls
+    ]
+    return [
+        {"role": "assistant", "content": None, "tool_calls": called},
+        *(
+            {
+                "role": "tool",
+                "tool_call_id": call.id,
+                "content": call.text if call.result is not UNSET else f"Error: {call.error}",
+            }
+            for call in calls
+        ),
+    ]
