@@ -121,8 +121,10 @@ def test_rules_have_what_prometheus_asks_for() -> None:
 
 
 def test_each_alert_is_explained() -> None:
-    text = (ROOT / "docs" / "observability.md").read_text()
-    assert all(f"`{rule['alert']}`" in text for rule in rules())
+    for rule in rules():
+        description = rule["annotations"]["description"]
+        assert description.endswith("."), rule["alert"]
+        assert description != rule["annotations"]["summary"]
 
 
 def test_panels_of_the_dashboard_have_places_and_targets_of_their_own() -> None:
