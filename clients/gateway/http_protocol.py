@@ -1,23 +1,27 @@
-"""uvicorn's HTTP/1.1 with bounds for connections, headers, request times and unread answers.
+"""uvicorn's HTTP/1.1 with bounds for connections, requests, headers, times and unread answers.
 
-uvicorn accepts any number of connections, stores headers of any size, and waits forever for the
-rest of a request and for a client that does not read. This module's bounds apply before the API key
-is checked.
+uvicorn accepts any number of connections and of pipelined requests, and stores headers of any size.
+It waits forever for the rest of a request and for a client that does not read. This module's bounds
+apply before the API key is checked.
 """
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any, cast
 
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .errors import ApiError
+from .paced_transport import PacedTransport
 from .traffic import PROBES
 
 MAX_HEAD_BYTES = 64 * 1024
 """Maximum number of bytes in a request's headers and trailers. The first line has approximately the
 same bound."""
+HEADER_COST = 32
+"""Number of bytes that each header counts in addition to its text."""
 HEAD_S = 30.0
 """Maximum time from the first byte of a request's headers to the last, in seconds. It also bounds
 the time until the first byte of a connection."""
@@ -57,13 +61,14 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Handles a new connection of a client."""
-        super().connection_made(transport)
+        self._reading = PacedTransport(transport, self.loop, self._parse, self._is_pipelined)
+        super().connection_made(cast(Any, self._reading))
         beyond = len(self.connections) - self.max_connections
         if beyond > RESERVE:
             self._refuse(b"503 Service Unavailable")
         elif beyond > 0:
             self.app = self._probes_only
-        self._late = self.loop.call_later(HEAD_S, self._refuse, b"408 Request Timeout")
+        self._late = self.loop.call_later(HEAD_S, self._check_head)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Handles the end of the connection."""
@@ -82,12 +87,16 @@ class BoundedHttp(HttpToolsProtocol):
         if self.app == self._probes_only:
             self._refuse(b"503 Service Unavailable")
         else:
+            self.transport = self._reading.detach()
             super().handle_websocket_upgrade()
 
     # --- received data --------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         """Handles data from the client."""
+        self._reading.received(data)
+
+    def _parse(self, data: bytes) -> None:
         self._finished = False
         super().data_received(data)
         self._unfinished_bytes = 0 if self._finished else self._unfinished_bytes + len(data)
@@ -110,12 +119,12 @@ class BoundedHttp(HttpToolsProtocol):
         self._finished = True
         self._head_bytes = 0
         self._in_time()
-        self._late = self.loop.call_later(HEAD_S, self._refuse, b"408 Request Timeout")
+        self._late = self.loop.call_later(HEAD_S, self._check_head)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Handles a header, or a trailer after a chunked body."""
         self._finished = True
-        self._head_bytes += len(name) + len(value)
+        self._head_bytes += len(name) + len(value) + HEADER_COST
         if self._head_bytes > MAX_HEAD_BYTES:
             raise ValueError("the headers are too long")
         super().on_header(name, value)
@@ -139,6 +148,11 @@ class BoundedHttp(HttpToolsProtocol):
         self._body_in_time()
         super().on_message_complete()
 
+    def _is_pipelined(self) -> bool:
+        """Whether a request waits for the answers to earlier requests. Nothing more is read until
+        it is started."""
+        return bool(self.pipeline)
+
     def _in_time(self) -> None:
         if self._late is not None:
             self._late.cancel()
@@ -149,9 +163,16 @@ class BoundedHttp(HttpToolsProtocol):
             self._body_late.cancel()
             self._body_late = None
 
+    def _check_head(self) -> None:
+        if self._reading.waits:
+            # The connection waits for the application, not for the client.
+            self._late = self.loop.call_later(HEAD_S, self._check_head)
+        else:
+            self._refuse(b"408 Request Timeout")
+
     def _check_body(self) -> None:
         left_s = self._body_due - self.loop.time()
-        if self.flow.read_paused:
+        if self._reading.waits:
             # The connection waits for the application, not for the client.
             left_s = BODY_S
             self._body_due = self.loop.time() + left_s
@@ -161,6 +182,11 @@ class BoundedHttp(HttpToolsProtocol):
             self._refuse(b"408 Request Timeout")
 
     # --- sent data ------------------------------------------------------------------------------
+
+    def on_response_complete(self) -> None:
+        """Handles the end of an answer, after which the next request is started."""
+        super().on_response_complete()
+        self._reading.proceed()
 
     def pause_writing(self) -> None:
         """Called when the client does not read as fast as the gateway writes."""

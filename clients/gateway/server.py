@@ -20,6 +20,7 @@ from ...protocol.settings import Settings
 from .context import Gateway
 from .http_protocol import http_protocol
 from .lingering import Leaving
+from .websocket_protocol import BoundedWebSocket
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class GatewayServer(uvicorn.Server):
             app,
             loop="uvloop",
             http=http_protocol(settings.max_connections),
-            ws="websockets-sansio",
+            ws=BoundedWebSocket,
             ws_max_size=MAX_WEBSOCKET_BYTES,
             # Compression needs about 300 KiB per connection, and messages with tokens are short.
             ws_per_message_deflate=False,

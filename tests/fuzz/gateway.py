@@ -40,6 +40,7 @@ from tokenbus.clients.gateway.plain_lmtp import PlainLmtp
 from tokenbus.clients.gateway.security import OriginCheck, keys_of
 from tokenbus.clients.gateway.tunnel_requests import TunnelRequests
 from tokenbus.clients.gateway.user_shares import UserShares
+from tokenbus.clients.gateway.websocket_protocol import BoundedWebSocket
 from tokenbus.protocol.errors import TokenbusError
 from tokenbus.protocol.lines import error_line, line_frames
 from tokenbus.protocol.messages import CLIENT_MESSAGES, SERVER_MESSAGES
@@ -244,7 +245,7 @@ def _server() -> tuple[asyncio.AbstractEventLoop, uvicorn.Config]:
     config = uvicorn.Config(
         _answer,
         http=http_protocol(100),
-        ws="websockets-sansio",
+        ws=BoundedWebSocket,
         lifespan="off",
         log_config=None,
         access_log=False,

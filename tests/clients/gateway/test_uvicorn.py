@@ -15,8 +15,10 @@ import pytest
 import uvicorn
 from tokenbus.clients.gateway.http_protocol import BoundedHttp
 from tokenbus.clients.gateway.server import GatewayServer
+from tokenbus.clients.gateway.websocket_protocol import BoundedWebSocket
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
 PROTOCOL = {
@@ -29,19 +31,38 @@ PROTOCOL = {
     "on_headers_complete": [],
     "on_message_begin": [],
     "on_message_complete": [],
+    "on_response_complete": [],
     "pause_writing": [],
     "resume_writing": [],
     "send_400_response": ["msg"],
 }
 """Methods of ``HttpToolsProtocol`` that ``BoundedHttp`` overrides, with their parameters."""
 
+WEBSOCKET = {
+    "connection_made": ["transport"],
+    "data_received": ["data"],
+    "handle_cont": ["event"],
+    "handle_ping": [],
+    "handle_pong": ["event"],
+    "pause_writing": [],
+    "resume_writing": [],
+}
+"""Methods of ``WebSocketsSansIOProtocol`` that ``BoundedWebSocket`` overrides."""
+
 SERVER = {"handle_exit": ["sig", "frame"], "serve": ["sockets"], "shutdown": ["sockets"]}
 """Methods of ``uvicorn.Server`` that ``GatewayServer`` overrides."""
 
 ATTRIBUTES = {
-    HttpToolsProtocol: ["app", "config", "connections", "cycle", "flow", "loop", "transport"],
+    HttpToolsProtocol: ["app", "config", "connections", "cycle", "loop", "pipeline", "transport"],
     RequestResponseCycle: ["response_complete", "response_started"],
-    FlowControl: ["read_paused"],
+    WebSocketsSansIOProtocol: [
+        "close_sent",
+        "conn",
+        "frames",
+        "handle_parser_exception",
+        "loop",
+        "writable",
+    ],
     uvicorn.Server: ["config", "force_exit", "lifespan", "server_state", "servers", "should_exit"],
     ServerState: ["connections"],
     uvicorn.Config: ["http_protocol_class", "loaded_app", "proxy_headers", "ssl"],
@@ -55,7 +76,11 @@ def overridden(own: type, base: type) -> set[str]:
 
 @pytest.mark.parametrize(
     ("own", "base", "methods"),
-    [(BoundedHttp, HttpToolsProtocol, PROTOCOL), (GatewayServer, uvicorn.Server, SERVER)],
+    [
+        (BoundedHttp, HttpToolsProtocol, PROTOCOL),
+        (BoundedWebSocket, WebSocketsSansIOProtocol, WEBSOCKET),
+        (GatewayServer, uvicorn.Server, SERVER),
+    ],
 )
 def test_the_methods_that_are_overridden_are_there_and_take_the_same(
     own: type, base: type, methods: dict[str, list[str]]
@@ -72,6 +97,12 @@ def test_the_methods_that_are_overridden_are_there_and_take_the_same(
     }
     for name, parameters in methods.items():
         assert [argument.arg for argument in found[name].args.args][1:] == parameters, name
+
+
+def test_uvicorn_pauses_reading_through_the_transport_that_it_was_given() -> None:
+    assert "FlowControl(transport)" in inspect.getsource(HttpToolsProtocol.connection_made)
+    assert "self._transport.pause_reading()" in inspect.getsource(FlowControl)
+    assert "self.transport.pause_reading()" in inspect.getsource(WebSocketsSansIOProtocol)
 
 
 @pytest.mark.parametrize(("owner", "names"), ATTRIBUTES.items())
