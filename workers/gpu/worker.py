@@ -249,18 +249,25 @@ class GpuWorker:
 
     def _step(self) -> None:
         """Runs one step of each model that has work, and sends the tokens of each step in one
-        message."""
+        message. Then computes a batch of EMBEDs."""
+        stepped = False
         for model, engine in self._models.engines.items():
             if not engine.has_work or self._rollouts.frozen(model):
                 continue
+            stepped = True
             try:
                 self._streams.send(self._computed(engine))
             except Exception as error:
                 self._step_failed(model, engine, error)
             self._bus.flush()
-        if self._arrivals.embeddings.has_work:
+        embeddings = self._arrivals.embeddings
+        if stepped:
+            embeddings.note_step()
+        if embeddings.has_work and (embeddings.due or not stepped):
+            # A sequence that waits for a decision is not work, but may continue during the batch.
+            busy = any(engine.has_requests for engine in self._models.engines.values())
             with self._bus.stepping():
-                self._arrivals.embeddings.step()
+                embeddings.step(busy)
             self._bus.flush()
 
     def _report_pages(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,21 @@ from tokenbus.workers.gpu import embedded
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.model.loader import LoadedModel, is_encoder, load_model
 from tokenbus.workers.gpu.model.pooling import pooled, pooling_of
-from tokenbus.workers.gpu.serving.embeddings import MAX_BATCH_TOKENS, Embeddings
+from tokenbus.workers.gpu.serving import embeddings as module
+from tokenbus.workers.gpu.serving.embeddings import (
+    BATCH_S,
+    FIRST_BATCH_TOKENS,
+    IDLE_AFTER_S,
+    IDLE_BATCH_S,
+    MAX_BATCH_TOKENS,
+    MIN_BATCH_TOKENS,
+    Embeddings,
+)
 from tokenbus.workers.gpu.serving.live_streams import LiveStreams
 from tokenbus.workers.gpu.serving.streams import Stream
 from transformers import BertConfig, LlamaConfig, T5Config
+
+from ...worlds.gpu_worker_loop import Loop
 
 SHORT = [[1, 2, 3], [4, 5]]
 
@@ -32,21 +44,49 @@ def loaded() -> LoadedModel:
 
 
 class Sent:
-    """A worker's EMBEDs, and the answers that it sent."""
+    """A worker's EMBEDs, and the answers that it sent. The time passes only in batches:
+    ``token_s`` for each token of a batch, with padding."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, token_s: float = 0.0) -> None:
         self.engine = Engine(loaded, EngineConfig(kv_cache_bytes=1 << 22))
         self.frames: list[Any] = []
+        self.now = 100.0
+        self.token_s = token_s
+        self.batches: list[list[list[int]]] = []
+        """The inputs of each batch."""
         streams = LiveStreams(self._post, lambda stream: None)
-        self.embeddings = Embeddings(streams, self._post)
+        self.embeddings = Embeddings(streams, self._post, clock=lambda: self.now)
+
+    def pooled(
+        self, loaded: LoadedModel, texts: Sequence[list[int]], poolings: list[Pooling]
+    ) -> torch.Tensor:
+        """``pooled``, which takes the time of its tokens."""
+        self.batches.append(list(texts))
+        self.now += self.token_s * len(texts) * max(map(len, texts))
+        return pooled(loaded, texts, poolings)
 
     def _post(self, frames: Any, link: int) -> None:
         self.frames.append(frames)
 
-    def add(self, request: int, inputs: list[list[int]]) -> None:
+    def add(
+        self,
+        request: int,
+        inputs: list[list[int]],
+        session: int = 1,
+        by: str = "",
+        engine: Engine | None = None,
+    ) -> None:
         """Receives an EMBED."""
-        stream = Stream(request, 1, request, "msgpack", "embedded", 1)
-        self.embeddings.add(stream, self.engine, Embed(stream_id=request, inputs=inputs))
+        stream = Stream(request, session, request, "msgpack", "embedded", 1)
+        message = Embed(stream_id=request, inputs=inputs, by=by)
+        self.embeddings.add(stream, engine or self.engine, message)
+
+    def sizes(self, steps: int, busy: bool = True) -> list[int]:
+        """The numbers of tokens of the next batches."""
+        before = len(self.batches)
+        for _ in range(steps):
+            self.embeddings.step(busy)
+        return [sum(map(len, batch)) for batch in self.batches[before:]]
 
     def answers(self) -> list[tuple[int, int]]:
         """The stream ids of the answers, and their numbers of vectors."""
@@ -54,28 +94,157 @@ class Sent:
         return [(one.stream_id, len(one.embedded.vectors) // 768) for one in found]
 
 
+@pytest.fixture
+def timed(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Sent:
+    """EMBEDs of a model whose bound stays that of the first batch."""
+    sent = Sent(loaded, BATCH_S / FIRST_BATCH_TOKENS)
+    monkeypatch.setattr(module, "pooled", sent.pooled)
+    return sent
+
+
 def test_inputs_of_several_requests_are_one_batch(loaded: LoadedModel) -> None:
     sent = Sent(loaded)
     sent.add(1, SHORT)
     sent.add(2, [[6]])
     assert [stream.request for stream in sent.embeddings.streams()] == [1, 2]
-    sent.embeddings.step()
+    sent.embeddings.step(True)
     assert sent.answers() == [(1, 2), (2, 1)]
     assert not sent.embeddings.has_work
 
 
-def test_a_request_of_many_tokens_does_not_delay_another_one(loaded: LoadedModel) -> None:
-    sent = Sent(loaded)
-    long = [[7] * 1000] * (2 * MAX_BATCH_TOKENS // 1000)
-    sent.add(1, long)
-    sent.add(2, [[6]])
-    sent.embeddings.step()
-    assert sent.answers() == []
-    sent.embeddings.step()
-    assert (2, 1) in sent.answers()
-    while sent.embeddings.has_work:
-        sent.embeddings.step()
-    assert sorted(sent.answers()) == [(1, len(long)), (2, 1)]
+def test_a_request_of_many_tokens_does_not_delay_another_one(timed: Sent) -> None:
+    timed.add(1, [[7] * 100] * 11)
+    timed.add(2, [[6]], session=2)
+    assert timed.sizes(1) == [500]
+    assert timed.answers() == []
+    timed.sizes(1)
+    assert timed.answers() == [(2, 1)]
+    while timed.embeddings.has_work:
+        timed.sizes(1)
+    assert timed.answers() == [(2, 1), (1, 11)]
+
+
+FULL = FIRST_BATCH_TOKENS // 2 + 1
+"""Two inputs of this length are not in one batch."""
+
+
+def test_sessions_take_turns_and_so_do_their_users(timed: Sent) -> None:
+    """Each batch has one input, because two do not fit."""
+    for request in (1, 2, 3, 4):
+        timed.add(request, [[request] * FULL] * 2, session=1, by="a")
+    timed.add(5, [[5] * FULL] * 2, session=1, by="b")
+    timed.add(6, [[6] * FULL] * 2, session=2)
+    timed.sizes(8)
+    assert [batch[0][0] for batch in timed.batches] == [1, 6, 5, 6, 1, 5, 2, 2]
+    assert timed.answers() == [(6, 2), (1, 2), (5, 2), (2, 2)]
+
+
+def test_a_batch_has_inputs_of_one_session_and_then_of_the_next(timed: Sent) -> None:
+    timed.add(1, [[1] * 100] * 2, session=1)
+    timed.add(2, [[2] * 100] * 2, session=1)
+    timed.add(3, [[3] * 100] * 2, session=2)
+    timed.sizes(2)
+    assert [[text[0] for text in batch] for batch in timed.batches] == [[1, 1, 3, 3, 2], [2]]
+
+
+def test_an_input_that_does_not_fit_has_the_next_turn(timed: Sent) -> None:
+    timed.add(1, [[1]] * 3, session=1)
+    timed.add(2, [[2] * (FIRST_BATCH_TOKENS // 2)] * 2, session=2)
+    timed.add(3, [[3]], session=1)
+    timed.sizes(2)
+    assert [[text[0] for text in batch] for batch in timed.batches] == [[1, 1, 1], [2, 2]]
+
+
+def test_a_model_of_another_engine_keeps_its_turn(timed: Sent) -> None:
+    other = Engine(timed.engine.loaded, EngineConfig(kv_cache_bytes=1 << 22))
+    timed.add(1, [[1]], session=1)
+    timed.add(2, [[2]], session=2, engine=other)
+    timed.add(3, [[3]], session=3)
+    timed.add(4, [[4]], session=3)
+    timed.sizes(2)
+    assert timed.batches == [[[1], [3], [4]], [[2]]]
+
+
+def test_a_cancelled_turn_is_left_out(timed: Sent) -> None:
+    for request in (1, 2, 3):
+        timed.add(request, [[request] * FULL], session=request)
+    timed.embeddings.cancel(2)
+    timed.sizes(2)
+    assert [batch[0][0] for batch in timed.batches] == [1, 3]
+    assert not timed.embeddings.has_work
+
+
+def test_the_bound_of_a_batch_follows_the_time_of_the_last_one(timed: Sent) -> None:
+    timed.add(1, [[1] * 8] * 4000)
+    # The bound is 512 tokens at first, and then the number that takes BATCH_S.
+    timed.token_s = BATCH_S / 130
+    assert timed.sizes(3) == [FIRST_BATCH_TOKENS, 128, 128]
+    # The bound is at most twice the tokens of the last batch.
+    timed.token_s = BATCH_S / 1030
+    assert timed.sizes(5) == [128, 256, 512, 1024, 1024]
+    # Even a very slow model gets a few tokens.
+    timed.token_s = BATCH_S
+    assert timed.sizes(3) == [1024, MIN_BATCH_TOKENS, MIN_BATCH_TOKENS]
+
+
+def test_a_small_batch_does_not_lower_the_bound(timed: Sent) -> None:
+    timed.add(1, [[1]])
+    assert timed.sizes(1) == [1]
+    timed.add(2, [[2] * 8] * 64)
+    assert timed.sizes(1) == [FIRST_BATCH_TOKENS]
+
+
+def test_each_model_has_its_own_bound(timed: Sent) -> None:
+    timed.token_s = BATCH_S / 128
+    timed.add(1, [[1] * 8] * 64)
+    timed.sizes(1)
+    other = Engine(timed.engine.loaded, EngineConfig(kv_cache_bytes=1 << 22))
+    timed.add(2, [[2] * 8] * 64, engine=other)
+    assert timed.sizes(1) == [FIRST_BATCH_TOKENS]
+
+
+def test_an_idle_worker_takes_large_batches(timed: Sent) -> None:
+    timed.add(1, [[1] * 64] * 1000)
+    timed.token_s = IDLE_BATCH_S / MAX_BATCH_TOKENS
+    grown = [512, 1024, 2048, 4096, MAX_BATCH_TOKENS]
+    assert timed.sizes(5, busy=False) == grown
+    # A request arrives. Batches take BATCH_S until the engines have been idle for a while.
+    small = int(MAX_BATCH_TOKENS * BATCH_S / IDLE_BATCH_S) // 64 * 64
+    timed.embeddings.note_step()
+    assert timed.sizes(2, busy=True) == [small, small]
+    assert timed.sizes(1, busy=False) == [small]
+    timed.now += IDLE_AFTER_S
+    assert timed.sizes(1, busy=False) == [MAX_BATCH_TOKENS]
+
+
+def test_an_input_above_the_bound_runs_alone(timed: Sent) -> None:
+    timed.add(1, [[1], [2] * (FIRST_BATCH_TOKENS + 1), [3]])
+    assert timed.sizes(3) == [1, FIRST_BATCH_TOKENS + 1, 1]
+    assert timed.answers() == [(1, 3)]
+
+
+def test_engines_have_as_much_time_as_embeds(loaded: LoadedModel, tmp_path: Path) -> None:
+    """While an engine has work, a batch is followed by as much time of steps."""
+    loop = Loop(tmp_path, loaded)
+    now = 0.0
+    embeddings = loop.worker._arrivals.embeddings
+    embeddings._clock = lambda: now
+    batches = []
+
+    def timed(model: LoadedModel, texts: list[list[int]], poolings: list[Pooling]) -> torch.Tensor:
+        nonlocal now
+        now += 4.0
+        batches.append((len(loop.entries(1)), len(texts)))
+        return pooled(model, texts, poolings)
+
+    loop.generate(1, max_tokens=12)
+    loop.give(b"EMBED", Embed(stream_id=2, model="m", inputs=[[1] * 300] * 5), 2, 102)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "pooled", timed)
+        for _ in range(14):
+            loop.turn()
+            now += 1.0
+        assert [steps for steps, _ in batches] == [1, 5, 9, 12, 12]
 
 
 def test_a_vector_does_not_depend_on_the_padding(loaded: LoadedModel) -> None:
@@ -115,7 +284,7 @@ def test_a_cancelled_request_ends_with_one_error(loaded: LoadedModel) -> None:
     assert kind == b"ERROR"
     assert decode_as(Error, body, "msgpack").code == Code.TIMEOUT
     sent.add(2, [[6]])
-    sent.embeddings.step()
+    sent.embeddings.step(True)
     assert sent.answers() == [(2, 1)]
 
 

@@ -1,10 +1,18 @@
-"""Computes the vectors of EMBEDs. A batch may contain inputs of several requests."""
+"""Computes the vectors of EMBEDs. A batch may contain inputs of several requests.
+
+Sessions take turns, and so do the users of a session. All streams of the worker wait for a batch,
+so its number of tokens is bounded by the measured time of earlier batches of the model.
+"""
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,6 +27,21 @@ from .streams import Frames, Stream, message_frames
 
 MAX_BATCH_TOKENS = 8192
 """Maximum number of tokens of a batch, with padding. A batch of one input may have more."""
+FIRST_BATCH_TOKENS = 512
+"""Maximum number of tokens of a model's first batch, whose time cannot be estimated."""
+MIN_BATCH_TOKENS = 16
+"""Number of tokens that a batch may always have. With fewer tokens, a batch takes about as long,
+because its time is bound by reading the weights."""
+BATCH_S = 0.05
+"""Maximum time of a batch for which other requests wait, in seconds."""
+IDLE_BATCH_S = 0.5
+"""Maximum time of a batch when the engines are idle, in seconds. Requests that arrive during the
+batch wait for its end."""
+IDLE_AFTER_S = 1.0
+"""The engines count as idle after this time without a step, in seconds. Clients that send one
+request after another leave shorter pauses."""
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -26,11 +49,63 @@ class _Job:
     """An EMBED whose vectors are being computed."""
 
     stream: Stream
+    user: str
     engine: Engine
     inputs: list[list[int]]
     pooling: Pooling
     vectors: list[torch.Tensor] = field(default_factory=list)
     """The vectors that have been computed, in the order of ``inputs``."""
+
+
+@dataclass(slots=True)
+class _Bounds:
+    """The maximum numbers of tokens of a model's batches."""
+
+    busy: int = FIRST_BATCH_TOKENS
+    """The bound if other requests wait for the batch."""
+    idle: int = FIRST_BATCH_TOKENS
+    """The bound if the engines are idle."""
+
+    def measure(self, tokens: int, seconds: float) -> None:
+        """Adapts the bounds to the time that a batch took."""
+        self.busy = _adapted(self.busy, tokens, seconds, BATCH_S)
+        self.idle = _adapted(self.idle, tokens, seconds, IDLE_BATCH_S)
+
+
+class _Turns:
+    """The jobs in the order of their turns. A user's jobs are computed in the order of their
+    arrival."""
+
+    def __init__(self) -> None:
+        self._sessions: OrderedDict[int, OrderedDict[str, dict[int, _Job]]] = OrderedDict()
+        """The jobs by session, user and request; the next session or user comes first."""
+
+    def __iter__(self) -> Iterator[_Job]:
+        sessions = self._sessions.values()
+        return _interleaved(
+            _interleaved(jobs.values() for jobs in users.values()) for users in sessions
+        )
+
+    def add(self, job: _Job) -> None:
+        """Adds a job after those of its user."""
+        users = self._sessions.setdefault(job.stream.session, OrderedDict())
+        users.setdefault(job.user, {})[job.stream.request] = job
+
+    def remove(self, job: _Job) -> None:
+        """Removes a job."""
+        users = self._sessions[job.stream.session]
+        jobs = users[job.user]
+        del jobs[job.stream.request]
+        if not jobs:
+            del users[job.user]
+        if not users:
+            del self._sessions[job.stream.session]
+
+    def end_turn(self, job: _Job) -> None:
+        """Moves the session and the user of a job to the end, after inputs of the job were
+        taken."""
+        self._sessions[job.stream.session].move_to_end(job.user)
+        self._sessions.move_to_end(job.stream.session)
 
 
 class Embeddings:
@@ -40,16 +115,37 @@ class Embeddings:
     turns.
     """
 
-    def __init__(self, streams: LiveStreams, post: Callable[[Frames, int], None]) -> None:
+    def __init__(
+        self,
+        streams: LiveStreams,
+        post: Callable[[Frames, int], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._streams = streams
         self._post = post
-        self._jobs: OrderedDict[int, _Job] = OrderedDict()
-        """The jobs by request, in the order of their turns."""
+        self._clock = clock
+        self._jobs: dict[int, _Job] = {}
+        """The jobs by request."""
+        self._turns = _Turns()
+        self._bounds: WeakKeyDictionary[Engine, _Bounds] = WeakKeyDictionary()
+        self._due_at = 0.0
+        self._idle_at = 0.0
+        """The time at which the engines count as idle if they do not run another step."""
 
     @property
     def has_work(self) -> bool:
         """Whether an EMBED waits for its vectors."""
         return bool(self._jobs)
+
+    @property
+    def due(self) -> bool:
+        """Whether as much time has passed since the last batch as the batch took. Engines that have
+        work use this time, so that EMBEDs take at most half of the time."""
+        return self._clock() >= self._due_at
+
+    def note_step(self) -> None:
+        """Records that an engine has run a step."""
+        self._idle_at = self._clock() + IDLE_AFTER_S
 
     def stream(self, request: int) -> Stream | None:
         """The stream of a waiting EMBED; None if the request is not an EMBED."""
@@ -67,13 +163,18 @@ class Embeddings:
         for number, tokens in enumerate(message.inputs):
             _check(loaded, number, tokens)
         pooling = message.pooling or pooling_of(loaded)
-        self._jobs[stream.request] = _Job(stream, engine, message.inputs, pooling)
+        job = _Job(stream, message.by, engine, message.inputs, pooling)
+        self._jobs[stream.request] = job
+        self._turns.add(job)
 
     def pop(self, request: int) -> Stream | None:
         """Removes an EMBED without answering it. Returns its stream; None if the request is not an
         EMBED."""
         job = self._jobs.pop(request, None)
-        return job.stream if job is not None else None
+        if job is None:
+            return None
+        self._turns.remove(job)
+        return job.stream
 
     def restart(self, engine: Engine) -> None:
         """Computes the vectors of a model's EMBEDs from the first input again, because the weights
@@ -91,39 +192,59 @@ class Embeddings:
             self._streams.fail(stream, error, "cancelling an EMBED")
         return stream is not None
 
-    def step(self) -> None:
-        """Computes the vectors of one batch, and answers the EMBEDs that are complete."""
-        batch = self._batch()
+    def step(self, busy: bool) -> None:
+        """Computes the vectors of one batch, and answers the EMBEDs that are complete. ``busy``:
+        whether an engine has requests, which wait for the batch."""
+        batch = self._batch(busy or self._clock() < self._idle_at)
         if not batch:
             return
         engine = batch[0][0].engine
         texts = [job.inputs[place] for job, place in batch]
         poolings = [job.pooling for job, _ in batch]
+        jobs = list(dict.fromkeys(job for job, _ in batch))
+        for job in jobs:
+            self._turns.end_turn(job)
         try:
-            vectors = engine.run(lambda: pooled(engine.loaded, texts, poolings))
+            vectors, seconds = engine.run(lambda: self._timed(engine.loaded, texts, poolings))
         except Exception as error:
-            for job in dict.fromkeys(job for job, _ in batch):
+            for job in jobs:
                 self.pop(job.stream.request)
                 self._streams.fail(job.stream, error, "computing embeddings")
             return
+        tokens = len(texts) * max(map(len, texts))
+        self._bounds.setdefault(engine, _Bounds()).measure(tokens, seconds)
+        self._due_at = self._clock() + seconds
         for (job, _), vector in zip(batch, vectors, strict=True):
             job.vectors.append(vector)
-        for job in dict.fromkeys(job for job, _ in batch):
+        for job in jobs:
             if len(job.vectors) == len(job.inputs):
                 self._answer(job)
 
-    def _batch(self) -> list[tuple[_Job, int]]:
-        """The next inputs of one model, each as its job and its index in the job. If the batch is
-        full, its last job moves to the end of the order of turns."""
+    def _timed(
+        self, loaded: LoadedModel, texts: list[list[int]], poolings: list[Pooling]
+    ) -> tuple[torch.Tensor, float]:
+        """The vectors of a batch, and the seconds that they took, without the forwards that were
+        launched before."""
+        if loaded.device.type == "cuda":
+            torch.cuda.current_stream(loaded.device).synchronize()
+        began = self._clock()
+        vectors = pooled(loaded, texts, poolings)
+        return vectors, self._clock() - began
+
+    def _batch(self, busy: bool) -> list[tuple[_Job, int]]:
+        """The next inputs of one model, each as its job and its index in the job. In each turn, a
+        job has as many inputs in the batch as fit."""
         batch: list[tuple[_Job, int]] = []
-        width = 0
-        for job in self._jobs.values():
-            if batch and batch[0][0].engine is not job.engine:
+        width = bound = 0
+        for job in self._turns:
+            if not batch:
+                bounds = self._bounds.get(job.engine, _Bounds())
+                bound = bounds.busy if busy else bounds.idle
+            elif batch[0][0].engine is not job.engine:
                 continue
             for place in range(len(job.vectors), len(job.inputs)):
                 width = max(width, len(job.inputs[place]))
-                if batch and width * (len(batch) + 1) > MAX_BATCH_TOKENS:
-                    self._jobs.move_to_end(batch[-1][0].stream.request)
+                if batch and width * (len(batch) + 1) > bound:
                     return batch
                 batch.append((job, place))
         return batch
@@ -133,10 +254,26 @@ class Embeddings:
         content = vectors.numpy().astype("<f4").tobytes()
         found = Embedded(dimensions=vectors.shape[1], vectors=content, pooling=job.pooling)
         stream = job.stream
-        del self._jobs[stream.request]
+        self.pop(stream.request)
         answer = Msg(stream_id=stream.stream_id, embedded=found)
         self._post(message_frames(stream, b"MSG", answer, final=True), stream.link)
         logs.end(stream.request)
+
+
+def _interleaved(groups: Iterable[Iterable[T]]) -> Iterator[T]:
+    """The first item of each group, then the second item of each, and so on."""
+    return (item for turn in zip_longest(*groups) for item in turn if item is not None)
+
+
+def _adapted(bound: int, tokens: int, seconds: float, limit_s: float) -> int:
+    """The maximum number of tokens of batches that take at most ``limit_s``, after a batch of
+    ``tokens`` took ``seconds``. ``bound``: the maximum so far."""
+    if 2 * seconds <= limit_s:
+        bound = max(bound, 2 * tokens)
+    else:
+        fitting = int(tokens * limit_s / seconds)
+        bound = fitting if seconds > limit_s else max(bound, fitting)
+    return min(max(bound, MIN_BATCH_TOKENS), MAX_BATCH_TOKENS)
 
 
 def _check(loaded: LoadedModel, number: int, tokens: list[int]) -> None:
