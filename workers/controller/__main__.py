@@ -1,7 +1,8 @@
 """``python -m tokenbus.workers.controller [MODULE:NAME …]``: one controller worker.
 
-Environment variables configure the worker. With arguments, the worker serves these Python
-controllers; without arguments, it serves uploaded modules and the built-in constraints.
+Environment variables configure the worker. If arguments are given, the worker serves only the
+Python controllers that they name. Otherwise it serves uploaded modules and the built-in
+constraints.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def main() -> int:
         served = _served(settings, sys.argv[1:]) if sys.argv[1:] else None
     except (SettingError, ValueError, TokenbusError) as error:
         return refuse("controller", error)
-    # Each call tokenizes one text, so the tokenizer's own threads would only cost time.
+    # Each call of a tokenizer gets one text. The threads that the tokenizers library starts for
+    # several texts would only cost time.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         worker = ControllerWorker(settings, served=served)
@@ -43,7 +45,8 @@ def main() -> int:
 
 
 def _served(settings: Settings, specs: list[str]) -> GuestRuntime:
-    """The runtime of Python controllers, each named ``module:Name``. Raises RequestError."""
+    """The runtime of the Python controllers that ``specs`` name, each as ``module:Name``. Raises
+    RequestError if a controller cannot be loaded."""
     limits = limits_of(settings)
     served: GuestRuntime
     if settings.guest_processes:

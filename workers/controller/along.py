@@ -2,9 +2,10 @@
 
 A built-in constraint computes its masks along a draft in one call. Any other controller that takes
 drafts is copied, and the copy runs the rounds that the controller would run if the draft's tokens
-were sampled. The copy must not use variables or the log. It is dropped afterwards. When tokens of
-the draft have been sampled, the controller itself runs the round of each token. So the controller
-receives the same calls as without drafts, only later.
+were sampled. The run of the copy ends if the copy uses a variable or writes to the log. The copy is
+then dropped. When tokens of the draft have been sampled, the controller itself runs the round of
+each token. So the controller receives the same calls as without drafts, but after the tokens were
+sampled.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .logs import Log
 
 @dataclass(slots=True)
 class Place:
-    """The buffers for the decision after a token of a draft."""
+    """The buffers for a controller's decision (mask and bias) after one token of a draft."""
 
     mask: memoryview
     row: int | None = None
@@ -36,7 +37,8 @@ class Place:
     """The bias of the last decision, if it is sent as an attachment."""
 
     def give_bias(self, bias: Bias | None) -> bool:
-        """Stores the bias of a decision; returns False if there is no room for the bias."""
+        """Stores the bias of a decision; returns False if the shared file has no room for
+        biases."""
         self.biased, self.bias = bias is not None, b""
         if bias is None:
             return True
@@ -49,8 +51,8 @@ class Place:
         return True
 
     def take_bias(self) -> bytes | None:
-        """Removes and returns the bias of the last decision: None without a bias, empty if the bias
-        is in a row, otherwise the bytes to attach."""
+        """Removes and returns the bias of the last decision. Returns None if the decision had no
+        bias, and empty bytes if the bias is in a row of the shared file."""
         bias, self.bias = self.bias, b""
         return bias if self.biased else None
 
@@ -119,14 +121,14 @@ def _answers(
 
 
 def goes_on(answer: Answer) -> bool:
-    """Whether an answer of pre_process only continues with mid_process."""
+    """Whether an answer of pre_process requests nothing but the call of mid_process."""
     alone = answer.action is Action.FORK and answer.count == 1
     return alone or answer.action is Action.CONTINUE
 
 
 class _NoVariables:
-    """The variables of a copy. A use of a variable ends the copy's run, because the use may have
-    effects."""
+    """The variables of a copy. A use of a variable ends the copy's run, because other sequences
+    could see the use although the tokens of the draft may not be sampled."""
 
     def get(self, name: str) -> NoReturn:
         """Raises an error: a copy must not use variables."""

@@ -1,9 +1,10 @@
 """Biases: numbers that a controller adds to the logits of the next token.
 
 A bias is dense (a float32 for each token) or sparse (pairs of a token id (u32) and a float32). Both
-kinds begin with the number of pairs as u32. The pairs follow in ascending order of their ids; after
-the number 0, a float32 for each token follows. All numbers are little-endian. Minus infinity
-forbids a token. Source: AICI's ``SampleWithBias { bias: Vec<f32> }``.
+kinds begin with the number of pairs as u32. A sparse bias continues with the pairs, in ascending
+order of their ids. In a dense bias, the number is 0, and a float32 for each token follows. All
+numbers are little-endian. Minus infinity forbids a token. Source: AICI's ``SampleWithBias { bias:
+Vec<f32> }``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from ...protocol.errors import Code, ControllerError
 
 HEAD = 4
-"""Size of the number of pairs, in bytes."""
+"""Bytes of the u32 with the number of pairs."""
 _PAIR = np.dtype([("token", "<u4"), ("value", "<f4")])
 
 
@@ -38,7 +39,7 @@ class Bias(NamedTuple):
         into[HEAD : HEAD + len(self.data)] = self.data
 
     def encoded(self) -> bytes:
-        """The bias as it is sent."""
+        """The bytes of the bias in a message."""
         return b"".join((self.head, self.data))
 
 

@@ -2,8 +2,9 @@
 tenant cannot use all threads of the pool.
 
 If jobs began in order of arrival, a tenant's thousand slow guests would precede the first round of
-another tenant. Source: start-time fair queueing (Goyal, Vin and Cheng, 1996). The time of a job is
-unknown before it ends; until then, the time of the tenant's previous job is used.
+another tenant. Source: start-time fair queueing (Goyal, Vin and Cheng, 1996). The CPU time of a job
+is unknown until the job ends. Until then, the CPU time of the tenant's previous job is counted for
+it.
 """
 
 from __future__ import annotations
@@ -19,27 +20,28 @@ from typing import NamedTuple
 Job = Callable[[], None]
 
 MAX_IDLE = 1_024
-"""If the queue has this number of tenants, it removes each tenant that has no jobs and whose
-virtual time has passed."""
+"""If the queue has this number of tenants and a further tenant comes, the queue removes each tenant
+that has no jobs and whose virtual time has passed."""
 
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """The jobs of one tenant, and the CPU time that it has used."""
+    """The jobs of one tenant, and the CPU time that they have used."""
 
     tenant: str
     used_s: float
-    """The tenant's virtual time. The tenant with the earliest virtual time runs its next job
-    first."""
+    """The tenant's virtual time, in seconds: the CPU time of its jobs, or later if the tenant was
+    idle. The tenant with the earliest virtual time runs its next job first."""
     jobs: deque[Job] = field(default_factory=deque)
     expected_s: float = 0.0
-    """CPU time of the tenant's previous job."""
+    """CPU time of the tenant's previous job, in seconds."""
     running: int = 0
-    """Number of slots that the tenant's jobs have."""
+    """Number of slots (places of the pool for running jobs) that the tenant's jobs have."""
     waiting: int = 0
     """Number of the tenant's jobs that have begun and have given up their slot while they wait."""
     placed: bool = False
-    """Whether the tenant is in ``FairJobs._order``; otherwise none of its jobs may begin."""
+    """Whether the tenant is in ``FairJobs._order``. If not, the tenant has no queued job, or none
+    of its jobs may begin."""
 
 
 class Taken(NamedTuple):
@@ -48,7 +50,7 @@ class Taken(NamedTuple):
     run: Job
     turn: Turn
     expected_s: float
-    """The CPU time that is counted for the job until the job has ended."""
+    """Seconds of CPU time that are counted for the job until the job has ended."""
 
 
 class FairJobs:
@@ -57,7 +59,8 @@ class FairJobs:
     The next job is from the tenant that has used the least CPU time. A tenant that returns after
     all of its jobs had ended begins at the present virtual time, so that idle time does not give it
     an advantage. A tenant may use all slots but one, so that another tenant's job starts
-    immediately. The tenant "" has no such bound, because it stands for all clients without keys.
+    immediately. This bound does not apply to the tenant "", which stands for all clients without
+    keys.
     """
 
     def __init__(self, slots: int) -> None:
@@ -69,8 +72,8 @@ class FairJobs:
         A tenant's virtual time may be later than the time in its element."""
         self._numbers = itertools.count()
         self._now_s = 0.0
-        """The present virtual time: the time of the last taken job's tenant. When ``take`` finds no
-        queued job, the present time advances to ``_latest_s``."""
+        """The present virtual time: the virtual time of the tenant whose job was taken last. When
+        ``take`` finds no queued job, the present time advances to ``_latest_s``."""
         self._latest_s = 0.0
         """The latest virtual time of a tenant at the end of a job."""
         self._size = 0
@@ -133,8 +136,8 @@ class FairJobs:
             self._free_slot(taken.turn)
 
     def resume(self, taken: Taken) -> bool:
-        """Gives a slot to a job whose wait is over. Returns False if the job's tenant may not have
-        another slot."""
+        """Gives a slot to a job that has finished waiting. Returns False if the job's tenant may
+        not have another slot."""
         with self._lock:
             if not self._may_begin(taken.turn):
                 return False
@@ -143,8 +146,8 @@ class FairJobs:
             return True
 
     def add_resumed(self, taken: Taken, job: Job) -> None:
-        """Queues ``job`` before the other jobs of its tenant. ``job`` takes a slot for the job
-        ``taken``, whose wait is over."""
+        """Queues ``job`` before the other jobs of its tenant. When ``job`` runs, it passes its slot
+        to the job ``taken``, which has finished waiting."""
         with self._lock:
             turn = taken.turn
             turn.jobs.appendleft(job)
@@ -154,7 +157,8 @@ class FairJobs:
             self._place(turn)
 
     def resumed(self, taken: Taken) -> None:
-        """Gives the slot of a job from ``add_resumed`` to the job whose wait is over."""
+        """Called when a job from ``add_resumed`` was taken: it has passed its slot to the job that
+        has finished waiting."""
         with self._lock:
             taken.turn.used_s -= taken.expected_s
             taken.turn.waiting -= 1
@@ -173,7 +177,8 @@ class FairJobs:
             heapq.heappush(self._order, (turn.used_s, next(self._numbers), turn))
 
     def _first(self) -> Turn:
-        """The tenant with the earliest virtual time. Its element remains first in the heap."""
+        """The tenant with the earliest virtual time. The tenant's element remains first in the
+        heap."""
         order = self._order
         while len(order) > 1 and order[0][0] < order[0][2].used_s:
             turn = order[0][2]

@@ -24,15 +24,16 @@ from .tokens.vocabulary import TokenizerVocabulary
 log = logging.getLogger(__name__)
 
 SLICE_S = 0.005
-"""Maximum time that the replay of a request runs before other work may run, in seconds."""
+"""Seconds that the replay of a request runs before it makes room for other requests or pauses for
+rounds."""
 PAUSE_S = 0.0005
-"""Pause after each slice of a replay, in seconds, if rounds are queued, because these rounds need
-Python's lock."""
+"""Seconds for which a replay pauses after each slice if rounds are queued. Without the pause, the
+replay would keep Python's lock, which these rounds need."""
 
 
 class FirstRounds:
-    """Runs the first rounds of requests in the pool ``starts``, in parallel with later rounds,
-    which run in the pool ``rounds``."""
+    """Runs the first rounds of requests in the pool ``starts``, while later rounds of other
+    requests run in the pool ``rounds``."""
 
     def __init__(self, programs: Programs, meters: Meters, starts: Pool, rounds: Pool) -> None:
         self._programs = programs
@@ -62,8 +63,8 @@ class FirstRounds:
         vocabulary: TokenizerVocabulary | None,
         error: str,
     ) -> Steps:
-        """Runs the first round, or the rounds of a replay, between which it yields. Every failure
-        becomes a result."""
+        """Runs the first round, or all rounds of a replay. Yields after each round of a replay.
+        Every failure becomes a result."""
         try:
             if vocabulary is None:
                 raise RequestError(Code.UNSUPPORTED, error, path="$.controller")
@@ -96,7 +97,8 @@ class FirstRounds:
     def _run(
         self, pending: PendingResult, group: SequenceGroup, steps: Steps, spent_s: float = 0.0
     ) -> None:
-        """Runs the first rounds of a request, or a slice of them if other requests wait."""
+        """Runs the first rounds of a request. If other requests wait, the rounds after the first
+        slice are queued again. ``spent_s``: the seconds that earlier slices took."""
         began = slice_began = time.perf_counter()
         while True:
             try:
@@ -123,6 +125,7 @@ class FirstRounds:
 
 
 def note_time(results: Sequence[StepResult], seconds: float) -> None:
-    """Stores the time of a round in the last result of each of its sequences."""
+    """Stores the duration of a round, ``seconds``, in the last result of each sequence of the
+    round."""
     for result in {result.seq: result for result in results}.values():
         result.round_us = round(1e6 * seconds)

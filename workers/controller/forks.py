@@ -1,4 +1,5 @@
-"""The numbers of new sequences, which follow from the forks that created them.
+"""The numbers of new sequences. A sequence's number is computed from the fork that created the
+sequence.
 
 Simultaneous forks of several sequences are made in any order. Sampling depends on a sequence's
 number, controllers read the number, and clients count the entries of each number. So the numbers
@@ -15,7 +16,7 @@ WIDTH = 1024
 """The k-th sequence that is forked from sequence p has the number ``p * WIDTH + k``, if this number
 is below ``FIRST_HASHED`` and k is below ``WIDTH``."""
 FIRST_HASHED = 2**31
-"""Numbers from this one on are hashes. All numbers are u32."""
+"""Numbers of at least this value are hashes. All numbers are u32."""
 
 
 def lineage_of_fork(parent: int, fork: int, child: int) -> int:
@@ -31,8 +32,9 @@ def number_of_fork(parent: int, place: int, lineage: int, taken: Container[int])
     ``parent``. The number is not in ``taken``.
 
     Forks of sequence 0 have the numbers 1, 2, 3, …; forks of sequence 1 have 1025, 1026, …. Deep
-    forks have hashes as numbers. Two of a request's 128 sequences share a hash once in a few
-    hundred thousand such requests; then the numbers depend on the order of the forks.
+    forks have hashes as numbers. If a request has 128 sequences, two of them have the same hash in
+    one of a few hundred thousand such requests. The numbers of these two then depend on the order
+    of the forks.
     """
     number = parent * WIDTH + place
     if place >= WIDTH or number >= FIRST_HASHED:

@@ -14,14 +14,14 @@ from ...protocol.errors import Code, ControllerError
 
 
 class GuestMemory:
-    """Counts the bytes of memory that the guests of a worker have. Thread-safe."""
+    """Counts the bytes of memory that the guests of a worker use. Thread-safe."""
 
     def __init__(self, total: int) -> None:
-        """``total``: bytes that the guests of this worker may have."""
+        """``total``: maximum bytes of all guests of this worker."""
         self._total = total
         self._used = 0
         self._by_tenant: dict[str, int] = {}
-        """Bytes by tenant, for tenants that use memory."""
+        """Bytes in use, by tenant. Tenants without memory in use are not in the table."""
         self._lock = threading.Lock()
 
     def of(self, tenant: str) -> TenantMemory:
@@ -30,12 +30,12 @@ class GuestMemory:
 
     @property
     def used(self) -> int:
-        """Bytes that all guests have."""
+        """Bytes that all guests use."""
         return self._used
 
     def take(self, tenant: str, size: int) -> None:
-        """Counts further memory of a tenant's guest; raises ControllerError above the tenant's
-        share."""
+        """Counts ``size`` more bytes of a tenant's guest. Raises ControllerError if the tenant
+        would then exceed its share."""
         with self._lock:
             mine = self._by_tenant.get(tenant, 0) + size
             used = self._used + size
@@ -66,7 +66,8 @@ class TenantMemory:
         self._tenant = tenant
 
     def take(self, size: int) -> None:
-        """Counts further memory of a guest; raises ControllerError above the tenant's share."""
+        """Counts ``size`` more bytes of a guest. Raises ControllerError if the tenant would then
+        exceed its share."""
         self._memory.take(self._tenant, size)
 
     def give_back(self, size: int) -> None:

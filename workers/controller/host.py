@@ -23,7 +23,8 @@ class Vocabulary(Protocol):
     eos_ids: tuple[int, ...]
     """All end-of-sequence tokens."""
     has_every_byte: bool
-    """Whether each byte is a token. Any text can then be written with one token for each byte."""
+    """Whether each of the 256 bytes is a token. If so, any text can be written with one token for
+    each byte."""
     fingerprint: str
     special: Mapping[str, int]
     """The special tokens, which are not text, by their names."""
@@ -35,8 +36,8 @@ class Vocabulary(Protocol):
         """The id of a special token; None if the model does not have it."""
 
     def tokenize(self, text: bytes, check: Callable[[], None] | None = None) -> list[int]:
-        """The tokens of a text, without special tokens. Bytes that are not UTF-8 are tokenized one
-        by one.
+        """The tokens of a text, without special tokens. Each byte that is not valid UTF-8 becomes a
+        token of its own.
 
         ``check`` is called repeatedly, and may raise to stop the call. Raises ControllerError if
         the vocabulary cannot represent the text.
@@ -61,7 +62,7 @@ class Written(NamedTuple):
     version: int
     """The variable's current version; 0 if it does not exist."""
     value: bytes = b""
-    """If the version did not match: the current value."""
+    """The current value if the version did not match; otherwise empty."""
 
 
 class Variables(Protocol):
@@ -75,18 +76,19 @@ class Variables(Protocol):
         """A variable; None if it does not exist."""
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
-        """Writes a variable; with ``when_version_is``, only at this version (0: the variable must
-        not exist)."""
+        """Writes a variable. If ``when_version_is`` is given, the variable is written only if it
+        has this version; version 0 means that the variable does not exist."""
 
     def append(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
-        """Appends to a variable, which is created if it does not exist."""
+        """Appends ``value`` to a variable, which is created if it does not exist.
+        ``when_version_is``: see ``set``."""
 
     def receive(self) -> bytes | None:
-        """The next input of the client; None if no input has arrived. The sequence is woken when
-        an input arrives."""
+        """The client's next input; None if no input has arrived. If the sequence then suspends, the
+        next input wakes it."""
 
     def send(self, text: bytes) -> None:
-        """Sends a text to the client, with the result of this round."""
+        """Sends a text to the client. The text is part of this round's result."""
 
 
 class NextTokens(NamedTuple):
@@ -113,10 +115,11 @@ class Questions(Protocol):
 
 
 class Tools(Protocol):
-    """The functions that tool workers serve, for one sequence."""
+    """Calls of tools (functions that tool workers serve) by one sequence."""
 
     def begin(self, tool: str, arguments: bytes) -> str:
-        """Calls a tool with a JSON object, and returns the name of a variable of the request.
+        """Calls a tool with ``arguments``, a JSON object. Returns the name of the request's
+        variable that will contain the answer.
 
         When the tool has answered, ``tool_calls.answer_of`` reads the answer from the variable's
         value. Raises TokenbusError if the call cannot be recorded.
@@ -138,12 +141,12 @@ class Host:
     max_tokens: int = 0
     """Maximum tokens of the sequence after its prompt."""
     ignore_eos: bool = False
-    """Whether the sequence continues after an end-of-sequence token. Its controller may still end
-    it."""
+    """Whether the sequence continues after an end-of-sequence token. The controller may still end
+    the sequence."""
     memory: TenantMemory | None = None
-    """Counts the memory of this sequence's guests; None if it is not counted."""
+    """Counts the memory of this sequence's guests; None if their memory is not counted."""
     questions: Questions | None = None
-    """Answers a script's questions about constraints; None for other controllers."""
+    """Answers a script's questions about constraints; None if the controller is not a script."""
     tools: Tools | None = None
     """The tools of the sequence; None if the controller cannot call tools."""
     distributions: Sequence[Distribution] = ()

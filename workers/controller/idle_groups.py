@@ -1,7 +1,8 @@
-"""Wakes groups whose sequences are all suspended, some time after the last round.
+"""Wakes groups (the sequences of one request each) in which every sequence is suspended, some time
+after the group's last round.
 
-The groups of a tenant with many suspended sequences are woken less often and in turn, so that their
-rounds leave time for other tenants.
+If a tenant has many suspended sequences, its groups are woken one after another and less often, so
+that their rounds leave time for other tenants.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .sequence_group import SequenceGroup
 log = logging.getLogger(__name__)
 
 IDLE_WAKE_S = 0.01
-"""Time for which all sequences of a group are suspended before they are woken, in seconds."""
+"""Seconds for which all sequences of a group are suspended before the sequences are woken."""
 MAX_IDLE_ROUNDS = 16
 """Maximum average number of rounds of one tenant's idle groups in each period of
 ``IDLE_WAKE_S``."""
@@ -41,7 +42,7 @@ class IdleQueue:
         self._numbers = itertools.count()
         self._spent: dict[str, float] = {}
         """By tenant: the time at which its rounds so far would end at the average rate (the
-        algorithm's theoretical arrival time). Times in the past have no effect."""
+        algorithm's theoretical arrival time). A time in the past does not delay the tenant."""
 
     def add(self, group: SequenceGroup, now: float) -> None:
         """Adds a group that has been idle since ``now``."""
@@ -53,8 +54,8 @@ class IdleQueue:
         self._groups[tenant].append((due, group))
 
     def next(self, now: float) -> tuple[SequenceGroup | None, float]:
-        """Removes and returns the group to wake now, with ``now``. If there is none: None, and the
-        time of the next turn."""
+        """Removes the group to wake now, and returns the group and ``now``. If no group is due,
+        returns None and the time of the next turn, which is infinite if no group is queued."""
         while self._turns:
             turn, _, tenant = self._turns[0]
             if turn > now:
@@ -102,7 +103,7 @@ class IdleGroups:
         self._thread: threading.Thread | None = None
 
     def add(self, group: SequenceGroup) -> None:
-        """Adds a group whose sequences have all been suspended now."""
+        """Adds a group whose last running sequence has just been suspended."""
         with self._changed:
             if self._closed:
                 return
@@ -127,7 +128,7 @@ class IdleGroups:
                 log.exception("the sequences of request %d cannot be woken", group.request)
 
     def _next(self) -> SequenceGroup | None:
-        """The next group once its time has come; None when closed."""
+        """Waits until a group is due, and returns this group; None after ``close``."""
         with self._changed:
             while not self._closed:
                 now = time.monotonic()

@@ -5,7 +5,8 @@ sequence calls post_process with the new tokens, then pre_process and mid_proces
 these calls, and this module defines their meaning. Calls for one sequence are made one after
 another; calls for several sequences run at the same time, on a pool of threads.
 
-A call that fails raises ControllerError, which ends only this sequence, with the error's message.
+A call that fails raises ControllerError, which ends only the sequence of this call. The sequence's
+client receives the error's message.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ class Action(IntEnum):
     """mid_process: drop ``backtrack`` tokens, append ``tokens``, and do not sample. pre_process:
     append ``tokens``, without calling mid_process first."""
     GENERATE = 5
-    """mid_process of a script's guest: the worker generates a text, as ``Answer.generate`` says,
-    and passes all of its tokens to post_process. ``scripts.controller`` handles this action."""
+    """mid_process of a script's guest: the worker lets the model generate a text, as
+    ``Answer.generate`` describes, and passes all tokens of this text to post_process.
+    ``scripts.controller`` handles this action."""
 
 
 class Answer(NamedTuple):
@@ -48,10 +50,11 @@ class Answer(NamedTuple):
     count: int = 1  # type: ignore[assignment]
     """FORK: number of sequences afterwards, including this one."""
     backtrack: int = 0
-    """Number of tokens to drop, not counting the token that is about to be sampled."""
+    """SPLICE: number of tokens to drop from the end of the sequence. The next token is not counted,
+    because it has not been sampled yet."""
     tokens: Sequence[int] = ()
     masked: bool = False
-    """mid_process: whether the call wrote a mask; otherwise every token is allowed."""
+    """mid_process: whether the call wrote a mask. If false, every token is allowed."""
     bias: Bias | None = None
     """mid_process: the numbers that are added to the logits before the temperature."""
     query: Query | None = None
@@ -60,7 +63,7 @@ class Answer(NamedTuple):
     """mid_process: sampling parameters for the next token."""
     complete: bool = False
     """With STOP: whether the text is complete, as if the model had ended it. If false, the program
-    has stopped the sequence."""
+    has stopped the sequence early."""
     generate: bytes = b""
     """GENERATE: the JSON of ``scripts.generation.Generate``."""
 
@@ -97,8 +100,8 @@ class Controller(Protocol):
         """
 
     def fork(self, host: Host) -> Controller:
-        """A copy with the same state, for the sequence of ``host``. Called when no other call of
-        the controller runs."""
+        """A copy with the same state, for the new sequence of ``host``. Called while no other call
+        of this controller runs."""
 
     def close(self) -> None:
         """Frees the controller's resources; called once."""
@@ -109,8 +112,8 @@ class Constraint(Controller, Protocol):
     """A built-in constraint: a controller that limits the text of its sequence to a language."""
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """The kind of the text's end if no further tokens follow. With ``stop``, the text ends
-        before the first occurrence of these bytes.
+        """How the text ends (``ConstraintEnd``) if no further tokens follow. If ``stop`` is given,
+        the text ends before the first occurrence of these bytes.
 
         Called between rounds. With ``stop``, the backend parses the text again, which may be slow.
         """
@@ -129,7 +132,7 @@ class TakesDrafts(Controller, Protocol):
         would after these tokens; returns the number of masks written.
 
         Writing stops at a place where mid_process would do more than sample, and before a token
-        that cannot follow. The controller's own state does not change.
+        that the constraint forbids. The controller's own state does not change.
 
         Called after a mid_process that wrote a mask. Any prefix of the draft may then be sampled,
         plus one more token. One post_process receives all these tokens, instead of one round for
@@ -148,8 +151,8 @@ class RunsAhead(Controller, Protocol):
 
 
 class Batch(Protocol):
-    """Runs the usual rounds of several sequences in one call. Rounds whose batches are equal run in
-    one call."""
+    """Runs the usual rounds of several sequences in one call. If ``Batched.batch`` returns equal
+    batches for two sequences, their rounds may run in the same call."""
 
     def rounds(self, turns: Sequence[tuple[int, int]], masks: Sequence[memoryview]) -> list[bool]:
         """Each turn has the number of a sequence in the batch and its sampled token. Returns for
@@ -165,8 +168,8 @@ class Batched(Controller, Protocol):
     """A controller whose usual round, one token and then a mask, runs in a batch with others."""
 
     def batch(self, token: int) -> tuple[Batch, int] | None:
-        """The batch that can run the round after this token, and the number of the sequence in the
-        batch. None if the round may not be a usual one. Called between rounds."""
+        """The batch that can run the round after ``token``, and the number of the sequence in the
+        batch. None if the round may need more than a token and a mask. Called between rounds."""
 
     def batched(self, token: int) -> None:
         """Called when the round after this token has been run in a batch."""
@@ -174,8 +177,8 @@ class Batched(Controller, Protocol):
 
 @runtime_checkable
 class DecidesAhead(Controller, Protocol):
-    """A controller that runs pre_process and mid_process in the same message to its guest as
-    post_process, because each message has a cost."""
+    """A controller in a guest process that runs post_process, pre_process and mid_process for one
+    message, because each message costs time."""
 
     @property
     def has_decided(self) -> bool:
@@ -183,12 +186,13 @@ class DecidesAhead(Controller, Protocol):
         message to the guest."""
 
     def ends(self) -> None:
-        """Called before the last post_process, after which the controller receives no further
-        calls."""
+        """Called before the last post_process, so that the guest does not run pre_process and
+        mid_process after it."""
 
 
 class Program(Protocol):
-    """A factory of controllers: a module for one vocabulary, a built-in, a Python class."""
+    """A factory of controllers, such as a compiled module, a built-in constraint or a Python
+    class."""
 
     def start(self, host: Host) -> Controller:
         """A new controller for a request; raises ControllerError if none can be created."""

@@ -1,4 +1,5 @@
-"""The limits of a controller: CPU time of each call, memory, logs, forks, variables."""
+"""The limits of a controller: the CPU time of its calls, its memory, its logs, its forks and its
+variables."""
 
 from __future__ import annotations
 
@@ -11,16 +12,17 @@ MIN_TEXT_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Times are CPU time in seconds, so that a busy machine does not end a sequence. Sizes are in
-    bytes."""
+    """Times are CPU time in seconds, so that a call does not exceed its limit because other
+    processes use the CPU. Sizes are in bytes."""
 
     init_s: float = 1.0
     pre_s: float = 0.001
     mid_s: float = 0.020
     post_s: float = 0.001
     fuel_per_ms: int = 0
-    """Wasm instructions that a guest may execute for each millisecond of a call's limit, so that
-    the limit ends the same calls on every machine; 0: CPU time is limited instead."""
+    """Wasm instructions that a guest may execute for each millisecond of a call's limit. With this
+    bound, a call that ends on one machine ends on every machine. If 0, CPU time is limited
+    instead."""
     memory_bytes: int = 64 * 1024 * 1024
     stack_bytes: int = 512 * 1024
     table_elements: int = 100_000
@@ -28,8 +30,8 @@ class Limits:
     tables: int = 4
     """Maximum Wasm tables of a guest; compilers create one."""
     log_bytes: int = 64 * 1024
-    """Maximum bytes of the log of one round; all logs of a sequence may have 16 times this number.
-    Further bytes are counted and dropped."""
+    """Maximum bytes of the log of one round. All logs of a sequence together may have 16 times this
+    number. Further bytes are dropped, and their number is reported."""
     compile_s: float = 1.5
     """Maximum CPU time of compiling a grammar in a separate process."""
     compile_bytes: int = 1024**3
@@ -45,7 +47,8 @@ class Limits:
     appended_tokens: int = 65_536
     """Maximum tokens that a sequence appends without sampling."""
     variable_bytes: int = 1024 * 1024
-    """Maximum bytes of one variable's value; the state worker bounds all variables together."""
+    """Maximum bytes of one variable's value. The state worker has another bound for all variables
+    together."""
     written_bytes: int = 16 * 1024 * 1024
     """Maximum bytes that a request writes to variables; each write is also sent to its client."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 IN_ALL = 16
-"""Maximum total output of a log, as a multiple of its ``limit``. The total is bounded because the
-output is stored until the stream ends."""
+"""Maximum bytes of all output of a log, as a multiple of the log's ``limit``. All output is bounded
+because it is stored until the stream ends."""
 
 
 class Log:
-    """Output of one sequence since the last ``take``; bytes beyond ``limit`` are only counted."""
+    """The output of one sequence since the last ``take``. Bytes beyond ``limit`` are counted and
+    dropped."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -17,12 +18,11 @@ class Log:
         self._dropped = 0
 
     def write(self, data: bytes) -> None:
-        """Appends bytes, as far as they fit."""
+        """Appends the bytes that fit, and counts the others as dropped."""
         self._data += data[: self.room(len(data))]
 
     def room(self, size: int) -> int:
-        """Counts ``size`` further bytes; returns how many of them fit. The others are counted as
-        dropped."""
+        """Returns how many of ``size`` further bytes fit, and counts the others as dropped."""
         kept = min(size, max(0, min(self._limit, self._left) - len(self._data)))
         self._dropped += size - kept
         return kept
@@ -32,7 +32,8 @@ class Log:
         self._dropped += size
 
     def take_bytes(self) -> tuple[bytes, int]:
-        """The output since the last call, and the number of dropped bytes."""
+        """Removes the output since the last call, and returns it with the number of dropped
+        bytes."""
         if not self._data and not self._dropped:
             return b"", 0
         taken = bytes(self._data), self._dropped
@@ -42,7 +43,8 @@ class Log:
         return taken
 
     def take(self) -> str:
-        """The output since the last call, as text."""
+        """Removes the output since the last call, and returns it as text, with a line about dropped
+        bytes."""
         data, dropped = self.take_bytes()
         text = data.decode("utf-8", "replace")
         if dropped:

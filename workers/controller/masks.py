@@ -15,15 +15,17 @@ MAX_REFUSED = 64
 
 
 class MaskRows:
-    """The rows of one shared file, which sequences allocate. The file is unmapped when the last
-    reference to it and to its views is dropped, so that a mask is never in an unmapped file.
+    """The rows of one shared file, which sequences allocate. The file is unmapped when no object
+    refers to it or to one of its views. So a mask is never written to an unmapped file.
 
-    Biases follow all masks: row i has ``row_bytes`` for a mask, and ``bias_bytes`` for a bias.
+    The file has the masks of all rows, then the biases of all rows. Row i consists of ``row_bytes``
+    for a mask and ``bias_bytes`` for a bias.
     """
 
     def __init__(self, path: str, rows: int, row_bytes: int, bias_bytes: int = 0) -> None:
         """Maps the file ``NAME#NUMBER``. Raises OSError or ValueError if this process cannot map
-        it, or if the inode number of the local file NAME is not NUMBER."""
+        the file, or if the inode number of the local file NAME is not NUMBER. The second case
+        occurs if the GPU worker runs on another machine."""
         self.row_bytes = row_bytes
         self.bias_bytes = bias_bytes
         self._rows = rows
@@ -41,7 +43,7 @@ class MaskRows:
     def take(self) -> int | None:
         """A free row; None if all are in use."""
         try:
-            # A single operation, since several threads allocate rows.
+            # ``pop`` is atomic, and several threads allocate rows.
             return self._free.pop()
         except IndexError:
             return None
@@ -69,8 +71,8 @@ class MaskRows:
 class MaskFiles:
     """The shared files that requests of this worker use, by their paths.
 
-    A GPU worker opens a new file whenever its last file has become unused. So that unused files are
-    unmapped, only requests have references to the rows; this table has weak references.
+    A GPU worker opens a new file whenever its last file has become unused. This table has only weak
+    references to the rows, so that a file is unmapped when no request uses it.
     """
 
     def __init__(self) -> None:
@@ -79,7 +81,8 @@ class MaskFiles:
         """Paths that cannot be mapped, the most recent at the end."""
 
     def get(self, path: str, rows: int, row_bytes: int, bias_bytes: int = 0) -> MaskRows | None:
-        """The rows of a file; None if it cannot be mapped; masks are then sent in messages."""
+        """The rows of a file. None if the file cannot be mapped: masks are then sent in
+        messages."""
         found = self._by_path.get(path)
         if found is not None or path in self._refused:
             return found

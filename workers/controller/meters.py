@@ -1,4 +1,4 @@
-"""The cost of controllers: CPU time and rounds, by the controller that the request names."""
+"""Counts the CPU time and the rounds of controllers, by the name in the request and by tenant."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .guest_clock import thread_cpu_s
 MAX_CONTROLLERS = 64
 """Maximum controllers that are counted separately; further controllers are counted together."""
 EVERY = 16
-"""CPU time is measured in one round out of this number, because measuring takes a microsecond."""
+"""CPU time is measured in one round out of this number, because each measurement takes a
+microsecond."""
 WEIGHT = 0.1
 """The weight of one measured round in the moving average ``Meter._share``."""
 
@@ -22,8 +23,8 @@ class Meter:
     """The rounds of one controller. Thread-safe.
 
     For rounds that are not measured, the CPU time is estimated as their duration times the CPU
-    share of measured rounds. This share is below 1, as rounds wait for Python's lock and for
-    variables.
+    share of measured rounds. This share is below 1, because rounds also wait for Python's lock and
+    for variables.
     """
 
     def __init__(self) -> None:
@@ -33,12 +34,13 @@ class Meter:
         self.cpu_s = 0.0
 
     def begin(self) -> float | None:
-        """Called before a round, on its thread: returns the value for ``end``; None if the round is
-        not measured."""
+        """Called before a round, on the round's thread. Returns the argument ``began`` of ``end``;
+        None if the CPU time of this round is not measured."""
         return thread_cpu_s() if self.rounds % EVERY == 0 else None
 
     def end(self, began: float | None, duration_s: float) -> None:
-        """Called after a round, on its thread."""
+        """Called after a round, on the round's thread, with the value of ``begin`` and the round's
+        duration in seconds."""
         cpu_s = None if began is None else thread_cpu_s() - began
         with self._lock:
             self.rounds += 1

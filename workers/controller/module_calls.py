@@ -1,9 +1,9 @@
-"""The requests of the module store to other workers. It requests tables from the state worker, and
-the bytes of a module from a controller worker that has them.
+"""The module store's requests to other workers: it requests tables from the state worker, and the
+bytes of a module from a controller worker that has the module.
 
-A call blocks its own thread, which frees its slot of the pool meanwhile; answers are delivered on
-the bus thread. Calls without an answer are sent again, because the broker and workers may have been
-restarted.
+A call blocks the thread that makes it. While the thread waits, other jobs use its slot of the pool.
+The bus thread delivers the answers. Calls without an answer are sent again, because the broker and
+workers may have been restarted.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ FETCH_S = 30.0
 
 
 class _Sent(NamedTuple):
-    """A worker's answer about a module: its bytes, or None if the worker only reports that it has
-    them."""
+    """A worker's answer about a module: the module's bytes, or None if the worker only reports that
+    it has the module."""
 
     worker: int
     wasm: bytes | None
@@ -56,8 +56,9 @@ class _Sent(NamedTuple):
 class ModuleCalls:
     """The calls of this worker that wait for an answer.
 
-    ``post`` sends frames to the worker that their header names, or over every broker if it names no
-    worker. ``post_once`` sends frames over one broker, which its second argument selects.
+    ``post`` sends frames to the worker that their header names, or over every broker if the header
+    does not name a worker. ``post_once`` sends frames over one broker; the second argument is a
+    number that selects the broker.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class ModuleCalls:
         """Reads or replaces the table of a tenant, as ``ModuleTable`` says.
 
         Raises UnavailableError if the operation is refused, or not answered in time. An operation
-        without an answer may have been done.
+        that was not answered in time may still have been executed.
         """
         number = secrets.randbelow(MAX_ID)
         body = encode_body(ModuleTable(number, tenant, known, content), "msgpack")
@@ -95,8 +96,9 @@ class ModuleCalls:
                     if content is None:
                         self._post(frames)
                     else:
-                        # Over several brokers, the answer to a repeated write could overtake the
-                        # answer to the write itself.
+                        # If a write were sent over several brokers, the state worker would receive
+                        # it several times, and the answer to the second could arrive before the
+                        # answer to the first.
                         self._post_once(frames, turn)
                     with contextlib.suppress(Empty):
                         answer = get_within(answers, self._again_s)
@@ -119,7 +121,8 @@ class ModuleCalls:
         """The bytes of a module, from any worker that has them; raises UnavailableError if no
         worker sends them in time.
 
-        The bytes must match the id; if they do not, they are refused and another worker is chosen.
+        The bytes must match the module's id. If they do not, they are discarded and another worker
+        is chosen.
         """
         answers: SimpleQueue[_Sent] = SimpleQueue()
         with self._lock:

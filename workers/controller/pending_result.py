@@ -1,4 +1,5 @@
-"""The RESULT of a step: all sequences in one message, or slower sequences in a later message."""
+"""The RESULT of a step: one message with all sequences, or a second message with the sequences
+whose rounds are slower."""
 
 from __future__ import annotations
 
@@ -34,15 +35,16 @@ class Submit(Protocol):
 class PendingResult:
     """Collects the results of ``rounds`` rounds for one GPU worker, and sends them.
 
-    ``post`` sends frames. After ``post``, ``sent`` is called for each group, with the rounds of the
-    sequences that these results wake, and with results of sequences that can never be woken.
+    ``post`` sends frames. After ``post``, ``sent`` is called for each group. Its arguments are the
+    rounds of the sequences that these results wake, and the results of sequences that can never be
+    woken.
 
     ``submit`` runs jobs on other threads: the controllers of finished sequences are freed there,
     because freeing a large memory takes milliseconds.
 
-    ``order`` is one lock for all results of a worker. Because of the lock, a STEP that immediately
-    follows a RESULT finds its sequences waiting for the model. The result of a woken sequence is
-    sent after the result that suspended it.
+    ``order`` is one lock for all results of a worker. Because of the lock, the sequences of a
+    RESULT already wait for the model when the next STEP arrives. The result of a woken sequence is
+    sent after the result that suspended the sequence.
     """
 
     def __init__(
@@ -70,8 +72,8 @@ class PendingResult:
         return self._missing == 0
 
     def add(self, group: SequenceGroup, results: list[StepResult]) -> None:
-        """Adds the results of a round that has ended. The call for the last round sends the
-        message."""
+        """Adds the results of a round that has ended. When the last round has ended, the results
+        are sent."""
         self.add_all([(group, results)])
 
     def add_all(self, parts: Sequence[Part]) -> None:
@@ -118,8 +120,9 @@ class PendingResult:
     def _post_results(
         self, parts: Sequence[Part], body: bytes, attachments: list[bytes]
     ) -> list[tuple[SequenceGroup, list[Round], list[StepResult]]]:
-        """Records results and sends their message, under the lock; returns each group with the
-        rounds to run next."""
+        """Called under the lock ``order``: records the results and sends their message. Returns
+        each group with the rounds to run next and the results of sequences that can never be
+        woken."""
         after = [(group, *group.record(results)) for group, results in parts]
         if body:
             self._post([b"RESULT", encode_header(0, self._gpu), body, *attachments])
@@ -144,8 +147,8 @@ def _message(parts: Sequence[Part]) -> tuple[bytes, list[bytes]]:
 
 
 def attach(group: SequenceGroup, result: StepResult, attachments: list[bytes]) -> bool:
-    """Appends the masks and biases of a result that are not in rows, and numbers them. Returns
-    False if the sequence has ended meanwhile."""
+    """Appends those masks and biases of a result that are not in rows of the shared file, and
+    stores their positions in the result. Returns False if the sequence has ended meanwhile."""
 
     def number(data: bytes) -> int:
         attachments.append(data)

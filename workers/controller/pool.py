@@ -3,11 +3,12 @@
 Tenants have equal shares of the CPU time (``fair_jobs.py``).
 
 Quick rounds run one after another on one thread, because passing Python's lock between threads
-costs more than the rounds. If rounds are queued after a slow round, another thread is woken.
+costs more than the rounds. If a round is slow, another thread is woken for the rounds that are
+queued behind it.
 
 A job that waits for another process frees its slot (``waiting``). Another thread takes the next
 job, and is started if all threads are in use. So waiting guests do not delay other rounds. A job
-whose wait is over gets a slot of its tenant's share, before the queued jobs of the tenant.
+that has finished waiting gets a slot from the share of its tenant, before the tenant's queued jobs.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ MAX_WAITING = 256
 """Maximum jobs of one pool that wait at the same time; each of them blocks a thread and its
 stack."""
 QUICK_S = 0.0005
-"""Maximum duration of a quick job, in seconds. The CPU time of a longer job is read from the
-system."""
+"""Maximum duration of a quick job, in seconds. The CPU time is read from the system only after
+longer jobs."""
 SURPLUS_S = 10.0
-"""Time after which an idle thread beyond the pool's slots ends, in seconds."""
+"""Seconds after which an idle thread ends if the pool has more threads than slots. Waiting threads
+are not counted."""
 
 _starting = threading.Lock()
-"""Held while threads are started: the stack size of new threads is a setting of the process."""
+"""Held while a thread is started, because the stack size of new threads is a setting of the whole
+process."""
 
 
 class Pool:
@@ -45,8 +48,8 @@ class Pool:
     arrival."""
 
     def __init__(self, slots: int, name: str = "rounds", max_waiting: int = MAX_WAITING) -> None:
-        """``name`` is the name of the threads, for people; ``max_waiting`` bounds ``waiting``. If
-        ``max_waiting`` is 0, jobs keep their slots while they wait."""
+        """``name`` is the name of the threads; ``max_waiting`` is the maximum number of jobs in
+        ``waiting``. If ``max_waiting`` is 0, jobs keep their slots while they wait."""
         self._slots = slots
         self._name = name
         self._max_waiting = max_waiting
@@ -54,7 +57,7 @@ class Pool:
         self._closed = False
         self._wake = threading.Semaphore(0)
         self._lock = threading.Lock()
-        """The lock of the counts below. Submitting and taking jobs do not need it."""
+        """Protects the counts below. Jobs are submitted and taken without this lock."""
         self._threads = 0
         self._active = 0
         """Threads that have a slot."""
@@ -72,7 +75,7 @@ class Pool:
 
     @property
     def backlog(self) -> bool:
-        """Whether jobs are queued: a long job should then pause."""
+        """Whether jobs are queued. If so, a long job should pause."""
         return bool(self._jobs)
 
     @property
@@ -86,7 +89,8 @@ class Pool:
         return self._waiting
 
     def submit(self, jobs: Iterable[Job], hands: int = 1, tenant: str = "") -> None:
-        """Queues jobs of a tenant, and wakes up to ``hands`` threads."""
+        """Queues jobs of a tenant, and wakes ``hands`` threads for them, but at most one for each
+        slot."""
         self._jobs.add(tenant, jobs)
         self._wake.release(min(hands, self._slots))
         if self._waiting:
@@ -108,10 +112,11 @@ class Pool:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wraps a wait for another process; called by a job, whose slot other jobs use meanwhile.
+        """Wraps a job's wait for another process. During the wait, other jobs may use the slot of
+        this job.
 
         The job continues when a slot is free again. Raises UnavailableError if ``max_waiting`` jobs
-        wait already, or if the tenant would have more waiting jobs than remain for other tenants.
+        wait already, or if the waiting jobs of this tenant would exceed its share (``fits_share``).
         """
         taken = _this_thread.job
         assert taken is not None, "the thread of a pool waits without a job"
@@ -154,8 +159,8 @@ class Pool:
                 self.help()
 
     def _run_jobs(self) -> bool:
-        """Runs jobs until none may begin. Returns False if a thread whose wait is over took the
-        slot."""
+        """Runs jobs until no job may begin. Returns False if the slot was passed to a thread that
+        has finished waiting."""
         clock = _JobClock()
         taken = self._jobs.take()
         while taken is not None:
@@ -225,7 +230,7 @@ class Pool:
 
 
 class _Resumption:
-    """A queued job that only passes its slot to a thread whose wait is over."""
+    """A queued job that only passes its slot to a thread that has finished waiting."""
 
     def __init__(self) -> None:
         self._passed = threading.Lock()
@@ -235,7 +240,7 @@ class _Resumption:
         self._passed.release()
 
     def wait(self) -> None:
-        """Blocks the thread until it has the slot."""
+        """Blocks the calling thread until the slot was passed to it."""
         self._passed.acquire()
 
 
@@ -251,7 +256,7 @@ class _JobClock:
         self._cpu_s = thread_cpu_s()
 
     def lap(self) -> float:
-        """The seconds of CPU time since the last call, for a job that has ended."""
+        """Called after each job: the seconds of CPU time that the job used."""
         now_s = time.perf_counter()
         duration_s, self._ended_s = now_s - self._ended_s, now_s
         if duration_s < QUICK_S:
@@ -272,8 +277,8 @@ _this_thread = _ThisThread()
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Wraps a wait in ``Pool.waiting`` of this thread's pool. Does nothing on a thread that does
-    not belong to a pool."""
+    """Wraps a wait in ``Pool.waiting`` of this thread's pool. Does nothing if the thread does not
+    belong to a pool, or if jobs of its pool keep their slots."""
     pool = _this_thread.pool
     if pool is None or pool.keeps_slots:
         yield

@@ -41,10 +41,10 @@ class Programs:
 
     def get(self, tenant: str, name: str, owner: str) -> Program:
         """The program with this name; raises RequestError if the name is unknown. ``owner``: the
-        tenant, or the session if clients do not have keys. Owners do not share guests."""
+        tenant, or the session if clients do not have keys. Two owners never share a guest."""
         served = self._runtime.served(owner, name)
         if served is not None:
-            # Only scripts need ``ScriptProgram``, which generates texts for them.
+            # Only scripts need ``ScriptProgram``, which handles their requests to generate texts.
             runs_scripts = isinstance(served, RemoteProgram | ServedScript)
             return self._scripted(served) if runs_scripts else served
         if self._store is None:
@@ -85,8 +85,8 @@ class Programs:
         self._runtime.tick()
 
     def close(self) -> None:
-        """Ends the runtime, and makes the constraints write their snapshots, when the worker
-        stops."""
+        """Called when the worker stops: closes the runtime and the constraints. The constraints
+        write their snapshots."""
         self._runtime.close()
         if self._constraints is not None:
             self._constraints.close()

@@ -26,8 +26,8 @@ def checked_query(query: object, size: int) -> Query:
 
 
 def checked_override(override: object) -> Override:
-    """Checks an override, and returns it with its numbers converted. Raises ControllerError for the
-    first invalid value."""
+    """Checks an override, and returns it with its numbers converted to float and int. Raises
+    ControllerError for the first invalid value."""
     if not isinstance(override, Override):
         raise _wrong(f"its override is {override!r}; expected Override(temperature, top_p, seed)")
     temperature, top_p, seed = override.temperature, override.top_p, override.seed

@@ -4,7 +4,7 @@ All rounds run with their earlier inputs: the prompt, the sampled tokens, and th
 operations on variables, which the state worker stores. If the decisions of a controller depend only
 on these inputs, the replay restores its earlier state.
 
-A result is kept only if the GPU worker has possibly not applied it. These are the results since the
+The replay returns only the results that the GPU worker may not have applied yet: those since the
 sequence's last sampled token or its last applied fork, whichever is later.
 
 The children of a fork are replayed before their parent continues. So all earlier children of a
@@ -27,15 +27,15 @@ from .limits import Limits
 from .rounds import ControlledSequence, Rounds
 
 TIMES = 10
-"""Factor on the times of ``Limits`` for replayed calls: a call that was in time on one machine does
-not fail on a slower one."""
+"""Factor on the times of ``Limits`` for replayed calls, so that a call that ended in time on one
+machine does not exceed its limit on a slower machine."""
 MAX_IDLE_WAKES = 10_000
-"""Maximum consecutive rounds in which a sequence suspends and gets no recorded answer. This bound
-applies if the number of the sequence's wake-ups was not recorded."""
+"""Maximum consecutive rounds in which a sequence suspends without having received a recorded
+answer. This bound applies only if the number of the sequence's wake-ups was not recorded."""
 
 Steps = Generator[None, None, list[StepResult]]
-"""A replay: it yields between rounds, so that other work can run, and returns the results to
-send."""
+"""A replay as a generator: it yields between rounds, so that other work can run, and returns the
+results to send."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,14 +45,14 @@ class _Past:
     replay: Replay
     sequence: ControlledSequence
     tokens: int = 0
-    """Sampled tokens whose rounds have been run."""
+    """Number of sampled tokens whose rounds have been replayed."""
     forks: int = 0
     """Number of recorded sequences that the replayed forks have created."""
     last: StepResult | None = None
     idle_wakes: int = 0
     kept: list[tuple[int, StepResult]] = field(default_factory=list)
-    """Results since the last sampled token or the last applied fork, each with its position among
-    the results of all sequences."""
+    """The results since the last sampled token or the last applied fork, each with its number in
+    the order of all sequences' results."""
     logs: str = ""
     messages: list[str] = field(default_factory=list)
     storage: list[Any] = field(default_factory=list)
@@ -70,8 +70,8 @@ class _Past:
         self.kept.append((place, result))
 
     def forked(self) -> None:
-        """Handles a fork that was applied. The results up to the fork are dropped; their logs and
-        writes are added to the next kept result."""
+        """Handles a fork that was applied. The results up to the fork are dropped; their logs,
+        writes and messages are added to the next kept result."""
         for _, result in self.kept:
             self.logs += result.logs
             self.storage = [*self.storage, *result.storage]
@@ -102,8 +102,9 @@ class GroupReplay:
         """The numbers of all recorded sequences."""
 
     def numbers(self, parent: ControlledSequence, more: int) -> list[int] | None:
-        """The recorded numbers of the sequences of a fork; None if the fork was not applied. Raises
-        ControllerError if the recorded fork was different."""
+        """The recorded numbers of the ``more`` sequences that a fork creates; None if the GPU
+        worker has not applied the fork. Raises ControllerError if the recorded fork created another
+        number of sequences, or if no fork was recorded here."""
         past = self._pasts.get(parent.seq)
         if past is None:
             if parent.seq not in self._replays:
@@ -134,7 +135,8 @@ class GroupReplay:
         begin: Callable[[], list[StepResult]],
         closed: Callable[[], bool],
     ) -> Steps:
-        """Runs all rounds, first ``begin``, until ``closed``; returns the results to send."""
+        """Runs ``begin`` and then all recorded rounds, or stops when ``closed()`` is true. Returns
+        the results to send."""
         replay = self._replays.setdefault(first.seq, Replay(first.seq, []))
         self._pasts[first.seq] = _Past(replay, first)
         stack = [first.seq, *self._take(begin())]
@@ -202,14 +204,16 @@ class GroupReplay:
             if applied:
                 past.forked()
             for child in result.children:
-                # If the parent has ended, children of a fork that was not applied do not exist.
+                # If a fork was not applied and its parent has ended, the children never existed at
+                # the GPU worker, so they count as ended.
                 new = Replay(child, [], ended=past.replay.ended and not applied)
                 if child not in self._pasts:
                     self._pasts[child] = _Past(self._replays.get(child, new), made[child])
         return [seq for seq in reversed(made) if seq in self._pasts]
 
     def _settle(self, past: _Past) -> None:
-        """Ends the replay of a sequence that has reached its earlier state."""
+        """Called when the replay of a sequence is complete or has failed: drops the sequence if it
+        had ended on the other worker."""
         sequence = past.sequence
         if past.replay.ended:
             self._drop(sequence)
@@ -239,7 +243,7 @@ class GroupReplay:
         kept.sort(key=lambda one: (one[0], one[1].seq))
         results = [result for _, result in kept]
         if results and results[0].constraint is None:
-            # The first result shows the GPU worker that the controller is a constraint.
+            # The GPU worker learns from the first result whether the controller is a constraint.
             past_of_first = self._pasts.get(results[0].seq)
             controller = past_of_first.sequence.controller if past_of_first is not None else None
             if isinstance(controller, Constraint):
@@ -292,7 +296,8 @@ def _failure(request: int, seq: int, what: str) -> StepResult:
 
 
 def _may_sample(sequence: ControlledSequence, last: StepResult, token: int) -> bool:
-    """Whether the mask and the bias of a result allow a token. In a replay, both are in buffers."""
+    """Whether the mask and the bias of a result allow a token. Sequences have no rows of the shared
+    file during a replay, so both are in buffers."""
     if last.attachment is not None and not sequence.mask[token >> 3] >> (token & 7) & 1:
         return False
     return last.bias_attachment is None or not forbids(sequence.bias, token)

@@ -11,8 +11,8 @@ from ...protocol.tracing import Happened
 from ...protocol.worker_messages import Start, StepResult
 
 MAX_EVENTS = 128
-"""The first rounds of a request become events, up to this number. It is OpenTelemetry's default
-limit of a span's events."""
+"""Maximum rounds of a request that become events; later rounds do not. The number is
+OpenTelemetry's default limit on the events of a span."""
 
 
 class RoundEvents:
@@ -52,7 +52,7 @@ class RoundEvents:
             self._events.append(Happened("round", time.monotonic() - duration_s, attributes))
 
     def end(self) -> None:
-        """Handles the end of the request: exports the span."""
+        """Called when the request ends: exports the span."""
         exporter = tracing.active()
         if exporter is not None:
             attributes: dict[str, Any] = {

@@ -1,11 +1,12 @@
-"""The jobs of the pool's threads: single rounds, or usual rounds of a grammar in a batch.
+"""The jobs that the pool's threads run: single rounds, and batches of usual rounds of sequences
+with the same grammar.
 
 A single round costs about ten microseconds of Python and two calls of the guest. A batch needs one
-call for all sequences of a grammar, and little Python for each of them.
+call of the guest for all sequences of a grammar, and less Python for each sequence.
 
-A round is not usual if its mask is not cached, its token is refused, or text is forced. Such a
-round runs separately, on the same thread. The Wasm instance of a grammar takes one call at a time,
-so several threads would only wait for each other.
+A round is usual unless its mask is not cached, its token is refused, or the grammar forces a text.
+Such a round runs separately, on the same thread. One thread runs the whole batch: the Wasm instance
+of a grammar takes one call at a time, so several threads would only wait for each other.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ class _Turn(NamedTuple):
     """The number of the sequence in the batch."""
     token: int
     alone: Job
-    """Runs the round outside of the batch."""
+    """The job that runs this round outside of the batch."""
 
 
 def round_jobs(pending: PendingResult, begun: Sequence[Begun]) -> tuple[dict[str, list[Job]], int]:
     """The jobs of the rounds of a STEP by tenant, and how many threads should begin with them.
 
-    ``pending`` receives the results. A batch with sequences of several tenants does not belong to a
-    tenant.
+    ``pending`` receives the results. A batch with sequences of several tenants is a job of the
+    tenant "".
     """
     batches: dict[Batch, list[_Turn]] = {}
     alone: dict[str, list[Job]] = {}
@@ -117,7 +118,8 @@ def _run_batch(pending: PendingResult, batch: Batch, turns: Sequence[_Turn]) -> 
             [(turn.place, turn.token) for turn in turns], [turn.sequence.mask for turn in turns]
         )
     except BaseException as error:
-        # The batch accepts no more calls, so each sequence receives an error in its own round.
+        # After an error, the batch accepts no further calls, so the round that each sequence now
+        # runs separately ends with an error.
         if not isinstance(error, TokenbusError):
             log.exception("a batch of %d rounds failed", len(turns))
         done = [False] * len(turns)
@@ -140,7 +142,7 @@ def _run_batch(pending: PendingResult, batch: Batch, turns: Sequence[_Turn]) -> 
         try:
             job()
         except BaseException:
-            # The other jobs run in any case.
+            # The failure of one job must not stop the jobs after it.
             log.exception("a round after a batch failed")
 
 

@@ -1,9 +1,9 @@
 """A round: the calls to one controller between two sampled tokens.
 
 A round calls post_process with the sampled tokens, then pre_process and mid_process. If pre_process
-or mid_process appends tokens, post_process and pre_process follow for these tokens. The result
-always has one form: drop some tokens, append some, and then sample under a mask and a bias, fork,
-suspend, or stop.
+or mid_process appends tokens, post_process and pre_process follow for these tokens. The result of
+every round has one form: drop tokens, append tokens, and then do one of four things: sample under a
+mask and a bias, fork, suspend or stop.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ControlledSequence:
 
 @dataclass(slots=True)
 class Change:
-    """Tokens to drop and to append, combined from several answers."""
+    """The tokens that a round drops and appends, combined from all of its answers."""
 
     backtrack: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -98,14 +98,15 @@ class Change:
 
 
 Fork = Callable[[ControlledSequence, int], list[ControlledSequence]]
-"""Creates the given number of copies of a sequence; raises ControllerError above the limit of
-forks."""
+"""Creates the given number of copies of a sequence. Raises ControllerError if the request would
+then have more than ``Limits.forks`` sequences."""
 
 
 class Rounds:
     """Runs the rounds of the sequences of one request. Each call returns the results to send.
 
-    ``changes`` counts the changes in the request by sequences other than the given one.
+    ``changes`` counts the changes in the request (tokens, writes, ends) that other sequences than
+    the given sequence have made.
     """
 
     def __init__(self, fork: Fork, changes: Callable[[ControlledSequence], int]) -> None:
@@ -115,7 +116,8 @@ class Rounds:
     def begin(
         self, sequence: ControlledSequence, prompt: Sequence[int], n: int = 1
     ) -> list[StepResult]:
-        """The first round; the sequence is first forked into ``n`` sequences."""
+        """Runs init_prompt, forks the sequence into ``n`` sequences, and runs the first round of
+        each."""
         return self._guarded(sequence, lambda: self._begin(sequence, prompt, n))
 
     def sampled(
@@ -125,9 +127,9 @@ class Rounds:
         draft: Sequence[int] = (),
         distributions: Sequence[Distribution] = (),
     ) -> list[StepResult]:
-        """The round after tokens were sampled. ``distributions``: those of the tokens, if the
-        controller queried them. If the decision is only to sample, the result has the masks along
-        ``draft``."""
+        """The round after tokens were sampled. ``distributions``: the distributions of the tokens,
+        if the controller queried them. If the decision is only to sample, the result also has the
+        decisions after the tokens of ``draft``."""
         sequence.variables.repeated = sequence.woken = False
         sequence.variables.awaited_input = None
         sequence.wakes = 0
@@ -135,7 +137,8 @@ class Rounds:
         return self._guarded(sequence, lambda: self._sampled(sequence, tokens, draft))
 
     def batched(self, sequence: ControlledSequence, token: int) -> list[StepResult]:
-        """The result of a round that ran in a batch, whose action is to sample under a mask."""
+        """The result of a round that ran in a batch. Its action is always to sample under a
+        mask."""
         sequence.variables.repeated = sequence.woken = False
         sequence.variables.awaited_input = None
         sequence.wakes = 0
@@ -165,8 +168,8 @@ class Rounds:
         return self._guarded(sequence, lambda: self._ended(sequence, tokens, stop))
 
     def see_changes(self, sequence: ControlledSequence) -> None:
-        """Called before pre_process, or before a call that includes pre_process. Only changes after
-        this call wake the sequence."""
+        """Called before pre_process, or before a call that includes pre_process. Only changes that
+        follow wake the sequence."""
         controller = sequence.controller
         if not (isinstance(controller, DecidesAhead) and controller.has_decided):
             sequence.seen_changes = self._changes(sequence)
@@ -216,9 +219,9 @@ class Rounds:
 
     @staticmethod
     def _caught_up(sequence: ControlledSequence, tokens: Sequence[int]) -> Sequence[int]:
-        """Runs the rounds of the accepted tokens of a draft, except the last token. A copy of the
-        controller has already made the decisions of these rounds. Returns the tokens of the round
-        that follows."""
+        """Runs the rounds of all accepted tokens of a draft except the last token. The results of
+        these rounds are not needed, because a copy of the controller has made the same decisions.
+        Returns the tokens of the round that follows."""
         controller = sequence.controller
         if len(tokens) < 2 or not runs_ahead(controller):
             return tokens
@@ -317,8 +320,8 @@ class Rounds:
     def _forked(
         self, sequence: ControlledSequence, change: Change, more: int, at_start: bool = False
     ) -> list[StepResult]:
-        """Forks, and runs the rounds of all new sequences: from mid_process on, or from pre_process
-        if the request forks (``n``) and not its controller."""
+        """Forks a sequence, and continues the round of each resulting sequence. Each round
+        continues with mid_process, or with pre_process if the request itself forks (``n``)."""
         children = self._fork(sequence, more)
         forked = _result(sequence, "fork", change)
         forked.children = [child.seq for child in children]
@@ -350,8 +353,8 @@ class Rounds:
 
 
 def _end_of_sequence(results: list[StepResult]) -> None:
-    """Ends a sequence after the end-of-sequence token, if the controller's decision is only to
-    sample or to stop."""
+    """Changes the result after an end-of-sequence token so that the sequence ends, if the
+    controller's decision is only to sample or to stop."""
     first = results[0]
     alone = len(results) == 1 and not first.backtrack and not first.ff_tokens
     if alone and first.action in ("sample", "stop"):
@@ -362,7 +365,8 @@ def _end_of_sequence(results: list[StepResult]) -> None:
 
 
 def _give_bias(sequence: ControlledSequence, result: StepResult, bias: Bias | None) -> None:
-    """Adds the bias of a mid_process to its result, or drops the bias of the previous round."""
+    """Adds the bias of mid_process to the round's result. If ``bias`` is None, drops the bias of
+    the previous round."""
     sequence.bias = b""
     if bias is None:
         return
@@ -377,8 +381,8 @@ def _give_bias(sequence: ControlledSequence, result: StepResult, bias: Bias | No
 def _look_along(
     sequence: ControlledSequence, results: list[StepResult], draft: Sequence[int]
 ) -> None:
-    """Adds the masks and biases along a draft to the result of a round whose decision is only to
-    sample."""
+    """Adds the masks and biases after the tokens of a draft to the result of a round, if the
+    round's decision is only to sample."""
     first, controller = results[0], sequence.controller
     if len(results) > 1 or first.action != "sample" or first.has_options:
         return

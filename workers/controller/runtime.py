@@ -45,8 +45,9 @@ class GuestRuntime(Protocol):
         name is not one of ``names``."""
 
     def missing_layers(self) -> list[str]:
-        """The layers of isolation that guests lack, with the reasons. May wait until a process has
-        reported them. Trusted controllers do not need isolation."""
+        """The layers of isolation that guests lack, with the reasons. May wait until a guest
+        process has reported its layers. Empty for the controllers that the operator serves, because
+        they are trusted."""
 
     def program(self, owner: str, module: str, load: Callable[[], Loaded]) -> Program:
         """The program of a module, for guests of ``owner``. ``module`` is the module's id; ``load``
@@ -60,7 +61,7 @@ class GuestRuntime(Protocol):
         """The metrics of the runtime."""
 
     def close(self) -> None:
-        """Ends the runtime after the last round."""
+        """Ends the runtime. Called after the last round."""
 
 
 class ThreadRuntime:
@@ -83,7 +84,8 @@ class ThreadRuntime:
         return self._given.get(name)
 
     def missing_layers(self) -> list[str]:
-        """The one missing layer: separate processes."""
+        """The one missing layer, separate processes; empty if the operator serves the
+        controllers."""
         return [] if self._given else ["processes of their own (guest_processes is 0)"]
 
     def program(self, owner: str, module: str, load: Callable[[], Loaded]) -> Program:
@@ -98,7 +100,8 @@ class ThreadRuntime:
         return program
 
     def tick(self) -> None:
-        """Does nothing: the worker increments the epoch of its engine."""
+        """Does nothing. The worker itself increments the epoch of its engine, which enforces the
+        limits."""
 
     def series(self) -> list[Series]:
         """The number of guest processes, which is 0."""

@@ -3,9 +3,9 @@ sequence.
 
 A sequence waits for the model, runs a round, or is suspended. A suspended sequence is woken when
 another sequence of the request has written a variable, has finished or has sampled a token since
-its last pre_process began. If all sequences are suspended and are not woken by others, all are
-woken 10 ms or more later (``IdleGroups``). After ``Limits.idle_wakes`` such wake-ups in a row, the
-request ends with `deadlock`. Only an input wakes a sequence that waits for an input. While a
+its last pre_process began. If all sequences are suspended and none of them is woken by another, all
+are woken 10 ms or more later (``IdleGroups``). After ``Limits.idle_wakes`` such wake-ups in a row,
+the request ends with `deadlock`. Only an input wakes a sequence that waits for an input. While a
 sequence waits for an input, the request is not idle.
 """
 
@@ -40,9 +40,9 @@ Round = Callable[[], list[StepResult]]
 creates."""
 
 MAX_WAKES = 200
-"""Maximum number of wake-ups without a sampled token that the sequences of a request cause, as a
-multiple of the number of these sequences. At a barrier, each sequence wakes each other sequence
-once."""
+"""Maximum number of wake-ups that the sequences of a request cause before the next sampled token,
+as a multiple of the number of these sequences. A barrier needs one wake-up of each sequence by each
+other sequence."""
 MAX_ALONG = 16
 """Maximum number of decisions along a draft."""
 SHARED_MEMORY = 16
@@ -83,8 +83,8 @@ class SequenceGroup:
         self.gpu = gpu
         self.inspect = inspect
         self.attempt = attempt
-        """The attempt of START. ``PendingResult`` sets it to 0 after the first results, which
-        contain it, were sent."""
+        """The attempt of START. The first results contain it. After they were sent,
+        ``PendingResult`` sets this field to 0."""
         self._limits = limits
         self._arg = arg
         self._max_tokens = max_tokens
@@ -105,7 +105,7 @@ class SequenceGroup:
         self._lock = threading.RLock()
         self._sequences: dict[int, ControlledSequence] = {}
         self._unfreed: deque[Controller] = deque()
-        """Controllers of sequences that have finished, until ``free``."""
+        """Controllers of sequences that have finished; ``free`` closes them."""
         self._vocabulary: Vocabulary
         self._rows: MaskRows | None = None
         self._replay: GroupReplay | None = None
@@ -136,7 +136,7 @@ class SequenceGroup:
 
     @property
     def has_unfreed(self) -> bool:
-        """Whether controllers wait for ``free``."""
+        """Whether ``free`` has controllers to close."""
         return bool(self._unfreed)
 
     # --- rounds ---------------------------------------------------------------------------------
@@ -173,8 +173,8 @@ class SequenceGroup:
             self._replay = None
             for sequence in self._sequences.values():
                 sequence.host.limits = usual_limits(sequence.host.limits, self._limits)
-                # At this GPU worker, no sequence is suspended yet: results that suspend sequences
-                # must be sent (``repeats``).
+                # The GPU worker has not suspended any of these sequences yet, so results that
+                # suspend them must be sent (``repeats``).
                 sequence.woken = False
                 if self._closed:
                     sequence.stage = Stage.WAITING
@@ -192,11 +192,12 @@ class SequenceGroup:
         distributions: Sequence[Distribution] = (),
     ) -> tuple[ControlledSequence, Round] | None:
         """The round of a sequence after the model has sampled ``tokens``, or after the GPU worker
-        has ended the sequence. Returns None if the sequence does not wait for the model.
+        has ended the sequence. Returns None if the sequence does not wait for the model (or, if
+        ``ended``, is not suspended either).
 
-        ``stop``: the text ends before this stop string. ``draft``: tokens that may follow.
-        ``distributions``: the distributions of ``tokens``, if queried. Without ``wait``, raises
-        GroupBusy if another thread has the group's lock.
+        ``stop``: the text ends before this stop string. ``draft``: tokens that the GPU worker
+        expects next. ``distributions``: the distributions of ``tokens``, if queried. Without
+        ``wait``, raises GroupBusy if another thread has the group's lock.
         """
         if not self._lock.acquire(blocking=wait):
             raise GroupBusy
@@ -224,11 +225,11 @@ class SequenceGroup:
         return sequence, partial(self._rounds.sampled, sequence, tokens, draft, distributions)
 
     def see_changes(self, sequence: ControlledSequence) -> None:
-        """Called before a batch runs a round that ``step`` has begun."""
+        """Called before a round from ``step`` runs in a batch."""
         self._rounds.see_changes(sequence)
 
     def batched(self, sequence: ControlledSequence, token: int) -> list[StepResult]:
-        """The result of a round that ``step`` began and that ran in a batch."""
+        """The result of a round from ``step`` that ran in a batch."""
         return self._rounds.batched(sequence, token)
 
     def record(self, results: Sequence[StepResult]) -> tuple[list[Round], list[StepResult]]:
@@ -268,7 +269,7 @@ class SequenceGroup:
 
     def wake_idle(self) -> tuple[list[Round], list[StepResult]]:
         """Called some time after all sequences were suspended (``IdleGroups``). Returns the rounds
-        that wake them, or results that end them if they were woken too often."""
+        that wake the sequences, or results that end the sequences if they were woken too often."""
         with self._lock:
             idle, self._idle, self._timed = self._idle, False, False
             waiting = [s for s in self._sequences.values() if s.stage is Stage.SUSPENDED]
@@ -324,8 +325,9 @@ class SequenceGroup:
             return sequence.bias if sequence is not None else None
 
     def along(self, seq: int, count: int) -> list[tuple[bytes, bytes | None]]:
-        """Copies of the masks, and the biases, along a sequence's draft, to be sent once. The
-        biases are not kept: those of one draft can take 8 MB."""
+        """Copies of the masks and the biases after the first ``count`` tokens of a sequence's
+        draft, to be sent once. The biases are then dropped, because those of one draft can take 8
+        MB."""
         with self._lock:
             sequence = self._sequences.get(seq)
             places = sequence.along[:count] if sequence is not None else ()
@@ -337,14 +339,14 @@ class SequenceGroup:
         self._closed = True
 
     def close(self) -> None:
-        """Drops all sequences of a request that has ended; a running round drops its sequence when
-        it ends."""
+        """Drops all sequences of a request that has ended. A sequence whose round is running is
+        dropped when the round ends."""
         with self._lock:
             self._closed = True
             self._drop_idle()
 
     def free(self) -> None:
-        """Frees the controllers of finished sequences; takes milliseconds if their memory is
+        """Closes the controllers of finished sequences. This takes milliseconds if their memory is
         large."""
         while True:
             try:
@@ -378,8 +380,8 @@ class SequenceGroup:
             if self._changes_of_others(s) > s.seen_changes and not self._awaits_input(s)
         ]
         self._wakes += len(woken)
-        # After a replay, a sequence is woken if it received recorded answers, because these show
-        # earlier values.
+        # After a replay, a sequence that received recorded answers is woken, because these answers
+        # have earlier values of the variables.
         woken += [s for s in waiting if s.variables.repeated and s not in woken]
         if woken:
             if self._wakes > MAX_WAKES * len(sequences):
@@ -397,7 +399,8 @@ class SequenceGroup:
         return [], []
 
     def _awaits_input(self, sequence: ControlledSequence) -> bool:
-        """Whether a suspended sequence has found no input, and none has arrived since."""
+        """Whether a suspended sequence waits for an input: its last ``receive`` found no input, and
+        no input has arrived since."""
         return sequence.variables.awaited_input == self._inputs
 
     def _error_result(self, sequence: ControlledSequence, code: Code, text: str) -> StepResult:
@@ -415,12 +418,12 @@ class SequenceGroup:
         )
 
     def _fork(self, parent: ControlledSequence, more: int) -> list[ControlledSequence]:
-        """Creates copies of a sequence, in the middle of its round."""
+        """Creates ``more`` copies of a sequence, in the middle of the sequence's round."""
         with self._lock:
             replay = self._replay
             recorded = replay.numbers(parent, more) if replay is not None else None
             if recorded is None:
-                # The guest chose the number, so it is checked before it is used.
+                # The guest chose ``more``, so it is checked before it is used.
                 self._check_forks(more)
             parent.forks += 1
             lineages = [
@@ -494,7 +497,8 @@ class SequenceGroup:
         )
 
     def perform_within_quota(self, operation: Variable) -> VariableAnswer:
-        """An operation's answer; raises ControllerError if the request has written too much."""
+        """Performs an operation on a variable, and returns its answer. Raises ControllerError if
+        the request would have written too many bytes."""
         most = self._limits.written_bytes
         with self._lock:
             written = self._written_bytes + len(operation.value)
@@ -535,9 +539,10 @@ class SequenceGroup:
             sequence.along = []
 
     def _give_along(self, sequence: ControlledSequence, count: int) -> None:
-        """Allocates memory for the decisions along a draft. If the sequence's mask is in a row of
-        the shared file, only rows are allocated, and only while more than half of them are free.
-        Otherwise buffers are allocated."""
+        """Allocates memory for the decisions after ``count`` tokens of a draft. If the sequence's
+        mask is in a row of the shared file, the memory is further rows, which are allocated only
+        while more than half of all rows are free. Otherwise the memory is buffers of this
+        process."""
         rows = self._rows
         while len(sequence.along) < count:
             if sequence.row is None:

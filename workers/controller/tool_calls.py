@@ -1,14 +1,14 @@
-"""Calls of tools by programs: what is recorded of a call, and how its answer arrives.
+"""Calls of tools by programs: the record of a call, and the delivery of the call's answer.
 
 A call has a *record*, a variable of its request, which first contains a mark and later the answer.
 The program reads the record as it reads any variable, and suspends while the record contains the
-mark. So a program that waits blocks neither a thread nor a slot of the engine, and a replay reads
-the recorded answer.
+mark. So a program that waits for an answer blocks neither a thread nor a slot of the engine. A
+replay reads the answer from the record.
 
-The mark is written before the call is sent, and names the attempt that sends the call. An attempt
-that finds the mark of an earlier attempt does not make the call. It requests the answer from the
-tool worker that has the call. If no worker has the call any more, the answer is an error. So each
-call is made at most once.
+The mark is written before the call is sent, and names the attempt that sends the call. If an
+attempt finds the mark of an earlier attempt, it does not make the call again. It requests the
+answer from the tool worker that has the call. If no worker has the call any more, the answer is an
+error. So each call is made at most once.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ log = logging.getLogger(__name__)
 
 GIVE_UP_S = 660.0
 """Time after which a call without an answer fails, in seconds: the longest time-out of a tool plus
-a minute. The broker and the tool workers answer every call before this time, unless one of them
+a minute. The broker and the tool workers answer every call earlier than that, unless one of them
 fails."""
 MARK = b"\0"
-"""The first byte of a record without an answer. A random number follows, which identifies the
+"""The first byte of a record that has no answer yet. Random bytes follow, which identify the
 attempt."""
 MAX_TOOL_NAME = 128
 NO_TOOLS = "this controller cannot call tools"
@@ -75,7 +75,8 @@ def value_of(record: bytes) -> bytes:
     assert answer is not None
     if answer.error is None:
         return bytes(answer.value)
-    # With the code of the answer, such as worker_lost, a client might send its request again.
+    # The error does not get the code of the answer: a code such as worker_lost might cause the
+    # client to send its request again.
     raise ControllerError(Code.TOOL_FAILED, answer.error)
 
 
@@ -100,7 +101,7 @@ class _Awaited:
     """A call whose answer is awaited."""
 
     answered: Callable[[CallAnswer], None]
-    """Called once, on any thread; it must not wait."""
+    """Called once with the answer, on any thread. The function must not wait."""
     since: float = field(default_factory=time.monotonic)
 
 
@@ -164,7 +165,8 @@ class GroupTools:
         answered: Callable[[], None],
     ) -> None:
         """``perform`` does an operation on a variable of the request. ``submit`` runs a function
-        that may wait. ``answered`` is called when the record of a call has its answer."""
+        that may wait. ``answered`` is called when an answer was written into the record of its
+        call."""
         self._calls = calls
         self._link = link
         self._perform = perform
@@ -173,7 +175,7 @@ class GroupTools:
         self._attempt = MARK + secrets.token_bytes(16)
         self._lock = threading.Lock()
         self._sent: set[tuple[int, int]] = set()
-        """Lineage and count of the calls whose answers are not in their records yet."""
+        """Lineage and number of each call whose answer is not in its record yet."""
 
     @property
     def waits(self) -> bool:
@@ -205,7 +207,7 @@ class GroupTools:
         if (call.lineage, call.count) in self._sent:
             return record
         if marked.repeated:
-            # The operation was executed before: by an earlier attempt, or by this one, if the state
+            # The mark was written before: by an earlier attempt, or by this attempt if the state
             # worker's answer was lost.
             found = self._read(call, record)
             if found[:1] != MARK:
@@ -217,8 +219,8 @@ class GroupTools:
         return record
 
     def _read(self, call: Call, record: str) -> bytes:
-        """The present content of a record. The lineage is random, so that a replay does not get the
-        recorded answer of this operation."""
+        """The present content of a record. This operation has a random lineage, so that the state
+        worker does not answer it with a recorded answer."""
         lineage = secrets.randbits(63)
         found = self._perform(Variable(call.request, lineage, 1, "get", record))
         return found.value or b""
@@ -232,7 +234,8 @@ class GroupTools:
                 value = _record(answer.value, answer.error, answer.code)
                 self._perform(Variable(answer.request, lineage, 1, "set", record, value, 1))
             except ControllerError as error:
-                # If the answer does not fit into the request's variables, an error may still fit.
+                # If the answer exceeds a bound on the request's variables, a short error may still
+                # fit.
                 text = f"the answer of a tool cannot be stored: {error.message}"
                 value = _record(b"", text, str(Code.TOOL_FAILED))
                 self._perform(Variable(answer.request, lineage, 2, "set", record, value, 1))

@@ -1,8 +1,9 @@
 """Operations on the variables of a request, which the state worker executes.
 
-A call blocks its own thread, which frees its slot of the pool meanwhile; the answer is delivered on
-the bus thread. An operation without an answer is sent again. (request, lineage, count) identifies
-an operation, so that it is executed once, even if its controller is replayed.
+A call blocks the thread that makes it. While the thread waits, other jobs use its slot of the pool.
+The bus thread delivers the answer. An operation without an answer is sent again. The triple
+(request, lineage, count) identifies an operation, so that the state worker executes the operation
+once, even if it is sent again or its controller is replayed.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from .pool import waiting
 AGAIN_S = 0.5
 """Time after which an operation without an answer is sent again, in seconds."""
 GIVE_UP_S = 120.0
-"""Maximum total wait of an operation, in seconds. A killed state worker or broker has been
-restarted by then. The time equals the time for which a stream waits for a worker
-(``move_wait_s``)."""
+"""Maximum total wait of an operation, in seconds. A state worker or broker that was killed has been
+restarted by then. The default of ``move_wait_s``, the time for which a stream waits for a worker,
+has the same value."""
 ROUND_BYTES = 128 * 1024
-"""Maximum bytes that a sequence may write in one round, because they are sent to the client with
-the next token. Writes of 1 MiB in a round doubled the step time of other streams on two cores.
-Writes of this number of bytes have no measurable effect."""
+"""Maximum bytes that a sequence may write to variables in one round. The number is small because
+these bytes are also sent to the client, with the next token. Writes of 1 MiB in a round doubled the
+step time of other streams on two cores. Writes of 128 KiB have no measurable effect."""
 
 
 MAX_SENT_BYTES = 4 * 1024 * 1024
-"""Maximum bytes that a sequence may send to its client in all, because they are stored until its
-stream ends."""
+"""Maximum bytes of all texts that a sequence may send to its client. They are bounded because they
+are stored until the stream ends."""
 
 
 class VariableCalls:
@@ -61,8 +62,8 @@ class VariableCalls:
             self._calls[name] = call
         frames = [b"VARIABLE", encode_header(operation.request), encode_body(operation, "msgpack")]
         try:
-            # This check follows the addition to the table: a request that ends later cancels the
-            # call.
+            # The check follows the addition to the table, so that no end of the request is missed:
+            # ``cancel`` finds the call if the request ends after the check.
             if ended():
                 raise ControllerError(Code.CONTROLLER_FAILED, _ended(operation.request))
             with waiting():
@@ -114,7 +115,7 @@ class _Call:
 
     def __init__(self) -> None:
         self.answered = threading.Lock()
-        """Locked until the answer arrives."""
+        """This lock is held until the answer arrives."""
         self.answered.acquire()
         self.answer: VariableAnswer | None = None
         self.refusal: VariableAnswer | None = None
@@ -167,8 +168,9 @@ class SequenceVariables:
         inputs: Callable[[], int] = lambda: 0,
     ) -> None:
         """``lineage`` identifies the operations of this sequence (``Variable.lineage``);
-        ``written`` is called after each successful write. ``repeat`` performs an operation that has
-        been performed before. ``inputs``: the number of INPUTS messages so far."""
+        ``perform`` does an operation; ``repeat`` does the operations of ``again``, which are not
+        counted towards the quota. ``written`` is called after each successful write. ``inputs``:
+        the number of INPUTS messages so far."""
         self.lineage = lineage
         self._request = request
         self._perform = perform
@@ -181,12 +183,13 @@ class SequenceVariables:
         self._messages: list[str] = []
         self._round_bytes = self._sent_bytes = 0
         self.awaited_input: int | None = None
-        """If the last ``receive`` found no input: the number of INPUTS messages before this
-        call."""
+        """If the last ``receive`` found no input: the number of INPUTS messages that had arrived
+        before this ``receive``. Otherwise None."""
         self.own_changes = 0
-        """Writes that this sequence has made."""
+        """Number of changes to variables that this sequence has made."""
         self.repeated = False
-        """Whether the current round repeated an operation, whose answer was recorded."""
+        """Whether an operation of the current round was repeated, so that its answer is a recorded
+        one."""
 
     def get(self, name: str) -> Stored | None:
         """See ``host.Variables``."""
@@ -223,13 +226,14 @@ class SequenceVariables:
         self._messages.append(text.decode("utf-8", "replace"))
 
     def mark_record(self, attempt: bytes) -> RecordMark:
-        """Creates the record of a call of a tool (``tool_calls``), with a mark of this attempt."""
+        """Creates the record of a call of a tool (``tool_calls``). Its content is ``attempt``, the
+        mark of the present attempt."""
         number = self._count + 1
         answer = self._do("set", record_of(self.lineage, number), attempt, 0)
         return RecordMark(self._request, self.lineage, number, answer.written, answer.repeated)
 
     def mark(self) -> VariablesMark:
-        """The present state, for ``rewind``."""
+        """The present state, to which ``rewind`` can return."""
         return VariablesMark(
             self._count,
             len(self._writes),
@@ -239,8 +243,8 @@ class SequenceVariables:
         )
 
     def rewind(self, mark: VariablesMark) -> None:
-        """Returns to an earlier state of the same round. Operations since then have been executed;
-        if they are repeated, they receive their recorded answers."""
+        """Returns to an earlier state of the same round. Operations since that state remain
+        executed. If the controller repeats them, it receives their recorded answers."""
         self._count = mark.count
         del self._writes[mark.writes :]
         self._written_bytes = mark.written_bytes

@@ -1,4 +1,5 @@
-"""The controller worker: receives STEP, runs a round of each of its sequences, sends RESULT."""
+"""The controller worker: receives STEP, runs a round of each sequence of the STEP, and sends
+RESULT."""
 
 from __future__ import annotations
 
@@ -89,8 +90,8 @@ GUESTS_PART = 2
 memory."""
 SWITCH_S = 0.0005
 """Time for which a thread keeps Python's lock while other threads need it, in seconds. A round
-takes the lock a few times. While another thread runs a long host function (tokenizing a megabyte of
-text), a round would wait for Python's usual 5 ms each time."""
+takes the lock a few times. With Python's default of 5 ms, the round would wait 5 ms each time while
+another thread runs a long function, such as tokenizing a megabyte of text."""
 
 _decode_step = msgspec.msgpack.Decoder(Step).decode
 
@@ -116,7 +117,7 @@ _Stepped = tuple[StepSequence, SequenceGroup]
 
 
 class _Attempt(msgspec.Struct):
-    """The field of a malformed START that is needed to refuse it."""
+    """The only field of a START that the worker needs to refuse this START."""
 
     attempt: int = 0
 
@@ -152,14 +153,15 @@ class ControllerWorker:
         cpus = os.cpu_count() or 1
         self._pool = Pool(settings.controller_threads or max(4, 2 * cpus))
         self._starts = Pool(max(8, cpus // 2), "starts")
-        """Separate threads for START: it may take a second, or longer if a grammar has to be
-        compiled, and must not delay rounds."""
+        """Separate threads for START, because handling it may take a second, or longer if a grammar
+        must be compiled, and must not delay rounds."""
         self._flushes = Pool(1, "results")
         """Sends the results that are ready while slower rounds of the same step run. Sending waits
         for other results, and the main loop must not wait."""
         self._store_calls = Pool(2, "store", max_waiting=0)
         self._sends = ThreadPoolExecutor(1, "modules")
-        """Reads modules that other machines need; these jobs do not wait for other workers."""
+        """Reads and sends modules that controller workers on other machines need. These jobs do not
+        wait for other workers."""
         self._meters = Meters()
         self._bus = Bus(
             settings.back_endpoint,
@@ -184,8 +186,8 @@ class ControllerWorker:
         """The groups by link and request. Two brokers may have the same request for a while."""
         self._order = threading.Lock()
         self._pending: list[PendingResult] = []
-        """Results in progress, under ``_pending_lock``. Complete results are removed
-        periodically."""
+        """Results that are being collected, protected by ``_pending_lock``. Complete results are
+        removed from time to time."""
         self._pending_lock = threading.Lock()
         self._missing_layers: list[str] = []
         self._rounds_started = 0
@@ -207,8 +209,8 @@ class ControllerWorker:
         return Programs(runtime, self._store, constraints)
 
     def _served_programs(self, served: GuestRuntime) -> Programs:
-        # Such workers do not store tables between runs, because several of them may run next to
-        # each other.
+        # A worker with Python controllers does not keep compiled grammars on disk, because several
+        # such workers may run at the same time.
         return Programs(served, None, self._constraints(None))
 
     def _constraints(self, folder: Path | None) -> Constraints:
@@ -243,7 +245,7 @@ class ControllerWorker:
                 if self._busy:
                     self._tick()
             except Exception:
-                # The next tick follows soon; without ticks, guests have no time limits.
+                # The loop continues, because guests have no time limits without ticks.
                 log.exception("a tick of the worker failed")
         self._bus.close(self._stop_reason)
         self._programs.close()
@@ -322,8 +324,8 @@ class ControllerWorker:
             case bus.LEASE_ENDED:
                 self._end_all(message.link)
             case b"REGISTERED":
-                # Messages may have been lost meanwhile, so the GPU workers restart all controllers,
-                # here or elsewhere.
+                # Messages may have been lost before the worker registered again, so the GPU workers
+                # restart all controllers of this broker, here or on another worker.
                 self._end_all(message.link)
                 answer = decode_as(Registered, message.body, "msgpack")
                 self._bus.registered(answer, message.link)
@@ -350,7 +352,8 @@ class ControllerWorker:
                 log.warning("dropped a message of the unknown type %r", message.type)
 
     def _begin(self, message: FromBus) -> None:
-        """Handles START; refuses it if the controllers of other brokers leave no room for it."""
+        """Handles START. Refuses the request if the worker is full and some of its controllers
+        belong to requests of other brokers."""
         header, start = message.header, decode_as(Start, message.body, "msgpack")
         elsewhere = self._elsewhere(message.link) if self._bus.num_links > 1 else 0
         if elsewhere and len(self._groups) >= self._settings.controller_capacity:
@@ -516,7 +519,8 @@ class ControllerWorker:
             self._pool.submit(jobs, tenant=group.tenant)
 
     def _wake_idle(self, group: SequenceGroup) -> None:
-        """Wakes, or ends, the sequences of a group that have all been suspended for a moment."""
+        """Wakes the sequences of a group after all of them were suspended for a time, or ends
+        them."""
         self._after_send(group, *group.wake_idle())
 
     def _wake_by_input(self, group: SequenceGroup) -> None:
@@ -532,7 +536,8 @@ class ControllerWorker:
     def _end(self, link: int, request: int) -> None:
         group = self._groups.pop((link, request), None)
         if group is not None:
-            # A result whose sending has begun is sent before any result of a new start.
+            # ``end`` is called first: a result of this group that is already being sent still
+            # precedes the results of a new START.
             group.end()
             self._variable_calls.cancel(request, link)
             self._tool_calls.cancel(request, link)
@@ -548,9 +553,9 @@ class ControllerWorker:
         self._bus.post_to(gpu, [b"FETCH_TOKENIZER", encode_header(0, gpu), body])
 
     def _send_module(self, message: FromBus) -> None:
-        """Answers another controller worker that needs a module, if this machine has it. The answer
-        to a query to all workers is a notice; the answer to a request to this worker has the
-        bytes."""
+        """Answers another controller worker that needs a module, if this machine has the module. A
+        query to all workers is answered without the bytes, a request to only this worker with
+        them."""
         try:
             asked: FetchModule = decode_as(FetchModule, message.body, "msgpack")
             wasm = self._store.own(asked.module) if self._store is not None else None
@@ -565,7 +570,8 @@ class ControllerWorker:
         self._bus.post(sent, message.link)
 
     def _post(self, frames: list[bytes]) -> None:
-        """Sends a message of the store: to the worker in its header, or over every broker."""
+        """Sends a message of the module store to the worker that the header names, or over every
+        broker if the header does not name a worker."""
         worker = decode_header(frames[1]).address
         if worker:
             self._bus.post_to(worker, frames)
@@ -573,7 +579,7 @@ class ControllerWorker:
             self._bus.post_all(frames)
 
     def _post_once(self, frames: list[bytes], turn: int) -> None:
-        """Sends a message of the store over one of the brokers."""
+        """Sends a message of the module store over one of the brokers, which ``turn`` selects."""
         self._bus.post_to_any(frames, turn)
 
     def _serve_store(self, message: FromBus) -> None:
@@ -617,7 +623,7 @@ class ControllerWorker:
     # --- registration and heartbeat (on a bus thread) ---------------------------------------------
 
     def _elsewhere(self, link: int) -> int:
-        """The number of controllers of other brokers than the broker of ``link``."""
+        """The number of controllers that other brokers than the broker of ``link`` have here."""
         return sum(group_link != link for group_link, _ in list(self._groups))
 
     def _registration(self) -> Register:
@@ -655,8 +661,8 @@ class ControllerWorker:
 
 
 def _tenant_of(message: FromBus) -> str:
-    """The key of the tenant of a request to the store; empty if the key cannot be read. The answer
-    to the request then reports the error."""
+    """The key of the tenant that sends a request to the module store; empty if the key cannot be
+    read. In that case, the answer to the request reports the error."""
     try:
         return Tenant.decode(message.attachments[-1]).key
     except (IndexError, ValueError):
