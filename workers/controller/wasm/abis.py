@@ -1,8 +1,8 @@
 """Recognizes the ABI of a module by its exports, and checks its imports and exports.
 
-Guests are called without checking the types of their functions, so these checks protect the
-worker's own memory. Source: ``docs/controllers-reference.md`` (native), and AICI's crate
-``aici_abi``.
+The worker calls a guest's functions without checking their types. The checks in this module
+therefore protect the worker's own memory. Source: ``docs/controllers-reference.md`` (native), and
+AICI's crate ``aici_abi``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ IMPORTS: dict[Abi, dict[tuple[str, str], FunctionType]] = {
     "native": _types(NATIVE_FUNCTIONS),
     "aici": _types(AICI_FUNCTIONS),
 }
-"""All imports that a module of each ABI may have: module and name, and the function's type."""
+"""The imports that a module of each ABI may have: by module and name, the type of the function."""
 
 EXPORTS: dict[Abi, dict[str, FunctionType]] = {
     "native": {
@@ -67,26 +67,28 @@ OPTIONAL: dict[str, FunctionType] = {
     "_initialize": _type(""),
     "aici_panic": _type(""),
 }
-"""Optional exports. ``_start`` or ``_initialize`` is called, ``aici_panic`` never."""
+"""Exports that a module may have, with their types. The worker calls ``_start`` or ``_initialize``,
+and never ``aici_panic``."""
 
 MAX_MUTABLE_GLOBALS = 128
 """Maximum number of mutable globals of a module. Each fork copies them one by one."""
 MAX_EXPORTS = 1000
 MAX_IMPORTS = 256
-"""Maximum number of imports of a module. A module may import one function several times."""
+"""Maximum number of imports of a module. The number is bounded because a module may import one
+function many times."""
 
 _TAGS = 13
-"""The number of the section of exceptions."""
+"""The number of the section that declares exceptions."""
 
 _OTHER_VERSION = re.compile(r"tokenbus_abi_v(\d+)")
 
 
 class Examined(NamedTuple):
-    """The facts about a module."""
+    """The result of ``examine``."""
 
     abi: Abi
     why_no_fork: str | None
-    """The reason why sequences of the module cannot fork; None: every sequence can."""
+    """The reason why sequences with this module cannot fork; None if they can."""
 
 
 def examine(wasm: bytes, limits: Limits) -> Examined:
@@ -128,7 +130,8 @@ def _abi(binary: Binary) -> Abi:
 
 
 def _check_counts(binary: Binary) -> None:
-    """Checks the number of items that the worker processes for each instance or for each fork."""
+    """Checks the numbers of items that the worker processes one by one whenever it creates or
+    copies an instance."""
     for what, count, most in (
         ("mutable globals", sum(kind.mutable for kind in binary.globals), MAX_MUTABLE_GLOBALS),
         ("exports", len(binary.exports), MAX_EXPORTS),
@@ -215,6 +218,7 @@ def _exported(names: Mapping[str, int]) -> str:
 
 
 def _shown(name: str) -> str:
-    """A name from the module, made safe for a message."""
+    """A name from the module, shortened and without unprintable characters, for an error
+    message."""
     short = name if len(name) <= 60 else name[:57] + "..."
     return short if short.isprintable() else repr(short)[1:-1]

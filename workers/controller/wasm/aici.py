@@ -1,7 +1,7 @@
 """Guests of the AICI ABI: compiled AICI modules, unmodified.
 
-The guest reads the argument of a call as a blob and returns its result, both as JSON, through
-functions of module ``env``. Source: AICI's crate ``aici_abi``.
+The arguments and the results of calls are JSON. The guest reads an argument as a blob, and returns
+a result, through functions of module ``env``. Source: AICI's crate ``aici_abi``.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ from .wasi import MODULE as WASI_MODULE
 RESULT_BYTES = 1024 * 1024
 """Maximum bytes of the result of a call."""
 LAST_WORDS_BYTES = 1000
-"""Bytes at the end of a guest's log that become its error message when it stops itself."""
+"""Number of bytes at the end of a guest's log that become the error message if the guest stops
+itself."""
 CONFIG = frozenset({b"fork", b"backtrack", b"ff_tokens"})
 """The names for which ``aici_host_get_config`` returns 1."""
 
 _MODULE_ARG, _PROCESS_ARG, _TRIE, _TOKENIZED, _STORAGE, _TOKENS = range(1, 7)
 """The numbers of the blobs. A guest has one blob of each kind, so that their memory is bounded."""
 _MADE = (_PROCESS_ARG, _TOKENIZED, _STORAGE, _TOKENS)
-"""The kinds that belong to one guest; the others are shared by all guests of a request or a
-model."""
+"""The blobs that belong to one guest. All guests of a request or of a model share the other
+blobs."""
 _KINDS = {
     _PROCESS_ARG: "the argument of a call (aici_host_process_arg)",
     _TRIE: "the token trie (aici_host_token_trie)",
@@ -60,14 +61,14 @@ class AiciProgram:
     def __init__(
         self, engine: wasmtime.Engine, module: wasmtime.Module, why_no_fork: str | None = None
     ):
-        """``why_no_fork``: why instances cannot be copied; None if they can. Raises
-        wasmtime.WasmtimeError for an unknown import."""
+        """``why_no_fork``: the reason why instances of the module cannot be copied; None if they
+        can. Raises wasmtime.WasmtimeError for an unknown import."""
         self._template = Template(_linker(engine), module, engine)
         self._why_no_fork = why_no_fork
         self._keeps_tokens = any(i.name == "aici_host_tokens" for i in module.imports)
 
     def start(self, host: Host) -> Controller:
-        """A new instance; each of its start-up calls has the limit ``Limits.init_s``."""
+        """Creates an instance. Each call of a start-up function has the limit ``Limits.init_s``."""
         state = AiciState(host)
         if self._keeps_tokens:
             state.tokens = array.array("I")
@@ -114,7 +115,7 @@ class AiciState:
         self.last_words = b""
         """The last bytes of the log of the current call."""
         self.tokens: array.array[int] | None = None
-        """The tokens of the sequence with its prompt; None if the module does not import
+        """The prompt's tokens and the sequence's tokens; None if the module does not import
         ``aici_host_tokens``."""
 
 
@@ -196,7 +197,8 @@ class AiciController:
         self._guest.count()
 
     def _call(self, function: Any, limit_s: float, name: str, argument: bytes) -> bytes:
-        """Calls the guest; returns its JSON."""
+        """Calls a function of the guest with the JSON ``argument``, and returns the JSON of the
+        result."""
         state = self._state
         state.blobs[_PROCESS_ARG] = argument
         state.result = None
@@ -256,11 +258,11 @@ def _tokens(state: AiciState) -> int:
 def _storage_cmd(state: AiciState, address: int, size: int) -> int:
     limit = state.host.limits.variable_bytes
     _check_size("a storage command", size, max_bytes(limit))
-    # The work includes decoding the JSON, and its value from hexadecimal.
+    # The factor accounts for decoding the JSON, and the value in it from hexadecimal.
     state.guest.charge(8 * size)
     command = state.guest.read(address, size)
     answer = run_command(command, state.host.variables, limit)
-    # A short command may read a long value.
+    # The answer is charged too, because a short command may read a long value.
     state.guest.charge(4 * len(answer))
     state.blobs[_STORAGE] = answer
     return _STORAGE
@@ -350,6 +352,6 @@ FUNCTIONS: dict[tuple[str, str], HostFunction] = {
     **WASI,
     (WASI_MODULE, "fd_write"): HostFunction("iiii", "i", _fd_write),
 }
-"""The content of modules ``env`` and WASI for AICI guests."""
+"""The functions of modules ``env`` and ``wasi_snapshot_preview1`` that AICI guests may import."""
 
 _linker = linkers(FUNCTIONS)

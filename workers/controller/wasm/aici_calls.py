@@ -1,7 +1,7 @@
 """The JSON of AICI's four calls: arguments for the guest, and the meaning of its results.
 
-Source: AICI's crate ``aici_abi``. A result of another form raises ControllerError, with the first
-bytes of the result.
+Source: AICI's crate ``aici_abi``. If a result has another form, ControllerError is raised with the
+first bytes of the result.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ SHOWN_BYTES = 200
 """Maximum bytes of a guest's result in an error message."""
 
 MAX_VALUES = 70_000
-"""Maximum values in the result of a call, because other threads of the worker do not run while a
-result is decoded. The bound is larger than the maximum of appended tokens."""
+"""Maximum values in the result of a call. The number is bounded because other threads of the worker
+do not run while a result is decoded. The bound is larger than the maximum of appended tokens."""
 MAX_LISTS = 1024
-"""Maximum lists and objects in the result: more than the maximum of sequences of a request."""
+"""Maximum lists and objects in the result of a call. The bound is larger than the maximum number of
+sequences of a request, because pre_process returns a list for each sequence."""
 _SMALL_BYTES = MAX_LISTS
 """JSON of at most this size cannot exceed the two limits above."""
 
@@ -48,7 +49,8 @@ class _Splice(Struct):
 
 class _Sample(Struct):
     bias: list[float | None] = []
-    """A value for each token; null, as Rust writes an infinity in JSON, is minus infinity."""
+    """A value for each token. null stands for minus infinity, because Rust writes an infinity as
+    null in JSON."""
 
 
 class _Mid(Struct, rename="pascal", forbid_unknown_fields=True):
@@ -94,14 +96,15 @@ def post_process_argument(tokens: Sequence[int], backtrack: int) -> bytes:
 
 
 def check_init_prompt(result: bytes) -> None:
-    """Raises ControllerError unless the value is a result of init_prompt."""
+    """Raises ControllerError if ``result`` is not a result of init_prompt."""
     _decode_result(_init, result, "init_prompt returned", "{}")
 
 
 def pre_process_answer(result: bytes) -> Answer:
     """The meaning of a result of pre_process.
 
-    If the result has several actions, the first of these applies: stop, suspend, append and fork.
+    If the result has several actions, one of them applies: stop, else suspend, else a fork after
+    appending tokens.
     """
     said = _decode_result(
         _pre,
@@ -177,8 +180,8 @@ def _decode_result(decoder: msgspec.json.Decoder[_T], data: bytes, what: str, ri
 
 
 def decode(decoder: msgspec.json.Decoder[_T], data: bytes, what: str, right: str) -> _T:
-    """Decodes a value from a guest; raises ControllerError, whose message describes the ``right``
-    form."""
+    """Decodes a value from a guest. Raises ControllerError if the value has another form; the
+    message contains ``right``, which describes the expected form."""
     try:
         return decoder.decode(data)
     except RecursionError:
@@ -204,7 +207,7 @@ def _check_counts(data: bytes, what: str) -> None:
 
 
 def shown(data: bytes) -> str:
-    """The beginning of a value from a guest, for a message of one line."""
+    """The beginning of a value from a guest, on one line, for an error message."""
     if not data:
         return "nothing"
     text = data[:SHOWN_BYTES].decode("utf-8", "backslashreplace")

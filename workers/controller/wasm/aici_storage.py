@@ -1,6 +1,8 @@
-"""AICI's storage commands: JSON from a guest, applied to the variables of its request.
+"""AICI's storage commands: a guest sends JSON, which reads or writes a variable of the guest's
+request.
 
-Source: AICI's crate ``aici_abi``. ``Variables`` itself reports writes to the client.
+Source: AICI's crate ``aici_abi``. This module does not report writes to the client, because
+``Variables`` does.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ _COMMAND_IS = (
 
 
 def max_bytes(variable_bytes: int) -> int:
-    """Maximum bytes of a command with values of at most ``variable_bytes``; names may be
-    escaped."""
+    """Maximum bytes of a command whose value has at most ``variable_bytes`` bytes. A value has two
+    hexadecimal digits for each byte, and each byte of a name may be escaped with six characters."""
     return 2 * variable_bytes + 6 * NAME_BYTES + 256
 
 

@@ -1,8 +1,10 @@
-"""Compiled modules: in memory while they are used, on disk for the next process.
+"""Caches compiled modules: in memory the most recently used, on disk all of them, for later
+processes.
 
 If another user could change a compiled form, loading it would run that user's machine code. So each
-file has an HMAC. Only this user can read the HMAC's key, which is a file in the folder. The HMAC
-also covers the module's id and the compilation target. A file with a wrong HMAC counts as missing.
+file has an HMAC. The HMAC's key is a file in the folder, which only the worker's user can read. The
+HMAC also covers the module's id and the compilation target. A file with a wrong HMAC counts as
+missing.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ AT_ONCE = 2
 """Maximum modules that are compiled at the same time. Further uploads are refused, and the client
 has to send them again."""
 TURN_S = 60.0
-"""Maximum time that a stream waits until its module can be compiled, in seconds."""
+"""Maximum seconds that a stream waits because ``AT_ONCE`` other modules are being compiled."""
 
 _MAC_BYTES = 32
 _KEY_BYTES = 32
@@ -51,27 +53,27 @@ Abi = Literal["native", "aici", "javascript", "python"]
 
 
 class Loaded(NamedTuple):
-    """A module that can be instantiated, or a script with its interpreter."""
+    """A module that is ready to be instantiated, or a script with its interpreter."""
 
     abi: Abi
     module: wasmtime.Module
     """The compiled module, with all of its state exported."""
     why_no_fork: str | None = None
-    """The reason why a fork could not copy the state of a module; None if a fork copies all of the
-    state."""
+    """The reason why a fork cannot copy an instance of the module; None if it can."""
     script: bytes | None = None
     """The text of a script; None for a module, and for a script in the request's argument."""
 
 
 Head = tuple[Abi, str | None]
-"""The header before the compiled code on disk."""
+"""The header before the compiled code on disk: the ABI, and ``Loaded.why_no_fork``."""
 
 
 class CompiledModules:
-    """The compiled forms in a folder, for one engine. Safe from any thread and process."""
+    """The compiled forms in a folder, for one engine. Several threads and processes may use the
+    folder at the same time."""
 
     def __init__(self, folder: Path, limits: Limits, engine: wasmtime.Engine) -> None:
-        """``sandbox.make_engine`` made ``engine`` from these ``limits``."""
+        """``engine`` must be the engine that ``sandbox.make_engine`` made from ``limits``."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         clear_left(folder)
         self._folder = folder
@@ -90,8 +92,8 @@ class CompiledModules:
         self._interpreters = threading.Lock()
 
     def prepare(self, module: str, wasm: bytes) -> tuple[Loaded, int]:
-        """Examines and compiles a module unless its compiled form is stored; returns the module,
-        and the size of its compiled form, in bytes.
+        """Examines and compiles a module, unless its compiled form is stored. Returns the loaded
+        module, and the size of its compiled form in bytes.
 
         Raises RequestError if the module is not a valid controller, UnavailableError if too many
         modules are being compiled.
@@ -102,7 +104,8 @@ class CompiledModules:
             return ready
 
     def load(self, module: str, wasm: Callable[[str], bytes]) -> Loaded:
-        """A module by its id; ``wasm`` returns its bytes, if it must be compiled again.
+        """Loads a module by its id. If no compiled form is stored, ``wasm`` is called with the id,
+        and returns the module's bytes.
 
         If too many modules are being compiled, the call waits for one of them.
         """
@@ -119,8 +122,8 @@ class CompiledModules:
             return ready[0]
 
     def interpreter(self, language: str) -> Loaded:
-        """The interpreter of a language; compiles it when it is used for the first time. Raises
-        RequestError if it is not installed."""
+        """The interpreter of a language, which is compiled when it is first used. Raises
+        RequestError if the interpreter is not installed."""
         found = engine(language)
         with self._interpreters:
             with self._lock:
@@ -172,8 +175,8 @@ class CompiledModules:
     def _compile(
         self, module: str, wasm: bytes, wait_s: float = 0.0, boots: bool = False
     ) -> tuple[Loaded, int]:
-        """``boots``: the module is an interpreter, which is compiled with its memory after its
-        boot."""
+        """``boots``: the module is an interpreter, which is booted first and compiled with the
+        resulting memory."""
         source = read_source(wasm) if is_script(wasm) else None
         interpreter = self.interpreter(source.language) if source is not None else None
         if not self._free_to_compile(wait_s):
@@ -202,7 +205,8 @@ class CompiledModules:
         return loaded, len(code)
 
     def _checked(self, source: Source, interpreter: Loaded) -> Loaded:
-        """A script whose syntax was checked; raises RequestError with the place of an error."""
+        """Checks the syntax of a script, and returns the script with its interpreter. Raises
+        RequestError with the place of a syntax error."""
         check_script(source, bytes(interpreter.module.serialize()), self._limits)
         return interpreter._replace(script=source.text)
 
@@ -239,7 +243,7 @@ class CompiledModules:
 
 
 def _key(file: Path) -> bytes:
-    """The key of this folder, created by the first process that needs it."""
+    """The key in ``file``. The first process that needs the key creates the file."""
     if not file.exists():
         write_first(file, secrets.token_bytes(_KEY_BYTES))
     key = file.read_bytes()

@@ -1,4 +1,4 @@
-"""A module with all of its state exported, so that an instance of it can be copied."""
+"""Adds exports to a module for all of its state, so that instances of the module can be copied."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ FUNCTION_EXPORT = f"{OWN_EXPORT}function:"
 
 
 def with_exported_state(wasm: bytes) -> bytes:
-    """The module with its mutable globals exported. If its code changes tables that can be read
-    back, the tables and all functions that may be in them are exported too.
+    """The module with its mutable globals exported. If instances can be copied (``why_no_copy``)
+    and the code changes tables, all tables and all functions that may be in them are exported too.
 
-    Raises WasmError if the module cannot be read, or uses a name of ``OWN_EXPORT`` itself.
+    Raises WasmError if the module cannot be read, or if exports must be added and one of the
+    module's own names begins with ``OWN_EXPORT``.
     """
     binary = read(wasm)
     more: dict[str, Export] = {}

@@ -1,8 +1,8 @@
-"""Tables of functions, copied from a guest to its fork.
+"""Copies tables of functions from a guest to its fork.
 
-A reference to a function belongs to one of Wasmtime's stores, and each guest has its own. So each
-element is looked up among the exported functions of the guest, and the fork gets its own function
-of the same name.
+A reference to a function is valid in one Wasmtime store only, and each guest has its own store. So
+each element of a table is looked up among the guest's exported functions, and the fork's element
+becomes the fork's function of the same name.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from .instance import Guest
 
 _held = ctypes.PyDLL(str(ffi.filename))
-"""The library of wasmtime, for calls that are so short that releasing the interpreter lock would
-cost more."""
+"""The library of wasmtime for short calls. Its functions keep Python's lock, because releasing the
+lock takes longer than a short call."""
 _to_raw = _held.wasmtime_func_to_raw
 _to_raw.restype = ctypes.c_size_t
 _size = _held.wasmtime_table_size
@@ -48,8 +48,8 @@ def copy_tables(source: Guest, target: Guest) -> None:
 
 
 def names_by_address(guest: Guest) -> dict[int, str]:
-    """The names of a guest's exported functions, by the address in a reference to the function.
-    Empty if the guest's tables are not copied."""
+    """The names of a guest's exported functions, by the address that a reference to the function
+    contains. Empty if the guest's tables are not copied."""
     template = guest.template
     return {_to_raw(guest.context, guest.function(name)): name for name in template.functions}
 
@@ -61,7 +61,8 @@ def _value(
     at: int,
     functions: dict[int, ffi.wasmtime_val_t],
 ) -> ffi.wasmtime_val_t:
-    """The element of the target that corresponds to an element of the source."""
+    """The value for the element ``at`` of the target's table, which corresponds to the same element
+    of the source's ``table``."""
     value = ffi.wasmtime_val_t()
     _get(source.context, ctypes.byref(table), ctypes.c_uint64(at), ctypes.byref(value))
     if not value.of.funcref.store_id:

@@ -1,9 +1,9 @@
-"""One guest: an instance in its own Wasmtime store, which is called, read, written and cloned at
-low cost.
+"""A guest: an instance in its own Wasmtime store, with fast ways to call it, to read and write its
+memory, and to clone it.
 
-Most of the cost comes from crossing from Python to Wasmtime. A call through
-``wasmtime_func_call_unchecked`` takes 1.3 us instead of the 13 us of ``Func.__call__``, as types
-are not looked up again. Memory is read at its address, and a host function is entered in 3 us.
+Most of the cost of a call is the transition from Python to Wasmtime. A call through
+``wasmtime_func_call_unchecked`` takes 1.3 us. ``Func.__call__`` takes 13 us, because it looks up
+types in each call. Memory is read directly at its address, and entering a host function takes 3 us.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Values = ctypes.Array[ffi.wasmtime_val_raw_t]
 
 _dll = ctypes.CDLL(str(ffi.filename))
 _held = ctypes.PyDLL(str(ffi.filename))
-"""The library of ``_dll`` for short calls. Its functions keep the interpreter lock, because
-releasing the lock takes longer than a short call."""
+"""The same library for short calls. Its functions keep Python's lock, because releasing the lock
+takes longer than a short call."""
 
-# Functions have no argtypes: all arguments already have the right type.
+# The functions have no argtypes, because all arguments already have the right type.
 _call = _dll.wasmtime_func_call_unchecked
 _call.restype = ctypes.c_void_p
 _data_size = _held.wasmtime_memory_data_size
@@ -57,11 +57,11 @@ KILL_S = 1.0
 """CPU time beyond the limit of a call whose instructions are counted, in seconds. After this time,
 the call ends although it has instructions left."""
 WORK_S = 3e-6
-"""CPU time of a unit of host work, in seconds. It is counted as the number of instructions that a
-guest executes in this time."""
+"""CPU time of a unit of host work, in seconds. If instructions are counted, a unit counts as the
+number of instructions that a guest may execute in this time."""
 _madvise = ctypes.CDLL(None).madvise
 _POPULATE_WRITE = 23
-"""Linux has this advice since 5.14; on older kernels, the call has no effect."""
+"""MADV_POPULATE_WRITE, which Linux has since 5.14. On older kernels, the call has no effect."""
 
 _TRAPS = {
     wasmtime.TrapCode.STACK_OVERFLOW: "its stack of {stack} bytes overflowed",
@@ -77,8 +77,8 @@ _TRAPS = {
 
 
 def _on_epoch(context: Any, data: Any, delta: Any, kind: Any) -> int:
-    """Called when an epoch tick occurs while a guest runs: the guest continues while it has CPU
-    time left.
+    """Called when an epoch tick occurs while a guest runs. Stops the guest if it has used up its
+    CPU time.
 
     The time counts from the guest's first tick, so that a call that ends before a tick does not
     read the clock.
@@ -116,8 +116,8 @@ class Spares:
         """The most recently added instance comes last."""
 
     def keep(self, guest: Guest) -> None:
-        """Adds a guest whose sequence has finished; frees the oldest guests if all together exceed
-        the limit."""
+        """Adds a guest whose sequence has finished. Frees the oldest spare guests while the memory
+        of all spare guests exceeds the limit."""
         evicted = []
         with self._lock:
             self._kept.append(guest)
@@ -166,14 +166,14 @@ class Template:
             export.name for export in module.exports if isinstance(export.type, wasmtime.FuncType)
         }
         self.tables = [e.name for e in module.exports if e.name.startswith(TABLE_EXPORT)]
-        """The tables that are copied to a fork; empty if the module's code does not change
-        tables."""
+        """The names of the tables that are copied to a fork; empty if the module's code does not
+        change tables."""
         self.functions = sorted(self.exports) if self.tables else []
-        """The functions that may be in these tables."""
+        """The names of the functions that may be in these tables."""
 
 
 class Guest:
-    """An instance of a template. ``host`` is passed to its host functions.
+    """An instance of a template. Host functions receive ``host`` as their first argument.
 
     Used by one thread at a time. A call that fails raises ControllerError. The guest must not be
     called afterwards.
@@ -228,8 +228,8 @@ class Guest:
         self._count_or_free()
 
     def close(self) -> None:
-        """Frees the instance when its sequence has finished, or keeps it for a fork of its
-        module."""
+        """Called when the sequence has finished. Frees the instance, or adds it to the spares for a
+        later fork of the module."""
         if self._closed:
             return
         self._closed = True
@@ -260,7 +260,7 @@ class Guest:
 
     @property
     def context(self) -> Any:
-        """The context of the store, for functions of wasmtime."""
+        """The store's context, an argument of wasmtime's functions."""
         return self._context
 
     def table(self, name: str) -> Any:
@@ -272,7 +272,7 @@ class Guest:
         return ffi.wasmtime_table_t.from_buffer_copy(export.of.table)
 
     def global_value(self, name: str) -> int:
-        """The value of an exported global that is an integer."""
+        """The value of an exported global of type i32 or i64."""
         export = self._export(name)
         if export is None or export.kind != ffi.WASMTIME_EXTERN_GLOBAL.value:
             raise ControllerError(Code.INTERNAL, f"the global {name} is not exported")
@@ -283,8 +283,8 @@ class Guest:
         return number
 
     def function_names(self) -> dict[int, str]:
-        """The names of the guest's exported functions, by the address in a reference to the
-        function. Empty if the guest's tables are not copied."""
+        """The names of the guest's exported functions, by the address that a reference to the
+        function contains. Empty if the guest's tables are not copied."""
         if self._function_names is None:
             self._function_names = names_by_address(self)
         return self._function_names
@@ -292,7 +292,7 @@ class Guest:
     def call(self, function: Any, limit_s: float, name: str) -> int:
         """Calls a function without parameters, for at most ``limit_s`` seconds of CPU time.
 
-        Returns its i32; for a function without a result, the value is undefined.
+        Returns the function's i32. If the function has no result, the returned value is undefined.
         """
         running.guest = self
         self.renew(limit_s)
@@ -304,7 +304,7 @@ class Guest:
         return result
 
     def call_with(self, function: Any, limit_s: float, name: str, argument: int) -> int:
-        """Calls a function of one i32."""
+        """Like ``call``, for a function with one i32 parameter."""
         self._values[0].i32 = argument
         return self.call(function, limit_s, name)
 
@@ -314,16 +314,16 @@ class Guest:
         return self._limit_s
 
     def renew(self, limit_s: float) -> None:
-        """Sets a new CPU time limit, which counts from now. A call may be waiting in a host
-        function."""
+        """Sets a new CPU time limit, which counts from now. A host function may do this during a
+        call."""
         self._limit_s = limit_s
         self._ticked_at = None
         if self._fuel_per_s:
             self._refuel()
 
     def spend(self, seconds: float) -> None:
-        """Counts CPU time that another thread spent for the current call; raises ControllerError if
-        the call has used up its CPU time."""
+        """Counts ``seconds`` of CPU time that another thread spent for the current call. Raises
+        ControllerError if the call has used up its CPU time."""
         if self._ticked_at is None:
             self._ticked_at = time.thread_time()
         self._ticked_at -= seconds
@@ -345,8 +345,8 @@ class Guest:
     def check_time(self) -> None:
         """Raises ControllerError if the current call has used up its CPU time.
 
-        Ticks alone do not stop a guest that calls one host function after another: they take effect
-        only in loops and at calls of its own functions.
+        Ticks alone do not stop a guest that calls one host function after another, because they
+        take effect only in loops and at calls of the guest's own functions.
         """
         if self._fuel_per_s:
             self._burn(int(self.host_work * WORK_S * self._fuel_per_s))
@@ -367,8 +367,8 @@ class Guest:
         _set_fuel(self._context, ctypes.c_uint64(self._fuel))
 
     def _burn(self, fuel: int) -> None:
-        """Counts the work of host functions as instructions; raises ControllerError if the call has
-        none left."""
+        """Counts the work of host functions as ``fuel`` executed instructions. Raises
+        ControllerError if the call has fewer instructions left."""
         left = ctypes.c_uint64()
         _get_fuel(self._context, ctypes.byref(left))
         if left.value < fuel:
@@ -385,14 +385,15 @@ class Guest:
     # --- memory ---------------------------------------------------------------------------------
 
     def measure(self) -> int:
-        """The present size of the guest's memory in bytes. ``size`` is the last measured size; the
-        memory may have grown since."""
+        """Measures the guest's memory, and returns its present size in bytes. ``size`` is the size
+        at the last measurement."""
         self.size = _data_size(self._context, self._memory_at)
         return self.size
 
     def count(self) -> None:
-        """Counts the guest's memory and ``host_bytes`` towards its tenant's share; raises
-        ControllerError above that share. Called once in each round, because both may have grown."""
+        """Counts the guest's memory and ``host_bytes`` towards its tenant's share. Raises
+        ControllerError if the tenant exceeds its share. Called once in each round, because both
+        numbers may have grown."""
         if self._account is None:
             return
         size = _data_size(self._context, self._memory_at) + INSTANCE_BYTES + self.host_bytes
@@ -436,14 +437,16 @@ class Guest:
         self.write(address, (value & 0xFFFF_FFFF).to_bytes(4, "little"))
 
     def restore(self, memory: memoryview) -> None:
-        """Sets the guest's memory to the memory of another guest of the same module. Only between
-        calls, and only for modules whose globals do not change between calls."""
+        """Overwrites the guest's memory with the memory of another guest of the same module. Only
+        valid between calls, and for modules whose globals have the same values between all
+        calls."""
         self._grow_to(len(memory))
         whole = (ctypes.c_char * len(memory)).from_address(self.base)
         memoryview(whole).cast("B")[:] = memory
 
     def clone(self, host: Any, limits: Limits) -> Guest:
-        """A guest with the same memory and globals, for ``host``. Only between calls."""
+        """Creates a copy of the guest, with the same memory, globals and copied tables, for
+        ``host``. Only valid between calls."""
         size = self.measure()
         if size > limits.memory_bytes:
             raise ControllerError(
@@ -496,7 +499,8 @@ class Guest:
             raise
 
     def _copy(self, host: Any, limits: Limits, size: int) -> Guest:
-        """A new guest for a fork, with a memory of ``size`` bytes."""
+        """Creates a new guest for a fork, with a memory of ``size`` bytes, whose content ``clone``
+        then writes."""
         other = Guest(self.template, host, limits, self._account)
         other._is_copy = True
         try:
@@ -517,7 +521,7 @@ class Guest:
             raise
 
     def _grow_to(self, size: int) -> None:
-        """Grows the memory to a size, and populates all of its pages."""
+        """Grows the memory to ``size`` bytes, and lets the system allocate all of its pages."""
         missing = size - self.size
         if missing > 0:
             before = ctypes.c_uint64()
@@ -529,8 +533,8 @@ class Guest:
                     Code.CONTROLLER_FAILED, f"a memory of {size} bytes cannot be allocated"
                 )
             self.measure()
-        # All pages are populated at once: populating them one by one, at their first writes, takes
-        # three times as long.
+        # One call allocates all pages. If each page were allocated at its first write, this would
+        # take three times as long.
         _madvise(ctypes.c_void_p(self.base), ctypes.c_size_t(size), _POPULATE_WRITE)
 
     def _instantiate(self) -> int | None:
@@ -558,7 +562,8 @@ class Guest:
         return found if there else None
 
     def _fail(self, name: str, error: int | None) -> None:
-        """Raises the error of a call that did not return."""
+        """Raises the error of a call that failed. ``error``: the address of Wasmtime's error, if it
+        returned one."""
         self._dead = True
         fault, self.fault = self.fault, None
         trap, said = None, ""

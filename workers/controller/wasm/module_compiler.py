@@ -1,14 +1,15 @@
 """Examines and compiles a module in a separate process, with bounded time and memory.
 
-A small module may take hours to compile (300 kB of loops over 2,000 locals take 27 s and 3 GB), so
-the worker does not compile uploads in its own process. The worker does not parse uploads in its own
-process either, because parsing some modules of 4 MB takes a second.
+A small module may take hours to compile: 300 kB of loops over 2,000 locals take 27 s and 3 GB.
+Parsing some modules of 4 MB takes a second. So the worker neither compiles nor parses uploads in
+its own process.
 
 ``python -m tokenbus.workers.controller.wasm.module_compiler LIMITS CPU_S KIND`` reads a module from
-stdin. It writes to stdout the kind of controller, as a line of JSON, and then the input of
+stdin. It writes to stdout the result of ``examine``, as a line of JSON, and then the input of
 ``wasmtime.Module.deserialize``. LIMITS is the JSON of ``Limits``. KIND is ``module``,
-``interpreter`` (booted before it is compiled), or ``script``: then stdin has the language and the
-size of a script as a line, the script, and its compiled interpreter.
+``interpreter`` (which is booted before it is compiled), or ``script``. For ``script``, stdin has a
+line with the script's language and size, the script, and the compiled interpreter; the process only
+checks the script.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ from .sandbox import Ticker, make_engine
 from .wasm_reader import WasmError
 
 CPU_S = 30
-"""Maximum CPU time of compiling, in seconds, for all threads together. 16 MB of usual code take 7
-s."""
+"""Maximum CPU time of compiling, in seconds, of all threads together. A usual module of 16 MB takes
+7 s."""
 WALL_S = 100.0
 """Maximum wall-clock time of compiling, in seconds; only an overloaded machine exceeds it."""
 MEMORY_BYTES = 2 * 1024**3
 """Maximum bytes of memory that the process may allocate."""
 COMPILED_BYTES = 256 * 1024**2
-"""Maximum size of the compiled form; usual code is about as large as its module."""
+"""Maximum bytes of a compiled form. The compiled form of a usual module is about as large as the
+module."""
 
 _INVALID = 3
 """Exit code: the module is not valid."""
@@ -49,11 +51,12 @@ _NO_MEMORY = 4
 _REFUSED = 5
 """Exit code: ``examine`` refuses the module."""
 _SAID_CHARACTERS = 2000
-"""Maximum characters of an error, which may quote names of the module."""
+"""Maximum characters of an error message. The bound is needed because the message may quote names
+of the module."""
 
 
 class Compiled(NamedTuple):
-    """A module for which this worker can create controllers."""
+    """A compiled module, from which this worker can create controllers."""
 
     found: Examined
     code: bytes
@@ -61,8 +64,8 @@ class Compiled(NamedTuple):
 
 
 def compile_module(wasm: bytes, limits: Limits) -> Compiled:
-    """A module that was examined, and compiled for an engine that ``make_engine`` made from the
-    same limits.
+    """Examines a module, and compiles it for an engine that ``make_engine`` made from the same
+    limits.
 
     Raises RequestError if ``examine`` refuses the module, if the module is not valid, or if
     compiling it exceeds the bounds above.
@@ -71,7 +74,8 @@ def compile_module(wasm: bytes, limits: Limits) -> Compiled:
 
 
 def compile_interpreter(wasm: bytes, limits: Limits) -> Compiled:
-    """An interpreter of scripts, with the memory that it has after its boot."""
+    """Compiles an interpreter of scripts. The compiled form contains the memory that the
+    interpreter has after it has booted."""
     return _compile("interpreter", wasm, limits)
 
 
@@ -151,7 +155,7 @@ def _main() -> int:
 
 
 def _check(given: bytes, limits: Limits) -> int:
-    """Compiles a script without running it."""
+    """Checks a script by compiling it, without running it."""
     head, _, rest = given.partition(b"\n")
     language, size = head.decode().split()
     text, compiled = rest[: int(size)], rest[int(size) :]

@@ -1,6 +1,7 @@
-"""A tenant's part of the store: its modules and tags.
+"""The table of a tenant in the module store: the tenant's modules and tags.
 
-The state worker stores the tables, so that all machines agree on them; each machine has copies.
+The state worker stores the tables, so that controller workers on all machines use the same tables.
+Each machine has copies.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ SHOWN_CHARACTERS = 400
 """Maximum characters of the list of names in an error."""
 COMPARED = 200
 COMPARED_CHARACTERS = 40
-"""Maximum number, and maximum length, of the tags that are compared with an unknown name. The
-comparison is slow."""
+"""``COMPARED`` is the maximum number of tags that are compared with an unknown name,
+``COMPARED_CHARACTERS`` their maximum length. They are bounded because the comparison is slow."""
 
 _ID = re.compile(r"[0-9a-f]{64}")
 _PREFIX = re.compile(r"[0-9a-f]{8,63}")
-"""The beginning of an id, which may be used instead of the id."""
+"""The first 8 or more characters of an id, which may be used instead of the id."""
 _PYTHON = re.compile(r"[\w.]+:\w+")
 """The name of a Python controller."""
 
@@ -57,7 +58,7 @@ class Entry(Struct, omit_defaults=True):
 
     size: int
     compiled: int
-    """Bytes of its compiled form."""
+    """Bytes of the compiled form."""
     uploaded: float
     abi: str
     forks: bool = True
@@ -74,7 +75,8 @@ class Table(Struct, omit_defaults=True):
     tagged: dict[str, Tagged] = {}
     """By tag: when and by whom it was assigned."""
     version: int = 0
-    """The version at the state worker; 0: the state worker does not have the table."""
+    """The version number that the state worker has given to this content of the table; 0 if the
+    state worker does not have the table."""
 
     def named(self, name: str, path: str) -> str:
         """The id of the module with a tag, an id, or the first 8 or more characters of an id.
@@ -101,7 +103,7 @@ class Table(Struct, omit_defaults=True):
         entry = self.modules[module]
         if tags is None:
             tags = [tag for tag, named in self.tags.items() if named == module]
-        # Earlier versions did not record when a tag was assigned.
+        # Earlier versions of Tokenbus did not record when a tag was assigned.
         earlier = Tagged(at=entry.uploaded, by=self.tenant)
         return StoredModule(
             module=module,

@@ -1,5 +1,5 @@
-"""Guests of the native ABI: each call of a controller is one call into the guest, without callbacks
-for results.
+"""Guests of the native ABI. Each call of a controller is one call of a function of the guest. The
+guest returns results in its memory, without calling the host.
 
 The host writes a call's argument into the guest's inbox, calls the guest, and reads the result and
 the mask from its memory. ``docs/controllers-reference.md`` describes the layout.
@@ -32,8 +32,8 @@ from .wasi import WASI, start_function
 VERSION = 1
 START = f"tokenbus_abi_v{VERSION}"
 TOKENIZED_WORK = 64
-"""Approximate number of bytes that are copied in the time in which one byte of text is
-tokenized."""
+"""Approximate number of bytes that can be copied in the time that tokenizing one byte of text
+takes."""
 NAME_BYTES = 256
 """Maximum bytes of a variable's name."""
 
@@ -86,7 +86,7 @@ class NativeState:
         """``parent``: the state of the sequence that is forked."""
         self.host = host
         self.query = parent.query if parent is not None else None
-        """The query of init_prompt, which applies to every token."""
+        """The query that the guest made in init_prompt; it applies to every token."""
         self.next_query = parent.next_query if parent is not None else None
         self.override = parent.override if parent is not None else None
         """``next_query`` and ``override`` apply to the next token only."""
@@ -95,7 +95,8 @@ class NativeState:
         self.takes_drafts = parent is not None and parent.takes_drafts
 
     def take_options(self) -> tuple[Query | None, Override | None]:
-        """The query and the override of the token that is sampled next."""
+        """Returns the query and the override for the next token, and resets those that apply to one
+        token only."""
         query, override = self.next_query or self.query, self.override
         self.next_query = self.override = None
         self.asks = self.query is not None
@@ -160,7 +161,8 @@ class NativeController:
         raise _unknown("pre_process", action, known)
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """Calls tokenbus_mid_process, copies the mask that it wrote and checks its bias."""
+        """Calls tokenbus_mid_process, copies the mask that the guest wrote, and checks the guest's
+        bias."""
         block = self._block
         if len(fork_group) == 1:
             # The guest may have moved the inbox, so its address is checked each time.
@@ -231,8 +233,8 @@ class NativeController:
         block[_COUNT] = 1
 
     def _put(self, numbers: Sequence[int], limit_s: float, more: bytes = b"") -> None:
-        """Writes an argument into the inbox. If necessary, the guest enlarges the inbox first,
-        within the time limit of the call that gets the argument."""
+        """Writes an argument into the inbox. If the inbox is too small, the guest enlarges it
+        first; ``limit_s`` is the limit of this call, in seconds."""
         data = array.array("I", numbers).tobytes() + more
         guest, block = self._guest, self._block
         if len(data) > block[_INBOX_SIZE]:
@@ -246,7 +248,8 @@ class NativeController:
         block[_COUNT] = len(numbers)
 
     def _sampling(self, mask: memoryview) -> Answer:
-        """The answer of a mid_process that samples; copies its mask into ``mask``."""
+        """The answer of a mid_process whose action is to sample. Copies the guest's mask into
+        ``mask``."""
         block, guest = self._block, self._guest
         address = block[_MASK]
         bias = self._own_bias()
@@ -280,7 +283,7 @@ class NativeController:
         return self._bias() if self._block[_BIAS] else None
 
     def _list(self) -> tuple[int, int]:
-        """The address and the length of the answer's list."""
+        """The address and the length of the list in the guest's answer."""
         return self._block[_LIST], self._block[_N]
 
     def _tokens(self) -> list[int]:
@@ -341,8 +344,8 @@ def _tokenize(state: NativeState, address: int, size: int, into: int, most: int)
 
 
 def tokenized(guest: Guest, host: Host, address: int, size: int) -> list[int]:
-    """The tokens of a text in a guest's memory; raises ControllerError if it is too long for the
-    time limit of the current call."""
+    """The tokens of a text in a guest's memory. Raises ControllerError if the text is too long for
+    the time limit of the current call."""
     most = host.limits.max_text(guest.limit_s)
     if size > most:
         raise ControllerError(
@@ -357,8 +360,8 @@ def tokenized(guest: Guest, host: Host, address: int, size: int) -> list[int]:
 def _token_bytes(
     state: NativeState, tokens: int, count: int, into: int, most: int, lengths_at: int
 ) -> int:
-    """Writes the bytes of tokens, one after another, and the length of each; returns the size of
-    all. An id outside the vocabulary has no bytes."""
+    """Writes the bytes of tokens, one token after another, and the length of each token. Returns
+    the total length in bytes. An id outside the vocabulary has no bytes."""
     guest, vocabulary = state.guest, state.host.vocabulary
     guest.charge(TOKENIZED_WORK * count)
     numbers = array.array("I", guest.read(tokens, 4 * count))
@@ -380,7 +383,8 @@ def _trie_read(state: NativeState, into: int, offset: int, size: int) -> int:
     size = max(0, min(size, len(trie) - offset))
     guest.check(into, size)
     guest.charge(size)
-    # The trie has several megabytes, so it is copied only once.
+    # The trie has several megabytes, so the bytes are copied directly into the guest's memory,
+    # without a slice.
     at = ctypes.cast(ctypes.c_char_p(trie), ctypes.c_void_p).value or 0
     ctypes.memmove(guest.base + into, at + offset, size)
     return size
@@ -452,8 +456,8 @@ def _send(state: NativeState, address: int, size: int) -> None:
 
 
 def _receive(state: NativeState, into: int, most: int) -> int:
-    """Writes the next input of the client; returns its size, or -1 if no input has arrived. Any
-    input fits into ``MAX_INPUT_BYTES``."""
+    """Writes the client's next input; returns the input's size, or -1 if no input has arrived. The
+    guest must have room for ``MAX_INPUT_BYTES``, so that any input fits."""
     if most < MAX_INPUT_BYTES:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
@@ -471,7 +475,7 @@ def _receive(state: NativeState, into: int, most: int) -> int:
 def _tool_call(
     state: NativeState, tool: int, tool_size: int, given: int, size: int, into: int, most: int
 ) -> int:
-    """Calls a tool, and writes the name of its record."""
+    """Calls a tool, and writes the name of the call's record."""
     guest, tools = state.guest, state.host.tools
     if tools is None:
         raise ControllerError(Code.CONTROLLER_FAILED, NO_TOOLS)
@@ -481,7 +485,8 @@ def _tool_call(
             f"the arguments of a tool have {size} bytes; at most {MAX_ARGUMENT_BYTES} are allowed",
         )
     guest.charge(size)
-    # The name of a tool is at most as long as that of a variable.
+    # ``_name`` also accepts every valid name of a tool, because these names are shorter than those
+    # of variables.
     record = tools.begin(_name(state, tool, tool_size), guest.read(given, size)).encode()
     guest.write_part(into, record, most)
     return len(record)

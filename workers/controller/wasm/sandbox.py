@@ -1,7 +1,8 @@
-"""The Wasm engine: how modules are compiled, and the clock that stops guests.
+"""The Wasm engine: its options for compiling modules, and the clock by which guests are stopped.
 
-Guests have no access to files, the network, a clock, randomness or threads. NaNs have one bit
-pattern, and vector instructions one result, so that a replayed guest behaves in the same way.
+Guests have no access to files, the network, a clock, randomness or threads. All NaNs have the same
+bit pattern, and relaxed vector instructions have the same results on every machine, so that a
+replayed guest behaves in the same way.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ import wasmtime
 from ..limits import Limits
 
 TICK_S = 0.001
-"""Interval at which the CPU time of a running guest is checked, in seconds: the resolution of its
-time limits."""
+"""Interval in seconds at which the CPU time of a running guest is checked. It is the resolution of
+the time limits."""
 HOST_STACK_BYTES = 4 * 1024 * 1024
-"""Stack of a thread that runs guests: the guest's stack, and the stack of the host functions that
-it calls."""
+"""Bytes of the stack of a thread that runs guests. The guest and the host functions that it calls
+use this stack."""
 
 
 def make_engine(limits: Limits) -> wasmtime.Engine:
-    """The engine of a worker: one for all its guests."""
+    """Makes the engine of a worker, which all guests of the worker share."""
     config = wasmtime.Config()
     config.epoch_interruption = True
     config.consume_fuel = limits.fuel_per_ms > 0
@@ -36,10 +37,12 @@ def make_engine(limits: Limits) -> wasmtime.Engine:
     config.wasm_multi_memory = False
     config.wasm_gc = False
     config.wasm_function_references = False
-    # The interpreter of Python needs exceptions. ``examine`` refuses uploads that use them.
+    # The interpreter of Python needs Wasm's exceptions. ``examine`` refuses uploaded modules that
+    # use them.
     config.wasm_exceptions = True
     config.wasm_stack_switching = False
-    # The address of a memory does not change, so that the host may store it.
+    # With this option, the address of a memory never changes, so that the host may store the
+    # address.
     config.memory_may_move = False
     return wasmtime.Engine(config)
 

@@ -1,15 +1,16 @@
-"""The store of controller modules: by tenant, shared by all controller workers.
+"""The store of uploaded controller modules, by tenant. All controller workers share it.
 
-A folder of the machine has the bytes by their SHA-256 (``modules/``), copies of the tables of
-tenants (``tenants/``), and compiled forms (``compiled/``). A tenant's table has the tenant's
-modules and tags.
+A folder on each machine has the modules' bytes, named by their SHA-256 (``modules/``), copies of
+the tenants' tables (``tenants/``), and compiled forms (``compiled/``). A tenant's table has the
+tenant's modules and tags.
 
-The tables themselves are at the state worker, which replaces them by compare-and-set, so that all
-machines agree on the meaning of a tag. If the bytes of a module are missing on this machine, they
+The state worker has the original tables, and replaces them by compare-and-set, so that a tag
+denotes the same module on all machines. If the bytes of a module are missing on this machine, they
 are fetched from another machine and checked against the id.
 
-A module that several tenants uploaded is stored once; a tenant can only name its own uploads. Files
-are written under another name and renamed, by one writer at a time; readers never wait.
+A module that several tenants have uploaded is stored once, but a tenant can only name modules that
+it has uploaded itself. One writer at a time writes files: under another name, and then renamed. So
+readers never wait.
 """
 
 from __future__ import annotations
@@ -57,18 +58,18 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 30.0
 """Maximum wait for an answer about a table, in seconds."""
 SHORT_S = 2.0
-"""Maximum wait for an answer if the local copy is sufficient, in seconds. The copy is sufficient
-for a module that is named by its id, and for a tag after a stream has waited for ``PATIENCE_S``
-without an answer."""
+"""Maximum seconds to wait for an answer about a table if the local copy may be used instead. The
+copy may be used if the request names a module by its id. It may also be used for a tag after a
+stream has waited for ``PATIENCE_S`` without an answer."""
 MAX_TRIES = 100
-"""Maximum attempts of a change; an attempt fails if another change of the table comes first."""
+"""Maximum tries of a change of a table. A try fails if another change of the table comes first."""
 
 T = TypeVar("T")
 Stored = list[StoredModule]
 
 
 class Others(Protocol):
-    """The functions of other workers that the store needs."""
+    """The requests to other workers that the store needs."""
 
     def table(
         self, tenant: str, known: int, content: bytes | None = None, patience_s: float = PATIENCE_S
@@ -81,7 +82,7 @@ class Others(Protocol):
 
 
 class ModuleStore:
-    """The store in a folder, which is made for this user alone. Safe from any thread.
+    """The store in a folder, which only the worker's user can access. Thread-safe.
 
     Mistakes of a client raise RequestError.
     """
@@ -93,14 +94,14 @@ class ModuleStore:
         engine: wasmtime.Engine,
         others: Others | None = None,
     ) -> None:
-        """``sandbox.make_engine`` made ``engine`` from these ``limits``. Without ``others``, the
-        store consists of the folder only."""
+        """``engine`` must be the engine that ``sandbox.make_engine`` made from ``limits``. Without
+        ``others``, the store consists of the folder only."""
         self._folder = folder
         self._limits = limits
         self._others = others
         self._silent = False
-        """Whether a stream has waited ``PATIENCE_S`` for the state worker, and the state worker has
-        not answered since."""
+        """Whether the state worker does not answer: a stream has waited for ``PATIENCE_S`` without
+        an answer, and no answer has come since."""
         self._make_folders()
         self._copies = TableCopies(folder / "tenants")
         self._compiled = CompiledModules(folder / "compiled", limits, engine)
@@ -210,12 +211,14 @@ class ModuleStore:
     def resolve(self, tenant: str, name: str) -> str:
         """The id of the module that a tenant denotes by a tag, an id or the beginning of an id.
 
-        Raises ``unknown_controller``, whose message lists the existing names, or UnavailableError
-        if a name that is unknown on this machine cannot be looked up.
+        Raises ``unknown_controller``, whose message lists the existing names. Raises
+        UnavailableError if the local copy does not have the name and the state worker does not
+        answer.
 
-        If the state worker does not answer, a known name keeps its last meaning. An id never
-        changes its meaning, so a stream that names an id waits for ``SHORT_S`` only. The first
-        stream that names a tag waits for ``PATIENCE_S``, and later streams for ``SHORT_S``.
+        If the state worker does not answer, a name in the local copy denotes the module that the
+        copy has for it. An id always denotes the same module, so a stream that names an id waits
+        only for ``SHORT_S``. The first stream that names a tag waits for ``PATIENCE_S``, and later
+        streams for ``SHORT_S``.
         """
         copy = self._copy(tenant)
         short = name in copy.modules or (self._silent and name in copy.tags)
@@ -237,7 +240,7 @@ class ModuleStore:
         return self._compiled.interpreter(language)
 
     def wasm(self, module: str) -> bytes:
-        """The uploaded bytes, from this machine or another one."""
+        """The uploaded bytes of a module, from this machine or from another controller worker."""
         wasm = self.own(module)
         if wasm is not None:
             return wasm
@@ -253,7 +256,8 @@ class ModuleStore:
         return wasm
 
     def own(self, module: str) -> bytes | None:
-        """The bytes on this machine; raises ServiceError if they were changed."""
+        """The bytes of a module on this machine; None if this machine does not have them. Raises
+        ServiceError if the file was changed."""
         try:
             wasm = self._file(module).read_bytes()
         except FileNotFoundError:
@@ -271,7 +275,7 @@ class ModuleStore:
             raise _failed(self._folder, "read", error) from None
 
     def _read(self, tenant: str, patience_s: float = PATIENCE_S) -> Table:
-        """The modules of a tenant on all machines; updates the local copy."""
+        """The table of a tenant, from the state worker. Updates the local copy."""
         copy = self._copy(tenant)
         table = self._current(copy, patience_s)
         if table is not copy:
@@ -284,9 +288,11 @@ class ModuleStore:
         return table
 
     def _current(self, copy: Table, patience_s: float = PATIENCE_S) -> Table:
-        """The state worker's table, given the local copy. Returns the copy itself if it is current.
+        """The state worker's table of the tenant of ``copy``, the local copy. Returns ``copy``
+        itself if it is current.
 
-        If the state worker does not have a table, this machine sends its copy.
+        If the state worker does not have the table, this worker sends its local copy to the state
+        worker.
         """
         if self._others is None:
             return copy
@@ -320,8 +326,8 @@ class ModuleStore:
     ) -> tuple[Table, T]:
         """Changes the table of a tenant; returns the new table, and the result of ``change``.
 
-        If another change of the table comes first, ``change`` is tried again on the new table. If
-        that other change assigned one of ``tags`` to another module, ``conflict`` is raised.
+        If another change of the table comes first, ``change`` is applied again, to the new table.
+        Raises ``conflict`` if that other change assigned one of ``tags`` to another module.
         """
         with self._locked():
             named: dict[str, str | None] | None = None
@@ -335,7 +341,8 @@ class ModuleStore:
                 for tag in tags:
                     if now[tag] not in (named[tag], table.tags.get(tag)):
                         raise _conflict(tag, now[tag])
-                # The copy is first written without a version. If this fails, nothing has changed.
+                # The local copy is written first, without a version. If writing it fails, the state
+                # worker's table is not changed.
                 self._copies.save(structs.replace(table, version=0))
                 if self._replace(table):
                     self._finish(table, had)
@@ -360,8 +367,8 @@ class ModuleStore:
         return self._folder / "modules" / f"{module}.wasm"
 
     def _save(self, table: Table) -> None:
-        """Writes a copy, and removes modules that tenants do not have any more. Called under the
-        lock."""
+        """Writes a local copy of a table, and removes the files of modules that no tenant has any
+        more. Called under the lock."""
         for module in self._copies.save(table):
             self._drop_unused(module)
 
@@ -373,10 +380,9 @@ class ModuleStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Admits one writer at a time, of all threads and processes.
+        """Admits one writer at a time, among all threads and processes of this machine.
 
-        An error of the system, such as a full disk, becomes an UnavailableError: nothing was
-        changed.
+        An error of the operating system, such as a full disk, becomes an UnavailableError.
         """
         try:
             self._make_folders()

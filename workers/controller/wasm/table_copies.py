@@ -1,8 +1,8 @@
-"""Stores this machine's copies of tenants' tables as files. Without a state worker, these are the
-only tables.
+"""Stores this machine's copies of tenants' tables as files. In a store without other workers, the
+copies are the only tables.
 
-The copies show which modules of the machine are still used, and serve requests when the state
-worker does not answer.
+The copies show which modules on this machine are still used. When the state worker does not answer,
+the copies are used to look up names.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from ...whole_files import write_whole
 from .module_table import Table, decode_table, encode_table
 
 MAX_READ = 256
-"""Maximum tenants whose files are cached as they were last read."""
+"""Maximum tenants whose files are cached, with the content that was read last."""
 
 
 class TableCopies:
-    """The files in a folder. Safe from any thread; one writer at a time."""
+    """The files in a folder. Several threads may read at the same time; the caller admits one
+    writer at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
         self._last_read: OrderedDict[str, bytes] = OrderedDict()
-        """By tenant: the content of its file."""
+        """By tenant: the content of the tenant's file."""
 
     def read(self, tenant: str) -> Table:
-        """The copy of a tenant's table. If the file cannot be read, the cached copy is used; raises
-        OSError if that is missing too."""
+        """The copy of a tenant's table. If the file cannot be read, the cached content is used.
+        Raises OSError if no content is cached either."""
         try:
             content = self._file(tenant).read_bytes()
         except FileNotFoundError:

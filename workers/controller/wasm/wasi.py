@@ -1,8 +1,9 @@
-"""The deterministic part of WASI that guests can import: a log, without access to the system.
+"""The functions of WASI that guests can import. They give access to a log, but not to the system,
+and their results are deterministic.
 
-Source: ``wasi_snapshot_preview1``. ``fd_write`` to descriptors 1 and 2 writes to the log; there are
-no arguments and no environment; random bytes are zeros, and the clock is constant; the functions in
-``_REFUSED`` return ``BADF``.
+Source: ``wasi_snapshot_preview1``. ``fd_write`` to descriptors 1 and 2 writes to the log; the
+arguments and the environment are empty; random bytes are zeros; the clock is constant; the
+functions in ``_REFUSED`` return ``BADF``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CHARACTER_DEVICE = 2
 CLOCK_NS = 1_700_000_000_000_000_000
 """The time of every clock, in nanoseconds."""
 MAX_PIECES = 1024
-"""Maximum buffers of one ``fd_write`` that are read."""
+"""Maximum buffers of one ``fd_write`` that are written to the log; further buffers are ignored."""
 PIECE_WORK = 1024
 """Approximate number of bytes that can be copied in the time of processing one buffer."""
 
@@ -53,7 +54,7 @@ def _fd_write(state: Served, fd: int, pieces: int, count: int, written_at: int) 
         address = int.from_bytes(table[i : i + 4], "little")
         size = int.from_bytes(table[i + 4 : i + 8], "little")
         guest.check(address, size)
-        # Bytes above the limit of the log are only counted.
+        # ``room`` counts the bytes that do not fit into the log as dropped.
         log = state.host.log
         log.write(guest.read(address, log.room(size)))
         written += size
@@ -157,4 +158,4 @@ WASI: dict[tuple[str, str], HostFunction] = {
     **{(MODULE, name): function for name, function in _ANSWERED.items()},
     **{(MODULE, name): HostFunction(params, "i", _badf) for name, params in _REFUSED.items()},
 }
-"""Every function of preview 1."""
+"""Every function of WASI preview 1, by module and name."""

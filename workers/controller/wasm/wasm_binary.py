@@ -1,8 +1,9 @@
-"""A Wasm module's sections, read without running it: its imports, exports and state.
+"""Reads the sections of a Wasm module, without running the module: its imports, its exports and the
+declarations of its state.
 
 Source: WebAssembly core specification 2.0, chapter 5 (binary format), and the parts of later
-proposals that have to be recognized: 64-bit and shared memories, page sizes, typed references. Only
-the parts that are read are checked here; wasmtime validates the module.
+proposals that have to be recognized: 64-bit and shared memories, page sizes, typed references. This
+file checks only the parts that it reads. Wasmtime validates the whole module.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MAGIC = b"\0asm"
 _EXPORTS = 7
 _CODE = 10
 _ORDER = {number: i for i, number in enumerate((1, 2, 3, 4, 5, 13, 6, 7, 8, 9, 12, 10, 11))}
-"""The places of sections in the order of a module, by section number."""
+"""The position of each section in a module, by the section's number."""
 
 
 class Import(NamedTuple):
@@ -64,14 +65,15 @@ class Section(NamedTuple):
 
 @dataclass(slots=True)
 class Binary:
-    """The facts about a module. Imports come first in every list, as in the format."""
+    """The content of a module's sections. In each list, imported items come before the module's own
+    items, as in the format."""
 
     data: bytes
     sections: list[Section] = field(default_factory=list)
     types: list[FunctionType] = field(default_factory=list)
     imports: list[Import] = field(default_factory=list)
     functions: list[int] = field(default_factory=list)
-    """The number of each function's type."""
+    """By function: the number of the function's type."""
     tables: list[Size] = field(default_factory=list)
     memories: list[Size] = field(default_factory=list)
     globals: list[GlobalType] = field(default_factory=list)
@@ -79,7 +81,8 @@ class Binary:
     start: int | None = None
     """The function that runs when the module is instantiated."""
     references: set[int] = field(default_factory=set)
-    """The functions to which the module makes references, besides its exported functions."""
+    """The functions to which element segments and constants of the module refer, by number.
+    Exported functions are included only if they are also referred to there."""
 
     def function_type(self, index: int) -> FunctionType:
         """The type of a function; raises WasmError if the function does not exist."""
@@ -110,7 +113,7 @@ class Binary:
 
 
 def read(wasm: bytes) -> Binary:
-    """The sections of a module; raises WasmError with the error and its offset."""
+    """Reads the sections of a module. Raises WasmError with the first error and its offset."""
     if wasm[:4] != _MAGIC:
         what = f"it begins with {wasm[:4]!r} instead of {_MAGIC!r}" if wasm else "it is empty"
         raise WasmError(f"this is not Wasm: {what}")
@@ -139,8 +142,8 @@ def read(wasm: bytes) -> Binary:
 
 
 def mutable_global_exports(binary: Binary) -> list[str | None]:
-    """For each mutable global, in order, a name under which it is exported; None: it is not
-    exported."""
+    """For each mutable global, in order, a name under which the global is exported; None if it is
+    not exported."""
     names = {index: name for name, index in reversed(binary.exported(GLOBAL).items())}
     return [names.get(i) for i, kind in enumerate(binary.globals) if kind.mutable]
 
@@ -150,7 +153,8 @@ def with_exported_globals(wasm: bytes, more: Mapping[str, Export] | None = None)
     name, and with ``more`` exports. Only the export section changes.
 
     With these exports, a copy of an instance can get all of the state of the instance. Raises
-    WasmError if the module cannot be read, or uses such a name itself.
+    WasmError if the module cannot be read, or if exports are added and one of the module's own
+    names begins with ``OWN_EXPORT``.
     """
     binary = read(wasm)
     named = set(binary.exported(GLOBAL).values())

@@ -1,11 +1,11 @@
-"""Finds the instructions of a Wasm module that matter for a copy of a running instance.
+"""Finds the instructions of a Wasm module that change state which a copy of an instance may lack.
 
-A copy has the memory, the globals and, if the code changes them, the tables of functions. The set
-of dropped passive segments cannot be read from outside, so an instance of a module that drops
-segments cannot be copied. One regular expression matches instructions, and scans 16 MB in 0.3 s.
-Functions without a byte of an instruction that matters are not scanned. Source: WebAssembly core
-specification 2.0, section 5.4 (instructions), and tail calls, wide memory arguments and relaxed
-SIMD from the proposals that have been merged since.
+A copy has the memory, the globals and, if the code changes them, the tables of functions. The host
+cannot read which passive segments an instance has dropped, so an instance of a module that drops
+segments cannot be copied. One regular expression matches harmless instructions, and scans 16 MB in
+0.3 s. Functions that contain none of the bytes with which the other instructions begin are not
+scanned. Source: WebAssembly core specification 2.0, section 5.4 (instructions), and tail calls,
+wide memory arguments and relaxed SIMD from the proposals that have been merged since.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .wasm_binary import Binary, read
 from .wasm_reader import Reader, WasmError
 
 MAX_TABLE_ELEMENTS = 512
-"""Maximum elements of the copied tables; a fork with that number takes up to 4 ms."""
+"""Maximum elements of all copied tables together. Copying this number takes up to 4 ms in each
+fork."""
 MAX_REFERENCES = 512
 """Maximum number of functions to which the copied tables may refer."""
 
@@ -27,8 +28,7 @@ def why_no_copy(wasm: bytes | Binary) -> str | None:
     """The reason why an instance of this module cannot be copied between calls; None if it can be
     copied.
 
-    An unknown instruction counts as one that prevents copies. Raises WasmError if the module cannot
-    be read.
+    An unknown instruction prevents copies. Raises WasmError if the module cannot be read.
     """
     binary = wasm if isinstance(wasm, Binary) else read(wasm)
     for index, kind in enumerate(binary.globals):
@@ -44,7 +44,7 @@ def why_no_copy(wasm: bytes | Binary) -> str | None:
 
 
 def changes_tables(binary: Binary) -> bool:
-    """Whether the code changes tables. Only valid for modules that can be copied."""
+    """Whether the code changes tables. Only valid for modules whose instances can be copied."""
     return any(True for _ in _changes_of(binary))
 
 
@@ -59,7 +59,8 @@ def _changes_of(binary: Binary) -> Iterator[tuple[int, Change]]:
 
 
 def _why_no_tables(binary: Binary) -> str | None:
-    """The reason why the tables cannot be read back; None if they can be read."""
+    """The reason why the host cannot read the tables' elements, in order to copy them; None if it
+    can."""
     for index, table in enumerate(binary.tables):
         if table.elements != "funcref":
             return f"its table {index} is of {table.elements}, which cannot be read back"
@@ -97,7 +98,7 @@ class Change(NamedTuple):
 
     @property
     def is_of_tables(self) -> bool:
-        """Whether the instruction changes only tables. Tables can be read back."""
+        """Whether the instruction changes only tables, whose elements the host can read."""
         return self.name.startswith("table.")
 
     def __str__(self) -> str:
@@ -107,8 +108,8 @@ class Change(NamedTuple):
 
 
 def changes(data: bytes, start: int, end: int) -> Iterator[Change]:
-    """The changes in a function's body. An unknown instruction is the last change, because the code
-    after it cannot be read."""
+    """The changes that a function's body makes. After an unknown instruction, which counts as a
+    change, the rest of the code cannot be read."""
     reader = Reader(data, start, end)
     for _ in range(reader.count("groups of locals")):
         reader.u32()
@@ -159,7 +160,7 @@ _CHANGES = {
     0x11: "table.fill",
 }
 
-# An LEB128 may be longer than necessary; the low bits are in its first byte in any case.
+# An LEB128 may be longer than necessary. Its first byte always has the low bits.
 _LEB = rb"[\x80-\xff]*+[\x00-\x7f]"
 _MORE = rb"(?:\x80*+\x00)"
 _CHANGE = re.compile(
@@ -170,7 +171,7 @@ _CHANGE = re.compile(
 )
 _SUSPICIOUS = re.compile(rb"\x26|\xfc[\x09\x0c-\x0f\x11\x89\x8c-\x8f\x91]")
 
-# Bit 6 of the alignment shows that the number of a memory follows.
+# If bit 6 of the alignment is set, the number of a memory follows.
 _MEMARG = rb"(?:(?:[\x40-\x7f]|[\xc0-\xff]%b)%b|[\x00-\x3f]|[\x80-\xbf]%b)%b" % ((_LEB,) * 4)
 _BLOCK = rb"(?:[\x63\x64])?%b" % _LEB
 _HARMLESS = re.compile(

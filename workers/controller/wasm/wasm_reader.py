@@ -1,4 +1,5 @@
-"""Reads values of the Wasm binary format one after another, within bounds: numbers, names, types.
+"""Reads values of the Wasm binary format (numbers, names, types) one after another, and checks that
+none extends beyond the end.
 
 Source: WebAssembly core specification 2.0, chapter 5. Errors contain the offset in the module.
 """
@@ -11,14 +12,14 @@ from ....protocol.errors import Code, RequestError
 
 PAGE_BYTES = 65_536
 MAX_ENTRIES = 100_000
-"""Maximum number of a module's types, imports, exports and so on; for functions, ten times this
-number."""
+"""Maximum number of entries of one kind in a module, such as types, imports or exports. The maximum
+for functions is ten times this number."""
 _VALUE_TYPES = {0x7F: "i32", 0x7E: "i64", 0x7D: "f32", 0x7C: "f64", 0x7B: "v128"}
 _REFERENCES = {0x70: "funcref", 0x6F: "externref"}
 
 
 class WasmError(RequestError):
-    """The bytes are not a Wasm module, or cannot be read."""
+    """The bytes are not a Wasm module, or the module cannot be read."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Code.INVALID_FIELD, message, path="$.data")
@@ -35,14 +36,14 @@ class FunctionType(NamedTuple):
 
 
 class GlobalType(NamedTuple):
-    """The type of a global; ``ref`` stands for all typed references."""
+    """The type of a global. The type ``ref`` stands for all typed references."""
 
     type: str
     mutable: bool
 
     @property
     def is_reference(self) -> bool:
-        """Whether the global has a reference, which cannot be passed to another instance."""
+        """Whether the global's value is a reference, which cannot be copied to another instance."""
         return self.type.endswith("ref")
 
 
@@ -78,7 +79,7 @@ class Reader:
         self.at = at
         self.end = end
         self.references: set[int] = set()
-        """The functions that constants refer to."""
+        """The numbers of the functions to which constants refer."""
 
     def byte(self) -> int:
         """The next byte."""
@@ -132,7 +133,8 @@ class Reader:
             raise WasmError(f"the name at byte {start} is not UTF-8") from None
 
     def count(self, what: str, most: int = MAX_ENTRIES) -> int:
-        """The number of entries that follow, each of at least one byte."""
+        """Reads the number of entries that follow. Raises WasmError if it is above ``most``, or
+        above the number of bytes left, because each entry has at least one byte."""
         number = self.u32()
         if number > most:
             raise WasmError(f"the module has {number} {what}; at most {most} are allowed")
@@ -141,7 +143,7 @@ class Reader:
         return number
 
     def value_type(self) -> str:
-        """A value's type; typed references of later proposals are all ``ref``."""
+        """The type of a value; ``ref`` for every typed reference of later proposals."""
         byte = self.byte()
         known = _VALUE_TYPES.get(byte) or _REFERENCES.get(byte)
         if known is not None:
@@ -176,7 +178,8 @@ class Reader:
         return Size(minimum, maximum, bool(flags & 2), bool(flags & 4), page)
 
     def table(self) -> Size:
-        """A table, with the initial value of its elements if given."""
+        """Reads the size of a table, and skips the initial value of its elements if there is
+        one."""
         given = self.at < self.end and self.data[self.at] == 0x40
         if given:
             self.skip(2, "a table")
