@@ -1,4 +1,5 @@
-"""Reads the arguments of requests, and arguments that an author's code passes."""
+"""Reads a request's ``controller_arg``, and the names of special tokens that an author's code
+passes."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from ..host import Host
 
 
 def parsed(arg: bytes) -> object:
-    """The argument decoded as JSON, or as text if it is not JSON; None if it is empty."""
+    """A request's argument, decoded as JSON, or as text if it is not JSON; None if it is empty."""
     if not arg:
         return None
     text = arg.decode("utf-8", "replace")

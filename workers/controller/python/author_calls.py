@@ -29,17 +29,18 @@ _PLACE = {"post_process": 0, "pre_process": 1, "mid_process": 2}
 
 
 class AuthorCalls:
-    """The calls of one sequence into the code of ``name``.
+    """The calls of one sequence into an author's code. ``name``: the name of the controller, for
+    messages.
 
-    An author's code is trusted and cannot be interrupted, so exceeding a limit only adds a line to
-    the sequence's log. ``init_prompt`` has its own limit. The three calls of a round share the sum
-    of their limits, as they run one after another while the model computes. Times are CPU time of
-    this thread.
+    An author's code is trusted and cannot be interrupted, so a call that exceeds its limit only
+    adds a line to the sequence's log. ``init_prompt`` has its own limit. The three calls of a round
+    run one after another while the model computes, so the sum of their times is compared with the
+    sum of their limits. Times are CPU time of this thread.
     """
 
     def __init__(self, name: str, host: Host, replaying: Callable[[], bool] | None = None) -> None:
-        """``replaying``: whether the code is being replayed. Its output is then dropped, because
-        the log already has it."""
+        """``replaying``: whether the code is being replayed. While it is, its output is dropped,
+        because the log already has this output."""
         self._name = name
         self._host = host
         self._replaying = replaying
@@ -49,9 +50,9 @@ class AuthorCalls:
 
     @contextmanager
     def during(self, call: str) -> Iterator[None]:
-        """Wraps one call. Any exception becomes a ControllerError whose one-line message names the
-        line of the author's code; the traceback of the author's lines goes to the sequence's log.
-        The output of the code goes there too (``printed.captured``).
+        """Wraps one call. Any exception becomes a ControllerError, whose one-line message names the
+        line of the author's code. The traceback of the author's lines and the output of the code
+        are written to the sequence's log (``printed.captured``).
         """
         start = time.thread_time()
         try:
@@ -97,8 +98,8 @@ class AuthorCalls:
 
 
 def author_line(trace: TracebackType | None) -> str:
-    """The innermost line of a traceback that is in the author's code, not in Tokenbus or in a
-    library."""
+    """Describes the innermost line of a traceback that is in the author's code, and not in Tokenbus
+    or in a library; empty if there is no such line."""
     frames = _authors(traceback.extract_tb(trace))
     if not frames:
         return ""
@@ -125,7 +126,7 @@ def place(filename: str, line: int, function: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Text with its lines joined by spaces."""
+    """The lines of a text, joined by spaces."""
     return " ".join(line.strip() for line in text.splitlines() if line.strip())
 
 

@@ -1,4 +1,4 @@
-"""A script's calls of its context, which take effect when they are awaited."""
+"""A script's calls of its context. A call takes effect only when it is awaited."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class AwaitableCall(Generic[T]):
 def awaitable_call(
     method: Callable[Concatenate[C, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[C, P], Awaitable[T]]:
-    """Decorates a coroutine method so that a call that is not awaited can be reported."""
+    """Decorates a coroutine method. If a script does not await a call of the method,
+    ``check_awaited`` reports this call."""
 
     @functools.wraps(method)
     def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
@@ -69,7 +70,7 @@ def awaitable_call(
 def check_awaited(unawaited: list[AwaitableCall[Any]]) -> None:
     """Raises ControllerError for the first call that was not awaited, with its source line.
 
-    Called when a script waits for something else, or has ended.
+    Called when a script awaits another call, or has ended.
     """
     if not unawaited:
         return

@@ -12,7 +12,7 @@ from .. import biases
 from ..biases import Bias
 
 BiasValues = Mapping[int, float] | Sequence[float] | np.ndarray | None
-"""A value for some tokens, or for each token of the vocabulary; None adds nothing."""
+"""A value for some tokens, by id, or for each token of the vocabulary. None stands for no bias."""
 
 _RIGHT = "expected {token id: value}, or a value for each token of the vocabulary"
 
@@ -20,7 +20,8 @@ _RIGHT = "expected {token id: value}, or a value for each token of the vocabular
 def bias_of(
     values: BiasValues, size: int, call: str = "mid_process: sample(mask, bias)"
 ) -> Bias | None:
-    """The bias of an author's values; raises ControllerError with the invalid value."""
+    """Converts an author's values to a bias. Raises ControllerError, which names the invalid value.
+    ``call``: the author's call, for the error."""
     if values is None:
         return None
     try:
@@ -41,8 +42,8 @@ def _ids(values: Mapping[int, float]) -> np.ndarray:
 
 
 def _floats(values: object) -> np.ndarray:
-    """The values as float32. A number outside the range of float32 becomes an infinity; plus
-    infinity is refused later."""
+    """The values as float32. A number outside the range of float32 becomes an infinity; ``biases``
+    then refuses plus infinity."""
     with np.errstate(over="ignore"):
         return np.asarray(values, dtype=np.float32)
 

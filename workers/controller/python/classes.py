@@ -26,7 +26,8 @@ from .text_variables import Vars
 
 
 class Controller:
-    """The base class for authors. Each sequence has its own object; a fork gets a copy.
+    """The base class of authors' controllers. Each sequence has a separate object; a fork gets a
+    copy of its parent's object.
 
     ``self.host`` is already set in ``__init__``. The default methods sample without a mask until
     the model ends the sequence.
@@ -36,16 +37,16 @@ class Controller:
     """The vocabulary (``token``, ``tokenize``, ``size``, ``eos``), variables, limits, and the ids
     of the request and the sequence."""
     query: Query | None = None
-    """Queries the distribution of each sampled token; post_process reads the answers from
+    """A query about the distribution of each sampled token. post_process can read the answers from
     ``distributions``. Set the query in the class, in ``__init__`` or in any call.
     ``sample(query=...)`` applies to one token only."""
 
     takes_drafts: bool = False
     """Whether a clone may run the rounds of a draft's tokens before they are sampled, so that one
     step of the model can verify the draft. Set the flag in a class or in ``__init__``. Drafts save
-    time if a clone and a round are much cheaper than a step. The decisions must follow from the
-    prompt, the argument and the tokens; a draft ends before a round that uses a variable or the
-    log."""
+    time if a clone and a round are much cheaper than a step. The decisions must depend only on the
+    prompt, the argument and the tokens. A clone's run ends before a round that uses a variable or
+    the log."""
 
     def init_prompt(self, prompt: list[int]) -> None:
         """Called once, before all other calls, with the tokens of the prompt."""
@@ -72,7 +73,7 @@ class Controller:
     def clone(self) -> Self:
         """A copy for a fork: a deep copy of all attributes, except that ``self.host`` is shared.
 
-        Override this method if an attribute cannot be copied, or need not be copied. The caller
+        Override this method if an attribute cannot be copied, or does not need a copy. The caller
         then gives the copy its own ``host``.
         """
         host = self.host
@@ -91,8 +92,8 @@ class Controller:
 
     @property
     def distributions(self) -> Sequence[Distribution]:
-        """The answers to the query, one for each token that the last post_process got; empty if the
-        tokens were appended, or if no query was set."""
+        """The answers to the query, one for each token that the last post_process received. Empty
+        if the tokens were appended, or if no query was set."""
         return self.host.distributions
 
     @property
@@ -109,7 +110,7 @@ class Controller:
         return special_token(self.host, name)
 
     def log(self, *values: object, sep: str = " ", end: str = "\n") -> None:
-        """Prints to the sequence's log, which the client receives with its tokens."""
+        """Prints to the sequence's log, which the client receives with the sequence's tokens."""
         self.host.log.write((sep.join(map(str, values)) + end).encode())
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -215,7 +216,7 @@ class ClassController:
             return answer_of("pre_process", returned, self._controller.host)
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """Calls the author's mid_process and writes its mask."""
+        """Calls the author's mid_process, and copies the returned mask into ``mask``."""
         with self._calls.during("mid_process"):
             controller = self._controller
             returned = controller.mid_process(list(fork_group))

@@ -41,9 +41,9 @@ class Label:
 class Context:
     """The operations of a script on its sequence.
 
-    Modelled on AICI's pyctrl (``FixedTokens``, ``gen_text``, ``Label``, ``fork``, ``wait_vars``). A
-    script may take input only from its context: a fork replays the script from its beginning with
-    the recorded answers.
+    Source: AICI's pyctrl (``FixedTokens``, ``gen_text``, ``Label``, ``fork``, ``wait_vars``). A
+    script may take input only from its context, because a fork replays the script from its
+    beginning with the recorded answers.
     """
 
     def __init__(self, host: Host, transcript: Transcript) -> None:
@@ -58,7 +58,7 @@ class Context:
 
     @awaitable_call
     async def fixed(self, text: str | bytes, following: Label | None = None) -> None:
-        """Appends text; with ``following``, first drops the tokens after that label."""
+        """Appends a text. If ``following`` is given, first drops the tokens after this label."""
         after = None
         if following is not None:
             after = _position("fixed(following=label)", following)
@@ -175,8 +175,8 @@ class Context:
 
     @awaitable_call
     async def fork(self, count: int) -> int:
-        """Forks into ``count`` sequences, each of which continues this script from here; returns
-        the index of this one, 0 to count - 1. Index 0 is the original sequence."""
+        """Forks into ``count`` sequences. Each of them continues the script after this call, which
+        returns the sequence's index, 0 to ``count - 1``. Index 0 is the original sequence."""
         if not isinstance(count, int) or count < 1:
             raise _wrong(f"fork({count!r}); expected a number, at least 1")
         index = await self._ask(
@@ -187,7 +187,8 @@ class Context:
 
     @awaitable_call
     async def wait_var(self, name: str) -> str:
-        """Suspends the sequence until the request has this variable, and returns its text."""
+        """Suspends the sequence until the request has the variable ``name``, and returns the
+        variable's text."""
         read = self._host.variables.get
         stored = await self._ask(
             lambda question: WaitFor(question, lambda: read(name)), "wait_var", name=name
@@ -197,8 +198,9 @@ class Context:
 
     @awaitable_call
     async def receive(self) -> str:
-        """Suspends the sequence until the client sends an input, and returns its text. Inputs are
-        received in the order in which the client sent them, each by one sequence."""
+        """Suspends the sequence until the client sends an input, and returns the input's text.
+        Inputs are received in the order in which the client sent them. Only one sequence receives
+        each input."""
         receive = self._host.variables.receive
         text = await self._ask(lambda question: Receive(question, receive), "receive")
         assert isinstance(text, str)
@@ -276,14 +278,14 @@ class Context:
         return self.text(self._transcript.tokens[_position("text_since(label)", label) :])
 
     def send(self, text: str) -> None:
-        """Sends a text to the client, next to the tokens. A message has at most 32,768 bytes."""
+        """Sends a text of at most 32,768 bytes to the client, in addition to the tokens."""
         if not isinstance(text, str):
             raise _wrong(f"send(text) with {text!r}; expected text")
         if not self._transcript.replaying:
             self._host.variables.send(text.encode("utf-8", "replace"))
 
     def log(self, *values: object, sep: str = " ", end: str = "\n") -> None:
-        """Prints to the sequence's log, which the client receives with its tokens."""
+        """Prints to the sequence's log, which the client receives with the sequence's tokens."""
         if not self._transcript.replaying:
             self._host.log.write((sep.join(map(str, values)) + end).encode())
 
@@ -292,8 +294,8 @@ class Context:
     async def _ask(
         self, make: Callable[[Question], Operation], call: str, **arguments: object
     ) -> object:
-        """The answer to a question: the recorded answer, or the result of an operation that is
-        awaited."""
+        """The answer to a question. During a replay this is the recorded answer, otherwise the
+        result of the operation that ``make`` creates."""
         given = tuple((name, value) for name, value in arguments.items() if value is not None)
         question = Question(call, given)
         transcript = self._transcript
@@ -365,7 +367,8 @@ class _RecordedVariables:
         self._transcript = transcript
 
     def receive(self) -> bytes | None:
-        """Not recorded here: ``Context.receive`` records the text."""
+        """Receives an input. The text is not recorded here, because ``Context.receive`` records
+        it."""
         return self._variables.receive()
 
     def send(self, text: bytes) -> None:
@@ -403,7 +406,8 @@ def _waiting(operation: Operation) -> Generator[Operation, None, None]:
 
 
 def _read(transcript: Transcript, question: Question, live: Callable[[], object]) -> object:
-    """The answer to a question that does not block the script."""
+    """The answer to a question that is answered at once. During a replay this is the recorded
+    answer, otherwise the result of ``live``."""
     if transcript.replaying:
         entry = transcript.replay(question)
         if entry is None:
@@ -425,12 +429,13 @@ def _position(what: str, label: object) -> int:
 
 
 def _delegated(options: dict[str, object]) -> GeneratedText | None:
-    """Describes the text of a call of ``gen`` if its constraint is one that only the worker
-    implements; otherwise None."""
+    """Describes the text of a call of ``gen`` if only the worker implements its constraint (yacc
+    and substring). Otherwise None."""
     given = {name: value for name, value in options.items() if value is not None}
     if not given.keys() & {"yacc", "substring", "substring_end"}:
         return None
-    # The frames: this function, gen, and the function of the script that awaits gen.
+    # Frame 0 is this function, frame 1 is gen, and frame 2 is the script's function that awaits
+    # gen.
     code = (frame := sys._getframe(2)).f_code
     return text_of_options(given, place(code.co_filename, frame.f_lineno, code.co_name))
 

@@ -21,7 +21,7 @@ token."""
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A controller's decision in a call; created by the functions of this module."""
+    """The decision that a call of a controller returns. The functions of this module create it."""
 
     name: str
     action: Action
@@ -61,7 +61,7 @@ def stop() -> Decision:
 
 
 def go_on() -> Decision:
-    """Continues with the next call; the same as returning None from pre_process or post_process."""
+    """Continues with the next call. pre_process and post_process may also return None for this."""
     return _CONTINUE
 
 
@@ -69,7 +69,7 @@ def suspend() -> Decision:
     """pre_process: suspend until another sequence of the request writes a variable, samples a token
     or ends.
 
-    Then pre_process is called again, and may suspend again.
+    When the sequence is woken, pre_process is called again, and may suspend again.
     """
     return _SUSPEND
 
@@ -77,7 +77,8 @@ def suspend() -> Decision:
 def fork(count: int) -> Decision:
     """pre_process: become ``count`` sequences, including this one.
 
-    Each has a copy of the controller, and mid_process gets all their ids as ``fork_group``.
+    Each sequence has a copy of the controller. In the same round, mid_process receives the ids of
+    all of them as ``fork_group``.
     """
     return Decision("fork", Action.FORK, count=count)
 
@@ -102,16 +103,18 @@ def sample(
 
     ``bias`` is added to the logits before the temperature, as ``logit_bias`` is: ``{id: value}``,
     or a value for each token of the vocabulary (an array of float32 is the fastest). Minus infinity
-    forbids a token. ``query`` queries the distribution that this token is sampled from, in place of
-    the controller's own ``query``; ``override`` has sampling parameters for this token.
+    forbids a token. ``query`` is a query about the distribution of this token, and replaces the
+    controller's attribute ``query``. ``override`` has sampling parameters for this token.
     """
     return Decision("sample", Action.CONTINUE, mask=mask, bias=bias, query=query, override=override)
 
 
 def answer_of(call: str, returned: object, host: Host, into: memoryview | None = None) -> Answer:
-    """Converts a call's return value to an ``Answer``; writes the mask of mid_process to ``into``.
+    """Converts the value that a call returned to an ``Answer``. Writes the mask of mid_process to
+    ``into``.
 
-    Raises ControllerError with the returned value and the allowed values.
+    Raises ControllerError, which names the returned value and the allowed values, if the value is
+    not allowed.
     """
     if returned is None and call in _MAY_BE_NONE:
         return CONTINUE

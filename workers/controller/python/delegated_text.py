@@ -18,7 +18,7 @@ from .operations import Operation
 from .transcript import Question
 
 KINDS = ("regex", "choice", "json_schema", "lark", "yacc", "substring")
-"""The constraints of ``gen``, of which a text has at most one."""
+"""The constraints of ``gen``. A text has at most one of them."""
 
 
 class Delegated(Operation):
@@ -37,7 +37,7 @@ class Delegated(Operation):
         return self._answer
 
     def post_process(self, tokens: Sequence[int]) -> None:
-        """Finishes with the tokens of the whole text."""
+        """Finishes the operation. ``tokens`` are the tokens of the whole text."""
         self._finish(b"".join(map(self._vocabulary.token, tokens)))
 
 

@@ -14,11 +14,13 @@ from .script import ScriptProgram
 
 
 def load_program(spec: str) -> tuple[str, Program]:
-    """The program at ``module:Name``, and the name to register it under.
+    """Loads the program that ``spec``, such as ``module:Name``, names. Returns the name under which
+    the worker registers the program, and the program.
 
-    ``Name`` is a subclass of ``Controller``, a coroutine function, or a ``Program``. The program is
-    registered as its ``tokenbus_name`` if it has this attribute, else as ``module:Name``. The
-    current directory is searched too, as with ``python -m``. Raises RequestError.
+    ``Name`` is a subclass of ``Controller``, a coroutine function, or a ``Program``. The registered
+    name is the attribute ``tokenbus_name`` of ``Name`` if it exists, else ``spec``. The module may
+    be in the current directory, as with ``python -m``. Raises RequestError if the program cannot be
+    loaded.
     """
     module_name, colon, attribute = spec.partition(":")
     if not colon or not module_name or not attribute:

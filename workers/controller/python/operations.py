@@ -1,4 +1,5 @@
-"""The operations that a script can await, each driven by the controller's calls."""
+"""The operations that a script can await. The calls of the script's controller advance an
+operation."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from .transcript import Question, Transcript
 
 
 class Operation:
-    """An operation that a script waits for until it is ``finished`` and has its ``answer``.
+    """An operation that a script awaits. When the operation is ``finished``, the script continues
+    with its ``answer``.
 
     The methods correspond to those of ``interface.Controller``. Each call may finish the operation.
     The result of ``pre_process`` or ``mid_process`` applies only if the call has not finished the
@@ -21,7 +23,8 @@ class Operation:
     """
 
     posts = False
-    """Whether the script runs at once when post_process has finished the operation."""
+    """Whether the script continues already in the post_process that finishes the operation, and not
+    in the next pre_process."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
@@ -40,11 +43,12 @@ class Operation:
         """Called after tokens were appended to the sequence and to the transcript."""
 
     def after_post(self) -> Answer:
-        """The answer of the controller's post_process, if the previous operation has ``posts``."""
+        """The answer of the controller's post_process if the previous operation, which this
+        post_process finished, has ``posts``."""
         return CONTINUE
 
     def resume(self, other: Operation) -> None:
-        """Takes over the state of the same operation of another sequence."""
+        """Copies the state of ``other``, the same operation of the sequence that was forked."""
 
     def _finish(self, answer: object = None) -> None:
         self.finished = True
@@ -52,7 +56,7 @@ class Operation:
 
 
 class Stop(Operation):
-    """Ends the sequence; never finished."""
+    """Ends the sequence. The operation is never finished."""
 
     def pre_process(self) -> Answer:
         """Stops."""
@@ -81,7 +85,8 @@ class Append(Operation):
             self._finish()
 
     def pre_process(self) -> Answer:
-        """Appends immediately if no tokens are to be dropped."""
+        """Appends in pre_process if no tokens must be dropped. Tokens can be dropped only in
+        mid_process."""
         return CONTINUE if self._drop else Answer(Action.SPLICE, tokens=self._tokens)
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
@@ -94,9 +99,9 @@ class Append(Operation):
 
 
 class Generate(Operation):
-    """Generates until the constraint allows no more tokens, a stop text or ``max_tokens`` is
-    reached, or an end-of-sequence token is sampled, which is dropped again. The answer is the text,
-    as bytes."""
+    """Generates a text. The text ends when the constraint allows no more tokens, after a stop text,
+    after ``max_tokens`` tokens, or before a sampled end-of-sequence token, which is dropped. The
+    answer is the text, as bytes."""
 
     def __init__(
         self,
@@ -117,10 +122,11 @@ class Generate(Operation):
         self._tokens: list[int] = []
         self._text = bytearray()
         self._repair: Answer | None = None
-        """The splice that drops the bytes of the last tokens after the end of the text."""
+        """The splice that drops all tokens and bytes after the end of the text; None while the text
+        has not ended."""
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
-        """Samples, or drops the bytes after the end of the text."""
+        """Samples the next token, or drops the bytes after the end of the text."""
         if self._repair is not None:
             return self._repair
         if self._constraint is None:
@@ -151,7 +157,7 @@ class Generate(Operation):
                 return
 
     def resume(self, other: Operation) -> None:
-        """Takes over the text so far."""
+        """Copies the text that was generated so far."""
         assert isinstance(other, Generate)
         self._tokens, self._text = list(other._tokens), bytearray(other._text)
         self._repair = other._repair
@@ -159,7 +165,8 @@ class Generate(Operation):
             self._constraint.advance(self._tokens)
 
     def _stopped(self, before: int) -> int | None:
-        """The end of the first stop text that the last token completed, if any."""
+        """The position in bytes at which the first stop text ends that the last token has
+        completed; None if it has completed none."""
         found = [
             at + len(stop)
             for stop in self._stops
@@ -168,8 +175,9 @@ class Generate(Operation):
         return min(found) if found else None
 
     def _cut(self, before: int, end: int, more: int) -> None:
-        """Ends the text within the last token, or after this token. ``more``: number of tokens that
-        follow the token."""
+        """Ends the text at byte ``end``, which is within the last token of the text or at its end.
+        ``before``: bytes of the text before this token. ``more``: number of sampled tokens after
+        this token."""
         if end == len(self._text):
             self._end(more)
             return
@@ -184,7 +192,7 @@ class Generate(Operation):
 
 
 class Fork(Operation):
-    """Forks into ``count`` sequences; the answer is the index of this one."""
+    """Forks into ``count`` sequences. The answer is the index of this sequence."""
 
     def __init__(self, question: Question, count: int, seq: int) -> None:
         super().__init__(question)
@@ -198,7 +206,7 @@ class Fork(Operation):
         return Answer(Action.FORK, count=self._count)
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
-        """Finishes if the fork was made."""
+        """Finishes the operation if the fork was made."""
         if self._made:
             if self._seq not in fork_group:
                 raise ControllerError(
@@ -209,7 +217,7 @@ class Fork(Operation):
         return None
 
     def resume(self, other: Operation) -> None:
-        """Takes over whether the fork was made."""
+        """Copies whether the fork was made."""
         assert isinstance(other, Fork)
         self._made = other._made
 

@@ -1,9 +1,10 @@
-"""``print`` and ``sys.stderr`` of an author's code, written to the log of its sequence.
+"""Writes the output of an author's code (``print``, ``sys.stdout``, ``sys.stderr``) to the log of
+the sequence that runs the code.
 
 ``sys.stdout`` and ``sys.stderr`` belong to the whole process. While ``captured`` is active, the
-output depends on the thread. A thread that runs a call of a controller writes to the log of the
-call's sequence. Any other thread writes to the worker's own output, even if the author's code
-started the thread.
+thread determines where output is written. A thread that runs a call of a controller writes to the
+log of the call's sequence. Any other thread writes to the worker's own output, even if the author's
+code started the thread.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _NAMES = ("stdout", "stderr")
 
 
 class _Call(threading.local):
-    """The call that this thread is in."""
+    """The call of a controller that this thread runs."""
 
     log: Log | None = None
     muted: Callable[[], bool] | None = None
@@ -33,8 +34,8 @@ _call = _Call()
 
 @contextmanager
 def printing_to(log: Log, muted: Callable[[], bool] | None = None) -> Iterator[None]:
-    """Writes this thread's output to ``log``. While ``muted`` returns True, output is dropped: a
-    script that is replayed has printed the text before."""
+    """Writes this thread's output to ``log``. While ``muted`` returns True, output is dropped,
+    because a script that is replayed has printed the same text before."""
     before = _call.log, _call.muted
     _call.log, _call.muted = log, muted
     try:
@@ -44,8 +45,8 @@ def printing_to(log: Log, muted: Callable[[], bool] | None = None) -> Iterator[N
 
 
 def _written(data: bytes) -> bool:
-    """Writes data to the log of this thread's call; returns False if the thread is not in a
-    call."""
+    """Writes data to the log of the call that this thread runs. Returns False if the thread does
+    not run a call."""
     log = _call.log
     if log is None:
         return False
@@ -113,7 +114,7 @@ class _Text(io.TextIOBase):
         return int(self.usual.fileno())
 
     def close(self) -> None:
-        """Does nothing: the controllers of other sequences still print."""
+        """Does nothing, because the controllers of other sequences also print to this stream."""
 
 
 _lock = threading.Lock()
@@ -122,8 +123,9 @@ _uses = 0
 
 @contextmanager
 def captured() -> Iterator[None]:
-    """Redirects the output of controllers to their logs. Workers of one process may overlap: the
-    last one that ends restores the streams, unless other code has replaced them meanwhile."""
+    """Redirects the output of controllers to their logs. Several workers of one process may capture
+    output at the same time. The last worker that ends restores the streams, unless other code has
+    replaced them."""
     global _uses
     with _lock:
         _uses += 1

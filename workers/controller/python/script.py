@@ -75,13 +75,14 @@ class ScriptController:
         self._detour = _Detour()
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
-        """Runs the script to its first ``await``."""
+        """Runs the script to the first operation that it awaits."""
         with self._calls.during("init_prompt"):
             self._transcript.begin(prompt)
             self._resume()
 
     def pre_process(self) -> Answer:
-        """Drives the current operation; resumes the script whenever an operation finishes."""
+        """Calls pre_process of the current operation. If this finishes the operation, the script
+        runs to its next operation, which is then called."""
         with self._calls.during("pre_process"):
             if self._detour.under_way:
                 return CONTINUE
@@ -92,7 +93,8 @@ class ScriptController:
                     return answer
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """Drives the current operation; resumes the script after a fork or a finished text."""
+        """Calls mid_process of the current operation. If this finishes the operation, such as a
+        fork or a text, the script runs to its next operation, which is then called."""
         with self._calls.during("mid_process"):
             if self._detour.under_way:
                 return self._detour.leave()
@@ -114,7 +116,8 @@ class ScriptController:
             return self._current().after_post() if runs else CONTINUE
 
     def fork(self, host: Host) -> interface.Controller:
-        """A controller that replays the script up to the operation for which this controller waits.
+        """A controller for the forked sequence, whose script is replayed up to the operation that
+        this controller's script awaits.
 
         Raises ControllerError if the script asks different questions than the first time.
         """
@@ -142,8 +145,8 @@ class ScriptController:
             pass  # The error is in the log, and the sequence has ended.
 
     def _current(self) -> Operation:
-        """The operation that the script waits for. Resumes the script until the operation is not
-        finished."""
+        """The operation that the script awaits. As long as this operation is finished, the script
+        runs to its next operation."""
         while self._operation is None or self._operation.finished:
             self._resume()
         return self._operation
@@ -177,10 +180,10 @@ class ScriptController:
 
 
 class _Detour:
-    """Moves from mid_process to pre_process without sampling, by appending a token and dropping it.
-    After a fork, the controller is in mid_process, but a script can suspend or fork again only in
-    pre_process. A splice leads to pre_process, but is only valid if it changes the tokens. The
-    client does not see the two changes.
+    """Moves a controller from mid_process to pre_process without sampling, by appending a token and
+    dropping it. The detour is needed after a fork: the controller is in mid_process, but a script
+    can suspend or fork again only in pre_process. A splice leads to pre_process, but a splice must
+    change the tokens. The client does not see the two changes.
     """
 
     def __init__(self) -> None:
@@ -198,6 +201,6 @@ class _Detour:
         return Answer(Action.SPLICE, backtrack=1)
 
     def passes(self) -> bool:
-        """Whether the token just appended or dropped belongs to the detour."""
+        """Whether the last change of the tokens was made by the detour."""
         own, self._own = self._own, False
         return own

@@ -1,4 +1,4 @@
-"""Constraints on the text that a script generates, token by token, implemented by llguidance.
+"""Constraints on a text that a script generates. llguidance computes the mask of each token.
 
 Source: llguidance (its Earley parser over derivative-based lexemes, masks from the token trie).
 """
@@ -30,7 +30,7 @@ class Constraint(Protocol):
         """Writes the mask of the next token, with the end-of-sequence token if the text may end
         here.
 
-        Returns False if only the end may follow; then the mask must not be used.
+        Returns False if the text must end here. The mask must not be used in this case.
         """
 
     def advance(self, tokens: Sequence[int]) -> bool:
@@ -60,7 +60,7 @@ class Allowed:
 
 
 class Grammar:
-    """Constrains a text to an llguidance grammar; ``grammar`` comes from the functions below.
+    """Constrains a text to an llguidance grammar. The functions below make ``grammar``.
 
     Compiling a small grammar takes a millisecond; copying a cached grammar takes a microsecond.
     Raises ControllerError if the grammar is not valid.
@@ -80,8 +80,8 @@ class Grammar:
             more = any(into.cast("I"))
             into[eos >> 3] |= end
             return more
-        # The vocabulary has no end-of-sequence token, so llguidance's tokenizer has one after the
-        # last token of the vocabulary.
+        # The vocabulary has no end-of-sequence token. llguidance needs such a token, so its
+        # tokenizer has one after the last token of the vocabulary (``_Tokens``).
         wide = bytearray(4 * -(-(size + 1) // 32))
         self._fill(memoryview(wide))
         wide[size >> 3] &= ~(1 << (size & 7))
@@ -115,7 +115,8 @@ def load_vocabulary(vocabulary: Vocabulary) -> None:
 
 
 def regex(pattern: str) -> str:
-    """The grammar of a regular expression in Rust's syntax; the whole text must match."""
+    """The grammar of a regular expression in Rust's syntax. The expression must match the whole
+    text."""
     return LLMatcher.grammar_from_regex(pattern)
 
 
@@ -141,9 +142,10 @@ def lark(grammar: str) -> str:
 
 
 def _failure(reason: str) -> ControllerError:
-    """llguidance's message on one line, without its excerpts of the grammar, which are indented.
+    """An error with llguidance's message on one line. The indented lines of the message, which
+    quote the grammar, are left out.
 
-    The complete message is the error's cause, for the log.
+    The error's cause has the complete message, for the log.
     """
     lines = [line for line in reason.splitlines() if line and not line[0].isspace()]
     message = " ".join(line.removeprefix("error: ") for line in lines)
@@ -179,7 +181,7 @@ class _Compiled:
         self._matchers: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
 
     def get(self, vocabulary: Vocabulary, grammar: str) -> LLMatcher:
-        """A new matcher for one text; raises ControllerError."""
+        """A new matcher for one text. Raises ControllerError if the grammar is not valid."""
         name = (vocabulary.fingerprint, grammar)
         with self._lock:
             matcher = self._matchers.get(name)

@@ -1,9 +1,9 @@
-"""The operations of scripts that decide single steps themselves: classes with the four calls, and
-AICI's ``NextToken``.
+"""The operations of scripts that decide each step themselves. Such scripts are classes with the
+four calls, and scripts with AICI's ``NextToken``.
 
-A script waits until its controller gets to pre_process (``AtPre``) or mid_process (``AtMid``), and
-answers that call with the next operation. When the tokens of a step have arrived, the script runs
-its own post_process at once and answers with ``Posted``.
+A script awaits ``AtPre`` or ``AtMid`` until its controller's pre_process or mid_process is called.
+The next operation that the script awaits answers this call. When the tokens of a step have arrived,
+the script immediately runs its own post_process, and awaits ``Posted`` with the decision.
 """
 
 from __future__ import annotations
@@ -49,31 +49,31 @@ class Suspend(Operation):
         return SUSPEND
 
     def resume(self, other: Operation) -> None:
-        """Takes over whether the sequence is suspended."""
+        """Copies whether the sequence is suspended."""
         assert isinstance(other, Suspend)
         self._suspended = other._suspended
 
 
 class Step(Operation):
-    """Samples or appends tokens; the answer is these tokens."""
+    """Samples or appends tokens. The operation's answer is these tokens."""
 
     posts = True
 
     def __init__(
         self, question: Question, decision: Answer, mask: TokenSet | None, in_pre: bool
     ) -> None:
-        """``in_pre``: whether the decision is one of pre_process."""
+        """``in_pre``: whether the decision answers pre_process, and not mid_process."""
         super().__init__(question)
         self._decision = decision
         self._mask = mask
         self._in_pre = in_pre
 
     def pre_process(self) -> Answer:
-        """The decision, if it is one of pre_process."""
+        """Returns the decision if it belongs to pre_process."""
         return self._decision if self._in_pre else CONTINUE
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
-        """The decision with its mask, if it is one of mid_process."""
+        """Returns the decision and writes its mask, if the decision belongs to mid_process."""
         if self._in_pre:
             return None
         if self._mask is not None:
@@ -81,7 +81,7 @@ class Step(Operation):
         return self._decision
 
     def post_process(self, tokens: Sequence[int]) -> None:
-        """Finishes with the tokens."""
+        """Finishes the operation, with the tokens as its answer."""
         self._finish(list(tokens))
 
 
@@ -93,6 +93,6 @@ class Posted(Operation):
         self._answer = STOP if stops else CONTINUE
 
     def after_post(self) -> Answer:
-        """Finishes with the decision."""
+        """Finishes the operation, and returns the script's decision."""
         self._finish()
         return self._answer

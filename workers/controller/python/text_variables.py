@@ -17,7 +17,7 @@ class Vars:
         self._variables = variables
 
     def read(self, name: str) -> Stored | None:
-        """A variable's version and bytes; None if it does not exist."""
+        """A variable's version and bytes; None if the variable does not exist."""
         return self._variables.get(name)
 
     def get(self, name: str, default: str | None = None) -> str | None:
@@ -30,12 +30,13 @@ class Vars:
         return name in self
 
     def set(self, name: str, value: str | bytes, when_version_is: int | None = None) -> Written:
-        """Writes a variable; with ``when_version_is``, only at this version (0: the variable must
-        not exist)."""
+        """Writes a variable. If ``when_version_is`` is given, the variable is written only if it
+        has this version; version 0 means that the variable does not exist."""
         return self._variables.set(name, _bytes(name, value), when_version_is)
 
     def append(self, name: str, value: str | bytes, when_version_is: int | None = None) -> Written:
-        """Appends to a variable, which is created if it does not exist."""
+        """Appends ``value`` to a variable, which is created if it does not exist.
+        ``when_version_is``: see ``set``."""
         return self._variables.append(name, _bytes(name, value), when_version_is)
 
     def __getitem__(self, name: str) -> str:

@@ -44,7 +44,8 @@ class TokenSet:
     def where(cls, vocabulary: Vocabulary, test: Callable[[bytes], bool]) -> TokenSet:
         """The tokens whose bytes pass a test; special tokens have no bytes and are not tested.
 
-        The test is called once for every token of the vocabulary, so reuse the result.
+        The test is called once for every token of the vocabulary, which takes time, so reuse the
+        result.
         """
         tokens = ((number, vocabulary.token(number)) for number in range(vocabulary.size))
         return cls(vocabulary.size, (number for number, text in tokens if text and test(text)))

@@ -1,4 +1,4 @@
-"""The operation of ``ctx.call``: a program waits for the answer of a tool."""
+"""The operation of ``ctx.call``, which calls a tool and waits for the tool's answer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class CallTool(Operation):
         """The name of the record; empty before the call."""
 
     def pre_process(self) -> Answer:
-        """Makes the call, or reads its record; suspends if the record has no answer."""
+        """Makes the call if it has not been made, and reads the call's record. Suspends if the
+        record has no answer."""
         if not self._record:
             self._record = self._tools.begin(self._tool, self._arguments)
         stored = self._variables.get(self._record)
@@ -40,13 +41,14 @@ class CallTool(Operation):
         return SUSPEND
 
     def resume(self, other: Operation) -> None:
-        """Takes over the call."""
+        """Copies the name of the call's record."""
         assert isinstance(other, CallTool)
         self._record = other._record
 
 
 def encoded_arguments(tool: object, arguments: dict[str, Any]) -> bytes:
-    """The JSON of the arguments of a call; raises ControllerError."""
+    """The JSON of the arguments of a tool call. Raises ControllerError if the tool's name or an
+    argument is not valid."""
     if not isinstance(tool, str) or not tool:
         raise ControllerError(
             Code.CONTROLLER_FAILED, f"call({tool!r}); expected the name of a tool"

@@ -25,20 +25,20 @@ class Question(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A question, its answer or error, and the changes of the tokens between the previous answer
-    and this one."""
+    """A question, its answer or error, and the changes of the sequence's tokens since the previous
+    answer."""
 
     question: Question
     answer: object
     error: ControllerError | None
     kept: int
-    """Number of earlier tokens that remained."""
+    """Number of the tokens at the previous answer that were not dropped."""
     tokens: tuple[int, ...]
-    """The tokens that were appended after the remaining tokens."""
+    """The tokens that were appended after those."""
 
 
 def _size(value: object) -> int:
-    """The bytes of a text that an entry has."""
+    """The number of bytes of a question's argument or of an answer; 0 if it is not text."""
     if isinstance(value, Stored | Written):
         return len(value.value)
     return len(value) if isinstance(value, str | bytes) else 0
@@ -47,15 +47,17 @@ def _size(value: object) -> int:
 class Transcript:
     """The tokens of a script's sequence, and its questions and answers.
 
-    A copy starts at the beginning and replays the answers up to ``until``, the question whose
-    answer the original waits for; later questions get new answers.
+    A copy for a fork starts at the beginning. It replays the recorded answers up to ``until``, the
+    question that the original script has asked last and that has no answer yet. Later questions get
+    new answers.
     """
 
     def __init__(self) -> None:
         self.prompt_length = 0
         self.tokens: list[int] = []
         self.failure: ControllerError | None = None
-        """Set once a replayed script asked a different question than the first time."""
+        """The error of a replayed script that has asked a different question than the first time;
+        otherwise None."""
         self._entries: list[Entry] = []
         self.stored_bytes = 0
         """Approximate memory of the questions and answers, in bytes."""
@@ -65,8 +67,8 @@ class Transcript:
 
     @property
     def replaying(self) -> bool:
-        """Whether the script is repeating the questions of the sequence from which it was
-        forked."""
+        """Whether the script is repeating the questions that the script of its parent sequence has
+        asked."""
         return self._until is not None
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -90,7 +92,7 @@ class Transcript:
         self._kept = len(self.tokens)
 
     def copy(self, until: Question) -> Transcript:
-        """A transcript for a fork, which replays until its script asks ``until``."""
+        """A transcript for a fork, whose script is replayed until it asks ``until``."""
         copied = Transcript()
         copied.begin(self.tokens[: self.prompt_length])
         copied._entries, copied.stored_bytes = list(self._entries), self.stored_bytes
@@ -98,7 +100,8 @@ class Transcript:
         return copied
 
     def replay(self, question: Question) -> Entry | None:
-        """The recorded answer; None if the original sequence is still waiting for it.
+        """The recorded answer to a question; None if the question is ``until``, which the original
+        sequence still waits for.
 
         Raises ControllerError if the script asked a different question the first time.
         """
@@ -122,7 +125,8 @@ class Transcript:
         self._kept = original._kept
 
     def unlike(self, what: str) -> ControllerError:
-        """The error for a script that did ``what`` instead of repeating its question."""
+        """The error of a replayed script that asked ``what`` instead of repeating its recorded
+        question."""
         expected = self._until
         if self._next < len(self._entries):
             expected = self._entries[self._next].question
