@@ -1,2 +1,2 @@
-"""Runs the guests of each tenant in a separate process, whose CPU time and memory count for the
-tenant."""
+"""Runs the guests of each tenant in a separate process. The CPU time and the memory of this process
+count towards the tenant's shares."""

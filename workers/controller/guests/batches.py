@@ -1,4 +1,4 @@
-"""Runs the rounds of several sequences of one guest process in one request."""
+"""Runs rounds of several sequences in one request to their guest process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .messages import Advance, Item
 from .process import Cause, GuestDied, GuestProcess
 
 ITEM_BYTES = 128 * 1024
-"""Maximum bytes of an item's answer in a batch, without its bias. The log of a round has up to 64
-KiB."""
+"""Maximum bytes of the answer of one item of a batch, without its bias. The log of a round, which
+is part of the answer, has up to 64 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,10 @@ class ProcessBatch:
 
     def rounds(self, turns: Sequence[tuple[int, int]], masks: Sequence[memoryview]) -> list[bool]:
         """Runs one round for each turn; returns for each turn whether its round was usual
-        (``interface.Batch``). The other rounds have run too, and their controllers have the
-        answers."""
+        (``interface.Batch``). The rounds that were not usual have run too, and their controllers
+        have stored the answers."""
         row = len(masks[0])
-        # Each item may answer with a bias of 32 bits for each bit of its mask, and with a log.
+        # The answer of an item may have a bias, with 32 bits for each bit of the mask, and a log.
         answer = 32 * row + ITEM_BYTES
         most = max(1, min(MASK_BYTES // row, MAX_ANSWER_BYTES // answer))
         done: list[bool] = []

@@ -1,9 +1,10 @@
-"""A channel between the worker and a thread of a guest process: shared memory and two eventfds.
+"""A channel between the worker and one thread of a guest process. A channel consists of shared
+memory and two eventfds.
 
-Each direction has an area for one part of a message. A message that is larger than the area is sent
-in parts, and the receiver acknowledges each part but the last. Masks have a separate area, which
-only the guest process writes. The worker copies a part before reading it, because the process may
-change the memory at any time.
+The shared memory has an area for each direction, with room for one part of a message. A message
+that is larger than the area is sent in several parts, and the receiver acknowledges each part
+except the last. Masks have a separate area, which only the guest process writes. The worker copies
+each part before it decodes the part, because the process may change the shared memory at any time.
 """
 
 from __future__ import annotations
@@ -19,28 +20,29 @@ HEAD_BYTES = 4096
 AREA_BYTES = 1024 * 1024
 """Bytes of the area of each direction."""
 MASK_BYTES = 2 * 1024 * 1024
-"""Bytes of the area that has the masks, or one mask and a bias. Unused pages do not occupy
-memory."""
+"""Bytes of the area for masks, which has the masks of a batch, or one mask and a bias. Pages that
+were never written do not occupy memory."""
 SHARED_BYTES = HEAD_BYTES + 2 * AREA_BYTES + MASK_BYTES
 KEPT_BYTES = 64 * 1024
-"""If a part has more than this number of bytes, the memory of both areas is freed after the
-request."""
+"""If a part of a request or its answer has more than this number of bytes, the memory of both areas
+is freed after the request."""
 MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 """Maximum bytes of a message. A compiled module has up to 256 MiB."""
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-"""Maximum bytes of a message of the guest process. The number of items in a batch is bounded
-accordingly."""
+"""Maximum bytes of a message from the guest process. The number of items in a batch is chosen so
+that their answers fit."""
 MAX_REASON = 4096
-"""Maximum bytes of the error of a process, which its worker logs once."""
+"""Maximum bytes of the error that a failing process sends, and that the worker logs."""
 CLOSED_MS = 1000
-"""Time after which a waiting thread of the worker checks whether the channel is closed. A
-compromised process may have consumed the notice of ``close``."""
+"""Interval, in milliseconds, at which a waiting thread of the worker checks whether the channel is
+closed. The eventfd alone is not sufficient, because a compromised process may read the notice that
+``close`` has written."""
 QUICK_MS = 1
-"""Time that the worker waits for an answer before it frees the slot of its thread."""
+"""Milliseconds that the worker waits for an answer before it frees the slot of its thread."""
 
 _ONE = (1).to_bytes(8, "little")
 _PART = struct.Struct("<II")
-"""Size of a part, and whether further parts follow."""
+"""The head of a part: its size, and whether further parts follow."""
 _CURRENT_AT = 64
 """Offset of the number of the item that the process is running."""
 
@@ -96,7 +98,7 @@ class Channel:
         self._poll.register(self._mine, select.POLLIN)
         self._closed = False
         self._largest = 0
-        """Bytes of the largest part since the memory was freed."""
+        """Bytes of the largest part since the last ``shrink``."""
 
     def send(self, message: bytes) -> None:
         """Sends a message. Raises ChannelClosed if the channel is closed."""
@@ -111,8 +113,8 @@ class Channel:
                 self.wait()
 
     def receive(self) -> bytes:
-        """Waits for a message and returns it. Raises ChannelClosed if the channel is closed, or if
-        a part is not valid."""
+        """Waits for a message, and returns the whole message. Raises ChannelClosed if the channel
+        is closed, or if a part is not valid."""
         self.wait()
         part, more = self.take_part()
         return self.receive_rest(part) if more else part
@@ -127,8 +129,8 @@ class Channel:
             pass
 
     def take_part(self, before: int = 0) -> tuple[bytes, bool]:
-        """The part that has arrived, and whether further parts follow. ``before``: bytes of the
-        earlier parts. Raises ChannelClosed if the part is not valid."""
+        """The part that has arrived, and whether further parts follow. ``before``: total bytes of
+        the message's earlier parts. Raises ChannelClosed if the part is not valid."""
         size, more = _PART.unpack_from(self._head, self._in_at)
         self._largest = max(self._largest, size)
         total = before + size
@@ -150,8 +152,8 @@ class Channel:
 
     @property
     def current(self) -> int:
-        """The number of the item of a request that the process runs; the process may set any
-        number."""
+        """The number of the request's item that the process is running. A compromised process may
+        set any number."""
         return int.from_bytes(self._head[_CURRENT_AT : _CURRENT_AT + 4], "little")
 
     @current.setter
@@ -159,9 +161,9 @@ class Channel:
         self._head[_CURRENT_AT : _CURRENT_AT + 4] = number.to_bytes(4, "little")
 
     def shrink(self, *, masks: bool) -> None:
-        """Frees the memory of the areas after a large message. If ``masks`` is true, frees the
-        memory of the areas and the masks after any message. Called by the worker between requests;
-        the memory then has zeros."""
+        """Called by the worker after a request. Frees the memory of both areas if a part was large,
+        or the memory of both areas and of the masks if ``masks`` is true. Freed memory then reads
+        as zeros."""
         if masks:
             self._map.madvise(mmap.MADV_REMOVE, HEAD_BYTES, SHARED_BYTES - HEAD_BYTES)
         elif self._largest > KEPT_BYTES:
@@ -175,7 +177,7 @@ class Channel:
         self._notify(self._mine)
 
     def free(self) -> None:
-        """Closes the descriptors, when no thread uses the channel any more."""
+        """Closes the descriptors. Called when no thread uses the channel any more."""
         self._closed = True
         if self._mine >= 0:
             self._poll.unregister(self._mine)
@@ -199,7 +201,8 @@ class Channel:
             pass  # The counter is full, so the reader was notified before.
 
     def _arrives(self, wait_ms: int | None) -> bool:
-        """Whether the other side notifies this side within a time. Consumes the notice."""
+        """Waits up to ``wait_ms`` for a notice of the other side, or without a bound if it is None.
+        Returns whether a notice has arrived, and consumes it."""
         self._poll.poll(wait_ms)
         if self._closed:
             raise ChannelClosed("the process has ended")
@@ -211,6 +214,7 @@ class Channel:
 
 
 def _seal(memory: int) -> None:
-    """Fixes the size of the memory. If a process could shrink it, SIGBUS would end the reader."""
+    """Fixes the size of the memory. If a guest process could shrink the memory, the worker would be
+    ended by SIGBUS when it reads."""
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)

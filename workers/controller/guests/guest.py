@@ -1,4 +1,5 @@
-"""The guest process of a tenant: runs the calls that its worker sends over channels.
+"""The code of a guest process, which runs the calls that the worker sends over channels for one
+tenant.
 
 Each channel has a thread. The main thread receives the descriptors of new channels, and ends the
 process when the worker closes the control socket.
@@ -50,12 +51,14 @@ from .messages import (
 )
 
 GRANT_BYTES = 4 * 1024 * 1024
-"""Bytes of memory that the process requests from its tenant's share at a time."""
+"""Minimum bytes of memory that the process requests at a time from its tenant's share, unless so
+much is refused."""
 SHARED_BIAS_BYTES = 4096
-"""Minimum bytes of a bias that is written to shared memory."""
+"""Minimum bytes of a bias for which the bias is sent in shared memory, and not in the message."""
 _NO_ROOM = memoryview(b"")
 SLOW_S = 0.0005
-"""Duration of a round in seconds. After a longer round, the next round gets a separate thread."""
+"""Duration in seconds. If a round takes longer, the controller's next round gets a separate
+thread."""
 
 
 class _ThisThread(threading.local):
@@ -68,7 +71,8 @@ _this_thread = _ThisThread()
 
 
 def _ask(what: Question, name: str = "", value: bytes = b"", number: int | None = None) -> Told:
-    """Asks the worker in the middle of a call; raises TokenbusError if the worker refuses."""
+    """Sends a question to the worker in the middle of a call, and returns the worker's answer.
+    Raises TokenbusError if the worker answers with an error."""
     channel = _this_thread.channel
     channel.send(messages.encode(Asked(_this_thread.handle, what, name, value, number)))
     told = messages.decode_to_guest(channel.receive())
@@ -80,7 +84,7 @@ def _ask(what: Question, name: str = "", value: bytes = b"", number: int | None 
 
 
 class _Variables:
-    """The variables of a sequence, which the worker reads and writes."""
+    """The variables of a sequence. Each access is a question to the worker."""
 
     def get(self, name: str) -> Stored | None:
         """Reads a variable; None if it does not exist."""
@@ -108,7 +112,7 @@ class _Variables:
 
 
 class _Questions:
-    """The built-in constraints, which the worker runs."""
+    """The built-in constraints. Each use is a question to the worker, which runs them."""
 
     def next_tokens(self, kind: str, argument: str, text: Sequence[int]) -> NextTokens:
         """The tokens that may follow ``text`` under the constraint ``kind``."""
@@ -118,7 +122,7 @@ class _Questions:
 
 
 class _Tools:
-    """The tools of a sequence, which the worker calls."""
+    """The tools of a sequence. The worker makes the calls."""
 
     def begin(self, tool: str, arguments: bytes) -> str:
         """Calls a tool; returns the name of the variable that will have its answer."""
@@ -134,7 +138,8 @@ class _Memory:
         self._used = self._granted = 0
 
     def take(self, size: int) -> None:
-        """Counts ``size`` more bytes; raises ControllerError above the tenant's share."""
+        """Counts ``size`` more bytes. Raises ControllerError if the tenant would then exceed its
+        share."""
         with self._lock:
             missing = self._used + size - self._granted
             if missing > 0:
@@ -156,8 +161,8 @@ class _Memory:
 
 
 def _granted(missing: int) -> int:
-    """Requests memory, and returns the granted bytes; raises ControllerError if ``missing`` bytes
-    are refused."""
+    """Requests at least ``missing`` bytes of memory, and returns the number of granted bytes.
+    Raises ControllerError if the worker refuses ``missing`` bytes."""
     if missing < GRANT_BYTES:
         try:
             _ask("memory", number=GRANT_BYTES)
@@ -179,7 +184,7 @@ class _Seated:
 
 
 class GuestProcess:
-    """Runs the requests of the worker on the controllers of this process."""
+    """The controllers of this process. Handles the worker's requests for them."""
 
     def __init__(
         self, engine: Engine, vocabulary: Vocabulary, programs: Mapping[str, Program]
@@ -305,8 +310,8 @@ _USUAL = Outcome(
 
 
 def _called(handle: int, log: Log, call: Callable[[Outcome], None]) -> Outcome:
-    """The outcome of the calls of a controller. ``call`` makes the calls, and adds their answers to
-    the outcome."""
+    """Runs ``call``, which makes calls of a controller and adds their answers to an outcome.
+    Returns the outcome, with the log and an error if a call fails."""
     _this_thread.handle = handle
     outcome = Outcome()
     try:
@@ -320,8 +325,8 @@ def _called(handle: int, log: Log, call: Callable[[Outcome], None]) -> Outcome:
 def _run(
     seated: _Seated, item: Item, rooms: tuple[memoryview, memoryview], outcome: Outcome
 ) -> None:
-    """Makes the calls of an item until a call does not return CONTINUE. ``rooms``: memory for the
-    mask, and for a large bias."""
+    """Makes the calls of an item one after another. Stops after a call that does not return
+    CONTINUE. ``rooms``: the shared memory for the mask, and for a large bias."""
     controller = seated.controller
     if item.tokens is not None:
         seated.host.distributions = item.distributions
@@ -373,8 +378,8 @@ def _fault(error: BaseException) -> Fault:
 
 
 def run(control: socket.socket, process: GuestProcess) -> None:
-    """Serves channels until the worker closes ``control``. Called in a new process, by its only
-    thread."""
+    """Serves channels until the worker closes ``control``. Called in a new process, by the
+    process's only thread."""
     # The signal is blocked in all threads, so that only ``_tick`` receives it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
     threading.Thread(target=_tick, args=(process.engine,), daemon=True).start()
@@ -395,7 +400,7 @@ def _serve(process: GuestProcess, channel: Channel, control: int) -> None:
     except BaseException:
         os.write(control, traceback.format_exc().encode()[-MAX_REASON:])
     finally:
-        # A thread that has failed cannot answer the worker, so the process ends.
+        # The process ends, because a thread that has failed cannot answer the worker.
         os._exit(1)
 
 

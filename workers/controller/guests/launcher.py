@@ -1,4 +1,4 @@
-"""Starts the zygote, which is the parent of the guest processes, and makes it fork them."""
+"""Starts the zygote, the parent of the guest processes, and requests guest processes from it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from .setup import Setup
 log = logging.getLogger(__name__)
 
 SPAWN_S = 60.0
-"""Maximum wait for a new process, in seconds: the zygote may be starting on a loaded machine."""
+"""Maximum wait for a new process, in seconds. The wait may be long because the zygote itself may
+still be starting, on a loaded machine."""
 PASSED = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "LANG")
 """The environment variables that the processes of untrusted guests inherit. Other variables may
 contain keys."""
 
 
 MAX_REPORT = 64 * 1024
-"""Maximum bytes of a report of the zygote."""
+"""Maximum bytes of a message from the zygote."""
 
 
 class Spawned(NamedTuple):
@@ -50,9 +51,9 @@ class _Spawning:
 class Launcher:
     """A zygote and the connection to it. Thread-safe.
 
-    ``died`` is called with the id of a process that has ended, and its exit code: the negative
-    number of the signal if a signal ended the process. ``lost`` is called when the zygote has
-    ended. All guest processes end with the zygote.
+    ``died`` is called with the id and the exit code of a process that has ended. If a signal ended
+    the process, the exit code is the negative number of the signal. ``lost`` is called when the
+    zygote has ended. All guest processes end with the zygote.
     """
 
     def __init__(
@@ -71,7 +72,8 @@ class Launcher:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         passed = os.environ if setup.trusted else PASSED
         own = {name: os.environ[name] for name in passed if name in os.environ}
-        # The zygote must have one thread, and these libraries would start more.
+        # The zygote must have only one thread. Without these variables, the libraries would start
+        # more threads.
         own |= {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         descriptor = str(theirs.fileno())
         with theirs:
@@ -124,7 +126,8 @@ class Launcher:
             self._spawning[number] = spawning
         with theirs:
             self._command(("spawn", number, vocabulary), [theirs.fileno()])
-        # If the zygote has ended before the request was added, ``_read`` does not wake the request.
+        # If the zygote has ended before the request was added, ``_read`` does not set ``ready``, so
+        # ``alive`` is checked first.
         arrived = self.alive and spawning.ready.wait(SPAWN_S)
         with self._lock:
             self._spawning.pop(number, None)
@@ -174,7 +177,8 @@ class Launcher:
             with self._lock:
                 spawning = self._spawning.get(number)
             if spawning is None:
-                # The caller does not wait any more. The process ends, because its socket is closed.
+                # The caller of ``spawn`` has stopped waiting. The new process ends by itself,
+                # because ``spawn`` has closed its socket.
                 os.close(files[0])
                 continue
             spawning.pid, spawning.pidfd = pid, files[0]
@@ -191,7 +195,8 @@ class Launcher:
         self._lost()
 
     def _report(self, name: str, text: str) -> None:
-        """Handles a report of the zygote about itself."""
+        """Handles a message in which the zygote reports the loaded controllers, a refusal, or
+        missing layers of isolation."""
         if name == "loaded":
             self._names = text.split("\n")
             self._loaded.set()

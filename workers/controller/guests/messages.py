@@ -18,13 +18,13 @@ from ..wasm.compiled_modules import Abi
 
 Count = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 Seconds = Annotated[float, Meta(ge=0, le=3600)]
-"""CPU time, which counts towards the tenant's share of the threads."""
+"""Seconds of CPU time, which count towards the tenant's share of the pool of threads."""
 MAX_ITEMS = 65_536
 MAX_TOKENS = 524_288
-"""Maximum tokens of an answer. The runtime has a lower limit for the tokens that a guest
+"""Maximum tokens of an answer. The process's runtime has a lower limit on the tokens that a guest
 appends."""
 MAX_ERROR = 16_384
-"""Maximum characters of an error. The rest is cut off."""
+"""Maximum characters of an error message. The rest is cut off."""
 Tokens = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
 VariableName = Annotated[str, Meta(max_length=NAME_BYTES)]
 
@@ -43,7 +43,7 @@ class HostSpec(Struct, array_like=True, frozen=True):
 
 
 class Message(Struct, array_like=True, tag=str.lower):
-    """A message with its type, the lower-case name of its class."""
+    """A message. Its type is the lower-case name of its class."""
 
 
 class OfController(Message):
@@ -77,8 +77,8 @@ class Prompt(OfController):
 
 
 class Item(Struct, array_like=True):
-    """Calls post_process if ``tokens`` is not None, then pre_process and mid_process, until a call
-    does not return CONTINUE."""
+    """The round of one controller: post_process if ``tokens`` is not None, then pre_process and
+    mid_process. The round ends early at a call that does not return CONTINUE."""
 
     handle: int
     tokens: list[int] | None = None
@@ -117,8 +117,8 @@ class Told(Message):
     """The worker's answer to an ``Asked``."""
 
     ok: bool = True
-    """Whether a variable was written, an input has arrived, or a text under a constraint may
-    end."""
+    """The result, depending on the question: whether a variable was written, whether an input has
+    arrived, or whether a text under a constraint may end."""
     version: int = 0
     """The version of a variable, or 1 if a text under a constraint must end."""
     value: bytes | None = None
@@ -139,7 +139,8 @@ class Fault(Struct, array_like=True):
         return cls(str(error.code), error.message)
 
     def error(self) -> TokenbusError:
-        """The exception of the fault. A compromised process may send any code and any text."""
+        """The exception of the fault. The code and the text are checked, because a compromised
+        process may send any."""
         code = self.code if self.code in set(Code) else Code.CONTROLLER_FAILED
         known = code in (Code.CONTROLLER_FAILED, Code.CONTROLLER_TIMEOUT)
         return (ControllerError if known else TokenbusError)(code, self.message[:MAX_ERROR])
@@ -157,18 +158,19 @@ class PreAnswer(Struct, array_like=True):
 
 
 class MidAnswer(Struct, array_like=True):
-    """The answer of mid_process. The mask is in the shared memory, at the place of the item."""
+    """The answer of mid_process. The mask is in the shared memory; its position is the number of
+    the item."""
 
     action: int
     backtrack: Count = 0
     tokens: Tokens = []
     masked: bool = False
     pairs: Count | None = None
-    """Number of pairs of the bias, 0 for a dense bias; None without a bias."""
+    """Number of pairs of the bias; 0 if the bias is dense, None if there is no bias."""
     bias: bytes = b""
     shared: Count = 0
-    """Bytes of a bias that follows the mask of the first item in shared memory; 0: ``bias`` has
-    it."""
+    """Bytes of the bias if it is in shared memory, after the mask of the first item; 0 if it is in
+    ``bias``."""
     query: Query | None = None
     override: Override | None = None
     complete: bool = False
@@ -176,8 +178,8 @@ class MidAnswer(Struct, array_like=True):
 
 
 class Outcome(Struct, array_like=True, omit_defaults=True):
-    """The result of the calls of one controller. The answer of a call that was not made is None.
-    ``fault`` is the error of the call that followed the last answer.
+    """The results of the calls of one controller. The field of a call that was not made, or that
+    failed, is None. ``fault`` is the error of the failed call, which follows the last answer.
     """
 
     post: int | None = None
@@ -186,7 +188,7 @@ class Outcome(Struct, array_like=True, omit_defaults=True):
     fault: Fault | None = None
     log: bytes = b""
     dropped: Annotated[int, Meta(ge=0)] = 0
-    """Bytes of the log that did not fit."""
+    """Number of bytes that did not fit into the log."""
     takes_drafts: bool = False
     slow: bool = False
     """Whether the item took so long that the next round should run on a separate thread."""
@@ -198,11 +200,12 @@ class Done(Message):
 
     items: Annotated[list[Outcome | None], Meta(max_length=MAX_ITEMS)]
     cpu_s: Seconds = 0.0
-    """CPU time that the request took."""
+    """Seconds of CPU time that the request took."""
 
 
 class ConstrainedText(Struct, array_like=True):
-    """The text of a question ``next_tokens``, and the argument of its constraint."""
+    """The value of the question ``next_tokens``: the argument of the constraint, and the tokens of
+    the text."""
 
     argument: str
     tokens: list[TokenId]

@@ -1,4 +1,5 @@
-"""The worker's side of a guest process: channels, requests, and the watchdog."""
+"""The worker's side of a guest process: its channels, the requests to it, and the watchdog, which
+kills it if a call takes too long."""
 
 from __future__ import annotations
 
@@ -33,22 +34,23 @@ from .messages import Asked, Done, Fault, Outcome, ToGuest, Told
 log = logging.getLogger(__name__)
 
 MAX_CHANNELS = 300
-"""Maximum number of simultaneous requests of a process. All waiting jobs of a pool may have a
-request."""
+"""Maximum number of simultaneous requests to a process. The number is above ``pool.MAX_WAITING``,
+because each waiting job of a pool may have a request."""
 MAX_WARM = 4
-"""Maximum number of free channels that keep their memory."""
+"""If a process has at least this number of free channels, the memory of a further channel is freed
+after its request."""
 MAX_QUESTIONS = 10_000
 """Maximum questions of a guest in one call. The time limit of the call is not a sufficient bound,
 because it does not include the worker's time for the answers."""
 GRACE_S = 1.0
-"""A process is killed if a call exceeds its limit by this CPU time, in seconds. The runtime stops a
-guest at its limit. Only code that the runtime cannot stop runs longer."""
+"""A process is killed if a call exceeds its limit by this CPU time, in seconds. The runtime in the
+process stops a guest at its limit, so only code that the runtime cannot stop runs longer."""
 EXCESS_S = 0.25
 """A process is killed if its CPU time exceeds the duration of its requests by this time, in
-seconds. A guest has no threads, so only the runtime uses such time: a few milliseconds at its
-start."""
+seconds. Guests have no threads, so usually only the runtime uses CPU time outside of requests: a
+few milliseconds when the process starts."""
 WATCHED_S = 0.05
-"""Minimum duration of a call, in seconds, before the watchdog reads the CPU time of its process."""
+"""Seconds that a call must have run before the watchdog reads the CPU time of its process."""
 BUSY_S = 0.005
 """The threads of a process are counted if the process has used more than this CPU time between two
 checks, in seconds."""
@@ -66,12 +68,12 @@ class Cause(Enum):
     CRASHED = "crashed"
     """The process ended by itself, or the kernel killed it for lack of memory."""
     OTHER = "other"
-    """Another party killed the process, the worker ended it for another reason, or it had ended
-    before the request."""
+    """The worker killed the process for a reason other than this request, another party killed the
+    process, or it had ended before the request."""
 
 
 class GuestDied(Exception):
-    """The process of a request has ended."""
+    """The process that should answer a request has ended."""
 
     def __init__(self, why: str, cause: Cause = Cause.OTHER, item: int = 0) -> None:
         """``item``: the number of the item that the process was running."""
@@ -82,7 +84,7 @@ class GuestDied(Exception):
 
 
 class Guest(Protocol):
-    """The worker's side of a guest (``remote.RemoteController``)."""
+    """The worker's side of a guest. ``remote.RemoteController`` implements it."""
 
     @property
     def limits(self) -> Limits:
@@ -113,21 +115,21 @@ class _Running:
     item: int = 0
     began_s: float = field(default_factory=time.monotonic)
     started_s: float = field(default_factory=time.monotonic)
-    """The time at which the request began. ``began_s`` is the time at which its current item began,
-    plus the duration of the pauses since."""
+    """The time at which the request began. ``began_s`` is the time at which the request's current
+    item began, plus the duration of the pauses since then."""
     cpu_s: float | None = None
-    """CPU time of the process when the item was first seen, plus the CPU time of the pauses
-    since."""
+    """CPU time of the process when the watchdog first checked the current item, plus the CPU time
+    of the pauses since then; None before this check."""
     first_cpu_s: float | None = None
-    """CPU time of the process when the request was first seen, plus the CPU time of the pauses
-    since."""
+    """CPU time of the process when the watchdog first checked the request, plus the CPU time of the
+    pauses since then; None before this check."""
     paused: bool = False
     """Whether the process waits for the worker's answer to a question."""
     killed: str = ""
 
 
 class _Seen(NamedTuple):
-    """The time that a process has used, when it was last checked."""
+    """The times of a process at the last check of ``watch_excess``."""
 
     at_s: float
     served_s: float
@@ -162,14 +164,14 @@ class GuestProcess:
         self._killed = False
         self._oom_kills = oom_kills()
         self.compromised = False
-        """Whether the process did work that a guest cannot do. All of its controllers are then
-        suspects."""
+        """Whether the process has done work that guests cannot cause. If so, each of its
+        controllers may be the cause."""
         self.last_used_s = time.monotonic()
         self._served_s = 0.0
         """Duration of all requests that have ended, in seconds."""
         self._seen = _Seen(time.monotonic(), 0.0, self._cpu_s())
         self._excess_s = 0.0
-        """Recent CPU time beyond the duration of requests."""
+        """Recent CPU time beyond the duration of requests, in seconds."""
 
     @property
     def busy(self) -> bool:
@@ -229,13 +231,14 @@ class GuestProcess:
             self.last_used_s = time.monotonic()
 
     def watch(self, now_s: float) -> None:
-        """Kills the process if a request has exceeded its time."""
+        """Called periodically by the watchdog: kills the process if a request has exceeded its
+        time."""
         for channel, running in list(self._running.items()):
             if running.paused:
                 continue
             current = channel.current
-            # Items run in order. Without this check, a compromised process could restart the time
-            # of items forever.
+            # Items run in order, so the number may only grow. Otherwise a compromised process could
+            # restart the time of its items again and again.
             if running.item < current < running.items:
                 running.item, running.began_s, running.cpu_s = current, now_s, None
             elif now_s - running.began_s > WATCHED_S:
@@ -280,8 +283,8 @@ class GuestProcess:
                 channel.wait()
         body, more = channel.take_part()
         if more:
-            # The worker receives only one long message of a process at a time, because several
-            # together could fill the worker's memory.
+            # The worker receives only one long message of a process at a time, because several long
+            # messages together could fill the worker's memory.
             with freeing_slot(), self._long:
                 body = channel.receive_rest(body)
         try:
@@ -292,7 +295,8 @@ class GuestProcess:
 
     @contextlib.contextmanager
     def _paused(self, running: _Running) -> Iterator[None]:
-        """Wraps the answer to a question, whose time does not count as the time of the call."""
+        """Wraps the worker's answer to a question. The time of the answer does not count towards
+        the limit of the call."""
         running.paused = True
         began_s, began_cpu_s = time.monotonic(), self._cpu_s()
         yield
@@ -327,7 +331,8 @@ class GuestProcess:
         if self._memory is None:
             return
         with self._lock:
-            # A compromised process may return more memory than it has.
+            # The size is bounded, because a compromised process may return more memory than it was
+            # granted.
             size = max(size, -self._granted)
             if self.dead:
                 raise ControllerError("controller_failed", "the process has ended")
@@ -342,8 +347,8 @@ class GuestProcess:
             with self._lock:
                 channel = self._free_channel()
             if channel is None:
-                # The requests that use the channels may need this thread's slot before they can
-                # end.
+                # The slot is freed during the wait, because the requests that use the channels may
+                # need it before they can end.
                 with waiting(), self._lock:
                     while (channel := self._free_channel()) is None:
                         self._changed.wait(1.0)
@@ -363,10 +368,11 @@ class GuestProcess:
         return self._new_channel() if len(self._channels) < MAX_CHANNELS else None
 
     def _new_channel(self) -> Channel | None:
-        """A new channel, which was sent to the process. None if the process has not received the
-        earlier channels yet, or if its tenant has no memory for a further channel. Raises
-        ControllerError if the tenant has no memory for the first channel. Called under the lock.
-        Because the watchdog needs the lock too, this method does not wait for the process."""
+        """Makes a channel, and sends its descriptors to the process. Returns None if the process
+        has not received the earlier channels yet, or if its tenant has no memory for a further
+        channel. Raises ControllerError if the tenant has no memory for the first channel. Called
+        under the lock. This method does not wait for the process, because the watchdog needs the
+        lock too."""
         if self._memory is not None:
             try:
                 self._memory.take(SHARED_BYTES)
@@ -410,7 +416,8 @@ class GuestProcess:
             running.first_cpu_s = cpu_s
         if running.cpu_s is None:
             running.cpu_s = cpu_s
-        # The requests of a process share its CPU time.
+        # The requests that a process runs at the same time share its CPU time, so the limit is
+        # multiplied by their number.
         beside = max(1, len(self._running))
         spent_s, total_s = cpu_s - running.cpu_s, cpu_s - running.first_cpu_s
         over = spent_s > beside * running.limit_s + GRACE_S
@@ -445,8 +452,8 @@ class GuestProcess:
         self._free_channels()
 
     def _free_channels(self) -> None:
-        # ``_ended`` closes channels and uses the pidfd. The lock ensures that it does not use
-        # closed descriptors.
+        # ``_ended`` uses the channels and the pidfd under the same lock, so it never uses closed
+        # descriptors.
         with self._lock:
             for channel in self._free:
                 self._channels.remove(channel)

@@ -1,4 +1,4 @@
-"""The recorded calls of a controller, which a new process repeats."""
+"""Records the calls of a controller, so that they can be repeated in a new process."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from ..limits import Limits
 from .messages import Advance, Item, Mid, Prompt, ToGuest
 
 MAX_REPEATED = 64
-"""Maximum number of rounds that a replay repeats in one request."""
+"""Maximum number of rounds that one request of a replay repeats."""
 
 
 class Begun(NamedTuple):
-    """The beginning of a sequence."""
+    """The beginning of a sequence in the recorded calls."""
 
     host: Host
 
 
 Call: TypeAlias = "Prompt | Item | Mid | array.array[int]"
-"""A recorded call. An array has the tokens of rounds without other inputs."""
+"""A recorded call. An array stands for several rounds, each of which has one sampled token and no
+other input."""
 
 
 class Recording:
-    """The calls of a sequence, after those of the sequences that it was forked from."""
+    """The calls of the sequences from which a sequence was forked, and then its own calls."""
 
     def __init__(self, host: Host, parent: Recording | None = None) -> None:
         before = parent.events if parent is not None else []
         copied = (event[:] if isinstance(event, array.array) else event for event in before)
         self.events: list[Begun | Call] = [*copied, Begun(host)]
-        """The calls in order, from the first ancestor of the sequence on. The calls of each of
-        these sequences begin with a ``Begun``."""
+        """The calls in order, beginning with the first ancestor of the sequence. A ``Begun``
+        precedes the calls of each sequence."""
 
     def add(self, call: Prompt | Mid) -> None:
         """Records a call."""
         self.events.append(call)
 
     def add_round(self, item: Item) -> None:
-        """Records a round. Rounds of one sampled token take four bytes."""
+        """Records a round. A round whose only input is one sampled token takes four bytes."""
         if item != Item(0, item.tokens) or item.tokens is None or len(item.tokens) != 1:
             self.events.append(item)
             return
@@ -70,7 +71,8 @@ def repetitions(
 
 
 def addressed(item: Item, handle: int, limits: Limits | None = None) -> Item:
-    """An item for the controller ``handle``. ``limits``: its limits, if they have changed."""
+    """A copy of an item, addressed to the controller ``handle``. ``limits``: the controller's new
+    limits if they have changed."""
     return Item(
         handle, item.tokens, item.backtrack, item.last, item.distributions, limits or item.limits
     )

@@ -1,8 +1,8 @@
 """Controllers whose guests run in a guest process.
 
-A controller records its calls. If its process ends, the next call first repeats them in a new
-process, as a replay on another worker does. The decisions of guests depend only on their inputs,
-and operations on variables receive their recorded answers.
+Each controller records its calls. If its process ends, the next call first repeats the recorded
+calls in a new process, as a replay on another worker does. The decisions of guests depend only on
+their inputs, and operations on variables receive their recorded answers.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ from .recording import Begun, Call, Recording, addressed, repetitions
 from .table import ProcessTable
 
 MAX_LOSSES = 2
-"""A controller ends when this number of processes in a row have crashed during its calls."""
+"""Number of processes in a row that may crash during the calls of one controller. With the last of
+them, the controller ends."""
 MAX_SUSPICIONS = 2
-"""A controller ends when this number of its processes were compromised."""
+"""Number of compromised processes after which a controller that ran in all of them ends."""
 MAX_TRIES = 10
-"""Maximum number of processes in which one call is tried."""
+"""Maximum number of tries of one call, each of which may use a new process."""
 LOAD_S = 10.0
 """CPU time limit of loading a module, in seconds."""
 
@@ -63,7 +64,7 @@ class Place(NamedTuple):
     tenant: str
     module: str
     load: Callable[[], Loaded] | None
-    """Reads the compiled module; None for a Python controller, which the process has."""
+    """Reads the compiled module. None for a Python controller, which every process already has."""
 
     @property
     def title(self) -> str:
@@ -82,8 +83,8 @@ class RemoteController:
         self._process: GuestProcess | None = None
         self._handle = 0
         self._variables = host.variables
-        """The variables for the questions of the guest: those of the host, or a copy during a
-        replay."""
+        """The variables that the guest's questions use: the variables of the host, or a copy of
+        them during a replay."""
         self._limits = host.limits
         """The limits that were last sent to the guest."""
         self._ahead: deque[Answer | TokenbusError] = deque()
@@ -128,8 +129,8 @@ class RemoteController:
         return answer
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
-        """Calls post_process and the calls that usually follow, and stores the answers of these
-        calls (``interface.DecidesAhead``)."""
+        """Makes the calls post_process, pre_process and mid_process in one request, and stores the
+        answers of the last two (``interface.DecidesAhead``)."""
         if not self._ahead:
             distributions = list(self._host.distributions)
             self._advance(Item(0, list(tokens), backtrack, self._ending, distributions))
@@ -145,7 +146,7 @@ class RemoteController:
         return bool(self._ahead)
 
     def fork(self, host: Host) -> RemoteController:
-        """Copies the controller and its guest for the sequence of ``host``."""
+        """Creates a copy of the controller and of its guest for the new sequence of ``host``."""
         child = RemoteController(self._place, host, self._recording)
         child.takes_drafts = self.takes_drafts
         child._asks, child._slow, child._waits = self._asks, self._slow, self._waits
@@ -163,8 +164,8 @@ class RemoteController:
         return child
 
     def close(self) -> None:
-        """Frees the guest, if its process runs. If no request can be made, the guest lives until
-        its process ends."""
+        """Frees the guest if its process runs. If the request to free it fails, the guest remains
+        in memory until its process ends."""
         process, self._process = self._process, None
         if process is None or process.controllers.pop(self._handle, None) is None:
             return
@@ -200,8 +201,8 @@ class RemoteController:
     def answer(self, asked: Asked) -> Told:
         """Answers a question of the guest; raises TokenbusError if the question is refused."""
         variables = self._variables
-        # The next rounds run alone. In a batch, the other sequences would also wait for such
-        # answers.
+        # The next rounds of this guest run outside of batches, because in a batch the other
+        # sequences would also wait for the answers to its questions.
         self._waits = True
         if asked.what == "next_tokens":
             return self._next_tokens(asked)
@@ -225,7 +226,7 @@ class RemoteController:
     def _next_tokens(self, asked: Asked) -> Told:
         questions = self._host.questions
         if questions is None:
-            # Only a compromised process asks for a controller that is not a script.
+            # Only scripts ask this question, so the process is compromised.
             raise ControllerError(Code.CONTROLLER_FAILED, "only a script asks about constraints")
         try:
             text = decode_text(asked.value)
@@ -252,8 +253,8 @@ class RemoteController:
         return False
 
     def lost(self, died: GuestDied, mark: VariablesMark | None, suspect: bool) -> None:
-        """Restores the variables of ``mark``. Counts the end of the process if ``suspect`` is
-        true."""
+        """Restores the variables to ``mark``. If ``suspect`` is true, counts the end of the process
+        towards ``MAX_LOSSES``."""
         self._rewind(mark)
         if suspect:
             self._note(died)
@@ -278,8 +279,8 @@ class RemoteController:
         self._take(outcome)
 
     def _run(self, request: Callable[[], ToGuest], limit_s: float, first: bool = False) -> Outcome:
-        """Makes a call, in a new process if the old process has ended. Raises TokenbusError if the
-        call fails before its first answer."""
+        """Sends a request to the guest's process, or to a new process if the old one has ended.
+        Raises TokenbusError if the request has an error and no answer."""
         mark = self.mark()
         for _ in range(MAX_TRIES):
             if self._fault is not None:
@@ -299,7 +300,9 @@ class RemoteController:
         )
 
     def _note(self, died: GuestDied) -> None:
-        """Counts the end of a process during a call of this controller."""
+        """Counts the end of a process during a call of this controller. After too many, or if the
+        watchdog killed the process because of this call, sets the error with which the sequence
+        ends."""
         if died.cause is Cause.OTHER:
             return
         self._losses += 1
@@ -336,7 +339,7 @@ class RemoteController:
         return 4 * -(-self._host.vocabulary.size // 32)
 
     def _take(self, outcome: Outcome, mask: memoryview | None = None) -> None:
-        """Stores the answers of an outcome, which later calls return."""
+        """Stores the answers of an outcome. The next calls of this controller return them."""
         if mask is not None:
             self._log(outcome)
             if outcome.mid is not None and outcome.mid.masked:
@@ -352,7 +355,7 @@ class RemoteController:
 
     def _next(self, phase: str) -> Answer:
         if not self._ahead:
-            # Only a compromised process leaves out an answer.
+            # The process is compromised, because the runtime never leaves out an answer.
             text = f"its process sent no answer of {phase}"
             raise ControllerError(Code.CONTROLLER_FAILED, text)
         answer = self._ahead.popleft()
@@ -369,8 +372,9 @@ class RemoteController:
     # --- replay ---------------------------------------------------------------------------------
 
     def _home(self, first: bool) -> GuestProcess:
-        """The process of the guest. If it has ended, a new process in which all recorded calls were
-        repeated."""
+        """The process of the guest. If it has ended, a new process is used, in which all recorded
+        calls are repeated first. ``first``: whether the guest is being created, so that no calls
+        are recorded."""
         process = self._process
         if process is not None and not process.dead:
             return process
@@ -418,7 +422,7 @@ class RemoteController:
                             raise item.fault.error()
         finally:
             self._variables = self._host.variables
-        # The guest still has the limits that applied during the replay.
+        # The guest still has the limits of the replay, so the next round sends the usual limits.
         self._limits = replayed_limits(self._host.limits)
 
     def _requests(

@@ -1,7 +1,7 @@
-"""The rights that a guest process gives up before it runs code of clients.
+"""Gives up rights of a guest process before the process runs code of clients.
 
-The rights are given up in layers of isolation, which are independent of each other. A layer that
-the system does not have is reported, and the other layers still apply. System calls are refused by
+Isolation consists of several independent layers. If the system does not support a layer, this layer
+is reported as missing, and the other layers still apply. System calls are refused by
 ``system_calls.py``.
 """
 
@@ -19,7 +19,7 @@ from ....protocol.guest_user import GuestUser
 from .system_calls import ARCHITECTURE, COLUMN, program
 
 MAX_FILES = 1024
-"""Maximum descriptors of a guest process. Each channel has two."""
+"""Maximum descriptors of a guest process. Each channel uses two descriptors."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
@@ -41,7 +41,7 @@ _LANDLOCK_CREATE_RULESET = 444
 _LANDLOCK_RESTRICT_SELF = 446
 _LANDLOCK_VERSION = 1
 _LANDLOCK_FILES = (0x1FFF, 0x3FFF, 0x7FFF, 0x7FFF, 0xFFFF)
-"""All rights to files, as bits, for each version of landlock from 1 on."""
+"""All rights to files, as bits, by the version of landlock, beginning with version 1."""
 _LANDLOCK_NET, _LANDLOCK_SCOPES = 3, 3
 """Rights to TCP connections (from version 4), and to abstract Unix sockets and signals (from
 version 6), as bits."""
@@ -53,8 +53,8 @@ def isolate(*, same_users: bool) -> list[str]:
     """Moves this process and its later forks to an empty network and an empty file system. Called
     by its only thread. Returns the layers that are missing.
 
-    ``same_users``: whether this process must keep its user ids. Otherwise a new user namespace may
-    give it the rights that it needs.
+    ``same_users``: whether this process must keep its user ids. If it need not, it may enter a new
+    user namespace, which gives it the rights to enter the other namespaces.
     """
     spaces = {
         "a network namespace": _CLONE_NEWNET | _CLONE_NEWIPC,
@@ -68,14 +68,15 @@ def isolate(*, same_users: bool) -> list[str]:
 
 
 def _empty_mounts() -> int:
-    """Replaces all file systems of this mount namespace by an empty one; 0 if that succeeds."""
+    """Replaces all file systems of this mount namespace by an empty file system. Returns 0 on
+    success, 1 on failure."""
     place = b"/proc"
     failed = _libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None)
     failed = failed or _libc.mount(b"none", place, b"tmpfs", _MS_RESTRICTED, b"size=4k,mode=0555")
     if failed:
         return 1
     os.chdir(place)
-    # The old root is then mounted over the new one, and is removed.
+    # pivot_root mounts the old root over the new root. The old root is then unmounted.
     if _libc.syscall(_PIVOT_ROOT[COLUMN], b".", b".") or _libc.umount2(b".", _MNT_DETACH):
         return 1
     os.chdir("/")
@@ -84,7 +85,7 @@ def _empty_mounts() -> int:
 
 
 def bound_memory(memory_bytes: int) -> None:
-    """Bounds the memory that this process may write to, not counting shared files."""
+    """Bounds the private writable memory of this process, without shared memory."""
     # wasmtime reserves 4 GiB of addresses for each memory, so RLIMIT_AS would be too small.
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -94,8 +95,8 @@ def drop_rights(
     memory_bytes: int = resource.RLIM_INFINITY, user: GuestUser | None = None
 ) -> list[str]:
     """Gives up the rights of this process. Called by its only thread. Returns the layers that are
-    missing. ``memory_bytes``: memory that the process may write to, not counting shared files.
-    ``user``: the new user of the process; None: its user does not change."""
+    missing. ``memory_bytes``: bound on the private writable memory of the process. ``user``: the
+    new user of the process; None if the user does not change."""
     bound_memory(memory_bytes)
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -117,19 +118,19 @@ def _change_user(user: GuestUser) -> str:
         os.setresuid(user.uid, user.uid, user.uid)
     except OSError as error:
         return f"a user of their own ({errno.errorcode[error.errno or errno.EPERM]})"
-    # A change of the user clears this setting.
+    # The setting is made again, because the change of the user has cleared it.
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     return ""
 
 
 def _no_capabilities() -> str:
-    """Gives up all capabilities, which root has, and a user may have."""
+    """Gives up all capabilities. root has them, and other users may have some."""
     header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
     return _missing("a user without capabilities") if _libc.capset(header, bytes(24)) else ""
 
 
 def _not_dumpable() -> str:
-    """Prevents other processes of the same user from reading the memory of this process."""
+    """Prevents other processes of the same user from reading this process's memory."""
     failed = _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     return _missing("PR_SET_DUMPABLE") if failed else ""
 

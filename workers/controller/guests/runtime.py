@@ -1,4 +1,4 @@
-"""The runtime that runs the guests of each tenant in a separate process."""
+"""The ``GuestRuntime`` that runs the guests of each tenant in a separate process."""
 
 from __future__ import annotations
 

@@ -9,13 +9,14 @@ from ..limits import Limits
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """The limits of guests, and the Python controllers that all processes have."""
+    """The limits of guests, the Python controllers that all processes load, and the processes'
+    user."""
 
     limits: Limits
     controllers: list[str] = []
     """Python controllers of the operator, each named ``module:Name``."""
     user: GuestUser | None = None
-    """The user of processes that run code of clients; None: the user of the worker."""
+    """The user under which processes run code of clients; None stands for the worker's user."""
 
     @property
     def trusted(self) -> bool:

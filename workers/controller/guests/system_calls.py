@@ -1,7 +1,7 @@
 """The system calls of a guest process, and the seccomp program that refuses all others.
 
-The list is the whole interface between a guest process and the kernel. A compromised process cannot
-open files or sockets, start programs, send signals to other processes or read their memory.
+A guest process has no interface to the kernel except the calls in this file. A compromised process
+cannot open files or sockets, start programs, send signals to other processes or read their memory.
 """
 
 from __future__ import annotations
@@ -64,19 +64,20 @@ CLONE = (56, 220)
 """May start threads, but not processes; the bits of its first argument distinguish these."""
 CLONE_THREAD = 0x0001_0000
 CLONE3 = (435, 435)
-"""Refused with ENOSYS, because seccomp cannot read its arguments: libc then uses ``clone``."""
+"""Refused, because seccomp cannot read its arguments. The error is ENOSYS, after which libc uses
+``clone``."""
 MEMFD_CREATE = (319, 279)
-"""Refused with ENOSYS, because no limit counts files in memory. wasmtime then copies the initial
-memory of a module into each instance."""
+"""Refused, because no limit counts files in memory. The error is ENOSYS, after which wasmtime
+copies the initial memory of a module into each instance."""
 TGKILL = (234, 131)
-"""May send signals only to the process itself, as abort() does, and no signals of
+"""May send signals only to the process itself, as abort() does, except the signals in
 ``OTHERS_SIGNALS``."""
 OTHERS_SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
-"""Signals that only other parties may send. A process cannot end itself with SIGKILL, because its
-module would then not be suspected."""
+"""Signals that a guest process may not send to itself. If it ended itself with SIGKILL, the worker
+would assume that another party had killed it, and would not suspect its module."""
 FCNTL = (72, 25)
-"""May have only the commands of ``FCNTL_COMMANDS``: F_SETFL would also change the worker's
-descriptor."""
+"""May have only the commands in ``FCNTL_COMMANDS``. F_SETFL is not among them, because it would
+also change the flags of the worker's descriptor."""
 FCNTL_COMMANDS = (
     fcntl.F_GETFD,
     fcntl.F_SETFD,
@@ -85,7 +86,8 @@ FCNTL_COMMANDS = (
 )
 
 _MACHINES = {"x86_64": (0, 0xC000_003E), "aarch64": (1, 0xC000_00B7)}
-"""The column of the numbers of system calls, and the kernel's number of the architecture."""
+"""By machine: the index of its system call numbers in the pairs above, and the kernel's number of
+the architecture."""
 COLUMN, ARCHITECTURE = _MACHINES.get(platform.machine(), (0, 0))
 """``ARCHITECTURE`` is 0 if the architecture is unknown."""
 
@@ -96,7 +98,8 @@ _LOAD, _EQUAL, _BITS, _RETURN = 0x20, 0x15, 0x45, 0x06
 _NUMBER_AT, _ARCHITECTURE_AT, _FIRST_AT, _SECOND_AT, _THIRD_AT, _FOURTH_AT = 0, 4, 16, 24, 32, 40
 
 _Instruction = tuple[int, int, int, int]
-"""The operation, the distances of its two jumps, and its constant."""
+"""An instruction of BPF: the operation, the distances of its two jumps (if true, if false), and its
+constant."""
 
 
 def program(pid: int) -> bytes:

@@ -21,13 +21,13 @@ from .setup import Setup
 log = logging.getLogger(__name__)
 
 IDLE_S = 30.0
-"""Time without controllers and requests after which a process ends, in seconds."""
+"""Seconds without controllers and without requests after which a process is ended."""
 KEEP_S = 1.0
-"""A process with controllers is only ended to make room if its last call was at least this time
-ago, in seconds."""
+"""Seconds since its last call after which a process with controllers may be ended to make room for
+another process."""
 MAX_LAUNCHES = 3
-"""Maximum number of zygotes that are started for one process, if each ends before it has forked the
-process."""
+"""Maximum number of zygotes that are tried for one guest process, if each zygote ends before it has
+forked the process."""
 MAX_DEATHS = 3
 """If this number of a tenant's sequences with one module end with their processes within
 ``DEATHS_S``, the module is refused to the tenant."""
@@ -38,8 +38,9 @@ _Key = tuple[str, int]
 
 
 class Deaths:
-    """The sequences that were ended because of the death of their process, by tenant and module,
-    because several tenants may have uploaded the same module. Thread-safe."""
+    """Counts the sequences that ended because their calls had ended their process, by tenant and
+    module. Several tenants may have uploaded the same module, so tenants are counted separately.
+    Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -89,8 +90,8 @@ class ProcessTable:
     """The guest processes of a worker. Thread-safe.
 
     At most ``max_processes`` processes run. If another process is needed, a process without
-    controllers ends, or else the least recently used process. The controllers of the ended process
-    are replayed in a new process at their next calls.
+    controllers is ended, or else the least recently used process. The controllers of the ended
+    process are replayed in a new process at their next calls.
     """
 
     def __init__(self, setup: Setup, max_processes: int) -> None:
@@ -118,8 +119,8 @@ class ProcessTable:
     def take(self, tenant: str, host: Host) -> GuestProcess:
         """The process of a tenant, which is started if necessary. Raises UnavailableError if the
         process cannot be started now."""
-        # The slot is taken again after the lock is free, because threads that wait for the lock may
-        # have all slots.
+        # The order matters: the lock is released before the slot is taken again. Otherwise this
+        # thread could wait for a slot while threads that wait for the lock have all slots.
         with freeing_slot(), self._spawning:
             for _ in range(MAX_LAUNCHES):
                 launcher = self._living()
@@ -136,8 +137,8 @@ class ProcessTable:
             )
 
     def tick(self) -> None:
-        """Ends requests that use too much time, idle processes, and processes that run without a
-        request."""
+        """Kills processes whose requests use too much time, or that use CPU time without a request.
+        Ends idle processes."""
         now_s = time.monotonic()
         with self._lock:
             processes = list(self._processes.values())
@@ -201,11 +202,11 @@ class ProcessTable:
 
     def _make_room(self) -> None:
         """Ends a process if ``max_processes`` are running. Raises UnavailableError if all of them
-        are in use."""
+        are in use or were used recently."""
         with self._lock:
             if len(self._processes) < self._max:
                 return
-            # Processes without controllers are first.
+            # Processes without controllers are the first candidates.
             unused = [each for each in self._processes.values() if not each.busy]
             unused.sort(key=lambda each: (bool(each.controllers), each.last_used_s))
         recent_s = time.monotonic() - KEEP_S

@@ -1,9 +1,11 @@
-"""The zygote: the warm parent from which guest processes are forked.
+"""The zygote: the parent process from which guest processes are forked, with everything that they
+need already loaded.
 
 ``python -m tokenbus.workers.controller.guests.zygote DESCRIPTOR SETUP`` reads commands from the
 socket DESCRIPTOR. SETUP is a ``Setup`` as JSON. The process has one thread, because a fork copies
-only the thread that calls it. The guest processes share the memory of its vocabularies, its engine,
-its libraries and the operator's controllers. A page is copied when a process writes to it.
+only the thread that calls it. The guest processes share the zygote's memory, with the vocabularies,
+the engine, the libraries and the operator's controllers. A page of this memory is copied when a
+process writes to it.
 """
 
 from __future__ import annotations
@@ -46,10 +48,11 @@ unlimited."""
 MAX_TEXT = 16 * 1024
 """Maximum characters of a reported error."""
 MEMORY_PART = 2
-"""A guest process may have 1 / MEMORY_PART of the machine's memory. The shares of tenants bound
-guests earlier; this bound also applies to a compromised process."""
+"""A guest process may have 1 / MEMORY_PART of the machine's memory. Tenants' shares are lower
+bounds on guests. Unlike them, this bound also holds for a compromised process."""
 _FIRST_TO_END = 1000
-"""If the machine runs out of memory, the kernel ends guest processes before all others."""
+"""The highest OOM score: if the machine runs out of memory, the kernel ends guest processes before
+all others."""
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl
 
@@ -133,11 +136,11 @@ class Zygote:
         if name == "vocabulary":
             with open(files[0], "rb") as file:
                 file.seek(0)
-                # Only the worker, whose user runs this process, can write to the socket.
+                # Unpickling is safe, because only the worker can write to the socket.
                 vocabulary = self._vocabularies[number] = pickle.load(file)
             if self._programs:
-                # Otherwise the first grammar of a script would have to load the vocabulary in every
-                # process.
+                # The vocabulary is prepared here once. Otherwise the first grammar of a script
+                # would prepare it in every process.
                 load_vocabulary(vocabulary)
             gc.collect()
             gc.freeze()
@@ -163,8 +166,8 @@ class Zygote:
     def _guest(self, parent: int, control: socket.socket, vocabulary: int) -> NoReturn:
         """Runs a guest process in the new fork."""
         try:
-            # If the kernel shares CPU time by session, the threads of this process together get one
-            # share.
+            # If the kernel divides CPU time among sessions (autogroup), all threads of this process
+            # together then get one share.
             os.setsid()
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != parent:
@@ -184,7 +187,8 @@ class Zygote:
             os._exit(1)
 
     def _run_trusted(self, control: socket.socket, process: guest.GuestProcess) -> None:
-        """Runs code of the operator, which keeps the rights and the log of the worker."""
+        """Runs code of the operator. The process keeps the worker's rights and writes to the
+        worker's log."""
         bound_memory(self._memory_bytes)
         _close_files(control)
         with captured():
@@ -192,8 +196,8 @@ class Zygote:
 
     def _run_sandboxed(self, control: socket.socket, process: guest.GuestProcess) -> None:
         """Runs code of clients."""
-        # A compromised process could fill the log of the worker, or write lines in the name of the
-        # worker.
+        # Standard output and error are closed, because a compromised process could fill the
+        # worker's log, or write lines that seem to come from the worker.
         os.dup2(self._nothing, 1)
         os.dup2(self._nothing, 2)
         _close_files(control)
@@ -216,13 +220,13 @@ class Zygote:
 
 
 def _close_files(control: socket.socket) -> None:
-    """Closes all files but the standard ones and ``control``."""
+    """Closes all descriptors except ``control`` and the standard ones (0 to 2)."""
     os.closerange(3, control.fileno())
     os.closerange(control.fileno() + 1, 1 << 16)
 
 
 def _main() -> None:
-    # These signals end the worker, which then closes the socket.
+    # The zygote ignores these signals. The worker handles them, and closes the socket when it ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(OSError):
