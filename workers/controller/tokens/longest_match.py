@@ -1,4 +1,5 @@
-"""Tokenization by longest match, for text that a tokenizer itself does not reproduce exactly."""
+"""Tokenizes by longest match. This is used for a text if the tokens of the model's tokenizer would
+not give exactly this text."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ....protocol.errors import Code, ControllerError
 
 CHECKED_STEPS = 256
-"""Positions of a text between two calls of ``check``."""
+"""Number of steps of a search between two calls of ``check``."""
 _SHOWN_BYTES = 20
 
 
@@ -23,14 +24,14 @@ class LongestMatch:
         for token in self._number:
             lengths.setdefault(token[:2], set()).add(len(token))
         self._lengths = {start: sorted(found)[::-1] for start, found in lengths.items()}
-        """By the first two bytes of a token, or its only byte: the lengths of such tokens,
-        descending."""
+        """By the first two bytes of a token, or by its only byte: the lengths of the tokens that
+        begin so, in descending order."""
         self.has_every_byte = all(bytes([byte]) in self._number for byte in range(256))
         """Whether each byte is a token."""
 
     def __call__(self, text: bytes, check: Callable[[], None] | None = None) -> list[int]:
-        """The longest token at each position, from left to right, with backtracking to a shorter
-        token if the rest cannot be tokenized.
+        """The tokens of a text: at each position, from left to right, the longest token after which
+        the rest can still be tokenized.
 
         ``check`` is called every ``CHECKED_STEPS`` positions. Raises ControllerError if no
         tokenization exists.

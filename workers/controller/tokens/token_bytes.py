@@ -1,10 +1,10 @@
 """The bytes that each token of a tokenizer stands for, derived from its ``tokenizers`` JSON.
 
-An entry of the vocabulary is not in bytes: GPT-2's byte level maps bytes to printable characters,
-and SentencePiece writes ``▁`` for a space and ``<0xAB>`` for a byte. The decoder in the JSON
-defines the mapping; without a decoder, the model, normalizer and pre-tokenizer imply it. A decoder
-whose text is not the concatenation of its tokens' bytes is refused, because constraints on bytes
-would not hold.
+The JSON does not write tokens as bytes: GPT-2's byte level maps bytes to printable characters, and
+SentencePiece writes ``▁`` for a space and ``<0xAB>`` for a byte. The decoder in the JSON defines
+the mapping. If the JSON has no decoder, the model, the normalizer and the pre-tokenizer imply the
+mapping. The text of a sequence must be the concatenation of its tokens' bytes, because constraints
+are on bytes. A tokenizer whose decoder does not satisfy this is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from ....protocol.errors import Code, ControllerError
 Spec = Mapping[str, Any]
 """A part of the JSON."""
 Step = Callable[[str], str | bytes]
-"""A step of the decoder, applied to one piece; a result in bytes is final."""
+"""A step of the decoder, which is applied to one piece (an entry of the vocabulary). If a step
+returns bytes, no further step is applied."""
 
 METASPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -114,8 +115,8 @@ def flat(part: Spec | None) -> Iterator[Spec]:
 
 
 def _implied(spec: Spec) -> Iterator[Spec]:
-    """The decoder of a tokenizer whose JSON has no decoder. It reverses the other parts of the
-    tokenizer."""
+    """The steps of a decoder for a tokenizer whose JSON has no decoder. They reverse the
+    pre-tokenizer, the normalizer or the model's way of writing spaces."""
     model: Spec = spec.get("model") or {}
     splitters = {part["type"]: part for part in flat(spec.get("pre_tokenizer"))}
     normalizers = list(flat(spec.get("normalizer")))
@@ -136,7 +137,7 @@ def _implied(spec: Spec) -> Iterator[Spec]:
 
 
 def spells_space(part: Spec) -> bool:
-    """Whether a step of a normalizer only replaces each space by ``▁``."""
+    """Whether a step of a normalizer replaces each space by ``▁`` and does nothing else."""
     if part["type"] != "Replace":
         return False
     return bool(part["pattern"].get("String") == " " and part["content"] == METASPACE)
@@ -160,8 +161,8 @@ def _byte_level(piece: str) -> bytes:
     try:
         return bytes(map(_byte_of, piece))
     except KeyError:
-        # The piece has other characters than this alphabet, so it is literal text, as in the
-        # tokenizers library.
+        # The piece has characters outside of GPT-2's alphabet, so it is literal text. The
+        # tokenizers library treats it in the same way.
         return piece.encode()
 
 

@@ -1,5 +1,5 @@
-"""Cache of this worker's vocabularies. Each tokenizer is requested over the bus, and each
-vocabulary is built once."""
+"""Caches this worker's vocabularies. A vocabulary is built once, from a tokenizer that is requested
+from a GPU worker."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from ....protocol.worker_messages import VocabularyName
 from .vocabulary import TokenizerVocabulary
 
 Ready = Callable[[TokenizerVocabulary | None, str], None]
-"""Called with the vocabulary, or with None and the reason of the failure."""
+"""A function that is called with the vocabulary and "", or with None and the reason of the
+failure."""
 
 RETRY_S = 2.0
-"""Seconds without an answer after which the tokenizer is requested again: the GPU worker may have
-been lost, and other GPU workers may have the same tokenizer."""
+"""Seconds without an answer after which a tokenizer is requested again, because the GPU worker may
+have been lost. Another GPU worker may have the same tokenizer."""
 GIVE_UP_S = 30.0
 """Seconds after which a request stops waiting for a tokenizer and fails."""
 KEPT = 16
-"""Maximum cached vocabularies; the least recently used are evicted. Sequences keep their
-vocabularies, even if these are evicted."""
+"""Maximum cached vocabularies; the least recently used is evicted first. Sequences that use an
+evicted vocabulary keep it."""
 
 _Key = tuple[str, int, tuple[int, ...], tuple[tuple[str, int], ...]]
-"""Fingerprint, size, end-of-sequence tokens, and special tokens by role."""
+"""The fingerprint of a tokenizer, the size of the model's vocabulary, the end-of-sequence tokens,
+and the special tokens by role."""
 
 
 class _Waiting(NamedTuple):
@@ -53,7 +55,8 @@ class Vocabularies:
         self._waiting: dict[str, list[_Waiting]] = {}
 
     def want(self, name: VocabularyName, gpu: int, ready: Ready) -> None:
-        """Calls ``ready``, immediately or when the GPU worker ``gpu`` has sent the tokenizer."""
+        """Calls ``ready``: immediately if the vocabulary is cached, otherwise when the GPU worker
+        ``gpu`` has sent the tokenizer."""
         special = tuple(sorted(name.special.items()))
         key = (name.fingerprint, name.size, tuple(name.eos), special)
         now = self._clock()
@@ -70,8 +73,8 @@ class Vocabularies:
             self._request(name.fingerprint, gpu)
 
     def arrived(self, fingerprint: str, json: bytes | None, error: str) -> None:
-        """Handles a tokenizer that arrived, or the error instead. This may take seconds, so it must
-        not run on the bus thread."""
+        """Handles a tokenizer that has arrived, or an error that has arrived instead. This may take
+        seconds, so it must not run on the bus thread."""
         with self._lock:
             waiting = self._waiting.pop(fingerprint, [])
             self._requested.pop(fingerprint, None)

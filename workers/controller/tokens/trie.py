@@ -21,8 +21,8 @@ from ....protocol.errors import Code, ControllerError
 MAGIC = 0x558B6FD3
 HEADER_WORDS = 7
 NO_TOKEN = 0xFFFFFF
-"""Marks a node at which no token ends. This number also bounds ids, sizes and offsets, which have
-24 bits."""
+"""Marks a node at which no token ends. Ids, sizes and offsets have 24 bits, so they must be below
+this number."""
 ROOT_BYTE = 0xFF
 LONGEST = 254
 """Maximum bytes of a token in a trie."""
@@ -31,19 +31,20 @@ Words = np.ndarray[Any, np.dtype[np.uint32]]
 
 
 def encode_trie(tokens: Sequence[bytes], eos: int) -> bytes:
-    """The trie of a vocabulary: ``tokens[i]`` are the bytes of token i, ``eos`` is -1 for none.
+    """Encodes the trie of a vocabulary. ``tokens[i]`` are the bytes of token i; ``eos`` is the
+    end-of-sequence token, or -1 if the model has none.
 
-    The trie does not contain tokens without bytes (special tokens) or with more than ``LONGEST``
-    bytes; their length is 0. Every other token occurs once.
+    Tokens without bytes (special tokens) and tokens with more than ``LONGEST`` bytes have no node,
+    and their length in the offsets is 0. Every other token has one node.
 
     Several tokens may have the same bytes, such as SentencePiece's ``A`` and ``<0x41>``. As in
     AICI, a search finds the node of the highest id, because a tokenizer produces this id. Longer
-    tokens are descendants of this node. The other tokens follow that node's subtree as leaves with
-    the same parent and byte, in the order of their ids. So a walk over all nodes visits each token,
-    and a mask is exact.
+    tokens are descendants of this node. The other tokens with these bytes follow this node's
+    subtree as leaves with the same parent and byte, in the order of their ids. So a walk over all
+    nodes visits each token, and can write an exact mask.
 
-    131,072 tokens take 0.3 to 0.5 s. Raises ControllerError if the number of tokens, or of their
-    bytes, does not fit in 24 bits.
+    Encoding 131,072 tokens takes 0.3 to 0.5 s. Raises ControllerError if the number of tokens, or
+    of their bytes, does not fit in 24 bits.
     """
     kept = [token if len(token) <= LONGEST else b"" for token in tokens]
     data = b"".join(kept)
@@ -83,10 +84,11 @@ class _Preorder(NamedTuple):
 
 
 def _preorder(tokens: Sequence[bytes]) -> _Preorder:
-    """Sorted tokens yield the nodes in preorder: each token adds the nodes beyond the prefix that
-    it shares with the previous token."""
+    """Computes the nodes in preorder from the sorted tokens. Each token adds one node for each byte
+    after the prefix that it shares with the previous token."""
     last = {token: number for number, token in enumerate(tokens)}
-    # U+0100 sorts after every byte, so a duplicate follows all tokens of which it is a prefix.
+    # A token whose bytes another token with a higher id has too is a duplicate. It gets the suffix
+    # U+0100, which sorts after every byte, so that it follows all tokens that begin with its bytes.
     order = sorted(
         (token.decode("latin-1") + ("" if last[token] == number else "\u0100"), number)
         for number, token in enumerate(tokens)
@@ -102,7 +104,8 @@ def _preorder(tokens: Sequence[bytes]) -> _Preorder:
         table = np.array(texts, f"S{width}").view(np.uint8).reshape(len(texts), width)
         differ = table[1:] != table[:-1]
         first = np.where(differ.any(axis=1), differ.argmax(axis=1), width)
-        # The table is padded with zeros, which may be bytes of a token too.
+        # The table pads tokens with zeros. A token may also contain zeros, so the shared length is
+        # bounded by both lengths.
         shared[1:] = np.minimum(first, np.minimum(lengths[1:], lengths[:-1]))
     shared = np.minimum(shared, lengths - twice)
     new = lengths - shared
@@ -120,7 +123,8 @@ def _nodes(
     depth: np.ndarray[Any, np.dtype[np.int64]],
     token: np.ndarray[Any, np.dtype[np.int64]],
 ) -> Words:
-    """Two words for each node, the root first; computed level by level."""
+    """The two words of each node, beginning with the root. They are computed for one level of the
+    trie at a time."""
     total = len(byte) + 1
     end = np.full(total, total)
     levels_ended = np.zeros(total, np.int64)
@@ -153,11 +157,12 @@ class TokenTrie(NamedTuple):
     tokens: list[bytes]
     """The bytes of each token, from the offsets."""
     spelled: dict[int, bytes]
-    """The bytes on the path to each token, in the order of the nodes."""
+    """By token, in the order of the nodes: the bytes on the path from the root to the token's
+    node."""
 
 
 def decode_trie(blob: bytes) -> TokenTrie:
-    """Decodes a trie; at least as strict as AICI's guests.
+    """Decodes a trie. The checks are at least as strict as those of AICI's guests.
 
     Raises ValueError if a size, an offset, an id, the order of siblings, a subtree's size or the
     number of levels that end is not valid.

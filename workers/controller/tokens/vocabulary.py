@@ -2,8 +2,8 @@
 
 A vocabulary is built from a tokenizer's JSON or from raw tokens. This module requires
 ``tokenizers``, but neither transformers nor torch. The text of tokens is the concatenation of their
-bytes, and ``tokenize`` is its exact inverse for every text: a controller appends exactly the text
-that it requested.
+bytes. The tokens that ``tokenize`` returns always have exactly the given text, so a controller
+appends exactly the text that it requested.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class TokenizerVocabulary:
     """Implements ``host.Vocabulary`` for one tokenizer and one model. Thread-safe.
 
     The constructor builds everything, including the trie, so that this work does not count towards
-    a controller's time limit. The constructor takes about 0.4 s for raw tokens and 1.3 s for JSON,
-    with a vocabulary of 131,072.
+    a controller's time limit. With a vocabulary of 131,072 tokens, this takes about 0.4 s from raw
+    tokens and 1.3 s from JSON.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class TokenizerVocabulary:
         tokenizer: Tokenizer | None = None,
         special: Mapping[str, int] | None = None,
     ) -> None:
-        """Use ``from_json`` or ``from_tokens``.
+        """Callers use ``from_json`` or ``from_tokens``.
 
         The tokens in ``eos`` have no bytes, so that constraints do not allow them as text. Ids
         beyond the vocabulary, which the model cannot sample, are ignored. ``special``: special
@@ -68,10 +68,10 @@ class TokenizerVocabulary:
     ) -> TokenizerVocabulary:
         """Creates a vocabulary from the JSON of a tokenizer, as ``tokenizers`` writes it.
 
-        ``size`` is the model's vocabulary size, its number of logits: ids beyond the tokenizer's
-        are padding without bytes, and tokens beyond the model's are never used. Raises
-        ControllerError if the JSON is not a tokenizer's, or if it does not define its tokens'
-        bytes.
+        ``size`` is the number of the model's logits. If the tokenizer has fewer tokens, the other
+        ids are padding without bytes. If it has more tokens, those beyond ``size`` are never used.
+        Raises ControllerError if the JSON is not a tokenizer's, or if it does not define its
+        tokens' bytes.
         """
         try:
             spec: Spec = msgspec.json.decode(json)
@@ -83,7 +83,7 @@ class TokenizerVocabulary:
                 f"the tokenizer {fingerprint[:12]} cannot be read: {error}; "
                 "it must be JSON as the tokenizers library writes it",
             ) from None
-        # Text that looks like a special token is text.
+        # With this option, a text that looks like a special token is tokenized as text.
         tokenizer.encode_special_tokens = True
         added = spec.get("added_tokens") or []
         special = {token["content"]: token["id"] for token in added if token.get("special")}
@@ -97,13 +97,13 @@ class TokenizerVocabulary:
         fingerprint: str,
         special: Mapping[str, int] | None = None,
     ) -> TokenizerVocabulary:
-        """Creates a vocabulary from raw tokens, of which special tokens are empty. Text is
+        """Creates a vocabulary from the bytes of its tokens. Special tokens have no bytes. Text is
         tokenized by longest match."""
         return cls(tokens, eos, fingerprint, special=special)
 
     def assign_roles(self, roles: Mapping[str, int]) -> None:
-        """Sets the special tokens that ``special_token`` finds, by role. Called before any other
-        thread has the vocabulary."""
+        """Sets the special tokens that ``special_token`` finds, by role. Called before other
+        threads use the vocabulary."""
         self._roles = {role: at for role, at in roles.items() if 0 <= at < self.size}
 
     def special_token(self, token: SpecialToken) -> int | None:
@@ -123,10 +123,11 @@ class TokenizerVocabulary:
     def tokenize(self, text: bytes, check: Callable[[], None] | None = None) -> list[int]:
         """Tokenizes a continuation: without a prefix such as a space, and without special tokens.
 
-        ``bytes_of`` of the result is always the text: if the tokenizer's own tokens would give
-        another text, the longest match is used; bytes that are not UTF-8 are tokenized one by one.
-        ``check`` is called repeatedly, but not within the tokenizer, and may raise to stop the
-        call. Raises ControllerError if the vocabulary cannot represent the text.
+        ``bytes_of`` of the result is always the text. If the tokens of the model's tokenizer would
+        give another text, the text is tokenized by longest match. Each byte that is not valid UTF-8
+        becomes a token of its own. ``check`` is called repeatedly, but not within the tokenizer,
+        and may raise to stop the call. Raises ControllerError if the vocabulary cannot represent
+        the text.
         """
         try:
             return self._tokens_of(text.decode(), text, check)
@@ -158,9 +159,10 @@ class TokenizerVocabulary:
         if self._tokenizer is None:
             return []
         try:
-            # Unlike other methods of the tokenizer, this method releases the interpreter lock.
+            # This method is used because, unlike the tokenizer's other methods, it releases
+            # Python's lock.
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        except BaseException:  # The cause is an unknown word without an unknown token, or a panic.
+        except BaseException:  # For example, a word is unknown and the model has no unknown token.
             return []
 
 
@@ -171,8 +173,9 @@ def _exact(spec: Spec) -> dict[str, Any]:
     """The JSON of a tokenizer without the steps that change the text, such as a prefix or
     lower-casing.
 
-    Only the steps of the normalizer remain that map text to the alphabet of the vocabulary. A text
-    that the removed steps would not change gets the same tokens as from the original tokenizer.
+    In the normalizer, only the steps remain that map text to the alphabet of the vocabulary. If the
+    removed steps would not change a text, the text gets the same tokens as from the original
+    tokenizer.
     """
     kept = [
         part
