@@ -31,7 +31,8 @@ from .structural.program import StructuralProgram
 
 
 class GrammarProgram:
-    """A constraint whose argument is compiled to tables, which a grammar instance runs."""
+    """A constraint whose argument is compiled to tables. A grammar instance then computes masks
+    from the tables."""
 
     def __init__(self, instances: SharedInstances, tables: Callable[[bytes], bytes]) -> None:
         self._instances = instances
@@ -57,8 +58,8 @@ class Combination(NamedTuple):
 
 
 class CombinationProgram:
-    """The constraint ``combination``: one automaton if possible, else its parts one after
-    another."""
+    """The constraint ``combination``. It is compiled to one automaton if possible. Otherwise its
+    parts are run one after another."""
 
     def __init__(
         self,
@@ -101,9 +102,9 @@ class Constraints:
     def __init__(
         self, engine: wasmtime.Engine, folder: Path | None, bounds: Bounds | None = None
     ) -> None:
-        """``folder`` is where tables and masks are stored between runs; None: nothing is stored.
-        ``bounds``: the bounds of compiling one grammar."""
-        prepare()  # This takes 40 ms, which would otherwise delay the first pattern.
+        """``folder`` stores tables and masks between runs of the worker; None if nothing is to be
+        stored. ``bounds``: the bounds of compiling one grammar."""
+        prepare()  # This takes 40 ms now, so that the first pattern is not delayed.
         snapshots = folder / "memories" if folder is not None else None
         self._meter = CompileMeter()
         self._processes = Processes(bounds or Bounds())
@@ -137,6 +138,7 @@ class Constraints:
         return self._meter.series()
 
     def close(self) -> None:
-        """Writes snapshots to disk and frees all memory, when the worker stops."""
+        """Called when the worker stops: writes snapshots to disk, and ends the compiling
+        processes."""
         self._instances.close()
         self._processes.close()

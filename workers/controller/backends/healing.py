@@ -1,8 +1,9 @@
-"""Token healing: the last token of a prompt is removed, and its text is forced.
+"""Token healing: the last token of a prompt is removed, and the first sampled token must begin with
+the removed token's text.
 
 A prompt that ends in the middle of a word ends in tokens that a tokenizer would not produce for the
-whole word. So its last token is removed, and the first sampled token must begin with the text of
-that token. The rest of the sampled token is the beginning of the constrained text. Source:
+whole word. After healing, the model can sample the token that a tokenizer would produce. The text
+of the sampled token after the removed text is the beginning of the constrained text. Source:
 guidance's token healing; here exactly one token is removed.
 """
 
@@ -20,8 +21,8 @@ from .structural.free_masks import TokenTable
 
 KEPT_TABLES = 4
 MAX_TRIED = 256
-"""A candidate for the first token is tried with masks of its own if its text after the removed
-token's text is not a single token. At most this number of candidates are tried; further ones are
+"""Maximum number of candidates for the first token that are tried token by token. This is necessary
+if the candidate's text after the removed text is not a single token. Further such candidates are
 forbidden."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
@@ -37,8 +38,8 @@ class HealingProgram:
         """The removed token."""
 
     def start(self, host: Host) -> Constraint:
-        """Raises RequestError if the controller is not a built-in constraint, and the errors of its
-        program."""
+        """Creates the controller. Raises RequestError if the request's controller is not a built-in
+        constraint, and the errors of ``program``."""
         text = host.vocabulary.token(self.healed)
         first = self._begin(host)
         return HealingController(self, first, host, text) if text else first
@@ -73,12 +74,13 @@ class HealingController:
         self._prefix = prefix
         self._prompt: Sequence[int] = ()
         self._rest: list[int] | None = None
-        """The constraint's part of the first token, as tokens; None before the first token."""
+        """The text of the first token that belongs to the constrained text, as tokens; None before
+        the first token."""
         self._after = 0
         """Number of tokens after the first token."""
         self._given: Answer | None = None
-        """The constraint's last answer, if it is a splice that reaches back into the first
-        token."""
+        """The constraint's last answer if it is a splice that drops tokens of ``_rest``; otherwise
+        None."""
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
         """Calls the constraint."""
@@ -90,7 +92,8 @@ class HealingController:
         return self._inner.pre_process()
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """Returns the mask of the first token, and later the decisions of the constraint."""
+        """Writes the mask of the first token. After the first token, returns the decisions of the
+        constraint."""
         answer = self._inner.mid_process(fork_group, mask)
         if self._rest is not None:
             return self._whole(answer)
@@ -101,7 +104,7 @@ class HealingController:
         return _MASKED
 
     def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """Calls the constraint, after the first token."""
+        """Calls the constraint's masks_along; returns 0 before the first token."""
         inner = self._inner
         if self._rest is None or not isinstance(inner, TakesDrafts):
             return 0
@@ -116,7 +119,8 @@ class HealingController:
             return self._inner.post_process(given.tokens, given.backtrack)
         if self._rest is None and tokens:
             self._rest = self._rest_of(tokens[0])
-            # The sequence has used one token. The constraint counts the tokens of the rest instead.
+            # The sequence has used one token of ``max_tokens``, but the constraint will count the
+            # tokens of the rest, so its own ``max_tokens`` is adapted.
             left = max(1, self._host.max_tokens - 1 + len(self._rest))
             self._inner.close()
             self._inner = self._program.begin(self._host, left)
@@ -128,7 +132,7 @@ class HealingController:
         return self._inner.post_process(tokens, backtrack)
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """The kind of the end of the constrained text, if it ended here."""
+        """See ``Constraint.text_end``, for the constrained text."""
         return self._inner.text_end(stop)
 
     def fork(self, host: Host) -> HealingController:
@@ -159,8 +163,9 @@ class HealingController:
         return vocabulary.tokenize(text[len(self._prefix) :])
 
     def _whole(self, answer: Answer) -> Answer:
-        """The answer of the constraint. A splice that reaches back into the first token is changed
-        to write all of that token again."""
+        """The answer of the constraint for the whole sequence. If the answer is a splice that drops
+        tokens of ``_rest``, the new splice drops the whole first token and writes the removed token
+        and the rest again."""
         rest = self._rest or []
         if answer.action is not Action.SPLICE or answer.backtrack <= self._after:
             return answer
@@ -178,7 +183,7 @@ class HealingController:
         table = _table(self._host.vocabulary)  # type: ignore[arg-type]
         every = int.from_bytes(table.all_text, "little")
         if answer.masked and int.from_bytes(mask, "little") & every == every:
-            # If every token may begin the text, the rest of a longer token may begin it too.
+            # If every token may begin the constrained text, any text may begin it.
             answer = CONTINUE
         tried = 0
         for place in table.beginning_with(self._prefix):

@@ -1,4 +1,5 @@
-"""The tokens of a text before its end or before a stop string, and the log line about the end."""
+"""Functions of the built-in constraints about the end of a text: the tokens before it, and its log
+line."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ def before_end(tokens: Sequence[int], vocabulary: Vocabulary) -> Sequence[int]:
 
 
 def tokens_before(stop: bytes, text: Sequence[int], vocabulary: Vocabulary) -> list[int] | None:
-    """Tokens of the text before the first occurrence of ``stop``, which may be inside of a token.
+    """Tokens for the text before the first occurrence of ``stop``, which may begin inside a token.
 
-    The result has the tokenizer's own tokens, which may differ from those of ``text``. None if the
-    text does not contain ``stop``, or if its beginning cannot be written in tokens.
+    The text before ``stop`` is tokenized again, so the result may have other tokens than ``text``.
+    None if the text does not contain ``stop``, or if the vocabulary cannot write the text before
+    it.
     """
     before, found, _ = b"".join(map(vocabulary.token, text)).partition(stop)
     try:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TURN_S = 30.0
-"""Maximum time that a grammar waits for a process, in seconds; after that, the client has to send
-the request again."""
+"""Maximum time that a grammar waits until a process is free, in seconds. If the wait is longer, the
+client has to send the request again."""
 WALL_S = 120.0
-"""Maximum wall-clock time of a task, in seconds; after that, the client has to send the request
-again. The bound does not refuse a grammar: it is exceeded only if a busy machine gives the process
-hardly any CPU time."""
+"""Maximum wall-clock time of a task, in seconds. If a task takes longer, the client has to send the
+request again. The grammar itself is not refused, because a task takes so long only if a busy
+machine gives its process hardly any CPU time."""
 STACK_BYTES = 3 * 1024 * 1024
-"""Stack of the thread that compiles, in bytes. The worker's threads have a larger stack
-(``sandbox.HOST_STACK_BYTES``), so that a grammar that compiles in the process also compiles in the
-worker."""
+"""Stack of the thread that compiles, in bytes. The stacks of the worker's threads
+(``sandbox.HOST_STACK_BYTES``) are larger, so that each grammar that compiles in the process also
+compiles in the worker."""
 BLAME_SHARE = 0.25
 """Maximum CPU time of the search for the most expensive part of a refused grammar, as a share of
 ``cpu_s``."""
@@ -50,4 +50,4 @@ TOO_DEEP = "the grammar is nested too deeply: llguidance's stack overflowed"
 
 
 class RefusedGrammar(Exception):
-    """A grammar that is not valid or that exceeds the bounds; the message is the reason."""
+    """The grammar is not valid, or compiling it exceeds the bounds. The message says which."""

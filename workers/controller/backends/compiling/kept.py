@@ -1,4 +1,5 @@
-"""Stores a worker's compiled grammars and tables in memory, with bounds over all tenants."""
+"""Caches a worker's compiled grammars and tables in memory, with one bound for all tenants
+together."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class Kept(Generic[K, T]):
             return entry.value
 
     def add(self, tenant: str, key: K, value: T, size: int = 1) -> None:
-        """Stores a value that was compiled for a tenant."""
+        """Stores a value that was compiled for a tenant. Values are removed if a bound is then
+        exceeded."""
         with self._lock:
             self._drop(key)
             self._entries[key] = _Entry(tenant, value, size)

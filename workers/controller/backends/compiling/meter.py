@@ -28,8 +28,8 @@ class CompileMeter:
 
     @contextlib.contextmanager
     def measured(self, constraint: str) -> Iterator[None]:
-        """Measures one compilation, including the wait for a process: the request has no mask until
-        both are over."""
+        """Measures one compilation, including the wait for a process, because the request cannot
+        get a mask earlier."""
         began = time.perf_counter()
         outcome = "failed"
         try:

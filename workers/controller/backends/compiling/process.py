@@ -1,4 +1,5 @@
-"""A process that compiles: ``python -m tokenbus.workers.controller.backends.compiling.process``.
+"""The program of a process that compiles and checks grammars: ``python -m
+tokenbus.workers.controller.backends.compiling.process``.
 
 The process reads tasks from stdin and writes their outcomes to stdout. A timer bounds the CPU time
 of each task, and a resource limit bounds the memory of the process. The thread that runs the tasks
@@ -21,7 +22,8 @@ from .bounds import STACK_BYTES
 from .tasks import Done, Task, read, write
 
 SHARE = 0.75
-"""Share of the CPU time of a task after which the search for a shortest text stops."""
+"""Share of a task's limit on CPU time after which the search for the shortest text that the grammar
+allows stops."""
 
 
 def _done(task: Task) -> Done:
@@ -52,8 +54,8 @@ def _done(task: Task) -> Done:
 def _serve() -> None:
     while (message := read(sys.stdin.buffer)) is not None:
         task = msgspec.msgpack.decode(message, type=Task)
-        # A task that bounds its own time gets spare time, so that it can report its own error
-        # before the kernel ends the process.
+        # Tasks of the other kinds bound their own time. Their timer runs longer, so that such a
+        # task can report its error before the kernel ends the process.
         spare = 0.0 if task.kind in ("llguidance", "shortest") else 0.3 + task.cpu_s / 4
         signal.setitimer(signal.ITIMER_PROF, task.cpu_s + spare)
         reply = msgspec.msgpack.encode(_done(task))

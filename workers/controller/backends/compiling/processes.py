@@ -1,10 +1,11 @@
-"""The processes that compile, each of which runs one task at a time.
+"""Starts and ends the processes that compile grammars. Each process runs one task at a time.
 
-Compiling can take hours (an intersection of a few expressions) or all of the memory. Compiling can
-also overflow the stack of a native library, which ends the process (a chain of 10,000 rules). A
-process of ``python -m tokenbus.workers.controller.backends.compiling.process`` has bounded time,
-memory and stack. The process is reused, because starting a process takes 0.1 s, while a task of a
-usual grammar takes about a millisecond.
+Compiling a grammar can take hours or all memory, for example for an intersection of a few
+expressions. It can also overflow the stack of a native library, which ends the process, for example
+for a chain of 10,000 rules. A process of ``python -m
+tokenbus.workers.controller.backends.compiling.process`` has bounded time, memory and stack.
+Processes are reused, because starting one takes 0.1 s, and a usual grammar compiles in about a
+millisecond.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Processes:
         return self._done("shortest", grammar.encode()).shortest
 
     def run(self, kind: Kind, grammar: bytes) -> bytes:
-        """The tables that a task makes; raises the same errors as ``check``."""
+        """The tables that a task of this kind makes from a grammar. Raises the same errors as
+        ``check``."""
         return self._done(kind, grammar).tables
 
     def close(self) -> None:
@@ -88,7 +90,8 @@ class Processes:
         return done
 
     def _blame(self, grammar: bytes, reason: str) -> str:
-        """The faulty part of a grammar, to be appended to the reason; empty if unknown."""
+        """The faulty part of a refused grammar, as text that is appended to the reason; empty if
+        the part is unknown."""
         task = Task("blame", bounds.BLAME_SHARE * self.limits.cpu_s, grammar, reason)
         try:
             return self._ask(task).refused
@@ -144,7 +147,8 @@ class Processes:
 
 
 def _exchange(process: subprocess.Popen[bytes], task: bytes) -> bytes | None:
-    """The reply of a process to a task; None if the process has ended. Raises TimeoutError."""
+    """The reply of a process to a task; None if the process has ended. Raises TimeoutError if the
+    reply takes longer than ``WALL_S``."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:

@@ -1,4 +1,4 @@
-"""Compiles a grammar once for several simultaneous requests, and caches refusals."""
+"""Compiles a grammar once if several requests need it at the same time, and caches refusals."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class _Flight(Generic[T]):
 
 
 class Shared(Generic[T]):
-    """Runs one compilation for each key and tenant at a time; the tenant's other requests with this
-    key receive its result. Tenants do not share a compilation, because a compilation may wait in
-    the pool for the turn of its tenant.
+    """Runs at most one compilation for each key and tenant at a time. The tenant's other requests
+    with this key wait for its result. Tenants do not share a compilation, because a compilation may
+    wait in the pool for the turn of its tenant.
 
-    Thread-safe. Results are not cached. Refusals are cached for ``REFUSED_S``: the same grammar is
-    refused again without compiling.
+    Thread-safe. Results are not cached. A refusal is cached for ``REFUSED_S``: until then, the same
+    grammar is refused without compiling it again.
     """
 
     def __init__(self, wall_s: float) -> None:
@@ -102,7 +102,8 @@ class Shared(Generic[T]):
 
 
 def _again(error: BaseException) -> BaseException:
-    """A copy of an error for another thread: a traceback belongs to one thread."""
+    """A copy of an error for another thread, because the traceback of an error belongs to one
+    thread."""
     match error:
         case RefusedGrammar():
             return RefusedGrammar(*error.args)

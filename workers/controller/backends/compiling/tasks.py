@@ -25,7 +25,7 @@ class Task(msgspec.Struct):
 
 
 class Done(msgspec.Struct):
-    """The outcome of a task: tables, or the reason of a refusal."""
+    """The outcome of a task: tables, a shortest text, or the reason of a refusal."""
 
     tables: bytes = b""
     refused: str = ""
@@ -34,7 +34,7 @@ class Done(msgspec.Struct):
 
 
 def read(source: IO[bytes]) -> bytes | None:
-    """The next message of a pipe; None at its end."""
+    """Reads the next message of a pipe; None at the end of the pipe."""
     head = source.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None

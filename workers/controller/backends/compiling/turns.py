@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict, deque
 class Turns:
     """Grants up to ``slots`` turns at a time. Thread-safe.
 
-    Tenants take turns, and no tenant has all slots at once, unless there is only one. Otherwise a
+    Tenants take turns. A tenant may have all slots but one, or the only slot. Without this rule, a
     tenant's hundred grammars, each with the maximum CPU time, would precede the grammar of another
     tenant. Requests without a tenant ("") may have all slots.
     """
@@ -20,7 +20,8 @@ class Turns:
         self._most = max(1, slots - 1)
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, deque[object]] = OrderedDict()
-        """The waiting requests of each tenant that has any; the next tenant comes first."""
+        """The waiting requests by tenant, for tenants that have such requests. The tenant whose
+        turn is next comes first."""
         self._granted: Counter[str] = Counter()
 
     def acquire(self, tenant: str, timeout_s: float) -> bool:

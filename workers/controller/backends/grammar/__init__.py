@@ -1,2 +1,2 @@
-"""Our grammar backend: regular expressions, grammars and combinations, each run by one Wasm
-guest."""
+"""The grammar backend of Tokenbus, for regular expressions, yacc grammars and combinations. One
+Wasm guest computes the masks of each of them."""

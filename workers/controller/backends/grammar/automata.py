@@ -1,7 +1,8 @@
 """Compiles the argument of ``regex``, ``choice`` or ``combination`` to tables, within a time limit.
 
-Quick compilations run in the worker (``quickly``), others in a separate process. Each function
-raises RequestError if its argument is not valid, or if compiling takes longer than the limit.
+A compilation is first tried in the worker (``quickly``). If it takes too long, it is run in a
+separate process. Each function raises RequestError if its argument is not valid, or if compiling
+takes longer than the limit.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from .refusals import refusal
 
 QUICK_S = 0.02
 """Maximum CPU time of a compilation in the worker itself, in seconds. A longer compilation would
-hold the interpreter lock, which rounds need. Most patterns take a few milliseconds."""
+keep Python's lock, which rounds need, for too long. Most patterns take a few milliseconds."""
 MAX_STATES = 65_000
 """Maximum number of states of an automaton; the guest has 16 bits for the number of a state."""
 
 Maker = Callable[[bytes, float], bytes]
-"""Compiles an argument to tables, within a number of seconds of CPU time."""
+"""A function that compiles an argument to tables, within a number of seconds of CPU time."""
 
 
 def regex(arg: bytes, seconds: float) -> bytes:
@@ -58,8 +59,8 @@ def quickly(make: Maker, arg: bytes) -> bytes | None:
     try:
         return make(arg, QUICK_S)
     except RequestError:
-        # A compiler stops before its time is over, because it reserves a share of the time for the
-        # search for the most expensive part of the argument.
+        # The error may be the time limit. A compiler stops before its time is over, because it
+        # reserves a share of the time for the search for the most expensive part of the argument.
         if time.thread_time() - began > 0.7 * QUICK_S:
             return None
         raise

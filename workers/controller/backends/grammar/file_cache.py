@@ -20,14 +20,15 @@ class FileCache:
         self._most = max_bytes
 
     def path(self, key: str) -> Path:
-        """The path of a key's file, which may not exist; marks the file as used."""
+        """The path of a key's file, and marks the file as used if it exists."""
         path = self._folder / f"{key}{self._suffix}"
         with suppress(OSError):
             os.utime(path)
         return path
 
     def write(self, key: str, *parts: bytes) -> None:
-        """Writes a file. Raises OSError."""
+        """Writes the file of a key, with ``parts`` one after another. Raises OSError if the file
+        cannot be written."""
         with tempfile.NamedTemporaryFile(dir=self._folder, prefix=".new-", delete=False) as new:
             try:
                 for part in parts:

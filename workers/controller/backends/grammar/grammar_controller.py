@@ -16,10 +16,11 @@ from .shared_instances import Shared
 SHOWN = 200
 """Maximum characters of the text so far in an error message."""
 SPARE = 8
-"""The text is closed when only this number of spare tokens is left, or a sixteenth of
-``max_tokens`` if that is less. Tokens are spare if they are not needed to complete the text."""
+"""The text is *closed* (completed by appending its shortest end) when only this number of spare
+tokens is left, or a sixteenth of ``max_tokens`` if that is less. Tokens are spare if they are not
+needed to complete the text."""
 LOOK_EVERY = 32
-"""Maximum number of tokens between two computations of the closing, which is the text that would
+"""Maximum number of tokens between two computations of the closing, a short text that would
 complete the text so far. Near the end of the text the interval is shorter (``_look_after``)."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
@@ -39,13 +40,13 @@ class GrammarController:
         self._check_at = 0
         """The number of tokens of the text at which the closing is computed next."""
         self._last_closing: tuple[int, bytes] | None = None
-        """The last number of tokens of the text at which a closing fitted in ``max_tokens``, and
-        that closing."""
+        """The last length of the text, in tokens, at which the closing fitted in ``max_tokens``,
+        and this closing."""
         self._bytewise = False
         """Whether the last tokenized closing had more than one token for every two bytes."""
         self._closed = False
         self._end: ConstraintEnd | None = None
-        """The kind of the text's end; None until the text is closed."""
+        """How the text ended; None until the text is closed."""
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
         """Does nothing: the grammar constrains only the text after the prompt."""
@@ -90,8 +91,8 @@ class GrammarController:
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Advances by the appended tokens; stops at an end-of-sequence token."""
-        # If a draft proposed tokens, several tokens arrive together. Tokens after an
-        # end-of-sequence token have been dropped.
+        # After a draft, several tokens may arrive together. The GPU worker has dropped the tokens
+        # after an end-of-sequence token.
         after = STOP if tokens and tokens[-1] in self._host.vocabulary.eos_ids else CONTINUE
         if after is STOP:
             tokens = tokens[:-1]
@@ -107,8 +108,8 @@ class GrammarController:
         return after
 
     def batch(self, token: int) -> tuple[Batch, int] | None:
-        """The instance and the sequence's number in it; None if the text ends with ``token`` or its
-        closing has to be computed after ``token``."""
+        """The grammar instance, and the sequence's number in it. None if the text ends with
+        ``token``, or if its closing must be computed after ``token``."""
         length = len(self._text) + 1
         if self._closed or length >= self._check_at or length >= self._host.max_tokens:
             return None
@@ -122,8 +123,8 @@ class GrammarController:
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
         """``closed`` if closing has changed the text, ``complete`` if the grammar accepts the
-        unchanged text, otherwise ``cut``. With ``stop``, only the text before that stop string
-        counts."""
+        unchanged text, otherwise ``cut``. If ``stop`` is given, only the text before this stop
+        string counts."""
         if stop:
             tokens = tokens_before(stop, self._text, self._host.vocabulary)
             return "complete" if tokens is not None and self._accepts(tokens) else "cut"
@@ -153,8 +154,8 @@ class GrammarController:
     def _closing(self) -> Answer | None:
         """The answer that closes the text, if a later round might not be able to close it; else
         None."""
-        # The last token cannot be used, because token number ``max_tokens`` ends a sequence even if
-        # its text is not complete.
+        # One token fewer than ``max_tokens`` may be used, because token number ``max_tokens`` ends
+        # a sequence even if its text is not complete.
         length, most = len(self._text), self._host.max_tokens
         room = most - length - 1
         text = self._guest.closing(self._place)
@@ -184,14 +185,14 @@ class GrammarController:
         return Answer(Action.SPLICE, backtrack=back, tokens=tokens)
 
     def _look_after(self, tokens: int) -> None:
-        """Schedules the next computation of the closing after an eighth of ``tokens``, because an
-        earlier computation would lead to the same decision."""
+        """Schedules the next computation of the closing after an eighth of ``tokens``, the number
+        of tokens during which the decision cannot change."""
         self._check_at = len(self._text) + max(1, min(LOOK_EVERY, tokens // 8))
 
     def _most_tokens(self, text: bytes, room: int) -> int | None:
-        """An upper bound of the tokens of a closing; None if the vocabulary cannot write it. Long
-        texts take long to tokenize, so if one token for each byte fits in ``room``, the number of
-        bytes is returned."""
+        """An upper bound of the tokens of a closing; None if the vocabulary cannot write the
+        closing. If one token for each byte certainly fits in ``room``, the number of bytes is
+        returned, because a long text takes long to tokenize."""
         vocabulary = self._host.vocabulary
         spare = room - len(text)
         bounded = spare > self._spare if self._bytewise else spare >= 8 * LOOK_EVERY

@@ -1,7 +1,7 @@
-"""The guest that runs one grammar over one vocabulary, for all sequences of a worker.
+"""Runs a grammar over a vocabulary in a Wasm guest, for all sequences of a worker that use both.
 
-All sequences share the guest's cache of masks. The key of a mask is the lexer state and the part of
-the parser's stack that the mask depends on. The guest's source is ``grammars/guest``.
+All sequences share the guest's cache of masks. The cache's key of a mask is the lexer state and
+that part of the parser's stack on which the mask depends. The guest's source is ``grammars/guest``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ...wasm.host_functions import HostFunction, make_linker
 from ...wasm.instance import Guest, Template
 
 MEMORY_BYTES = 128 * 1024 * 1024
-"""Memory of one guest: a vocabulary of 131,072 tokens takes 8 MB, the rest is for masks. When the
-memory is full, the cache of masks is cleared."""
+"""Maximum bytes of memory of one guest. A vocabulary of 131,072 tokens takes 8 MB, and the rest is
+for masks. When the memory is full, the cache of masks is cleared."""
 OPEN_S = 5.0
 """Limit on reading the vocabulary and the tables, in seconds of CPU time."""
 MASK_S = 2.0
@@ -32,7 +32,8 @@ MASK_S = 2.0
 milliseconds."""
 
 ANY: Final = 1
-"""Flag of ``GrammarInstance.mask``: some token other than the end of the sequence is allowed."""
+"""Flag of ``GrammarInstance.mask``: at least one token other than the end of the sequence is
+allowed."""
 FORCED: Final = 2
 """Flag: only one byte can come next, and the text is not complete."""
 COMPLETE: Final = 4
@@ -54,7 +55,7 @@ COMPLETE: Final = 4
 
 
 class _Caller:
-    """The state of the guest's host function."""
+    """The object that the host function of the guest receives."""
 
     guest: Guest
 
@@ -76,8 +77,8 @@ class GrammarModule:
 class GrammarInstance:
     """A running instance of a grammar. Thread-safe: a lock serializes its calls.
 
-    ``place`` is the number of a sequence in the instance. Every failure raises ControllerError; if
-    the guest itself failed (``dead``), all its sequences have failed.
+    ``place`` is the number of a sequence in the instance. Every failure raises ControllerError. If
+    the guest itself has failed (``dead``), all sequences of the instance have failed.
     """
 
     def __init__(
@@ -106,7 +107,8 @@ class GrammarInstance:
         words = -(-vocabulary.size // 32)
         self._mask = ctypes.c_char * (4 * words)
         self._views: dict[int, memoryview] = {}
-        """Masks by their address, which is fixed: the guest's memory does not move."""
+        """Masks by their address. The addresses stay valid, because the guest's memory does not
+        move."""
         try:
             if memory is not None:
                 guest.restore(memory)
@@ -144,8 +146,8 @@ class GrammarInstance:
                 self._call("end")
 
     def append(self, place: int, tokens: Sequence[int]) -> int:
-        """Appends tokens to a sequence's text up to the first that the grammar does not allow;
-        returns how many were appended."""
+        """Appends tokens to a sequence's text, up to the first token that the grammar does not
+        allow. Returns the number of appended tokens."""
         with self._lock:
             block = self._alive()
             if len(tokens) == 1:
@@ -227,8 +229,8 @@ class GrammarInstance:
 
     def forced(self, place: int) -> list[int]:
         """The forced tokens, for jump-forward: the tokenization of the text that must come next.
-        Tokens at its end are left out if one token may begin with their text and continue after
-        it."""
+        Tokens at the end of this text are left out if the model may also sample a longer token that
+        begins with their text."""
         with self._lock:
             self._alive()[_ARG] = place
             count = self._call("forced")
@@ -258,8 +260,8 @@ class GrammarInstance:
 
     @property
     def size(self) -> int:
-        """Bytes of the guest's memory. While a call runs, which may take ``MASK_S``, this is the
-        last known number."""
+        """Bytes of the guest's memory. While a call runs, this is the last known number, because a
+        call may take up to ``MASK_S``."""
         if not self._lock.acquire(blocking=False):
             return self._guest.size
         try:
@@ -269,8 +271,8 @@ class GrammarInstance:
 
     @property
     def found(self) -> int:
-        """Number of masks computed since the guest's memory was created; masks from the cache do
-        not count."""
+        """Number of masks that were computed, and not found in the cache, since the guest's memory
+        was created."""
         with self._lock:
             return 0 if self.dead else self._block[_FOUND]
 

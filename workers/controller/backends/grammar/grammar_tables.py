@@ -1,8 +1,8 @@
 """Compiles the arguments of constraints to tables: regular expressions, choices, grammars.
 
-Each method takes the argument of its constraint, and raises RequestError with the path
-``$.controller_arg`` if it is not valid. Tables are cached in memory, and on disk if compiling takes
-longer than reading.
+Each method of ``Tables`` takes the argument of its constraint. If the argument is not valid, it
+raises RequestError with the path ``$.controller_arg``. Tables are cached in memory, and on disk if
+compiling them takes longer than reading them.
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ GRAMMAR_CHARACTERS = 1 << 20
 
 
 class Tables:
-    """The tables of all our constraints: compiled once, and cached in memory and on disk."""
+    """The tables of the constraints of this grammar backend. They are compiled once, and cached in
+    memory and on disk."""
 
     def __init__(self, folder: Path | None, processes: Processes, meter: CompileMeter) -> None:
-        """``folder`` stores tables between runs and is created with mode 0700; None: no storage."""
+        """``folder`` stores tables between runs of the worker, and is created with mode 0700. If it
+        is None, tables are not stored."""
         self._files = None if folder is None else FileCache(folder, ".tables", MAX_BYTES)
         self._processes = processes
         self._meter = meter
@@ -89,8 +91,8 @@ class Tables:
         return self._automata("choice", json.dumps(choices).encode())
 
     def substring(self, arg: bytes) -> bytes:
-        """The tables of a text whose substrings are allowed, given plain or as ``{"text":
-        TEXT}``."""
+        """The tables of a text whose substrings are allowed. The argument is the text itself or
+        ``{"text": TEXT}``."""
         text = _named(arg, "substring", "text")
         if not text:
             raise refusal("the argument of substring is empty; it must be a text")
@@ -108,7 +110,8 @@ class Tables:
         return msgspec.msgpack.decode(self._automata("combination", arg), type=dict[str, bytes])
 
     def yacc(self, arg: bytes) -> bytes:
-        """The tables of a grammar's text, of a library name, or of ``{"library": NAME}``."""
+        """The tables of a yacc grammar. The argument is its text, the name of a library grammar, or
+        ``{"library": NAME}``."""
         text = _named(arg, "yacc", "grammar", library.grammar)
         if not text.strip():
             raise refusal(
@@ -216,7 +219,8 @@ def _key(text: str) -> str:
 def _named(
     arg: bytes, constraint: str, field: str, of_library: Callable[[str], str] | None = None
 ) -> str:
-    """The text of an argument: plain, or in the ``field`` or ``library`` of an object."""
+    """The text that an argument gives: the argument itself, the ``field`` of an object, or the
+    library text that the field ``library`` names."""
     try:
         text = arg.decode()
     except UnicodeDecodeError as error:

@@ -1,10 +1,11 @@
-"""Runs the parts of a combination that is not one automaton, one after another, token by token.
+"""Constrains a text to the parts of a combination, one after another, if the combination cannot be
+compiled to one automaton.
 
-A plan lists the parts as positions and, for each position, the positions that may follow, as in
-Glushkov's construction. A sequence is in several positions at once if its text so far can be parsed
-in several ways. Each position has its own controller, and the mask is the union of the controllers'
-masks. A token belongs to one part: no token spans the end of one part and the beginning of the
-next.
+A plan numbers the parts as positions, and lists the positions that may follow each position, as in
+Glushkov's construction of automata. A sequence is in several positions at once if its text so far
+can be parsed in several ways. Each position has its own controller, and the mask is the union of
+the controllers' masks. A token belongs to one part: no token spans the end of one part and the
+beginning of the next.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .combination import Part
 from .refusals import refusal
 
 MAX_POSITIONS = 256
-"""Maximum number of parts of a plan; each copy of a repeated part counts."""
+"""Maximum number of parts of a plan. A part that may be repeated n times counts n times."""
 MAX_WAYS = 32
 """Maximum number of ways to parse the text so far."""
 
@@ -41,7 +42,7 @@ class Plan:
 
     parts: list[Part] = field(default_factory=list)
     budgets: list[int | None] = field(default_factory=list)
-    """Maximum tokens of the part at each position; None: neither the part nor a part around it has
+    """By position: maximum tokens of the part; None if neither the part nor an enclosing part has
     ``max_tokens``."""
     follow: list[set[int]] = field(default_factory=list)
     first: set[int] = field(default_factory=set)
@@ -125,10 +126,10 @@ class PartsController:
         self._text: list[int] = []
         self._ways: list[Way] = []
         self._waiting: list[Way] = []
-        """Ways whose controller's mid_process has not been called in this round; empty between
+        """The ways whose controllers have not been called in this round yet; empty between
         rounds."""
         self._complete = plan.empty
-        """Whether the text may end here, because a part that may be the last one may end here."""
+        """Whether the text may end here: a part may end here, and this part may be the last."""
         self._closed = False
         """Whether a part's controller has completed the text by closing it."""
         self._begun = False
@@ -141,8 +142,8 @@ class PartsController:
         return CONTINUE
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """Writes the union of the masks of all ways. Appends the forced tokens if only one way
-        exists, and stops if the mask does not allow any token."""
+        """Writes the union of the masks of all ways. If only one way exists, appends its forced
+        tokens. Stops if no token is allowed."""
         if len(self._text) >= self._host.max_tokens:
             return STOP
         waiting = self._waiting = self._ways
@@ -160,8 +161,8 @@ class PartsController:
             answer = way.controller.mid_process((self._host.seq,), mask)
             ended = answer.complete
             if answer.action is Action.SPLICE and not np.frombuffer(mask, np.uint32).any():
-                # A splice without a mask is the closing of this way. It is the answer, because
-                # ``max_tokens`` leaves no room for the other ways.
+                # A splice without a mask closes the text of this way. It becomes the answer,
+                # because ``max_tokens`` leaves no room for continuing in the other ways.
                 self._only(waiting.pop(0))
                 return answer
             del waiting[0]
@@ -196,9 +197,10 @@ class PartsController:
         return self._joined(mask, complete)
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
-        """Advances the ways that allow the appended tokens and closes the others."""
-        # If a draft proposed tokens, several tokens arrive together. Tokens after an
-        # end-of-sequence token have been dropped.
+        """Advances the ways whose masks allow the first appended token, and closes the other
+        ways."""
+        # After a draft, several tokens may arrive together. The GPU worker has dropped the tokens
+        # after an end-of-sequence token.
         after = STOP if tokens and tokens[-1] in self._host.vocabulary.eos_ids else CONTINUE
         if after is STOP:
             tokens = tokens[:-1]
@@ -219,8 +221,8 @@ class PartsController:
         return after
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """The kind of the text's end in the first way that may end the plan here; ``cut`` if no way
-        may. With ``stop``, only the text before that stop string counts."""
+        """How the text ends in the first way in which the whole plan may end here; ``cut`` if there
+        is no such way. If ``stop`` is given, only the text before this stop string counts."""
         if stop:
             return self._end_before(stop)
         if self._complete:

@@ -1,8 +1,9 @@
-"""The grammar instances of this worker: one guest per grammar and vocabulary, shared by sequences.
+"""The grammar instances of this worker. Each pair of a grammar and a vocabulary has one instance (a
+guest), which all its sequences share.
 
 An instance is idle if no sequence uses it. Idle instances stay loaded until their memory is needed.
-When an instance whose masks take long to compute becomes idle, a snapshot is written to disk, from
-which a later instance gets its masks.
+If the masks of an instance take long to compute, a snapshot is written to disk when the instance
+becomes idle. A later instance gets these masks from the snapshot.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ used first."""
 USED_PART = 4
 """All guests in use together may take 1 / ``USED_PART`` of the machine's memory."""
 SAVE_AGAIN_S = 60.0
-"""Shortest time between two snapshots of a guest, in seconds."""
+"""Minimum time between two snapshots of a guest, in seconds."""
 
 
 @lru_cache(maxsize=64)
@@ -53,13 +54,14 @@ class Shared:
         self.key = key
         self.users = 0
         self.tenant = tenant_of_thread()
-        """The tenant whose request created the guest. While in use, the guest counts towards this
-        tenant's share of the memory."""
+        """The tenant whose request created the guest. While sequences use the guest, its memory
+        counts towards this tenant's share."""
         self.saved = saved
         """``GrammarInstance.found`` at the last snapshot."""
         self.saved_at = float("-inf")
         self.worth_saving = False
-        """Whether masks take longer to compute than to read from disk, as for a yacc grammar."""
+        """Whether masks take longer to compute than to read from disk, as those of yacc grammars
+        do."""
         self._owner = owner
 
     def share(self) -> None:
@@ -75,7 +77,7 @@ class SharedInstances:
     """Grammar instances by grammar and vocabulary. Thread-safe."""
 
     def __init__(self, engine: wasmtime.Engine, folder: Path | None) -> None:
-        """``folder`` is where snapshots are stored; None: no snapshot is stored."""
+        """``folder`` stores snapshots; None if no snapshots are to be stored."""
         self._module = GrammarModule(engine)
         self._snapshots = SnapshotFiles(folder) if folder is not None else None
         self._module_digest = hashlib.sha256(self._module.wasm).digest()
@@ -85,9 +87,9 @@ class SharedInstances:
         self._making: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 
     def get(self, tables: bytes, vocabulary: Vocabulary) -> Shared:
-        """The instance of a grammar, created if it does not exist; counts the caller's sequence as
-        a user. Raises UnavailableError if the instances in use, of all tenants or of the caller's
-        tenant, take too much memory."""
+        """The instance of a grammar, which is created if it does not exist. The caller's sequence
+        is counted as one of its users. Raises UnavailableError if the instances in use, of all
+        tenants or of the caller's tenant, take too much memory."""
         digest = hashlib.sha256(self._module_digest)
         digest.update(f"{vocabulary.fingerprint} {vocabulary.size} {vocabulary.eos} ".encode())
         digest.update(_digest(tables))
@@ -111,7 +113,8 @@ class SharedInstances:
         return shared
 
     def close(self) -> None:
-        """Writes snapshots of the instances that are ``worth_saving``, when the worker stops."""
+        """Called when the worker stops: writes snapshots of the instances that are
+        ``worth_saving``."""
         with self._lock:
             every = list(self._all.values())
         for shared in every:
@@ -190,7 +193,7 @@ class SharedInstances:
             self._save(shared)
 
     def _save(self, shared: Shared) -> None:
-        """Makes another thread write a snapshot, if masks were computed since the last snapshot."""
+        """Lets another thread write a snapshot if masks were computed since the last snapshot."""
         now = time.monotonic()
         if (
             self._snapshots is None

@@ -1,7 +1,7 @@
-"""Snapshots of grammar instances on disk: the memory of their guests, by key.
+"""Snapshots of grammar instances on disk. A snapshot is the memory of the instance's guest.
 
-A snapshot is only used inside the sandbox, so a modified file can at worst cause wrong masks. Only
-this user can read and write the folder.
+The content of a snapshot is used only inside the sandbox, so a modified file can at worst cause
+wrong masks. Only the worker's user can read and write the folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAGIC = b"TBGM\x01\0\0\0"
 
 
 class SnapshotFiles:
-    """The snapshots in a folder; one thread of this process writes them."""
+    """The snapshots in a folder, by key. One thread of this process writes them."""
 
     def __init__(self, folder: Path) -> None:
         self._files = FileCache(folder, ".memory", MAX_BYTES)
@@ -31,7 +31,7 @@ class SnapshotFiles:
 
     @contextmanager
     def read(self, key: str) -> Iterator[memoryview | None]:
-        """The memory in a snapshot; None if it does not exist or is damaged."""
+        """The memory in a snapshot; None if the snapshot does not exist or is damaged."""
         try:
             with self._files.path(key).open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)

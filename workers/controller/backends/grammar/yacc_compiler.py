@@ -1,8 +1,9 @@
-"""Compiles a grammar in a separate process, with bounded time and memory.
+"""Compiles a yacc grammar in a separate process, with bounded time and memory.
 
-Compiling runs Python code for 3 ms to 20 s (the bound), which would hold the interpreter lock in a
-thread of the worker. ``python -m tokenbus.workers.controller.backends.grammar.yacc_compiler`` reads
-a grammar from stdin and writes its tables to stdout, or an error as JSON to stderr.
+The compiler is Python code and takes 3 ms to 20 s (its bound). In a thread of the worker, it would
+keep Python's lock for this time. ``python -m
+tokenbus.workers.controller.backends.grammar.yacc_compiler`` reads a grammar from stdin and writes
+its tables to stdout, or an error as JSON to stderr.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from ..compiling.turns import Turns
 AT_ONCE = 2
 """Maximum number of grammars that are compiled at the same time; further grammars wait."""
 TURN_S = 30.0
-"""Maximum time that a grammar waits, in seconds; after that, the client has to send the request
-again."""
+"""Maximum time that a grammar waits for its turn, in seconds. If the wait is longer, the client has
+to send the request again."""
 MAX_SECONDS = 20
 CPU_S = 25
 """Limit on the process's CPU time, in seconds, in case the compiler exceeds ``MAX_SECONDS``."""
 WALL_S = 300.0
-"""Maximum wall-clock time of compiling, in seconds, which only a busy machine exceeds; after that,
-the client has to send the request again."""
+"""Maximum wall-clock time of compiling, in seconds. Compiling takes longer only on a busy machine.
+The client then has to send the request again."""
 MEMORY_BYTES = 2 * 1024**3
 
 _WRONG = 3

@@ -1,9 +1,9 @@
-"""Finds the part of a grammar for which llguidance refuses the grammar.
+"""Finds the part of a grammar because of which llguidance refuses the grammar.
 
-Each part is compiled alone, in a fork of this process with a short time limit, the largest part
-first. If a part fails in the same way as the whole grammar, its own parts are tried. So the error
-for a schema that takes hours to compile names the smallest expensive part, and the error for an
-unsupported key names its place.
+The parts are compiled one by one, the largest first, each in a fork of this process with a short
+time limit. If a part fails in the same way as the whole grammar, the parts inside this part are
+tried. So the error for a schema that takes hours to compile names the smallest expensive part, and
+the error for an unsupported key names its place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MIN_S = 0.02
 MAX_PARTS = 32
 """Maximum number of parts of one schema that are tried, the largest first."""
 MANY = 8
-"""If a keyword has more parts than this, the error names their number."""
+"""If a keyword of the faulty schema has more parts than this, the error says how many."""
 MAX_PATH_CHARACTERS = 160
 """Maximum characters of a path in an error message."""
 
@@ -51,8 +51,9 @@ _RULE = re.compile(r"^([a-zA-Z_]\w*)(?:\[[^\]\n]*\])?(?:\.\d+)?\s*:", re.MULTILI
 
 
 def blamed(grammar: str, failed: str, cpu_s: float) -> str:
-    """`` (in PART)``, where PART causes the refusal ``failed`` of the grammar. Empty if the search
-    does not find such a part in ``cpu_s`` seconds of CPU time."""
+    """Returns `` (in PART)``, where PART is the part because of which the grammar was refused with
+    the reason ``failed``. Empty if the search does not find such a part in ``cpu_s`` seconds of CPU
+    time."""
     search = _Search(failed, cpu_s)
     [given] = json.loads(grammar)["grammars"][:1] or [{}]
     if isinstance(given.get("json_schema"), dict):
@@ -135,8 +136,8 @@ def _parts(root: Schema, path: str, node: Schema) -> Iterator[tuple[str, Schema]
 
 
 def _size(part: tuple[str, Schema]) -> int:
-    """An estimate of a part's cost: the length of its text plus the numbers in it, which may be
-    counts of repetitions."""
+    """An estimate of the cost of compiling a part: the length of its text plus the numbers in the
+    text, which may be counts of repetitions."""
     text = json.dumps(part[1])
     return len(text) + sum(min(int(n), 10_000) for n in re.findall(r"\d{2,9}", text)[:1000])
 
@@ -161,14 +162,16 @@ def _json_grammar(schema: Schema) -> str:
 
 
 def _kind(reason: str) -> str:
-    """The kind of an outcome. Numbers in a reason depend on the part, so each becomes 0."""
+    """The kind of an outcome, by which outcomes are compared. Numbers in a reason depend on the
+    part, so each number becomes 0."""
     if reason in (TOO_DEEP, _SUSPECTED) or _TOO_MUCH.search(reason):
         return _SUSPECTED
     return re.sub(r"\d+", "0", reason)
 
 
 def _apart(grammar: str, cpu_s: float) -> str:
-    """The kind of outcome of compiling a grammar in a copy of this process; "" if it compiles."""
+    """Compiles a grammar in a copy of this process, with a limit of ``cpu_s``. Returns the kind of
+    the outcome; "" if the grammar compiles."""
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:

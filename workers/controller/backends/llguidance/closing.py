@@ -1,6 +1,6 @@
 """Decides when to close the text of a sequence under an llguidance grammar, and with which tokens.
-Closing a text means to append the tokens that complete it while ``max_tokens`` has room for
-them."""
+To close a text means to append tokens that complete the text while ``max_tokens`` still has room
+for these tokens."""
 
 from __future__ import annotations
 
@@ -20,37 +20,40 @@ from .token_sets import MAX_STARTS, SOME_STARTS, TokenSets, Words
 
 SPARE = 8
 """Closing begins when only this number of spare tokens is left, or a sixteenth of ``max_tokens`` if
-that is less. Tokens are spare if they are not needed to complete the text. The open values of a
-schema then end where they may, for example a string at the end of a word. Under a grammar that is
+that is less. Tokens are spare if they are not needed to complete the text. Under a schema, open
+values then end where they may, for example a string at the end of a word. Under a grammar that is
 not a schema, the text is then closed immediately."""
 LOOK_EVERY = 32
-"""The completion of a text is computed again after a quarter of the spare tokens. If at most
-``NEAR`` spare tokens are left, the interval is at most this number of tokens."""
+"""Maximum number of tokens between two computations of a text's completion, if at most ``NEAR``
+spare tokens are left. In any case, the completion is computed again after a quarter of the spare
+tokens."""
 NEAR = 512
 BYTES_OF_TOKEN = 2
-"""Assumed bytes per token of a completion that is not tokenized because it is certain to fit."""
+"""Assumed bytes of each token of a completion. The assumption is used if the completion certainly
+fits, so that it need not be tokenized."""
 AMPLE = 256
-"""If the shortest text leaves more tokens than this number, or than one item can have
-(``Grammar.max_growth``), ``Grammar.growth`` is computed after the first sampled token, otherwise
-before it."""
+"""``Grammar.growth`` is computed before the first sampled token only if the shortest text leaves at
+most this number of tokens, and at most ``Grammar.max_growth`` tokens. Otherwise it is computed
+after the first sampled token."""
 NEVER = 1 << 62
 
 
 class Closing:
     """Closes one text before ``max_tokens`` are used up.
 
-    A text that may end anywhere and continue with anything is not closed: it may continue up to
-    ``max_tokens``.
+    A text that may end here and continue with nearly any text is not closed, so it may continue up
+    to ``max_tokens``.
 
     Under a schema, a token may begin items of arrays or objects. Each item adds at most
-    ``Grammar.growth`` tokens to the completion of the text. Masks are unchanged as long as the
-    remaining tokens have room for this growth. After that, the completion of the text is computed.
-    From then on, masks allow only tokens after which the text can be completed (``near_end``).
+    ``Grammar.growth`` tokens to the completion of the text. As long as the remaining tokens have
+    room for this growth, masks are not restricted. When they have not, the completion of the text
+    is computed, and from then on masks allow only tokens after which the text can be completed
+    (``near_end``).
 
     Under a grammar that is not a schema, the completion is computed at intervals that shrink with
     the remaining room. If the completion does not fit any more, the text is cut back to the place
-    where a completion last fitted. The cut removes at most a quarter of the room that was left
-    there.
+    where a completion last fitted. The cut removes at most a quarter of the tokens that were left
+    at this place.
     """
 
     def __init__(self, grammar: Grammar, host: Host) -> None:
@@ -66,8 +69,8 @@ class Closing:
         """The last length of the text at which a completion fitted in ``max_tokens``, and that
         completion; None before a search has found a completion."""
         self._item: int | None = 0 if grammar.is_schema else None
-        """Number of tokens by which one item extends the required completion; 0 until this number
-        is computed; None for a grammar that is not a schema."""
+        """Maximum number of tokens by which one item extends the required completion. 0 until this
+        number is computed, None for a grammar that is not a schema."""
         self._credit = 0
         """Number of tokens by which the text and its required completion may grow before the
         completion is computed again."""
@@ -78,18 +81,19 @@ class Closing:
         """Whether each mask is restricted to tokens after which the text can be completed
         (``near_end``)."""
         self._low = 0
-        """While the credit is at most this number, masks exclude tokens that begin many items."""
+        """While ``_credit`` is at most this number, masks exclude tokens that begin many items."""
         self.narrows = False
         """Whether ``restrict`` would restrict the next mask."""
         self._lost = False
-        """Whether a search found neither a completion of a schema's text nor a text of the schema.
-        Set by the constructor and ``look``; cleared when a search finds a completion."""
+        """Whether searches have found neither a completion of the text under a schema nor any text
+        of the schema. Set by the constructor and by ``look``; cleared when a search finds a
+        completion."""
         self._free = False
         """Whether the last restricted mask belongs to a string that may contain any text."""
         self.check_at = NEVER
         """The length of the text at which ``look`` is to be called."""
         self.end: ConstraintEnd | None = None
-        """The kind of the text's end; None until the text is closed."""
+        """How the text ended; None until the text is closed."""
         self._most = host.max_tokens
         """Maximum tokens of the text: ``max_tokens``, or one less. Token number ``max_tokens`` ends
         a sequence even if its text is not complete, so this token is used only if the shortest text
@@ -140,8 +144,9 @@ class Closing:
                     self.check_at = 0
 
     def ahead(self, draft: Sequence[int]) -> list[Words | None]:
-        """The restriction of the mask after each token of a draft; None if the mask is not
-        restricted. The list ends before the first place where the completion has to be computed."""
+        """For each token of a draft, the set of tokens to which the mask after it is restricted;
+        None if the mask is not restricted. The list ends before the first place where the
+        completion must be computed."""
         if self._item is None:
             return [None] * len(draft)
         restricted: list[Words | None] = []
@@ -163,8 +168,8 @@ class Closing:
         return self._sets.some if credit > SOME_STARTS * self._item else self._sets.few
 
     def restrict(self, words: Words, text: Sequence[int]) -> None:
-        """Restricts the mask of a text that is near its end. The caller holds the grammar's
-        lock."""
+        """Restricts the mask ``words`` of a text that is near its end. The caller holds the
+        grammar's lock."""
         if not self._item:
             return
         if not self._restricts:
@@ -191,8 +196,8 @@ class Closing:
             self.check_at = len(text) + spare - more - (0 if ending else self._spare)
 
     def closes_instead(self, forced: Sequence[int], length: int) -> Answer | None:
-        """The answer that closes the text, if the forced tokens would leave no room for closing it;
-        else None."""
+        """The answer that closes the text if no room for closing it would be left after the forced
+        tokens; else None."""
         found, tokens = self._tokenized
         room = self._most - length
         if not self._restricts or room - len(tokens) > len(forced):
@@ -204,7 +209,8 @@ class Closing:
         return self._closed(0, tokens)
 
     def look(self, text: Sequence[int]) -> Answer | None:
-        """The answer that closes the text, if it could not be closed later; else None."""
+        """The answer that closes the text if a later round could not close it; else None. Schedules
+        the next call otherwise."""
         length = len(text)
         room = self._most - length
         if self._item == 0 and self._begins(length):
@@ -237,8 +243,8 @@ class Closing:
 
     def _begins(self, length: int) -> bool:
         """Computes the number of tokens by which one item extends the completion; returns whether
-        the text certainly has room for more items. The completion is assumed to have the maximum
-        length: that of the shortest text and the appended tokens together."""
+        the text certainly has room for more items. The completion is assumed to be as long as the
+        shortest text and the appended tokens together."""
         growth, sets = self._grammar.growth, self._grammar.tokens.sets
         assert growth is not None
         self._item = math.ceil(growth.item * sets.per_byte)
@@ -289,8 +295,8 @@ class Closing:
         return Answer(Action.SPLICE, backtrack=back, tokens=tokens)
 
     def _goes_back_to_start(self) -> bool:
-        """Uses the shortest text of the grammar as the last completion; returns False if a search
-        does not find it or if it does not fit in ``max_tokens``."""
+        """Uses the shortest text of the grammar, at length 0, as the last completion. Returns False
+        if a search does not find this text, or if it does not fit in ``max_tokens``."""
         tokens, text = self._grammar.shortest_tokens, self._grammar.shortest_text
         if tokens is None or text is None or len(tokens) > self._host.max_tokens:
             return False
@@ -311,9 +317,9 @@ class Closing:
         self.check_at = length + (quarter if spare > NEAR else min(LOOK_EVERY, quarter))
 
     def _takes(self, found: bytes | None, room: int) -> int | None:
-        """The number of tokens of a completion; None if ``found`` is None or if the vocabulary
-        cannot write it. A completion that certainly fits is not tokenized; the result is then an
-        estimate."""
+        """The number of tokens of the completion ``found``; None if it is None or if the vocabulary
+        cannot write it. If the completion certainly fits in ``room``, it is not tokenized, and the
+        result is an estimate."""
         if found is None:
             return None
         if self._item is not None:
@@ -368,8 +374,8 @@ class Closing:
             return self._read_on(text)
 
     def _read_on(self, text: Sequence[int]) -> bytes | None:
-        """Reads the appended tokens, and returns the completion. The caller holds the grammar's
-        lock."""
+        """Appends the new tokens of the text to ``_completion``, and returns the bytes that
+        complete the text; None if none are found. The caller holds the grammar's lock."""
         completion = self._completion
         assert completion is not None
         appended = text[self._read :]

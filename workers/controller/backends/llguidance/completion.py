@@ -1,12 +1,13 @@
-"""A short completion of a text under an llguidance grammar, by a bounded search over its masks.
+"""Finds a short completion of a text under an llguidance grammar, by a bounded search over the
+grammar's masks.
 
-llguidance itself does not compute completions. The search uses a matcher of the same grammar whose
-vocabulary is the 256 bytes; a step takes a microsecond.
+llguidance itself does not compute completions. The search uses a matcher of the same grammar over a
+vocabulary of the 256 bytes. A step of the search takes a microsecond.
 
 The search finds the shortest way, in bytes, to the nearest place at which a closing bracket or the
-closing quote of a string is allowed. It appends this way and the bracket or quote, and starts
-again, until the text may end. If a name may begin, the names that the schema requires are tried
-first. Every prefix that a grammar allows has a completion, so the search never backtracks.
+closing quote of a string is allowed. It appends the bytes of this way and the bracket or quote, and
+starts again, until the text may end. If a name may begin, the names that the schema requires are
+tried first. Every prefix that a grammar allows has a completion, so the search never backtracks.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from .trial import byte_tokenizer, parser_limits
 MAX_BYTES = 16_384
 """Maximum bytes of a completion."""
 AT_ONCE = 1024
-"""Maximum number of bytes that are appended in one call, which holds the interpreter lock."""
+"""Maximum number of bytes that are appended in one call. The number is bounded because the call
+keeps Python's lock."""
 MAX_STEPS = 4_000
 """Maximum states that one search visits."""
 MAX_NEAR = 200
-"""Maximum states that are visited to reach one place; after that, the search takes the best way so
-far."""
+"""Maximum states that are visited on the way to one place. After that, the search takes the best
+way found so far."""
 FEW_NEAR = 16
 """After this many states within a string, matches of the schema's patterns are tried."""
 FEW_BYTES = 20
@@ -41,7 +43,7 @@ FEW_BRANCHES = 4
 """If at most this many bytes may follow, all of them have the same priority, even those that seem
 to lead to the same state."""
 MAX_RUN = 1_024
-"""Maximum bytes of a part of a string that is filled with one character."""
+"""Maximum number of times that one byte is repeated to fill a string."""
 FREE_BYTES = 128
 """Text is free if more than this number of the 256 bytes are allowed next."""
 MAX_TAILS = 8
@@ -76,8 +78,8 @@ _LISTED = sum(_CLASSES)
 _DIGITS = _bits("0123456789")
 
 _STAY, _ADVANCED = -1, -2
-"""Values of ``_Way.byte`` for a way that does not have a next byte yet: before its forced bytes are
-appended, and afterwards."""
+"""Values of ``_Way.byte`` for a way that has no next byte yet: ``_STAY`` before its forced bytes
+are appended, ``_ADVANCED`` afterwards."""
 _Mask = int
 
 
@@ -89,7 +91,7 @@ def shortest_text(grammar: str, until: float) -> bytes | None:
 
 class Completions:
     """Finds completions of texts under one grammar. The caller serializes all calls of this object
-    and of the objects that it creates, as their matchers share the lexer's states."""
+    and of the objects that it creates, because their matchers share the lexer's states."""
 
     def __init__(self, grammar: str) -> None:
         self._grammar = grammar
@@ -105,7 +107,8 @@ class Completions:
         return Completion(self, self._matcher.deep_copy())
 
     def shortest(self, until: float) -> bytes | None:
-        """A completion of the empty text; its suffixes may complete other texts."""
+        """A completion of the empty text. Suffixes of this completion are tried as completions of
+        other texts."""
         if self._shortest is None:
             matcher = self._matcher.deep_copy()
             found = _Search(self, matcher, 0, b"").run(b"", until)
@@ -145,14 +148,14 @@ class Completion:
         """The beginning of the current string."""
         self._known: bytes | None = None
         self._since = 0
-        """Number of bytes that were appended since the last completion was found; 0 if that
-        completion begins with these bytes."""
+        """Number of bytes that were appended since the last completion was found; 0 if this
+        completion began with the appended bytes, which were then removed from it."""
         self._begun = False
         """Whether the text has any bytes."""
         self._text = b""
-        """The text, if names are counted."""
+        """The whole text if names are counted; otherwise empty."""
         self.steps = 0
-        """States that searches have visited."""
+        """Number of states that searches have visited."""
 
     def copy(self) -> Completion:
         """A copy with the same text and completion."""
@@ -206,8 +209,8 @@ class Completion:
         """Bytes that complete the text. The last result is reused if it still completes the text,
         for example in the middle of a string.
 
-        None if the search does not find a completion before the thread has used ``until`` seconds
-        of CPU time.
+        None if the search does not find a completion before the thread's CPU time reaches ``until``
+        seconds.
         """
         if self._known is None and not self._begun:
             self._known = self._shared.shortest(until)
@@ -216,8 +219,8 @@ class Completion:
             known, since = self._shared.shortest(until) or b"", 0
         elif not since:
             return known
-        # In free text, appended bytes do not change the completion; in a date, they replace some of
-        # its bytes.
+        # In free text, the last completion still completes the text. In a date, the appended bytes
+        # replace the first bytes of the last completion.
         for text in (known, known[since:]) if since else ():
             if self.fits(text):
                 self._known, self._since = text, 0
@@ -230,14 +233,14 @@ class Completion:
 
 
 class _Way(NamedTuple):
-    """One way to the next place, as far as the search has followed it."""
+    """A way to the next place (see the module), as far as the search has followed it."""
 
     length: int
     others: int
-    """Number of bytes of the way that were not tried first at their place."""
+    """Number of bytes of the way before which other bytes were tried in the same state."""
     repeats: int
-    """Number of bytes of the way that lead to the same mask as a byte tried earlier at the same
-    place."""
+    """Number of bytes of the way that lead to the same mask as a byte that was tried earlier in the
+    same state."""
     byte: int
     """The next byte, ``_STAY`` or ``_ADVANCED``."""
     path: bytes
@@ -248,9 +251,9 @@ class _Way(NamedTuple):
     """The mask that allowed the last byte; 0 at the beginning."""
 
     def cost(self, near: bool) -> int:
-        """Ways with a lower cost continue first. At first the length counts, so that the shortest
-        way is found. With ``near``, the number of other bytes counts most, so that any way is
-        found."""
+        """The search follows ways with a lower cost first. At first the length counts most, so that
+        the shortest way is found. If ``near`` is true, ``others`` counts most, so that some way is
+        found soon."""
         return self.length + (12 * self.others if near else 4 * self.repeats)
 
 
@@ -267,8 +270,8 @@ class _Search:
         """Suffixes of an earlier completion that are tried after the opening quote of a string."""
 
     def run(self, known: bytes, until: float) -> bytes | None:
-        """A completion of the text. ``known`` is the completion of an earlier text; one of its
-        suffixes may complete this text too."""
+        """Searches for a completion of the text. ``known`` is the completion of an earlier text,
+        whose suffixes are tried first."""
         self._until = until
         starts = [at for at, byte in enumerate(known) if byte in b'"}]),']
         tails = [known[at:] for at in starts[:MAX_TAILS]]
@@ -291,8 +294,8 @@ class _Search:
         return True
 
     def _value(self, matcher: LLMatcher, path: bytes) -> bool:
-        """Appends one of the shortest JSON values, if one is allowed and the value may end there;
-        returns whether it did."""
+        """Appends one of the shortest JSON values if it is allowed and may end there. Returns
+        whether a value was appended."""
         for value in _VALUES:
             if matcher.validate_tokens(list(value)) < len(value):
                 continue
@@ -303,7 +306,8 @@ class _Search:
         return False
 
     def _name(self, matcher: LLMatcher, path: bytes) -> bool:
-        """Completes the current string to a required name, if one fits; returns whether it did."""
+        """Completes the current string to a required name if one fits. Returns whether it was
+        completed."""
         begun = _string(self._string, 1, path)
         quote = 1 + len(begun)
         before = (self._path[-quote - 2 :] + path)[:-quote]
@@ -317,8 +321,8 @@ class _Search:
         return False
 
     def _match(self, matcher: LLMatcher, path: bytes) -> bool:
-        """Completes the current string to a match of a pattern, if one fits; returns whether it
-        did."""
+        """Completes the current string to a match of one of the schema's patterns if one fits.
+        Returns whether it was completed."""
         string = _string(self._string, 1, path)
         ends = {end for one in self._shared.patterns for end in one.ends(string)}
         for end in sorted(sorted(ends), key=len):
@@ -417,7 +421,7 @@ class _Search:
                 followed.add(after)
                 heapq.heappush(ways, (way.cost(near), number, way))
                 if quoted == 1 and after[0] & _QUOTE and way.cost(near) == length + 1:
-                    break  # The other ways are not shorter.
+                    break  # No other way is shorter.
             if followed == {(mask, False)} and not ran:
                 ran = True
                 matcher = matcher.deep_copy()
@@ -429,8 +433,8 @@ class _Search:
         return False
 
     def _run(self, matcher: LLMatcher, mask: _Mask) -> bytes | None:
-        """Repeats one byte until the mask changes, as in a string with a minimum length; returns
-        the bytes, or None if the mask does not change."""
+        """Repeats one byte until the mask changes, as it does in a string with a minimum length.
+        Returns the repeated bytes; None if the mask does not change within ``MAX_RUN`` bytes."""
         byte = _lowest(mask)
         run = b""
         while len(run) < MAX_RUN:
@@ -470,7 +474,8 @@ def _string(string: bytes, quoted: int, text: bytes) -> bytes:
     """The new ``Completion._string`` after a text that leads to ``quoted``."""
     if not quoted:
         return b""
-    # An escaped quote also counts as a beginning: a match then begins after that quote.
+    # An escaped quote also counts as the beginning of a string, so that a match of a pattern may
+    # begin after it.
     _, quote, inside = text.rpartition(b'"')
     return inside if quote else string + text
 

@@ -1,7 +1,8 @@
-"""Names that occur twice in one object of JSON.
+"""Finds and replaces names that occur twice in one object of JSON.
 
-For ``minProperties``, a grammar counts each occurrence of a name, while a JSON reader counts a name
-once. So under a schema with ``minProperties``, a completion must not repeat a name.
+llguidance counts each occurrence of a name towards ``minProperties``. A reader of the JSON counts a
+repeated name only once. So under a schema with ``minProperties``, a completion must not repeat a
+name.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _CHARACTERS = [character.encode() for character in digits + ascii_letters]
 
 
 class Name(NamedTuple):
-    """A repeated name of an object, from byte ``begin`` to before byte ``end``. Names are compared
-    as they are written, including escapes."""
+    """A repeated name of an object, at the bytes ``begin`` to ``end - 1`` of a text. Names are
+    compared as they are written, including escapes."""
 
     begin: int
     end: int
@@ -46,7 +47,7 @@ def with_distinct_names(text: bytes, found: bytes, fits: Callable[[bytes], bool]
         name = repeated(text + found, len(text))
         if name is None:
             break
-        # If the text ends with the beginning of a name, that beginning cannot be replaced.
+        # If the text ends within a name, the part of the name in the text cannot be replaced.
         begin, end = max(name.begin - len(text), 0), name.end - len(text)
         begun = text[name.begin :] if begin == 0 else b""
         for other in _others(found[begin:end]):

@@ -1,7 +1,8 @@
-"""An upper bound of the length of the shortest value of a JSON schema, from the schema alone.
+"""Computes an upper bound of the length of a JSON schema's shortest value from the schema, without
+a search.
 
-If the bound is far below ``max_tokens``, the text can begin before the shortest value is known. The
-bound includes everything that any alternative requires.
+If the bound is far below ``max_tokens``, the text can begin before the shortest value is known. If
+a schema has alternatives, the bound counts what any of them requires.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ MAX_ENUM = 2_000
 MAX_DEPTH = 40
 """Maximum nesting of values."""
 MAX_CHARACTERS = 4_000
-"""Maximum length of a string with a pattern; for a longer one the bound is unknown."""
+"""Maximum bytes of the shortest string with a pattern. If the string may be longer, the bound is
+unknown."""
 NUMBER = 40
-"""Maximum characters of a shortest number, unless its bounds are very large or very near to 0."""
+"""Maximum characters of the shortest number that a schema allows. The bound is unknown if the
+limits in the schema are very large or very near to 0."""
 FORMAT = 64
-"""Maximum characters of a shortest string of a format."""
+"""Maximum characters of the shortest string of any ``format``."""
 ESCAPED = 2
-"""Assumed bytes for each character of a pattern in a shortest match; few characters need more."""
+"""Assumed bytes for each character of a pattern in the shortest match. Few characters need more."""
 
 UNKNOWN_BYTES = 256
 """Assumed bytes of an item whose bound is unknown."""
@@ -57,10 +60,10 @@ class Growth(NamedTuple):
     """Bounds, from the schema alone, of the growth of the required completion in bytes."""
 
     item: int
-    """Growth when a text begins one item of an array, or one property with its name."""
+    """The growth when a text begins one item of an array, or one property including its name."""
     string: int
-    """Growth in one string that has to match a pattern or a format; 0 if the schema does not have
-    such a string."""
+    """The growth in one string that has to match a pattern or a format; 0 if the schema has no such
+    string."""
 
 
 class _UnknownError(Exception):
@@ -139,8 +142,8 @@ class _Lengths:
         self._inside = inside
         self._active: set[int] = set()
         self._known: dict[int, tuple[Schema, int]] = {}
-        """By the id of a schema: the schema, so that the id stays unique, and its length, if the
-        length does not depend on the enclosing schemas."""
+        """By the id of the Python object of a schema: the schema, so that the id stays unique, and
+        its length. Only lengths that do not depend on the enclosing schemas are stored."""
         self._cycles = 0
         """Number of times that a value that contains itself was visited."""
         self._left = MAX_VALUES

@@ -21,7 +21,8 @@ from .trial import reason
 SHOWN = 200
 """Maximum characters of the text so far in an error message."""
 AT_ONCE = 256
-"""Maximum number of tokens that are consumed in one call, which holds the interpreter lock."""
+"""Maximum number of tokens that are consumed in one call. The number is bounded because the call
+keeps Python's lock."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -43,7 +44,7 @@ class MatcherController:
         self._matcher = matcher
         self._host = host
         self.closing = closing
-        """When and how the text is closed."""
+        """Decides when and how the text is closed."""
         self._name = name
         self._text = list(text)
         self._forced = False
@@ -54,7 +55,8 @@ class MatcherController:
         self._address = 0
         tokens = grammar.tokens
         self._own_mask = bytearray(4 * -(-tokens.size // 32)) if tokens.endless else None
-        """A buffer for masks, if llguidance's vocabulary has one token more than the model's."""
+        """A buffer for masks if llguidance's vocabulary has one token more than the model's;
+        otherwise None."""
 
     @property
     def shortest(self) -> Sequence[int] | None:
@@ -84,9 +86,9 @@ class MatcherController:
         """Writes the token mask, or returns a splice of forced tokens or of tokens that close the
         text. Stops if only the end of the sequence may follow.
 
-        compute_ff_tokens holds the interpreter lock; computing a mask does not. When a token is
-        forced, the mask allows only that token, so compute_ff_tokens is called only if few words of
-        the mask are nonzero.
+        compute_ff_tokens keeps Python's lock, and computing a mask does not. If a token is forced,
+        the mask allows only this token. So compute_ff_tokens is called only if few words of the
+        mask are nonzero.
         """
         if self.closing.end is not None:
             return COMPLETE
@@ -117,7 +119,7 @@ class MatcherController:
             if closed is not None:
                 return closed
             self._forced = True
-            # One token is reserved for the round in which a text that does not fit is closed.
+            # One token is reserved, so that the next round can close the text if it would not fit.
             return Answer(Action.SPLICE, tokens=forced[: max(1, left - 1)])
         if bytes(mask) != self._grammar.tokens.only_end:
             return _MASKED
@@ -126,8 +128,8 @@ class MatcherController:
         return COMPLETE
 
     def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """Writes masks until a token is forced, only the end of the sequence may follow, or the
-        closing of the text has to be computed."""
+        """Writes masks up to the first place where a token is forced, only the end of the sequence
+        may follow, or the closing of the text must be computed."""
         until = min(self.closing.check_at, self._host.max_tokens) - len(self._text) - 1
         draft = before_end(draft, self._host.vocabulary)[: max(0, until)]
         restricted = self.closing.ahead(draft)
@@ -151,8 +153,8 @@ class MatcherController:
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Advances by the appended tokens; stops at an end-of-sequence token."""
-        # If a draft proposed tokens, several tokens arrive together. Tokens after an
-        # end-of-sequence token have been dropped.
+        # After a draft, several tokens may arrive together. The GPU worker has dropped the tokens
+        # after an end-of-sequence token.
         after = STOP if tokens and tokens[-1] in self._host.vocabulary.eos_ids else CONTINUE
         if after is STOP:
             tokens = tokens[:-1]
@@ -176,8 +178,8 @@ class MatcherController:
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
         """``closed`` if closing has changed the text, ``complete`` if the grammar accepts the
-        unchanged text, otherwise ``cut``. With ``stop``, only the text before that stop string
-        counts."""
+        unchanged text, otherwise ``cut``. If ``stop`` is given, only the text before this stop
+        string counts."""
         if not stop and self.closing.end is not None:
             return self.closing.end
         matcher = self._matcher

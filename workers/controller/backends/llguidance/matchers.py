@@ -1,4 +1,4 @@
-"""Compiled llguidance grammars and tokenizers, shared by the sequences of a worker.
+"""Caches compiled llguidance grammars and tokenizers, which the sequences of a worker share.
 
 Source: llguidance (an Earley parser over a lexer of regular-expression derivatives; masks by a walk
 of the token trie, with precomputed slices of the vocabulary).
@@ -64,8 +64,9 @@ class _Wrapper:
         self._short = lru_cache(KEPT_TEXTS)(self._tokenize)
 
     def __call__(self, text: str) -> list[int]:
-        """The tokenization of a forced text. Short texts are cached, because each recurs: for the
-        mask, for the appended tokens, and in each sequence of a grammar."""
+        """The tokenization of a forced text. Tokenizations of short texts are cached, because the
+        same text is tokenized again for the mask, for the appended tokens, and in each sequence of
+        a grammar."""
         return self._short(text) if len(text) <= SHORT else self._tokenize(text)
 
     def _tokenize(self, text: str) -> list[int]:
@@ -78,12 +79,12 @@ class Tokens:
     The bit of the additional token is cleared in each mask."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        """Takes about 0.4 s for 131,072 tokens and holds the interpreter lock."""
+        """Takes about 0.4 s for 131,072 tokens, and keeps Python's lock during this time."""
         size = vocabulary.size
         ends = vocabulary.eos_ids or (size,)
         wrapper = _Wrapper(vocabulary, ends)
-        # The wrapper must not refer to ``self``: the garbage collector does not see llguidance's
-        # references.
+        # The wrapper must not refer to ``self``. llguidance refers to the wrapper, and the garbage
+        # collector could not free such a cycle, because it does not see llguidance's references.
         self.tokenizer = LLTokenizer(wrapper, eos_token=list(ends))  # type: ignore[arg-type]
         wrapper.tokens = []
         self.endless = not vocabulary.eos_ids
@@ -93,15 +94,16 @@ class Tokens:
         )
         """The mask that allows only the end of the sequence."""
         self.end_words = len({end // 32 for end in ends})
-        """Maximum nonzero words of ``only_end``, or of a mask with a single token."""
+        """Number of nonzero words of ``only_end``, at least 1: the maximum of a mask in which at
+        most one token, or only the end, is allowed."""
         self._vocabulary = vocabulary
         self._sets: TokenSets | None = None
         self._sets_lock = threading.Lock()
 
     @property
     def sets(self) -> TokenSets:
-        """Sets of the vocabulary's tokens, read as parts of JSON. They are computed when the first
-        schema is compiled."""
+        """Sets of the vocabulary's tokens, by their meaning as parts of JSON. They are computed
+        when the first schema is compiled."""
         with self._sets_lock:
             if self._sets is None:
                 vocabulary = self._vocabulary
@@ -114,8 +116,8 @@ class Grammar:
     """A compiled grammar. All matchers of the grammar share the lexer's states, so only one of them
     may run at a time.
 
-    ``lock`` is held around each call of any of its matchers. llguidance also has such a lock, but a
-    thread that waits for that lock holds the interpreter lock.
+    ``lock`` is held around each call of any of these matchers. llguidance has such a lock too, but
+    a thread that waits for llguidance's lock keeps Python's lock.
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class Grammar:
         self.lock = threading.Lock()
         self.tokens = tokens
         self.least = least
-        """An upper bound of the tokens of the shortest text; None if it is unknown before the
+        """An upper bound of the tokens of the shortest text; None if no bound is known before the
         search."""
         self._schema = schema
         self._plain = plain
@@ -184,7 +186,8 @@ class Grammar:
         return self._shortest
 
     def searched(self) -> bytes | None:
-        """The shortest text, if a search in this process finds it within ``SEARCH_S``."""
+        """The shortest text if a search in this process finds it within ``SEARCH_S``; otherwise
+        None."""
         if not self._plain:
             return None
         with self.lock:
@@ -222,8 +225,8 @@ class Matchers:
     def __init__(
         self, processes: Processes | None = None, meter: CompileMeter | None = None
     ) -> None:
-        """``processes`` first check each new grammar that may be expensive; ``meter`` measures
-        compiling."""
+        """``processes`` check each new grammar that may be expensive before the worker compiles it.
+        ``meter`` measures the time of compiling."""
         self.processes = processes if processes is not None else Processes(Bounds())
         self._meter = meter if meter is not None else CompileMeter()
         self._compiled: Shared[Grammar] = Shared(2 * bounds.WALL_S)
@@ -258,14 +261,14 @@ class Matchers:
         plain = schema is not None and is_plain(grammar, schema)
         if plain:
             matcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=plain_limits())
-            plain = not step_error(matcher)  # The separate process finds the faulty part.
+            plain = not step_error(matcher)  # The separate process names the faulty part.
         if not plain:
             self.processes.check(grammar)
             matcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=parser_limits())
             if matcher.is_error():
                 raise RefusedGrammar(reason(matcher.get_error()))
         if schema is not None:
-            _ = tokens.sets  # Computed before a text has begun.
+            _ = tokens.sets  # The sets are computed before a text has begun.
         made = Grammar(self, key, tokens, matcher, grammar, least, schema, plain, vocabulary)
         self._grammars.add(tenant_of_thread(), key, made)
         return made

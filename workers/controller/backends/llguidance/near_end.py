@@ -1,8 +1,10 @@
-"""Restricts masks when few tokens are left beyond those that complete a text of JSON.
+"""Restricts the masks of a text of JSON when few tokens are left beyond those that complete the
+text.
 
-A restricted mask allows only tokens after which the text can certainly be completed. These are the
-prefixes of the known completion, tokens that continue a *string of any text*, and tokens after
-which a search finds another completion that fits. A string of any text may contain every character.
+A restricted mask allows only tokens after which the text can certainly be completed. These are
+tokens that are prefixes of the known completion, tokens that continue a *string of any text*, and
+tokens after which a search finds another completion that fits. A string of any text is a string
+that may contain every character.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from .token_sets import TokenSets, Words, allowed, has, put
 MAX_OTHERS = 8
 """Maximum tokens of one mask that are tried in addition to the prefixes of the completion."""
 REWRITTEN = 4
-"""Maximum number of tokens by which a completion gets longer if its first token is replaced by
-another prefix of its text."""
+"""Maximum number of tokens by which the tokenization of a completion gets longer if its first token
+is another prefix of the completion's text."""
 FEW = 64
 """If a mask has more tokens than this, only its tokens of one byte are tried."""
 MAX_STEPS = 60
@@ -26,19 +28,19 @@ MAX_STEPS = 60
 AT_ONCE = 2
 """Maximum searches for one mask."""
 NAMED = 3
-"""Number of tokens by which a freely chosen name may grow if it could be mistaken for one of the
-schema's names."""
+"""Number of tokens that are reserved in a name of any text, because the name may have to be
+extended until it differs from the schema's names."""
 PATTERN = 8
 """Number of tokens by which a string of any text may grow if it might have to match a pattern."""
 MANY = 256
-"""If a mask inside a string has more tokens than this, the string is not a name or a value from a
-list."""
+"""If a mask inside a string has more tokens than this, the string is not one of a list of names or
+values."""
 
 Tokenize = Callable[[bytes], Sequence[int] | None]
 
 
 class NearEnd:
-    """Restricts masks; the caller holds the grammar's lock."""
+    """Restricts the masks of one sequence. The caller holds the grammar's lock during each call."""
 
     def __init__(self, sets: TokenSets, string: int, ends: Sequence[int]) -> None:
         """``string``: number of tokens by which a string that has to match a pattern may grow; 0 if
@@ -53,7 +55,8 @@ class NearEnd:
         self._kept: list[int] = []
         """The tokens that the last mask of a string allowed in addition to ``_set``."""
         self.rests: dict[int, bytes] = {}
-        """For some tokens of the last mask: the completion of the text after the token."""
+        """By token, for some tokens of the last mask: the completion of the text if this token is
+        appended."""
 
     def restrict(
         self,
@@ -65,8 +68,8 @@ class NearEnd:
         ending: bool,
         tokenize: Tokenize,
     ) -> int | None:
-        """Restricts a mask at a place where ``found``, with the tokens ``tokens``, completes the
-        text and ``spare`` more tokens are left. ``ending``: open values should end soon.
+        """Restricts a mask. ``found``, whose tokens are ``tokens``, completes the text here, and
+        ``spare`` more tokens are left. ``ending``: whether open values should end soon.
 
         If the text is in a string of any text, returns the number of tokens by which the completion
         may grow after a token of ``TokenSets.whole``. Otherwise returns None.
@@ -109,8 +112,8 @@ class NearEnd:
         return None
 
     def restrict_again(self, words: Words, found: bytes) -> bool:
-        """Restricts a mask as ``restrict`` restricted the last mask, if the text is still in a
-        string of any text; returns whether the text is in such a string."""
+        """If the text is still in a string of any text, restricts a mask in the same way as
+        ``restrict`` restricted the last mask. Returns whether the text is in such a string."""
         if not self.is_free(words, found):
             return False
         words &= self._set

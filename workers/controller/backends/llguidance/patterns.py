@@ -1,9 +1,9 @@
-"""Finds short matches of a schema's patterns, and its required names. A search over masks alone
-rarely finds either.
+"""Finds short matches of a schema's patterns, and the names that the schema requires. A search over
+masks rarely finds them without such candidates.
 
 A pattern that may match anywhere in a string allows nearly every byte until its match is complete,
-so that masks do not lead a search to the match. The results are only candidates, which the matcher
-accepts or rejects.
+so that masks do not lead a search to the match. The results of this module are only candidates,
+which the matcher accepts or rejects.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Pattern:
                 if after := automaton.step(state, byte):
                     before.setdefault(after, []).append((state, byte))
         states = list(self._nearest)
-        for state in states:  # The list grows during this loop: a breadth-first search.
+        for state in states:  # A breadth-first search: the list grows during this loop.
             for origin, byte in before.get(state, ()):
                 if origin not in self._nearest:
                     self._nearest[origin] = byte
                     states.append(origin)
 
     def ends(self, beginning: bytes) -> Iterator[bytes]:
-        """Texts that may end a string with this beginning: a match that continues it, and a match
-        that begins after it."""
+        """Texts that may complete a string that begins with ``beginning``: the rest of a match that
+        begins with it, and a whole match after it."""
         for text in (beginning, b"") if beginning else (b"",):
             state = self._automaton.walk(text)
             if state not in self._nearest:

@@ -1,12 +1,12 @@
-"""Decides whether a JSON schema certainly compiles quickly, by checking the properties that make
-llguidance slow.
+"""Decides whether llguidance certainly compiles a JSON schema quickly. The check looks for the
+properties of a schema that make llguidance slow.
 
 A schema has bounded time and stack if all of this holds:
 
 - its text has a moderate length and depth
-- few copies result from intersections (``allOf``, and keywords next to ``anyOf``, ``oneOf`` or
-  ``$ref``)
-- few pairs of properties and alternatives are compared
+- each intersection (``allOf``, and keywords next to ``anyOf``, ``oneOf`` or ``$ref``) has few
+  objects, and few alternatives result from it
+- it has few objects (properties and alternatives), which llguidance compares in pairs
 - its patterns are short, repeat little and are not intersected
 - its arrays have few items
 
@@ -23,14 +23,14 @@ MAX_TEXT = 256 * 1024
 MAX_DEPTH = 40
 """Maximum nesting of arrays and objects."""
 MAX_LEVELS = 400
-"""Maximum nesting of arrays and objects, including targets of references: llguidance's stack has up
-to 7 kB for each level."""
+"""Maximum nesting of arrays and objects, including targets of references. Each level takes up to 7
+kB of llguidance's stack."""
 MAX_NODES = 1_500
-"""Maximum objects of a schema. An object with this number of properties, which llguidance compares
-with each other, takes 0.2 s of CPU time; other schemas take less."""
+"""Maximum objects of a schema. The slowest schema is one object with this number of properties:
+llguidance compares each of them with each other one, which takes 0.2 s of CPU time."""
 MAX_COPIES = 500
-"""Maximum alternatives that result from one intersection, and maximum objects that are
-intersected."""
+"""Maximum number of alternatives that result from one intersection, and maximum number of objects
+in it."""
 MAX_ENUM = 50
 """Maximum values of an ``enum`` in a schema that also has properties or items."""
 MAX_ITEMS = 500
@@ -143,8 +143,8 @@ class _Plain:
         self._root = root
         self._nodes = nodes
         self._counts: dict[int, _Counts] = {}
-        """The counts by the id of a value; ``_ENDLESS`` while a value is being counted, so that a
-        value that contains itself exceeds the bounds."""
+        """The counts by the id of a value's Python object. While a value is being counted, its
+        entry is ``_ENDLESS``, so that a value that contains itself exceeds the bounds."""
 
     def holds(self, depth: int) -> bool:
         items = patterns = 0
@@ -266,13 +266,13 @@ def _is_short(pattern: str) -> bool:
 
 
 def unrolled(pattern: str) -> tuple[int, int]:
-    """The approximate number of characters of a pattern when its ``{least,most}`` are written out,
-    for the least and for the most repetitions. The numbers are approximate, because the pattern may
-    not be valid."""
+    """The approximate numbers of characters of a pattern if each ``{least,most}`` is written out:
+    with the least repetitions, and with the most. They are approximate because the pattern may not
+    be valid."""
     if "{" not in pattern:
         return len(pattern), len(pattern)
     groups: list[tuple[int, int]] = []
-    """For each open group: the counts before it."""
+    """For each open group: the counts of the pattern before the group."""
     least = most = 0
     last = (0, 0)
     """The counts of the last atom."""

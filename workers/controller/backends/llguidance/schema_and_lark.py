@@ -1,4 +1,5 @@
-"""The built-in constraints ``json_schema`` and ``lark``: their arguments as llguidance grammars."""
+"""The built-in constraints ``json_schema`` and ``lark``, whose arguments are converted to
+llguidance grammars."""
 
 from __future__ import annotations
 
@@ -30,10 +31,11 @@ comments, and the names of special tokens. llguidance's lexer defines them in th
 
 
 class JsonSchemaProgram:
-    """The built-in ``json_schema``: the text is a JSON value that matches the schema given.
+    """The built-in constraint ``json_schema``: the text is a JSON value that matches the schema in
+    the argument.
 
-    White space is as in ``json.dumps``, or as set by ``x-guidance``, within bounds (``spacing``).
-    Properties have the schema's order.
+    White space is as in ``json.dumps``, or as the schema's ``x-guidance`` defines, within bounds
+    (``spacing``). Properties come in the order of the schema.
     """
 
     def __init__(self, matchers: Matchers) -> None:

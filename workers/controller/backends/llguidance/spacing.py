@@ -27,7 +27,8 @@ _DUMPED: JsonCompileOptions = {
     "item_separator": ", ",
     "key_separator": ": ",
 }
-"""The white space of Python's ``json.dumps``: most of the text between values is forced."""
+"""The white space of Python's ``json.dumps``. It is the default because most of the text between
+values is then forced."""
 _FLEXIBLE: JsonCompileOptions = {
     "whitespace_flexible": True,
     "item_separator": ",",
@@ -43,7 +44,7 @@ _LEXEME = re.compile(
     re.DOTALL,
 )
 """Matches ``%json`` before a schema in a Lark grammar. Also matches strings, regular expressions
-and comments, in which ``%json`` is only text."""
+and comments, so that ``%json`` inside them is skipped."""
 _DECODER = json.JSONDecoder()
 
 
@@ -122,8 +123,8 @@ def _check(name: str, pattern: str) -> None:
 
 
 def _is_finite(automaton: Dfa) -> bool:
-    """Whether the language is finite. All states of the automaton are live, so this is the case if
-    no state can be reached from itself."""
+    """Whether the automaton's language is finite. All states of the automaton are live, so the
+    language is finite if no state can be reached from itself."""
     following = [
         {automaton.step(state, byte) for byte in range(256)} - {0}
         for state in range(automaton.num_states)
@@ -132,7 +133,8 @@ def _is_finite(automaton: Dfa) -> bool:
     for targets in following:
         for target in targets:
             left[target] += 1
-    # Kahn's algorithm: the transitions into a state of a cycle are never all removed.
+    # Kahn's algorithm removes states into which no transitions are left. The states of a cycle are
+    # never removed.
     removed, free = 0, [state for state in range(automaton.num_states) if not left[state]]
     while free:
         removed += 1

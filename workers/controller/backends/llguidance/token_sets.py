@@ -1,4 +1,5 @@
-"""Sets of a vocabulary's tokens, to which masks are restricted near the end of a text of JSON."""
+"""Sets of a vocabulary's tokens. Near the end of a text of JSON, masks are restricted to such
+sets."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ Words = np.ndarray[tuple[int], np.dtype[np.uint32]]
 """A mask: bit i of the little-endian words is set if token i is allowed."""
 
 FEW_STARTS, SOME_STARTS, MAX_STARTS = 1, 4, 15
-"""Maximum number of items that a token of the set ``few`` begins, maximum number that a token of
-the set ``some`` begins, and maximum number in ``starts``."""
+"""Maximum number of items that a token in ``few`` may begin, maximum number that a token in
+``some`` may begin, and maximum number in ``starts``."""
 LONG = 12
 """Maximum bytes of a token that is tried as a prefix of a completion."""
 _WHOLE = re.compile(rb'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u(?!d[89a-f])[0-9a-fA-F]{4}))+')
@@ -25,7 +26,7 @@ _SAMPLE = (
 
 
 class TokenSets:
-    """Sets and counts of a vocabulary's tokens, read as parts of JSON."""
+    """Sets and counts of a vocabulary's tokens, by their meaning as parts of JSON."""
 
     def __init__(
         self, tokens: Sequence[bytes], words: int, tokenize: Callable[[bytes], Sequence[int]]
@@ -36,7 +37,7 @@ class TokenSets:
         by_text: dict[bytes, int] = {}
         for number, token in enumerate(tokens):
             if not token:
-                # A mask has a token without text only if the token ends the text.
+                # A mask allows a token without text only if this token ends the sequence.
                 few.append(number)
                 some.append(number)
                 continue

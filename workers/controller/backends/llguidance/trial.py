@@ -1,8 +1,10 @@
-"""Checks whether llguidance compiles a grammar, and sets the bounds of every grammar.
+"""Checks whether llguidance can compile a grammar, and defines the bounds that llguidance applies
+to each grammar.
 
-llguidance's time and memory can only be bounded from outside. So each new grammar, unless it is a
-plain schema (``plain``), is first compiled in a separate process (``compiling.processes``), for a
-vocabulary of bytes. The process also appends the first tokens that the grammar allows.
+llguidance's own bounds do not cover its time and memory completely, so these must be bounded from
+outside. So each new grammar, unless it is a plain schema (``plain``), is first compiled in a
+separate process (``compiling.processes``), for a vocabulary of bytes. The process also appends the
+first tokens that the grammar allows.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ def plain_limits() -> LLParserLimits:
 
 
 def reason(error: str) -> str:
-    """llguidance's message on one line, without its (indented) excerpts of the grammar and its
-    stack trace."""
+    """llguidance's message on one line, without the stack trace and the indented lines, which quote
+    the grammar."""
     message = error.split("\n<", 1)[0]
     lines = [line for line in message.splitlines() if line and not line[0].isspace()]
     text = " ".join(line.removeprefix("error: ") for line in lines)
@@ -64,7 +66,7 @@ def compiled(grammar: str) -> tuple[LLMatcher, str]:
 
 
 def step_error(made: LLMatcher) -> bool:
-    """Whether a grammar failed to compile, or has no first mask."""
+    """Whether a grammar failed to compile, or an error occurs when its first mask is computed."""
     if made.is_error():
         return True
     matcher = made.deep_copy()

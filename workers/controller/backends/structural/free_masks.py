@@ -1,9 +1,10 @@
-"""Token masks of the parts of a structure that have no schema: free text, and literal texts.
+"""Computes the token masks of the parts of a structure that have no schema: free text and literal
+texts.
 
 In free text nearly all tokens are allowed. A *watched text* is forbidden, or begins or ends a part.
 A token matters only if it contains a watched text, or the rest of a watched text that has begun.
-Binary search in the sorted tokens finds these tokens, which are followed byte by byte; all other
-tokens are skipped.
+Binary search in the sorted tokens finds these tokens. The automaton follows each of them byte by
+byte, and all other tokens are skipped.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ tokens."""
 
 
 class TokenTable:
-    """The tokens of a vocabulary, sorted. The *place* of a token is its index in this order.
-    Building the table takes about 0.2 s for 131,072 tokens."""
+    """The tokens of a vocabulary, sorted by their bytes. The *place* of a token is its index in
+    this order. Building the table takes about 0.2 s for 131,072 tokens."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -67,7 +68,7 @@ class TokenTable:
         return self.numbers[place] if found else None
 
     def beginnings_of(self, text: bytes) -> Iterator[int]:
-        """The places of the tokens that are a prefix of a text, or all of it."""
+        """The places of the tokens that are a prefix of a text, including the whole text."""
         for length in range(1, len(text) + 1):
             place = bisect_left(self.texts, text[:length])
             while place < len(self.texts) and self.texts[place] == text[:length]:
@@ -111,8 +112,8 @@ class FreeMasks:
         return self._special.get(token) or self.table.vocabulary.token(token)
 
     def get(self, state: State) -> bytes:
-        """The mask of a state, without end-of-sequence tokens. JSON in tags has no mask here: its
-        mask comes from the schema."""
+        """The mask of a state, without end-of-sequence tokens. Not for states inside JSON in tags,
+        whose masks come from the schema."""
         return self._kept(self._masks, KEPT_MASKS, state, self._made)
 
     def forbidden(self, state: State) -> list[int]:
@@ -122,8 +123,8 @@ class FreeMasks:
         return self._kept(self._forbidden, KEPT_FORBIDDEN, state, self._not_allowed)
 
     def forced(self, state: State) -> list[int]:
-        """The forced tokens of a literal text, from its tokenization; empty if the texts that may
-        follow differ in the first token."""
+        """The tokens that all texts that may follow in a literal have in common at their beginning;
+        empty if they differ in the first token."""
         each = [self.table.of_literal(text) for text in self.rests(state)]
         if not each:
             return []
@@ -132,7 +133,8 @@ class FreeMasks:
         return low[: next((at for at, equal in enumerate(same) if not equal), len(low))]
 
     def marks(self, state: State) -> re.Pattern[bytes]:
-        """A pattern of the bytes that may change a state; other bytes do not change it."""
+        """A pattern that matches the bytes that may change a state. No other byte changes the
+        state."""
         json = self.automaton.holds_json(state)
         free = self._is_free(state) or state.mode == "value"
         if not free or state.near or (state.tags and state.mode != "content"):
@@ -229,8 +231,8 @@ class FreeMasks:
         return self._of(places)
 
     def rests(self, state: State) -> list[bytes]:
-        """The literal texts that may follow: the rest of the beginning of a tag, or of the end of a
-        part."""
+        """The literal texts that may follow: the rests of the beginnings of tags, or of the ends of
+        tags."""
         texts = self.automaton.ends if state.mode == "end" else self.automaton.begins
         return list(dict.fromkeys(texts[tag][state.at :] for tag in state.tags))
 

@@ -1,4 +1,5 @@
-"""The built-in ``structural``: makes the controllers of its sequences."""
+"""The built-in constraint ``structural``: reads its argument, and makes the controllers of
+sequences."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _Name = tuple[str, int, tuple[int, ...]]
 
 
 class StructuralProgram:
-    """The built-in ``structural``: text, thinking, tool calls (``protocol.structure``)."""
+    """The built-in constraint ``structural``: an answer that consists of text, thinking and tool
+    calls (``protocol.structure``)."""
 
     def __init__(self, others: Mapping[str, ConstraintProgram]) -> None:
         """``others``: the constraints that the values of a structure may have, by name."""
@@ -71,8 +73,8 @@ class StructuralProgram:
         return masks
 
     def _check_values(self, structure: Structure, host: Host) -> None:
-        """Checks the constraints of all values, so that an invalid one is refused before the
-        sequence reaches it."""
+        """Checks the constraints of all values of a structure, so that an invalid constraint is
+        refused when the request starts."""
         for number, phase in enumerate(structure.phases):
             if phase.controller:
                 self._check(f"phases[{number}]", phase.controller, phase.arg, host)
@@ -92,7 +94,8 @@ class StructuralProgram:
             raise refusal(f"structural: {place}: {error.message}") from None
 
     def _value(self, name: str, arg: Arg, host: Host) -> Constraint:
-        """The controller of a value; without a schema, any object is allowed."""
+        """The controller of a value. If ``json_schema`` has no schema, any JSON object is
+        allowed."""
         if arg is None and name == "json_schema":
             arg = {"type": "object"}
         data = arg.encode() if isinstance(arg, str) else msgspec.json.encode(arg)

@@ -1,6 +1,6 @@
 """The controller of one sequence whose answer has several parts.
 
-A *value* is text with a constraint of its own: the JSON of a tag, or the rest of the answer.
+A *value* is a text that a separate constraint limits: the JSON of a tag, or the rest of the answer.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ class StructuralController:
         self._state = self._automaton.start()
         self._inner: Constraint | None = None
         self._inner_mask = b""
-        """The mask of the value alone, at a place where both a value and a tag may begin."""
+        """The mask of the value without the tags, at a place where a value or a tag may begin;
+        otherwise empty."""
         self._spent = 0
         """Number of tokens of the current part."""
         self._before: list[State] = []
-        """The state before each token of the part."""
+        """The state before each token of the current part."""
         self._ended = False
         """Whether the model has ended the answer at an allowed place."""
         self._closed = False
-        """Whether the JSON of a tag was completed because ``max_tokens`` were near."""
+        """Whether the JSON of a tag was completed because few of ``max_tokens`` were left."""
         self._settled: State | None = None
         """The state of free text whose mask was written last."""
         self._settled_mask = b""
         """The mask of ``_settled``, including end-of-sequence tokens."""
         self._settled_until = 0
-        """Number of tokens of the part up to which ``_settled_mask`` is valid."""
+        """Number of tokens of the current part up to which ``_settled_mask`` is valid."""
         self._marked = masks.marks(self._state).search
-        """Finds a byte of a token that may change the settled state."""
+        """A function that finds a byte in a token's text that may change ``_settled``."""
         self._enter()
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
@@ -111,7 +112,8 @@ class StructuralController:
         return _MASKED
 
     def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """Writes masks until a value begins or ends, or a text is forced."""
+        """Writes masks up to the first place where a value begins or ends, or where a text is
+        forced."""
         left = self._host.max_tokens - len(self._tokens) - 1
         draft = before_end(draft, self._host.vocabulary)[: max(0, left)]
         state, inner = self._state, self._inner
@@ -125,8 +127,8 @@ class StructuralController:
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Advances by the appended tokens; stops at an end-of-sequence token."""
         if backtrack:
-            # Only the controller of the value backtracks, to complete its text. So all appended
-            # tokens belong to the value.
+            # Only the controller of a value drops tokens, in order to complete its text. So all
+            # appended tokens belong to the value.
             self._take_back(backtrack)
             assert self._inner is not None
             self._inner.post_process(tokens, backtrack)
@@ -142,7 +144,8 @@ class StructuralController:
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
         """``cut`` if the answer may not end here, ``closed`` if closing has changed a value,
-        otherwise ``complete``. With ``stop``, only the text before ``stop`` counts."""
+        otherwise ``complete``. If ``stop`` is given, only the text before this stop string
+        counts."""
         if stop:
             text = b"".join(map(self._masks.bytes_of, self._tokens))
             state = self._automaton.walk(self._automaton.start(), text.partition(stop)[0])
@@ -201,8 +204,8 @@ class StructuralController:
         return Answer(Action.SPLICE, tokens=tokens[:left])
 
     def _closing(self) -> bytes:
-        """The bytes that end a text part whose tokens are used up; empty if the part need not end
-        now, for example inside a character."""
+        """The bytes that end the text of a tag whose ``max_tokens`` are used up. Empty if the text
+        need not end now, or if it ends inside a character."""
         state = self._state
         if not self._is_spent(state, self._spent):
             return b""
@@ -240,8 +243,8 @@ class StructuralController:
         return min(len(draft), len(masks))
 
     def _json_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """Removes the tokens that the tag forbids from the schema's masks along a draft; returns
-        the number of masks that are then valid in the tag."""
+        """Removes the tokens that the tag forbids from the masks that the schema's controller has
+        written along a draft. Returns the number of masks that are valid in the tag."""
         state = self._state
         for number, (token, mask) in enumerate(zip(draft, masks, strict=False)):
             state = self._masks.follow(state, self._masks.bytes_of(token))
@@ -274,7 +277,8 @@ class StructuralController:
         return answer
 
     def _with_tags(self, answer: Answer, mask: memoryview) -> Answer:
-        """Writes the union of the masks of a value and of the tags that may replace it."""
+        """Writes the union of the mask of a value and the mask of the tags that may stand in place
+        of the value."""
         if answer.action is Action.SPLICE:
             mask[:] = bytes(len(mask))
             token = answer.tokens[0]
@@ -294,8 +298,7 @@ class StructuralController:
             mask[token >> 3] |= 1 << (token & 7)
 
     def _tokens_of(self, tag: int) -> int:
-        """The number of tokens of the shortest form of a tag, including the text that has to
-        follow."""
+        """The number of tokens of the shortest form of a tag, including its end."""
         given, table = self._automaton.structure.tags[tag], self._masks.table
         takes = len(table.of_literal(self._automaton.begins[tag]))
         takes += len(table.of_literal(self._automaton.shortest_end(tag)))
@@ -306,7 +309,8 @@ class StructuralController:
         return takes
 
     def _take_back(self, count: int) -> None:
-        """Removes the last tokens of the value, because the value did not fit."""
+        """Removes the last ``count`` tokens of the value, because the value's controller drops
+        them."""
         if count > len(self._before):
             raise self._error(f"{count} tokens are removed, but the value has {len(self._before)}")
         self._state = self._before[-count]
@@ -355,11 +359,12 @@ class StructuralController:
             inner.post_process([token], 0)
             return after
         self.close()
-        # The value does not allow this text, so the rest of a tag's ``begin`` must follow.
+        # The value does not allow this token, so the rest of the ``begin`` of a tag must follow.
         return after._replace(mode="begin") if after.mode == "value" else after
 
     def _enter(self) -> None:
-        """Begins a part."""
+        """Called when a part of the answer begins: resets the counts, and makes the controller of
+        the part's value if it has one."""
         self._spent = 0
         self._before = []
         self._inner_mask = b""
