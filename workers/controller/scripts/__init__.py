@@ -1,1 +1,1 @@
-"""Scripts that clients upload: their text runs in an interpreter that is a Wasm guest."""
+"""Runs scripts, which clients upload as text. The interpreter of a script is a Wasm guest."""

@@ -1,8 +1,9 @@
-"""The controller of a script: its guest, and the text that the worker generates for the guest.
+"""The controller of a script. It consists of the script's guest and, while ``gen`` runs, of the
+text that the worker generates for the guest.
 
-The guest decides before and after each text. While a text is generated, the worker runs the rounds
-with the controller of a built-in constraint. It then calls the guest with the tokens of the whole
-text.
+While a text is generated, the worker runs the sequence's rounds with the controller of a built-in
+constraint, without calling the guest. After the text, it calls the guest's post_process with the
+tokens of the whole text.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from .generation import Generate, Generation, decode_generate, failed
 from .next_tokens import ConstraintQuestions, FindConstraint
 
 MAX_EMPTY_TEXTS = 256
-"""Maximum texts without a token that a script generates one after another in one round."""
+"""Maximum number of texts without a token that a script may generate one after another in one
+round."""
 
 
 class ScriptProgram:
@@ -40,7 +42,7 @@ class ScriptProgram:
         self._constraints = constraints
 
     def start(self, host: Host) -> Controller:
-        """Creates a guest; raises TokenbusError if the script fails."""
+        """Creates a guest and its controller. Raises TokenbusError if the script fails."""
         return ScriptController(self._guests.start, host, self._constraints)
 
 
@@ -53,7 +55,7 @@ class ScriptController:
         host: Host,
         constraints: FindConstraint,
     ) -> None:
-        """``make`` creates the guest. Errors of ``make`` are raised."""
+        """``make`` creates the guest for a host. Its errors are passed on."""
         self._host = host
         self._constraints = constraints
         self._questions = host.questions = ConstraintQuestions(constraints, host)
@@ -66,10 +68,11 @@ class ScriptController:
         self._length = 0
         """Number of tokens after the prompt."""
         self._held: Answer | None = None
-        """An answer of the guest's pre_process that is returned by the next pre_process."""
+        """An answer of the guest that the next pre_process returns."""
         self._detour = 0
-        """The state of a move from mid_process to pre_process without sampling. 0: no move; 1: a
-        token was appended; 2: the token was dropped."""
+        """The state of a move from mid_process to pre_process without sampling
+        (``python.script._Detour``). 0: no move is under way; 1: a token was appended; 2: the next
+        post_process reports that the token was dropped."""
 
     # --- interface.Controller -------------------------------------------------------------------
 
@@ -78,7 +81,7 @@ class ScriptController:
         self._guest.init_prompt(prompt)
 
     def pre_process(self) -> Answer:
-        """Calls the guest, or the constraint of the text that is generated."""
+        """Calls the guest or, while a text is generated, the constraint of the text."""
         if self._detour:
             return CONTINUE
         held, self._held = self._held, None
@@ -93,7 +96,7 @@ class ScriptController:
         return self._guest.pre_process()
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """Calls the guest, or the constraint of the text that is generated."""
+        """Calls the guest or, while a text is generated, the constraint of the text."""
         if self._detour:
             self._detour = 2
             return Answer(Action.SPLICE, backtrack=1)
@@ -119,7 +122,7 @@ class ScriptController:
         )
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
-        """Passes the tokens to the text that is generated, or else to the guest."""
+        """Passes the tokens to the guest or, while a text is generated, to the text."""
         self._length += len(tokens) - backtrack
         if self._detour:
             self._detour = 0 if self._detour == 2 else self._detour
@@ -153,14 +156,14 @@ class ScriptController:
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether the guest takes drafts: only a script that is a class can."""
+        """Whether the guest takes drafts. Only a script that is a class can take drafts."""
         return isinstance(self._guest, RunsAhead) and self._guest.takes_drafts
 
     # --- interface.DecidesAhead -----------------------------------------------------------------
 
     @property
     def has_decided(self) -> bool:
-        """Whether the next call goes to the guest and its answer is already known."""
+        """Whether the next call goes to the guest, and the guest has already sent its answer."""
         ahead = self._generation is None and not self._detour and self._held is None
         return ahead and isinstance(self._guest, DecidesAhead) and self._guest.has_decided
 
@@ -221,7 +224,8 @@ class ScriptController:
     def _leave(self, answer: Answer) -> Answer:
         """Appends a token, which the next mid_process drops, so that pre_process is called. The
         client does not see the two changes."""
-        # A suspended guest decides again, because variables may have changed meanwhile.
+        # A fork is held until the next pre_process. A guest that wants to suspend is called again
+        # instead, because variables may have changed.
         self._held = answer if answer.action is Action.FORK else None
         self._detour = 1
         return Answer(Action.SPLICE, tokens=(0,))

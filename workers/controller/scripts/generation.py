@@ -1,7 +1,7 @@
-"""A text that the worker generates for a script, under a constraint of the worker.
+"""A text that the worker lets the model generate for a script, under a built-in constraint.
 
-The rounds of the text do not call the script. They call the controller of a built-in constraint,
-which has its own caches, and completes the text within ``max_tokens``.
+The rounds of the text do not call the script. They call the controller of the constraint, which
+completes the text within ``max_tokens``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Kind = Literal["regex", "choice", "json_schema", "lark", "yacc", "substring", "c
 
 
 class Generate(msgspec.Struct, frozen=True):
-    """The arguments of ``gen``."""
+    """The arguments of a script's call of ``gen``."""
 
     kind: Kind | None = None
     """The built-in constraint; None: every text is allowed."""
     argument: str = ""
     stop_at: list[str] = []
-    """The text ends after the first of these texts."""
+    """The generated text ends after the first occurrence of one of these texts."""
     max_tokens: int | None = None
     place: str = ""
     """The place of the call in the script, for errors."""
@@ -59,7 +59,8 @@ class Generation:
         self._text = bytearray()
         """The text, which is only collected if there are stop texts."""
         self._repair: Answer | None = None
-        """The splice that drops the bytes after the end of the text."""
+        """The splice that drops all tokens and bytes after the end of the text; None while the text
+        has not ended."""
         self.tokens: list[int] = []
         self.ended = False
 
@@ -70,7 +71,7 @@ class Generation:
         return self._constraint.pre_process()
 
     def mid_process(self, mask: memoryview) -> Answer | None:
-        """Samples or splices; None: the text has ended."""
+        """Samples or splices; returns None if the text has ended."""
         if self._repair is not None:
             return self._repair
         if self._constraint is None:
@@ -144,7 +145,8 @@ class Generation:
         return b"".join(map(self._host.vocabulary.token, tokens))
 
     def _stopped(self, token: int, more: int) -> bool:
-        """Adds a token's text; if a stop text occurs, ends the text after it."""
+        """Adds a token's text. If a stop text then occurs, ends the text after the stop text, and
+        returns True."""
         before = len(self._text)
         self._text += self._host.vocabulary.token(token)
         ends = [
@@ -172,6 +174,6 @@ class Generation:
 
 
 def failed(asked: Generate, error: TokenbusError) -> ControllerError:
-    """The error of a constraint, with its place in the script."""
+    """The error of a constraint, with the place of the call of ``gen`` in the script."""
     where = f"{asked.place}: " if asked.place else ""
     return ControllerError(Code.CONTROLLER_FAILED, f"{where}gen({asked.kind}): {error.message}")

@@ -1,4 +1,5 @@
-"""Scripts as guests: a guest is an interpreter with the native ABI that has loaded a script."""
+"""The guests of scripts in JavaScript. A guest is an instance of the interpreter, which has the
+native ABI and has loaded a script."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class ScriptModule:
         """Creates an instance and runs the script, which defines ``main``."""
         text = self._text
         if text is None:
-            # The host is changed, not copied: a copy would not get later limits and distributions.
+            # The argument is removed from the host itself and not from a copy, because a copy would
+            # not get later limits and distributions.
             text, host.arg = host.arg, b""
         state = NativeState(host)
         guest = state.guest = Guest(self._template, state, host.limits, host.memory)

@@ -1,4 +1,5 @@
-"""The functions that QuickJS imports: those of every module, and questions about constraints."""
+"""The functions that QuickJS imports: the imports of every native module, and ``next_tokens``, a
+question about a constraint."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from ..wasm.native import FUNCTIONS, NativeState
 MAX_ARGUMENT_BYTES = 1024 * 1024
 """Maximum bytes of a constraint's argument."""
 MAX_ERROR_BYTES = 240
-"""Maximum bytes of an error. QuickJS cuts off longer ones."""
+"""Maximum bytes of an error's text, because QuickJS cuts off longer texts."""
 QUESTION_BYTES = 65_536
 """The cost of a question, as a number of copied bytes (``Guest.charge``)."""
 MAY_END, ENDS, REFUSED = 1, 2, 0x8000_0000
-"""The flags of the answer."""
+"""The flags of the answer of ``next_tokens``."""
 
 
 def _next_tokens(
@@ -64,4 +65,4 @@ def _next_tokens(
 linker_of = linkers(
     {**FUNCTIONS, ("tokenbus", "next_tokens"): HostFunction("iiiiiiii", "i", _next_tokens)}
 )
-"""The linker of an engine."""
+"""Returns the linker of an engine with these functions."""

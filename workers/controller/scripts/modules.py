@@ -11,7 +11,7 @@ from .python_guest import PythonModule
 def script_module(
     engine: wasmtime.Engine, language: str, module: wasmtime.Module, text: bytes | None
 ) -> ScriptModule | PythonModule:
-    """The program of a script's guests. ``module``: its interpreter. ``text``: the script; None:
-    the argument of the request is the script."""
+    """The program of a script's guests. ``module``: the compiled interpreter. ``text``: the script;
+    None if the request's argument is the script."""
     make = PythonModule if language == "python" else ScriptModule
     return make(engine, module, text)

@@ -1,8 +1,10 @@
-"""The tokens that may follow a text under a built-in constraint, for scripts that ask step by step
-(AICI's classes ``RegexConstraint``, ``CfgConstraint``, ``SubStrConstraint``, ``ChooseConstraint``).
+"""Answers the questions of scripts which tokens may follow a text under a built-in constraint.
+AICI's classes ``RegexConstraint``, ``CfgConstraint``, ``SubStrConstraint`` and ``ChooseConstraint``
+ask such a question in each step.
 
-A question names the constraint and the whole text, so that the answer depends on nothing else: a
-replay and a fork get the same answers. The worker keeps the constraints of the last questions.
+A question contains the constraint and the whole text. The answer depends on nothing else, so a
+replay and a fork get the same answers. The worker keeps the controllers of the last questions'
+constraints, so that a longer text need not be parsed from its beginning.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from ..interface import Action, Constraint, ConstraintProgram
 KINDS = frozenset({"regex", "choice", "yacc", "substring", "combination"})
 """The constraints that scripts can ask about."""
 MAX_KEPT = 8
-"""Maximum number of a sequence's constraints that are kept between questions."""
+"""Maximum number of constraints that are kept for a sequence between its questions."""
 MAX_QUESTIONS = 256
 """Maximum number of questions between two calls of a script's controller."""
 MAX_MASKS_S = 2.0
@@ -114,7 +116,7 @@ class _Text:
             self._tokens += more
         size, eos = self._host.vocabulary.size, self._host.vocabulary.eos
         mask = bytearray(4 * -(-size // 32))
-        # A grammar writes its mask also if it answers with forced tokens.
+        # The mask is valid even if the answer is a splice of forced tokens.
         answer = self._constraint.mid_process((self._host.seq,), memoryview(mask))
         ends = answer.action is Action.STOP
         may_end = ends or self._constraint.text_end() == "complete"

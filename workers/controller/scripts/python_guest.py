@@ -1,7 +1,7 @@
 """Scripts in MicroPython. The worker answers a script's calls with ``Context``, as it does for the
 operator's scripts.
 
-A fork replays the script in a new interpreter with its recorded answers.
+A fork replays the script in a new interpreter, with the recorded answers of its parent.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOKENS_READ = 256
 
 
 class PythonModule:
-    """The program of a script: each sequence has an interpreter."""
+    """The program of a script. Each sequence has a separate interpreter."""
 
     def __init__(
         self, engine: wasmtime.Engine, module: wasmtime.Module, text: bytes | None
@@ -86,7 +86,7 @@ class PythonContext(Context):
 
     @property
     def limits(self) -> Limits:
-        """The limits of this sequence. A fork has limits of its own."""
+        """The limits of this sequence, which may differ between a sequence and its fork."""
         return self._host.limits
 
     def remove_arg(self) -> None:
@@ -103,8 +103,8 @@ class PythonContext(Context):
     async def step(self, session: PythonSession, asked: Asked) -> Asked | None:
         """Answers a call of the script, and runs the script to its next call.
 
-        The whole work of the script in one call of its controller counts towards one limit. A
-        replay has a limit for each answer.
+        All work of the script during one call of its controller counts towards one limit. In a
+        replay, the limit applies anew after each answer.
         """
         number, replaying, began_s = (
             self.calls.number,
@@ -115,7 +115,8 @@ class PythonContext(Context):
         renews = replaying or number != self.calls.number
         limit_s = self.limits.round_s if renews else None
         session.guest.host_bytes = self._transcript.stored_bytes
-        # The time of these questions has its own bound (``ConstraintQuestions``).
+        # The time of answering ``next_tokens`` is not counted here, because ``ConstraintQuestions``
+        # bounds it.
         asks = asked.text.startswith('["next_tokens"')
         spent_s = 0.0 if asks else time.thread_time() - began_s
         return session.resume(answer, limit_s, spent_s)
@@ -208,7 +209,7 @@ class PythonContext(Context):
         return text
 
     async def _generate(self, **given: Any) -> str:
-        """Generates a text; the worker applies the constraint of the text."""
+        """Answers ``gen``: the worker generates a text and applies its constraint."""
         if given.get("allow") is not None:
             return await self.gen(**given)
         options = {key: value for key, value in given.items() if value is not None}
@@ -233,11 +234,12 @@ while _turn():
 _coroutine = _answer = None
 _gc.collect()
 _end()"""
-"""The text that runs a script."""
+"""The program text that runs a script in the interpreter."""
 
 
 class GuestCalls(AuthorCalls):
-    """The calls of one sequence. The interpreter describes the errors of its script."""
+    """The calls of one sequence. Errors get no traceback here, because the interpreter already
+    describes the errors of its script."""
 
     number = 0
     """Number of calls so far."""

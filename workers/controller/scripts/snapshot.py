@@ -1,9 +1,9 @@
-"""Makes a module whose initial memory is the memory of an initialized instance.
+"""Makes a module whose instances start with the memory and the globals of an initialized instance.
 
 Source: Wizer. The data segments are replaced by the memory of an initialized instance, and the
 initial values of the mutable globals by the instance's values. Wasmtime maps these segments
-copy-on-write, so that an instance starts in tens of microseconds and shares the pages that it does
-not change.
+copy-on-write, so that an instance starts in tens of microseconds. Instances share the pages that
+they do not change.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def with_memory(
 
 
 def custom_section(name: str, content: bytes) -> bytes:
-    """A section that can be appended to a module; it does not change the module's behaviour."""
+    """Encodes a custom section, which can be appended to a module without changing the module's
+    behaviour."""
     encoded = name.encode()
     body = encode_u32(len(encoded)) + encoded + content
     return b"\0" + encode_u32(len(body)) + body

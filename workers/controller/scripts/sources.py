@@ -22,8 +22,8 @@ IN_ARGUMENT = {
     "pyctrl-latest": "python",
     "gh:microsoft/aici/pyctrl": "python",
 }
-"""AICI's names for an interpreter that runs the script in the request's argument, with the language
-of each. A tag cannot have such a name."""
+"""AICI's names of controllers that run the script in the request's argument, with the language of
+the script. A tag cannot have such a name."""
 
 
 class Source(NamedTuple):
