@@ -44,12 +44,12 @@
 // --- the four calls ------------------------------------------------------------------------------
 //
 // Define the calls that you need. By default pre_process continues, mid_process allows every token
-// and post_process continues. After tb_use_recognizer, the recognizer determines mid_process and
+// and post_process continues. After tb_use_recognizer, the recognizer answers mid_process and
 // post_process if you do not define them. Arguments are valid during the call only. Limits are CPU
 // time.
 
-// Called once, first, with the tokens of the prompt and the user's argument, which ends with a 0
-// byte that arg_len does not count. Load and prepare here. Limit: 1000 ms.
+// Called once, before all other calls, with the tokens of the prompt and the user's argument. A 0
+// byte, which arg_len does not count, follows the argument. Load and prepare here. Limit: 1000 ms.
 __attribute__((weak)) void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg,
                                           uint32_t arg_len);
 
@@ -74,7 +74,7 @@ __attribute__((weak)) tb_answer tb_post_process(const uint32_t *tokens, uint32_t
 
 enum { TB_INBOX_BYTES = 4096 };
 
-// Four bytes more than the host may use, for the 0 byte after the argument.
+// Has four bytes more than the host may use, so that a 0 byte can follow the argument.
 static uint32_t tb_first_inbox[TB_INBOX_BYTES / 4 + 1];
 
 static inline uint32_t *tb_inbox(void) { return (uint32_t *)(uintptr_t)tb_block[TB_BLOCK_INBOX]; }

@@ -45,11 +45,13 @@ class Guidance(Controller):
         self.role = ""
         self.step = 0
         self.undo = False
-        """In the text: its first token was sampled without the guide."""
+        """In the text: whether its first token, which was sampled without the guide, must be
+        dropped."""
         self.seen: dict[int, float] = {}
         """In the text: the likeliest tokens of the guide."""
         self.waits = False
-        """In the guide: the likeliest tokens have been written."""
+        """In the guide: whether it has written its likeliest tokens and waits for the text's
+        token."""
         self.follows = 0
         """In the guide: the token of the text that replaces the guide's own token."""
 
@@ -71,8 +73,8 @@ class Guidance(Controller):
         return stop() if self.follows == self.host.vocabulary.eos else go_on()
 
     def mid_process(self, fork_group: list[int]) -> Decision:
-        """Samples the text with a bias from the guide's numbers. The guide itself samples only to
-        get these numbers."""
+        """Samples the text's token with a bias from the guide's log-probabilities. The guide
+        samples only to get its log-probabilities."""
         if not self.role:
             self.role = "text" if self.seq == fork_group[0] else "guide"
             self.undo = self.role == "text"

@@ -65,7 +65,8 @@ class Watermark(Controller):
         self.tokens = prompt[-1:]
 
     def mid_process(self, fork_group: list[int]) -> Decision:
-        """Prefers the green tokens; the first token after an empty prompt is not marked."""
+        """Adds ``delta`` to the logits of green tokens. The first token after an empty prompt is
+        not marked."""
         if not self.tokens:
             return sample()
         marked = green(self.tokens[-1], self.key, self.host.vocabulary.size)

@@ -2,8 +2,8 @@
 #ifndef TOKENBUS_BIAS_H
 #define TOKENBUS_BIAS_H
 
-// A bias has values for some tokens (sparse). tb_bias_values gives it a value for each token
-// (dense).
+// A bias is sparse (values for some tokens) or dense (a value for each token). tb_bias_new makes a
+// sparse bias; tb_bias_values makes it dense.
 typedef struct tb_bias {
     tb_bytes data;  // sparse: tb_bias_pair by ascending tokens; dense: a float for each token
     bool dense;
@@ -60,8 +60,8 @@ static inline float tb_bias_get(const tb_bias *bias, uint32_t token) {
     return here ? pairs[place].value : 0;
 }
 
-// Sets the value of a token; -INFINITY (-__builtin_inff()) forbids it. Setting tokens in ascending
-// order is the fastest.
+// Sets the value of a token; -INFINITY (-__builtin_inff()) forbids the token. Setting tokens in
+// ascending order is the fastest.
 static inline void tb_bias_set(tb_bias *bias, uint32_t token, float value) {
     if (token >= tb_vocab_size())
         tb_fail("tb_bias_set: token %u is not in the vocabulary, which is 0 to %u", token,

@@ -1,4 +1,4 @@
-// The distributions that tokens are sampled from, and the parameters of the sampling.
+// The distributions from which tokens are sampled, and the sampling parameters.
 #ifndef TOKENBUS_DISTRIBUTION_H
 #define TOKENBUS_DISTRIBUTION_H
 
@@ -11,7 +11,8 @@ typedef struct tb_scored {
     float logprob;
 } tb_scored;
 
-// Numbers of the model's own distribution, before biases, penalties, mask and temperature.
+// Numbers of the distribution that the model computed for a token, before biases, penalties, the
+// mask and the temperature are applied.
 typedef struct tb_distribution {
     float logprob;  // of the sampled token, as a natural logarithm
     uint32_t rank;  // 1 plus the number of more likely tokens
@@ -56,7 +57,7 @@ static inline uint32_t tb_float_bits(float value) {
     return both.bits;
 }
 
-// These functions set a parameter of the sampling for the next token, in place of the request's
+// These functions set a sampling parameter for the next token only, in place of the request's
 // parameter.
 static inline void tb_override_temperature(float temperature) {
     tb_host_override(0, tb_float_bits(temperature));

@@ -43,7 +43,7 @@ enum {
 
 static uint32_t tb_block[TB_BLOCK_WORDS];
 
-// The id of this sequence, unique within its request; each fork has its own.
+// The id of this sequence. Each sequence of a request has a different id.
 static inline uint32_t tb_seq_id(void) { return tb_block[TB_BLOCK_SEQ]; }
 
 // Size of the vocabulary; token ids are below it.
@@ -54,8 +54,9 @@ static inline uint32_t tb_max_tokens(void) { return tb_block[TB_BLOCK_MAX_TOKENS
 
 // If this is called in tb_init_prompt, a copy of the instance may run the rounds of a draft's
 // tokens before they are sampled. One step of the model can then verify the draft. Drafts save time
-// if a copy and a round are much cheaper than a step. The decisions must follow from the prompt,
-// the argument and the tokens; a draft ends before a round that uses a variable or the log.
+// if a copy and a round are much cheaper than a step. The decisions must depend only on the prompt,
+// the argument and the tokens. The run of a copy ends before a round that uses a variable or the
+// log.
 static inline void tb_take_drafts(void) { tb_host_take_drafts(); }
 
 // The first five special tokens have AICI's numbers. TB_TURN_START and TB_TURN_END begin and end a
@@ -103,9 +104,9 @@ static inline tb_answer tb_go_on(void) { return (tb_answer){.then = TB_GO_ON}; }
 // again only when an input arrives.
 static inline tb_answer tb_suspend(void) { return (tb_answer){.then = TB_SUSPEND}; }
 
-// pre_process: forks into `in_all` sequences, including this sequence. Each continues with a copy
-// of this sequence's memory and finds its position in mid_process's fork_group by its tb_seq_id.
-// tb_fork(1) changes nothing; tb_fork(0) is an error.
+// pre_process: forks into `in_all` sequences, including this sequence. Each of them continues with
+// a copy of this sequence's memory. A sequence finds its position among them by looking for its
+// tb_seq_id in the fork_group of mid_process. tb_fork(1) changes nothing; tb_fork(0) is an error.
 static inline tb_answer tb_fork(uint32_t in_all) {
     if (!in_all)
         tb_fail("tb_fork(0): the number counts this sequence too; expected 2 or more for a "
@@ -162,8 +163,8 @@ static inline tb_tokens tb_tokenize(const void *text, uint32_t len) {
 // Variables are shared by the sequences of one request, and are not visible to other requests.
 // Names are UTF-8. The version of a variable is the number of its writes; 0: it does not exist.
 
-// Reads a variable into `value`, replacing its content; false if it does not exist. `version` may
-// be 0.
+// Reads a variable into `value`, whose content is replaced. Returns false if the variable does not
+// exist. `version` may be 0.
 static inline bool tb_var_get(const char *name, tb_bytes *value, uint32_t *version) {
     tb_bytes_cut(value, 0);
     tb_bytes_reserve(value, 255);
@@ -213,8 +214,9 @@ enum { TB_MAX_INPUT = 32768 };
 // Sends a text of at most TB_MAX_INPUT bytes to the client; it is not part of the generated text.
 static inline void tb_send(const void *text, uint32_t n) { tb_host_send(text, n); }
 
-// Receives the next input of the client into `text`, replacing its content. False if no input has
-// arrived: return tb_suspend from tb_pre_process, which is called again when an input arrives.
+// Receives the client's next input into `text`, whose content is replaced. Returns false if no
+// input has arrived. In this case, return tb_suspend from tb_pre_process, which is called again
+// when an input arrives.
 static inline bool tb_receive(tb_bytes *text) {
     tb_bytes_cut(text, 0);
     tb_bytes_reserve(text, TB_MAX_INPUT);

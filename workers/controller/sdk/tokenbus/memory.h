@@ -2,7 +2,8 @@
 #ifndef TOKENBUS_MEMORY_H
 #define TOKENBUS_MEMORY_H
 
-// Ends this sequence with this text as its error; takes the formats of tb_log. Does not return.
+// Ends this sequence with the formatted text as its error. The formats are those of tb_log. Does
+// not return.
 __attribute__((noreturn, format(printf, 1, 2))) static inline void tb_fail(const char *format, ...);
 
 // --- what compilers call -------------------------------------------------------------------------
@@ -51,9 +52,9 @@ TB_LIBC int strcmp(const char *one, const char *other) {
 
 // --- the allocator -------------------------------------------------------------------------------
 //
-// Blocks of fixed size classes, taken from the end of the heap; a freed block goes to the free list
-// of its class and is reused. The sizes of classes differ by 16 bytes up to 1 KiB, and by a quarter
-// of a power of two above 1 KiB.
+// Each block has one of a fixed number of sizes (classes), and is taken from the end of the heap. A
+// freed block is added to the free list of its class, and is reused. The sizes of classes differ by
+// 16 bytes up to 1 KiB, and by a quarter of a power of two above 1 KiB.
 
 enum { TB_PAGE = 65536, TB_SMALL = 64, TB_SIZES = TB_SMALL + 4 * 22 };
 
@@ -130,8 +131,8 @@ static inline void *tb_realloc(void *at, uint32_t n) {
 
 // --- growable buffers ----------------------------------------------------------------------------
 
-// A growable buffer, initialized with {0}. A 0 byte follows the content as soon as data was
-// appended or read into the buffer.
+// A growable buffer, initialized with {0}. After the first append or read into the buffer, a 0 byte
+// always follows the content.
 typedef struct tb_bytes {
     uint8_t *data;
     uint32_t len, room;

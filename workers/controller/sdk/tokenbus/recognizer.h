@@ -17,21 +17,23 @@ struct tb_recognizer {
     bool (*special_allowed)(tb_recognizer *self, tb_special token);
     // Called after a walk; the stack is as it was before the walk. May be 0.
     void (*trie_finished)(tb_recognizer *self);
-    // Calls byte_allowed, then push_byte if the byte is allowed. May be 0; then these two are
-    // called instead.
+    // Does the work of byte_allowed and, if the byte is allowed, of push_byte. May be 0; then these
+    // two functions are called.
     bool (*try_push_byte)(tb_recognizer *self, uint8_t byte);
     // The walk over the trie with this recognizer's functions inlined. May be 0; then the generic
     // walk is used.
     void (*walk)(tb_recognizer *self, uint32_t *mask);
 };
 
-// Allows the token of a node (0xffffff: none). Branchless: a branch would often be mispredicted.
+// Allows the token of a node (0xffffff: none). Without a branch, because the branch would often be
+// mispredicted.
 static inline void tb_mask_add(uint32_t *mask, uint32_t token) {
     const bool some = token != 0xffffff;
     mask[some ? token / 32 : 0] |= (uint32_t)some << token % 32;
 }
 
-// AICI's walk: enters the subtree of an allowed byte and skips that of any other byte.
+// AICI's walk over the trie: enters the subtree of an allowed byte, and skips the subtree of any
+// other byte.
 __attribute__((always_inline)) static inline void tb_walk_with(
     tb_recognizer *recognizer, bool (*try_push_byte)(tb_recognizer *, uint8_t),
     void (*pop_bytes)(tb_recognizer *, uint32_t), uint32_t *mask) {
@@ -124,7 +126,7 @@ static inline tb_answer tb_recognizer_post(tb_recognizer *recognizer, const uint
 
 enum { TB_KEPT_MASKS = 8 };
 
-// A cache of the masks of the last states; a mask depends on its state only.
+// A cache of the masks of the last states. It relies on a mask depending only on its state.
 typedef struct tb_masks {
     void *states[TB_KEPT_MASKS];
     uint32_t *masks[TB_KEPT_MASKS];
@@ -158,8 +160,8 @@ static inline uint32_t *tb_masks_add(tb_masks *kept, const void *state, uint32_t
 //     static bool name_byte_allowed(S state, uint8_t byte);
 //     static bool name_special_allowed(S state, tb_special token);
 //
-// The stack (AICI's StackRecognizer) has room for the bytes of the longest token, so collapse it
-// between tokens.
+// The stack of states (AICI's StackRecognizer) has room for the bytes of the longest token, so call
+// collapse after each token.
 #define TB_FUNCTIONAL_RECOGNIZER(name, S)                                                          \
     typedef struct name##_stack {                                                                  \
         tb_recognizer base;                                                                        \

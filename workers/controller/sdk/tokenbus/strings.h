@@ -1,14 +1,14 @@
 // The string layer, which AICI sketched as StringRecognizer: each state has a set of strings that
 // may come next, and a text is a concatenation of them. The layer is built on the byte stack.
 //
-// Strings of one state may share a prefix, and a string may be a prefix of another string: all
-// readings of the bytes so far are followed in parallel.
+// Strings of one state may share a prefix, and a string may be a prefix of another string. So the
+// bytes so far may have several readings, which are all followed in parallel.
 #ifndef TOKENBUS_STRINGS_H
 #define TOKENBUS_STRINGS_H
 
 enum { TB_MOST_READINGS = 1024 };
 
-// The position of a string of a list in the list's text.
+// A string of a tb_strings, as its position and length in the `text` of the tb_strings.
 typedef struct tb_string {
     uint32_t at, len;
 } tb_string;
@@ -94,7 +94,7 @@ static inline bool tb_strings_narrow(const tb_strings *strings, uint32_t offset,
     return true;
 }
 
-// The functions of a string recognizer; TB_STRING_RECOGNIZER fills it in.
+// The functions of a string recognizer. TB_STRING_RECOGNIZER fills in this struct.
 typedef struct tb_string_calls {
     uint32_t state_words;  // words of 8 bytes for a state, padded with zeros
     void (*initial)(void *state);
@@ -136,8 +136,8 @@ static inline bool tb_string_same(const uint64_t *one, const uint64_t *other, ui
     return true;
 }
 
-// The index of a state among the states of the readings. A missing state is added with its strings;
-// if the last state at that index was equal, its strings are reused.
+// The index of a state among the states of the readings. If the state is missing, it is added with
+// its strings. If an equal state was at this index before, that state's strings are reused.
 static inline uint32_t tb_string_enter(tb_string_stack *stack, const uint64_t *state) {
     const uint32_t words = stack->calls.state_words;
     for (uint32_t i = stack->state_count; i--;)
@@ -177,7 +177,7 @@ static inline void tb_string_read(tb_string_stack *stack, tb_reading reading, ui
     stack->readings[stack->reading_count++] = reading;
 }
 
-// Adds the reading at the start of a state, unless neither a string nor the end is allowed there.
+// Adds the reading at the start of a state if a string or the end of the sequence is allowed there.
 static inline void tb_string_begin(tb_string_stack *stack, const uint64_t *state, uint32_t first) {
     const uint32_t at = tb_string_enter(stack, state);
     const tb_string_state *entered = &stack->states[at];
@@ -277,7 +277,7 @@ static inline bool tb_string_allows_special(tb_recognizer *self, tb_special toke
     return false;
 }
 
-// The walk; if there is one reading only, its mask is cached.
+// The walk over the trie. If the bytes so far have only one reading, its mask is cached.
 static inline void tb_string_walk(tb_recognizer *self, uint32_t *mask) {
     tb_string_stack *stack = (tb_string_stack *)self;
     const uint32_t first = stack->frames[stack->depth].readings, words = stack->calls.state_words;

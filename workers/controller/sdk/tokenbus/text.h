@@ -78,8 +78,8 @@ __attribute__((format(printf, 2, 3))) static inline void tb_format(tb_bytes *out
     va_end(list);
 }
 
-// Writes to the log of this sequence, which goes to the user with the next tokens. A newline is not
-// added. The host stores up to 64 KiB for each round.
+// Writes to the log of this sequence, which the client receives with the next tokens. A newline is
+// not added. The host stores up to 64 KiB for each round.
 __attribute__((format(printf, 1, 2))) static inline void tb_log(const char *format, ...) {
     tb_bytes line = {0};
     va_list list;

@@ -32,8 +32,8 @@ static inline tb_tool_call tb_call(const char *tool, const void *arguments, uint
     return call;
 }
 
-// Whether a tool has answered; `answer` is then {"value": …} or {"error": …, "code": …}. False if
-// not: return tb_suspend from tb_pre_process, which is called again when the answer arrives.
+// Whether a tool has answered. If so, `answer` is {"value": …} or {"error": …, "code": …}. If not,
+// return tb_suspend from tb_pre_process, which is called again when the answer arrives.
 static inline bool tb_call_answer(const tb_tool_call *call, tb_bytes *answer) {
     if (!tb_var_get(call->record, answer, 0)) tb_fail("a tool that was not called has no answer");
     if (answer->len && answer->data[0]) return true;

@@ -10,8 +10,8 @@ TB_IMPORT("trie_read") uint32_t tb_host_trie_read(void *to, uint32_t offset, uin
 
 // A node of the trie: (token << 8) | byte, and (nodes of its subtree << 8) | num_parents. Children
 // follow their parent, by ascending byte; num_parents is the number of levels that end with the
-// subtree. Tokens with the same bytes are siblings with the same byte: the first has the subtree,
-// the others are leaves.
+// subtree. Tokens with the same bytes have nodes that are siblings with the same byte. The first of
+// these nodes has the subtree, and the others are leaves.
 typedef struct tb_node {
     uint32_t token_byte, size_parents;
 } tb_node;
