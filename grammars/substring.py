@@ -1,14 +1,15 @@
-"""Every substring of a text, as an automaton over bytes.
+"""Compiles a text to the automaton over bytes that matches every substring of the text.
 
 The automaton is the suffix automaton of the text, built byte by byte, in which strings begin only
-at the first byte of a character. A state stands for all strings that end at the same places of the
-text, so that the same continuations are possible after each of them. The automaton has at most two
-states for each byte of text.
+at the first byte of a character. A state stands for all strings whose occurrences end at the same
+places of the text. The same continuations are possible after each of these strings. The automaton
+has at most two states for each byte of text.
 
 The automaton is built directly over bytes. In UTF-8, the first byte of a character differs from its
-other bytes. Strings that begin inside a character are left out, because the empty string continues
-only with a first byte. A state accepts if its strings end between two characters. All strings of a
-state end at the same places, so either all of them end between two characters, or none.
+other bytes. Strings that begin inside a character are left out: from the state of the empty string,
+only first bytes of characters lead on. A state accepts if its strings end between two characters.
+All strings of a state end at the same places, so either all of them end between two characters, or
+none.
 
 Sources: A. Blumer et al., The smallest automaton recognizing the subwords of a text, Theoretical
 Computer Science 40, 1985; S. Inenaga and M. Takeda, On-line linear-time construction of word suffix
@@ -72,7 +73,8 @@ def compile_substring(text: str) -> Dfa:
 
 
 class _TooMany(Exception):
-    """The automaton has too many states. The automaton of the first ``fits`` bytes fits."""
+    """The automaton has too many states. The automaton of the text's first ``fits`` bytes would
+    not."""
 
     def __init__(self, fits: int) -> None:
         super().__init__(fits)
@@ -80,7 +82,7 @@ class _TooMany(Exception):
 
 
 def _states(data: bytes, classes: bytes, width: int) -> tuple[array[int], bytes]:
-    """The transitions, and for each state 1 if it accepts, else 0."""
+    """The transitions of the automaton, and a byte for each state: 1 if it accepts, else 0."""
     blank = array(_WORD, bytes(4 * width))
     nexts = blank * 2
     # For each state: the length of its longest string, and its suffix link. The link leads to the
@@ -114,7 +116,7 @@ def _states(data: bytes, classes: bytes, width: int) -> tuple[array[int], bytes]
         if length[target] == longest:
             link.append(target)
             continue
-        # The shorter strings of the target also end here, so they become a state of their own.
+        # The shorter strings of the target also end at this place, so they get a separate state.
         split = new + 1
         if split >= MAX_STATES:
             raise _TooMany(at)

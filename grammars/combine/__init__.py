@@ -1,9 +1,9 @@
-"""Combinations of automata: in sequence, in alternation, repeated, or up to a stop.
+"""Combines automata: in a sequence, in an alternation, in a repetition, or up to a stop.
 
 Each operation returns a ``Dfa``, as the compilers of ``regex`` and ``substring`` do, so that a
-combination can be a part of another. One file for each step:
+combination can be a part of another combination. There is one file for each step:
 
-    rows         the transitions of the parts by labels: all bytes with one label are equivalent
+    rows         the transitions of the parts by labels: bytes with the same label are equivalent
     places       the states of several parts in which a text may be: a subset construction
     stops        the state of a text in a part, and how much of a stop the text ends with
     build        all states that are reached, their minimal automaton, and its table

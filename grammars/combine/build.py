@@ -13,8 +13,8 @@ from ..regex.utf8 import ByteAutomaton
 from .rows import MAX_TRANSITIONS, Row, segments_of, too_many_transitions
 
 MAX_MINIMISED = 200_000
-"""Maximum number of transitions of an automaton that is minimised; each label counts as one
-transition. Minimising an automaton of this size takes about half a second."""
+"""Maximum number of transitions of an automaton that is minimised. The transition of each label
+counts as one. Minimising an automaton of this size takes about half a second."""
 
 State = TypeVar("State", bound=Hashable)
 
@@ -24,14 +24,14 @@ class CombinationError(ValueError):
 
 
 class Source(Protocol[State]):
-    """The states of a combination, each computed when it is reached."""
+    """The states of a combination. A state is computed when the search reaches it."""
 
     labels: bytes
     """The label of each byte."""
     first: State
 
     def row(self, state: State) -> dict[int, State]:
-        """The next state for each label that has one."""
+        """The next state by label, for the labels that can follow in this state."""
 
     def accepts(self, state: State) -> bool:
         """Whether the text may end in this state."""
@@ -41,10 +41,10 @@ def built(source: Source[State], budget: Budget, reached: list[State]) -> Dfa | 
     """The table of the combination; None if it matches no text.
 
     An automaton of at most ``MAX_MINIMISED`` transitions is minimised, and its states are numbered
-    by a breadth-first search that follows the bytes in ascending order. Its language then has the
-    same table whether it comes from a combination or from a pattern. The states of the combination
-    are added to ``reached`` as they are found, so that the caller can find the part that is too
-    large. Raises Exhausted beyond the limits.
+    by a breadth-first search that follows the bytes in ascending order. So a combination and a
+    pattern that match the same texts have the same table. The states of the combination are added
+    to ``reached`` as they are found, so that the caller can find the part that is too large. Raises
+    Exhausted if a limit is exceeded.
     """
     numbers = {source.first: 0}
     reached.append(source.first)

@@ -25,9 +25,10 @@ def sequence(
 ) -> Dfa:
     """The automaton of texts that consist of one text of each part, in order.
 
-    ``max_states`` limits the states, also before minimisation; ``max_seconds`` limits the CPU time
-    of this thread. Raises CombinationError if ``parts`` is empty or a limit is exceeded. For an
-    exceeded limit, the message names the part with the most states in the combination.
+    ``max_states`` is the maximum number of states, before and after minimisation; ``max_seconds``
+    is the maximum CPU time of this thread. Raises CombinationError if ``parts`` is empty or a limit
+    is exceeded. For an exceeded limit, the message names the part with the most states in the
+    combination.
     """
     _some("sequence", parts)
     stride = stride_of(parts)
@@ -81,7 +82,8 @@ def repetition(
         )
     if most == 0:
         return compile_regex("")
-    # If the part matches the empty text, any number of copies matches it, so the minimum is 0.
+    # If the part matches the empty text, any number of copies matches the empty text too, so the
+    # minimum is 0.
     if _takes_nothing(part):
         least = 0
     copies = max(least, 1) if most is None else most
@@ -105,14 +107,14 @@ def stop_at(
     """The automaton of the texts of a part that end with ``stop`` and do not contain an earlier
     ``stop``.
 
-    The stop belongs to the text, and the whole text must match the part. An earlier occurrence of
-    the stop is not allowed even if it overlaps the last occurrence. If ``part`` is None, all texts
+    The stop belongs to the text, and the whole text must match the part. The stop may not occur
+    earlier, even in an occurrence that overlaps the one at the end. If ``part`` is None, all texts
     match it.
 
     Limits and errors are those of ``sequence``. Also raises CombinationError if the stop is empty,
     has more than ``MAX_STOP_BYTES`` bytes or contains a lone surrogate. The same error is raised if
-    texts of the part never end with their first stop, for example for ``.*`` and a newline. To let
-    the stop follow the part, use ``stop_at(sequence([part, compile_choice([stop])]), stop)``.
+    no text of the part ends with its first stop, for example for ``.*`` and a newline. To let the
+    stop follow the part, use ``stop_at(sequence([part, compile_choice([stop])]), stop)``.
     """
     try:
         data = stop.encode()
@@ -173,8 +175,8 @@ def _placed(
 
 
 def _grown(copies: Sequence[Dfa], reached: Sequence[State]) -> str:
-    """A text for an error message. It names the part that is in the largest number of different
-    sets of places."""
+    """A text for the message of an exceeded limit. It names the part whose states occur in the
+    largest number of different sets of places."""
     stride = stride_of(copies)
     parts = list({id(part): part for part in copies}.values())
     if len(parts) == 1 < len(copies):
@@ -190,7 +192,7 @@ def _grown(copies: Sequence[Dfa], reached: Sequence[State]) -> str:
             own.setdefault(place // stride, []).append(place)
         for copy, places in own.items():
             sets[copy].add(frozenset(places))
-    # Before the first state exists, all counts are 0 and the largest part is named.
+    # If no state exists yet, all counts are 0, and the part with the most states is named.
     worst = max(range(len(copies)), key=lambda copy: (len(sets[copy]), copies[copy].num_states))
     return (
         f"part {worst + 1} of {len(copies)}, which alone has {copies[worst].num_states:,} states, "

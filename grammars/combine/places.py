@@ -1,9 +1,9 @@
 """Sets of places: the states of several parts in which a text may be at the same time.
 
-A place is a number for a state of one copy of one part: the copy's number times ``stride``, plus
-the state. A state of the combination is the set of places in which a text may be. A set may have a
-place in which its part accepts. The set then also contains the starts of the copies that may follow
-this copy, and ``END`` if the text may end after this copy.
+A place is a state of one copy of a part, encoded as a number: the copy's number times ``stride``,
+plus the state. A state of the combination is the set of places in which a text may be. If a set has
+a place in which a copy accepts, it also has the starts of the copies that may follow this copy. It
+has ``END`` too if the text may end after this copy.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Places:
         self._entries = 0
 
     def row(self, state: State) -> dict[int, State]:
-        """The next set of places for each label that has one. Raises Exhausted if the sets have too
-        many places."""
+        """The next set of places by label, for the labels that can follow. Raises Exhausted if the
+        sets have too many places."""
         stride = self.stride
         reached: dict[int, list[int]] = {}
         for place in state:
@@ -72,11 +72,12 @@ class Places:
         return {label: self._closed(tuple(places)) for label, places in reached.items()}
 
     def accepts(self, state: State) -> bool:
-        """Whether the text may end."""
+        """Whether the text may end in this state."""
         return END in state
 
     def _closed(self, places: tuple[int, ...]) -> State:
-        """The given places, and the places that are added where one of their copies may end."""
+        """The given places and, for each of them in which its copy may end, the places that may
+        follow this copy."""
         known = self._closures.get(places)
         if known is not None:
             return known
@@ -96,7 +97,8 @@ class Places:
         """Removes redundant places. If several copies from ``counted_to`` on are in the same state,
         only the place in the earliest copy is kept.
 
-        A text may end with any of these copies, and the earliest copy leaves the most repetitions.
+        The other places are redundant: the text may end after any of these copies, and the earliest
+        copy allows the most further repetitions.
         """
         ordered = sorted(places, reverse=True)
         bound = counted_to * self.stride

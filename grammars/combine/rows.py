@@ -1,4 +1,4 @@
-"""The transitions of several automata, by common labels."""
+"""Rewrites the transitions of several automata with common labels for bytes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..regex.dfa import Dfa
 from ..regex.subsets import Segments
 
 MAX_TRANSITIONS = 1_000_000
-"""Maximum transitions of a part, and of a combination; each label counts as one transition. A
-million transitions take 150 MB."""
+"""Maximum transitions of a part, and of a combination. The transition of each label counts as one.
+A million transitions take 150 MB."""
 
 Row = dict[int, int]
 """The transitions of a state: the next state by label. Labels without a next state are missing."""
@@ -28,7 +28,7 @@ def joint_labels(classes: Sequence[bytes]) -> bytes:
 
 
 def segments_of(labels: bytes) -> Segments:
-    """The ranges of bytes that have one label, in order."""
+    """The ranges of neighbouring bytes with the same label, in order."""
     segments: Segments = []
     begun = 0
     for byte in range(1, 257):
@@ -39,7 +39,8 @@ def segments_of(labels: bytes) -> Segments:
 
 
 def rows_of(part: Dfa, labels: bytes, budget: Budget) -> list[Row]:
-    """The row of each state of a part. Raises Exhausted on too many transitions."""
+    """The row of each state of a part, with the joint labels. Raises Exhausted if the part has too
+    many transitions."""
     width = part.num_classes
     labels_of: list[list[int]] = [[] for _ in range(width)]
     for number, label in sorted(set(zip(part.classes, labels, strict=True))):

@@ -2,8 +2,8 @@
 and the length of the longest prefix of the stop with which the text ends.
 
 The prefix is found with the automaton of D. Knuth, J. Morris and V. Pratt, Fast pattern matching in
-strings, SIAM Journal on Computing 6, 1977. Bytes are compared, not characters: in UTF-8, the bytes
-of a stop occur only where its characters occur.
+strings, SIAM Journal on Computing 6, 1977. Bytes are compared instead of characters. This is
+equivalent, because in UTF-8 the bytes of a stop occur only where its characters occur.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Stopped:
         self._after = _lengths([self.labels[byte] for byte in stop], max(self.labels) + 1, budget)
 
     def row(self, state: int) -> dict[int, int]:
-        """The next state by label, without labels that cannot follow; empty after the stop."""
+        """The next state by label, for the labels that can follow; empty after the stop."""
         if state == _STOPPED:
             return {}
         size = len(self.stop)
@@ -52,7 +52,8 @@ class Stopped:
 
 
 def _lengths(stop: list[int], labels: int, budget: Budget) -> list[list[int]]:
-    """For each matched length of the stop and each label, the next length."""
+    """By matched length of the stop and by label: the matched length after a byte with this
+    label."""
     lengths: list[list[int]] = []
     border = 0
     for length, label in enumerate(stop):

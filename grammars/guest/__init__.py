@@ -1,4 +1,5 @@
-"""The guest engine: C that runs tables over a vocabulary in the sandbox. One file for each part:
+"""The guest engine: C code that runs in the sandbox, and computes masks of a vocabulary from
+tables. Its files:
 
     tables       reading the tables of a grammar or a regular expression
     vocabulary   the tokens as a tree by the classes of their bytes

@@ -12,7 +12,7 @@ from importlib.resources import files
 
 _BLOCK = re.compile(r"^```(lines|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = "▲"
-"""In a rejected sample, this mark is before the character that cannot follow."""
+"""A rejected sample has this mark before the character that cannot follow."""
 
 
 def names(kind: str = "y") -> list[str]:
@@ -28,16 +28,17 @@ def grammar(name: str) -> str:
 
 
 def regex(name: str) -> str:
-    """A regular expression: its file's lines joined, without blanks at their ends and without lines
-    that begin with ``#``. Raises KeyError for an unknown name, with the known names."""
+    """A regular expression. Its file's lines are joined without the blanks at their ends. Lines
+    that begin with ``#`` are comments. Raises KeyError for an unknown name, with the known
+    names."""
     lines = (line.strip() for line in _read(name, "rx").splitlines())
     return "".join(line for line in lines if not line.startswith("#"))
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples of a page. In a rejected sample, ``MARK`` is before the character that cannot
-    follow; a rejected sample without ``MARK`` ends too early."""
+    """The samples of a page. A rejected sample has ``MARK`` before the character that cannot
+    follow. If a rejected sample has no ``MARK``, its text is not complete."""
 
     accepted: tuple[str, ...]
     rejected: tuple[str, ...]

@@ -1,6 +1,6 @@
-"""Regular expressions as deterministic automata over the bytes of UTF-8.
+"""Compiles regular expressions to deterministic automata over the bytes of UTF-8.
 
-The compilation of a pattern, one file for each step:
+A pattern is compiled in these steps, with one file for each step:
 
     syntax       Python's own parser reads the pattern; every node keeps its place in the text
     tree         the parser's nodes become characters, concatenations, alternations and repetitions;

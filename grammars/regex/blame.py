@@ -1,9 +1,9 @@
 """Finds the part of a pattern that makes it too large.
 
-The search begins with the whole pattern. It compiles the items of a part alone, for a short time
-each, and continues with an item that is itself too large. If each item of a concatenation is small
-enough but the items together are too large, the result is the shortest run of items that is too
-large.
+The search begins with the whole pattern as the part. It compiles each item of the part alone, for a
+short time, and continues with an item that is too large by itself. If each item of a concatenation
+is small enough but the items together are too large, the result is the shortest run of items that
+is too large.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ _TRIAL_SHARE = 0.15
 _TRIED = 20
 """Maximum items of one part that are tried, the longest first."""
 _MANY_RANGES = 50
-"""A set with more ranges than this is described as a Unicode category, because a class that is
-written in a pattern rarely has as many ranges."""
+"""If a set of characters has more ranges than this, an error calls it a Unicode category, because a
+class that is written in a pattern rarely has as many ranges."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """A part of a pattern, and a text about the limit that it exceeds when compiled alone."""
+    """A part of a pattern, and a text about the limit that the part exceeds when it is compiled
+    alone."""
 
     part: Tree
     what: str
@@ -47,7 +48,8 @@ class Grown:
 def grown(
     tree: Tree, max_states: int, seconds: float, known: Exhausted | None = None
 ) -> Grown | None:
-    """The smallest part found that alone needs more than ``max_states``, or too much time.
+    """Finds a small part that, compiled alone, needs more than ``max_states`` states or too much
+    time.
 
     ``known``: the limit that the whole tree has already exceeded. Returns None if the whole tree is
     small enough when it is compiled alone, without the other patterns.
@@ -87,7 +89,7 @@ def _widest(tree: Tree) -> int:
 
 
 def _first(tree: Tree, trial: Trial) -> Grown | None:
-    """The longest item of a tree that is itself too large."""
+    """The longest item of a tree that is too large by itself; None if no item is."""
     items = () if isinstance(tree, Chars) else _items(tree)
     for part in sorted(items, key=spelled_out, reverse=True)[:_TRIED]:
         if isinstance(part, Chars):
@@ -103,8 +105,8 @@ def _items(tree: Concatenation | Alternation | Repeat) -> tuple[Tree, ...]:
 
 
 def _shortest(tree: Concatenation, trial: Trial) -> Grown | None:
-    """The shortest run of items that is still too large, by bisection of its end, then its
-    start."""
+    """The shortest run of items that is still too large. Its end is found by bisection, and then
+    its start."""
     items = tree.items
 
     def run(first: int, end: int) -> Concatenation:

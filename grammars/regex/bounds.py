@@ -1,4 +1,5 @@
-"""Limits on the resources of a compilation, and the error for a pattern that cannot be compiled."""
+"""The limits on the resources of a compilation, and the errors of patterns that cannot be
+compiled."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ import time
 MAX_PATTERN_CHARACTERS = 200_000
 """Maximum characters of a pattern, or of all lexemes of a lexer together."""
 MAX_ENTRIES = 2_000_000
-"""Maximum number of positions (``positions``) in all states of a subset construction together,
-which take about 100 MB."""
+"""Maximum number of positions (``positions.py``) in all states of a subset construction together.
+This number of positions takes about 100 MB."""
 _TICKS = 256
 
 
@@ -29,9 +30,9 @@ class RegexError(ValueError):
 
 
 class Exhausted(Exception):
-    """A compilation exceeded a limit. ``what`` is a predicate for a sentence about the pattern,
-    such as "needs more than 9 states". The caller finds the faulty part with ``blame`` and raises a
-    RegexError."""
+    """A compilation exceeded a limit. ``what`` is the predicate of a sentence whose subject is the
+    pattern, such as "needs more than 9 states". The caller finds the faulty part with ``blame`` and
+    raises a RegexError."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -68,8 +69,8 @@ class Budget:
             raise Exhausted(f"needs more than {self.max_states:,} states")
 
     def positions(self, count: int) -> None:
-        """Raises Exhausted if a pattern with expanded repetitions has more than twice as many
-        positions as the maximum of states."""
+        """Raises Exhausted if a pattern whose repetitions are expanded has ``count`` positions, and
+        ``count`` is more than twice the maximum number of states."""
         if count > 2 * self.max_states:
             raise Exhausted(f"expands to {count:,} positions, more than {2 * self.max_states:,}")
 

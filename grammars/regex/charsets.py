@@ -27,15 +27,16 @@ _ASCII: Final = {
     "s": ((0x09, 0x0D), (0x20, 0x20)),
     "w": ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)),
 }
-# Code points from ``_ENDS`` on are not in the category, and code points from ``_CASED_END`` on do
-# not have cases. This holds for all versions of Unicode up to that of Python 3.13; a test checks
-# all code points.
+# A category has no code points of at least its number in ``_ENDS``, and code points of at least
+# ``_CASED_END`` have no cases. This holds for all versions of Unicode up to that of Python 3.13; a
+# test checks all code points.
 _ENDS: Final = {"d": 0x20000, "s": 0x10000, "w": 0x34000}
 _CASED_END: Final = 0x20000
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> CharSet:
-    """The set of all characters in some ranges, given in any order; without surrogates."""
+    """The set of all characters in ``ranges``, which may have any order. Surrogates are left
+    out."""
     merged: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if merged and low <= merged[-1][1] + 1:
@@ -119,8 +120,8 @@ def any_case(chars: CharSet, ascii_only: bool) -> CharSet:
 
 @lru_cache(maxsize=1)
 def _cases() -> tuple[list[int], dict[int, list[int]]]:
-    """The characters that have cases, in order, and for each of them all characters that match it.
-    Takes 15 ms."""
+    """The characters that have cases, in order, and for each of them all characters that match it
+    under ``(?i)``. The first call takes 15 ms."""
     text = _characters(_CASED_END)
     # The lower case of U+0130 has two characters, and re uses the first.
     lowered = text.replace("\u0130", "i").lower()

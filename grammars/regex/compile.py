@@ -16,7 +16,8 @@ from .tree import Alternation, Tree, literal_tree, tree_of
 from .utf8 import ByteAutomaton, to_bytes
 
 _BLAME_SHARE = 0.2
-"""Share of the time that is reserved for finding the part that is too large."""
+"""Share of ``max_seconds`` that is reserved for finding the part that is too large, if a limit is
+exceeded."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def compile_regex(pattern: str, *, max_states: int = 20_000, max_seconds: float 
 def compile_choice(
     texts: Sequence[str], *, max_states: int = 100_000, max_seconds: float = 5.0
 ) -> Dfa:
-    """The automaton of some literal texts: a match is exactly one of the texts.
+    """The automaton of a choice of literal texts. It matches exactly these texts.
 
     Raises RegexError if ``texts`` is empty, or if the texts exceed the limits.
     """
@@ -77,7 +78,7 @@ def compile_choice(
 def compile_lexer(
     lexemes: Sequence[Lexeme], *, max_states: int = 50_000, max_seconds: float = 20.0
 ) -> LexerDfa:
-    """The minimal automaton that shows which of the lexemes match a text.
+    """The minimal automaton that finds all lexemes that match a text.
 
     If a lexeme matches the empty text, the start state accepts; the caller decides whether this is
     an error. Limits and errors are those of ``compile_regex``. An error has the pattern of the
@@ -149,7 +150,7 @@ def _blamed(
 
 
 def _automaton(trees: Sequence[Tree], budget: Budget) -> ByteAutomaton:
-    """All steps from trees to an automaton over bytes."""
+    """Runs all steps from syntax trees to an automaton over bytes."""
     positions = positions_of(trees, budget)
     smallest = minimise(determinise(positions, budget), budget)
     automaton = to_bytes(smallest, budget)

@@ -1,7 +1,7 @@
 """The table of an automaton over bytes, and its binary form.
 
-State 0 is dead: all its transitions lead to itself and it accepts nothing. Every other state can
-lead to a match, so a byte is allowed if and only if its transition does not lead to state 0.
+State 0 is dead: all its transitions lead back to state 0, and it does not accept. Every other state
+can lead to a match, so a byte is allowed if and only if its transition does not lead to state 0.
 
 The binary form is little-endian, without padding; ``Dfa.from_bytes`` validates it:
 
@@ -42,8 +42,8 @@ class Dfa:
 
     ``classes[b]`` is the class of byte b, below ``num_classes``. ``transitions[s * num_classes +
     classes[b]]`` is the state after byte b in state s, as u32. ``accepting[s]`` is 1 if a match may
-    end in state s. The automaton of a pattern is minimal, so that patterns with the same matches
-    have the same table.
+    end in state s. The automaton of a pattern is minimal, so patterns with the same matches have
+    the same table.
     """
 
     classes: bytes
@@ -62,7 +62,8 @@ class Dfa:
         return self.transitions[state * self.num_classes + self.classes[byte]]
 
     def walk(self, data: bytes, state: int | None = None) -> int:
-        """The state after some bytes, from the start or another state."""
+        """The state after ``data``, beginning in ``state`` or, if it is None, in the start
+        state."""
         at = self.start if state is None else state
         for byte in data:
             at = self.transitions[at * self.num_classes + self.classes[byte]]
@@ -113,10 +114,11 @@ class LexerDfa(Dfa):
     reachable: list[int]
 
     def reaching(self, marks: Sequence[int]) -> list[int]:
-        """For each state, the union of the bit sets ``marks[t]`` of the state and of all states t
+        """For each state, the union of the bit sets ``marks[t]`` over this state and all states t
         that can follow it.
 
-        ``reaching(accepts_all)`` has the lexemes that can still match, preferred or not.
+        For example, ``reaching(accepts_all)`` has all lexemes that can still match, including
+        lexemes to which another lexeme is preferred.
         """
         return _reaching(self.transitions, self.num_classes, marks)
 

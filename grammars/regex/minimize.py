@@ -1,9 +1,10 @@
-"""Minimises an automaton. The minimal automaton accepts the same patterns (``tree``) after each
-text.
+"""Minimises an automaton. After each text, the minimal automaton accepts the same trees (patterns)
+as the original.
 
 Source: A. Valmari, Fast brief practical DFA minimization, Information Processing Letters 112, 2012:
 Hopcroft's refinement for automata in which most transitions are missing, O(m log n) for m
-transitions and n states. Blocks of states and blocks of transitions split each other in turn.
+transitions and n states. Blocks of states and blocks of transitions are split in turns, each by the
+other.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class _Partition:
         self.marked[block] += 1
 
     def split(self) -> None:
-        """In each block with marked elements, splits these from the unmarked elements; the smaller
+        """Splits each block that has marked and unmarked elements into these two parts. The smaller
         part becomes a new block."""
         for block in self.touched:
             first, end = self.first[block], self.end[block]
@@ -146,8 +147,8 @@ def _live(rows: Sequence[dict[int, int]], accepts: Sequence[int]) -> list[bool]:
 
 
 def _merged(automaton: Automaton, block_of: Sequence[int], live: list[bool]) -> Automaton:
-    """The automaton with one state for each block, numbered in the order in which they are
-    reached."""
+    """The automaton with one state for each block. States are numbered in the order in which a
+    breadth-first search reaches them."""
     numbers = {block_of[0]: 0}
     pending = [0]
     rows = []

@@ -1,12 +1,12 @@
-"""Glushkov's automaton: the positions of a pattern, and for each position the positions that may
-follow it.
+"""Computes Glushkov's automaton: the positions of a pattern, and the positions that may follow each
+position.
 
 A position is one place of the pattern that matches a character; a repetition with counts is
 expanded to its copies. A state of the automaton is the set of positions that may match the next
 character. Source: V. M. Glushkov, The abstract theory of automata, 1961.
 
-Position ~i is the end of tree i. This position does not match a character: a state that contains it
-accepts tree i.
+Position ~i is the end of tree i. It does not match a character. A state that contains it accepts
+tree i.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .charsets import CharSet
 from .tree import Alternation, Chars, Concatenation, Repeat, Tree
 
 Open = tuple[bool, list[frozenset[int]], list[int]]
-"""For a part: whether it matches the empty text, and the positions that may match its first and its
-last character. The positions of the first character are the union of the sets."""
+"""For a part of a pattern: whether it matches the empty text, and the positions that may match its
+first and its last character. The positions of the first character are the union of the sets."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ def positions_of(trees: Sequence[Tree], budget: Budget) -> Positions:
 
 
 def spelled_out(tree: Tree) -> int:
-    """Number of positions of a tree."""
+    """Number of positions of a tree whose repetitions are expanded."""
     match tree:
         case Chars():
             return 1
@@ -131,7 +131,8 @@ class _Builder:
         if copies == 0:
             return True, [], []
         empty, first, last = self.part(tree.item)
-        # If the item matches the empty text, any number of copies matches it, so the minimum is 0.
+        # If the item matches the empty text, any number of copies matches the empty text too, so
+        # the minimum is 0.
         least = 0 if empty else tree.least
         ends = list(last) if least <= 1 else []
         for copy in range(2, copies + 1):

@@ -1,7 +1,7 @@
 """The subset construction, over classes of characters.
 
-Characters that are in the same sets of the pattern form one class, so that large Unicode sets do
-not slow this step down. The states are sets of positions.
+Characters that occur in exactly the same sets of the pattern form one class, so that large Unicode
+sets do not slow this step down. The states are sets of positions.
 """
 
 from __future__ import annotations

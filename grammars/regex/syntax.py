@@ -1,4 +1,4 @@
-"""Python's own parser of regular expressions, with the position of every node.
+"""Parses regular expressions with Python's own parser, and records the position of every node.
 
 ``re._parser`` returns a tree without positions. This module makes a private copy of the parser, so
 that ``re`` itself is unchanged. In the copy, subclasses record the position in the pattern at which
@@ -79,8 +79,8 @@ _parser = _own_parser()
 
 
 def parse(pattern: str, budget: Budget) -> tuple[Any, int]:
-    """The tree that ``re._parser`` makes of a pattern, but with ``Node`` objects; and the global
-    flags of the pattern.
+    """Returns the tree that ``re._parser`` makes of a pattern, whose nodes are ``Node`` objects,
+    and the global flags of the pattern.
 
     Raises RegexError with Python's message if the pattern is not a regular expression, and
     Exhausted when the time is used up.

@@ -1,8 +1,8 @@
 """The syntax tree of a pattern: characters, concatenations, alternations and repetitions only.
 
 Parts that do not change which texts match are dropped: groups and their names, greediness, anchors
-at the ends. Any other construct is an error, for example a back-reference, because the automaton
-would silently match other texts.
+at the ends. Any other construct, for example a back-reference, is an error. Without the error, the
+automaton would silently match other texts than the pattern.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .bounds import Budget, RegexError, shown
 from .charsets import CharSet
 from .syntax import parse, place, too_deep
 
-# Plain integers, because operations on the enumeration members of ``re`` are slow.
+# The flags are converted to integers, because operations on the enumeration members of ``re`` are
+# slow.
 _ASCII = int(re.ASCII)
 _DOTALL = int(re.DOTALL)
 _IGNORECASE = int(re.IGNORECASE)
@@ -38,7 +39,7 @@ _CATEGORIES = {
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character of a set."""
+    """Matches one character, which is in the set ``chars``."""
 
     start: int
     end: int
@@ -47,7 +48,7 @@ class Chars:
 
 @dataclass(frozen=True, slots=True)
 class Concatenation:
-    """The items, one after another; without items, the empty text."""
+    """Matches the items, one after another. Without items, matches the empty text."""
 
     start: int
     end: int
@@ -56,7 +57,7 @@ class Concatenation:
 
 @dataclass(frozen=True, slots=True)
 class Alternation:
-    """Any one of the items."""
+    """Matches any one of the items."""
 
     start: int
     end: int
@@ -65,8 +66,8 @@ class Alternation:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """An item ``least`` to ``most`` times. If ``most`` is None, the number does not have an upper
-    bound."""
+    """Matches an item ``least`` to ``most`` times. If ``most`` is None, the number of times has no
+    upper bound."""
 
     start: int
     end: int

@@ -7,8 +7,9 @@ next states, and classes that lead to the same state are merged.
 
 If the automaton over characters is minimal, the automaton over bytes is minimal too. Different
 nodes inside a character lead to different states, and a state inside a character never equals a
-state between two characters. Overlong forms and surrogates do not have a path. Sources: R. Cox,
-Regular expression matching in the wild, 2010, and the Rust crate ``utf8-ranges``.
+state between two characters. Overlong forms and surrogates have no path in the graph, so they never
+match. Sources: R. Cox, Regular expression matching in the wild, 2010, and the Rust crate
+``utf8-ranges``.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class ByteAutomaton:
 
 
 def to_bytes(automaton: Automaton, budget: Budget) -> ByteAutomaton:
-    """The automaton over bytes. Raises Exhausted when it has too many states."""
+    """Converts an automaton. Raises Exhausted if the automaton over bytes has too many states."""
     graph = _Graph()
     root = graph.root(automaton.segments)
     states = len(automaton.rows)
@@ -85,7 +86,7 @@ def to_bytes(automaton: Automaton, budget: Budget) -> ByteAutomaton:
 
 
 class _Graph:
-    """The nodes of the graph; equal nodes have one number."""
+    """The nodes of the graph, by number. Equal nodes have the same number."""
 
     def __init__(self) -> None:
         self.nodes: list[Runs] = []
@@ -108,7 +109,7 @@ class _Graph:
         return number
 
     def root(self, segments: Segments) -> int:
-        """The node before a character."""
+        """The node before the first byte of a character."""
         lows = [low for low, _, _ in segments]
         runs: list[tuple[int, int, int]] = []
         for first, last, levels, byte in _FORMS:
@@ -118,8 +119,8 @@ class _Graph:
     def runs(
         self, segments: Segments, lows: list[int], first: int, last: int, levels: int, byte: int
     ) -> list[tuple[int, int, int]]:
-        """The runs for the characters first..last. Each byte stands for a block of 64**levels
-        characters.
+        """The runs for the characters ``first`` to ``last``. The next byte selects a block of
+        ``64**levels`` characters.
 
         ``byte`` is the byte of block 0, which contains character 0.
         """

@@ -1,6 +1,7 @@
-"""LR(1) grammars in AICI's format: from their text to tables, and a reference recognizer.
+"""Compiles LR(1) grammars in AICI's format from their text to tables. Also has a reference
+recognizer.
 
-The compilation of a grammar, one file for each step:
+A grammar is compiled in these steps, with one file for each step:
 
     scan        its text as tokens
     source      rules and declarations as they are written, each with its place

@@ -1,5 +1,5 @@
-"""Errors of a grammar that can be parsed: rules that are not used, that derive no finite text, or
-that derive themselves."""
+"""Finds errors in a grammar whose text can be parsed: rules that are not used, that derive no
+finite text, or that derive themselves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 def nullable_nonterminals(grammar: Grammar) -> frozenset[int]:
-    """The symbols that derive the empty text."""
+    """The nonterminals, as symbols, that can derive the empty text."""
     terminals = len(grammar.terminals)
     return frozenset(
         terminals + lhs for lhs in _fixpoint(grammar, lambda symbol: symbol >= terminals)
@@ -113,8 +113,8 @@ def _check_ends(grammar: Grammar) -> None:
 
 
 def _check_cycles(grammar: Grammar) -> None:
-    """Raises GrammarError if a rule derives exactly itself: its texts have infinitely many parse
-    trees."""
+    """Raises GrammarError if a rule can derive exactly itself, because its texts then have
+    infinitely many parse trees."""
     terminals = len(grammar.terminals)
     nullable = nullable_nonterminals(grammar)
     becomes: dict[int, set[int]] = {}
@@ -139,8 +139,8 @@ def _check_cycles(grammar: Grammar) -> None:
                 ready.append(nonterminal)
     if not left:
         return
-    # Each remaining rule derives another remaining rule: follow these derivations until a rule
-    # occurs twice.
+    # Each remaining rule derives another remaining rule. The search follows these derivations until
+    # a rule occurs twice.
     nonterminal = next(iter(left))
     seen: set[int] = set()
     while nonterminal not in seen:

@@ -2,8 +2,8 @@
 
 The kernel items of a state are the rules that the text has begun and not finished. A ``Rest`` has
 the terminals that complete one kernel item in the fewest bytes. To close a text, the guest engine
-applies rests from the top of the stack down to its bottom: those with the lowest total cost
-(guest/closing.h).
+applies the rests with the lowest total cost that complete the stack, from its top down to its
+bottom (guest/closing.h).
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class Rest:
     """The completion of an item: after ``terminals``, the parser reduces the item to the
     nonterminal ``lhs``.
 
-    The top ``pops`` states of the stack belong to the symbols of the item that are already read.
-    ``cost``: the bytes of the shortest lexemes of the terminals, plus one for each terminal.
+    ``pops``: number of symbols of the item that are already read, which is the number of states
+    that the reduction pops. ``cost``: the bytes of the shortest lexemes of the terminals, plus one
+    for each terminal.
     """
 
     lhs: int
@@ -41,8 +42,8 @@ def shortest_lexemes(
     accepted: Sequence[int],
     start: int,
 ) -> dict[int, bytes]:
-    """For each terminal that the lexer can match, one of its shortest texts, preferably of digits
-    and letters."""
+    """For each terminal that the lexer can match, one of the shortest texts that it matches,
+    preferably of digits and letters."""
     byte_of = [_plainest(classes, number) for number in range(num_classes)]
     order = sorted(range(num_classes), key=lambda number: _plainness(byte_of[number]))
     found: dict[int, bytes] = {}
@@ -75,7 +76,8 @@ def _plainness(byte: int) -> tuple[int, int]:
 def find_rests(
     grammar: Grammar, items: Items, states: Sequence[State], lexemes: dict[int, bytes]
 ) -> tuple[tuple[Rest, ...], ...]:
-    """The rests of each state. An item that lexemes cannot complete does not have a rest."""
+    """The rests of each state. An item has no rest if lexemes cannot complete it, or if it needs
+    too many terminals."""
     terminals = len(grammar.terminals)
     costs: dict[int, int] = {t: len(text) + 1 for t, text in lexemes.items()}
     best = _cheapest(grammar, costs)
@@ -114,9 +116,9 @@ def find_rests(
 
 
 def _cheapest(grammar: Grammar, costs: dict[int, int]) -> dict[int, int]:
-    """For each nonterminal, by its symbol, the production that derives its shortest text. The costs
-    of the nonterminals are added to ``costs``. Source: D. E. Knuth, "A generalization of Dijkstra's
-    algorithm" (1977)."""
+    """By symbol of a nonterminal: the production that derives the nonterminal's shortest text. The
+    costs of the nonterminals are added to ``costs``. Source: D. E. Knuth, "A generalization of
+    Dijkstra's algorithm" (1977)."""
     terminals = len(grammar.terminals)
     uses: dict[int, list[int]] = {}
     missing: list[int] = []

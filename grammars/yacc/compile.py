@@ -24,7 +24,7 @@ MAX_TERMINALS = 4096
 MAX_LENGTH = 4096
 """Maximum symbols of one alternative."""
 EXAMPLE_SECONDS = 2.0
-"""Maximum time for finding examples of all conflicts, in seconds."""
+"""Maximum time for finding the examples of all conflicts together, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Compilation:
     earlier of two rules."""
     warnings: tuple[str, ...]
     """Warnings about lexemes that can never match because other lexemes are always preferred, and
-    about a grammar whose texts can only begin with the rest of a lexeme."""
+    the warning that each text must begin inside a lexeme (``_begun``)."""
 
 
 def compile_grammar(
@@ -101,7 +101,7 @@ def _lexer(grammar: Grammar, lexemes: list[GrammarLexeme], max_seconds: float) -
         try:
             alone = compile_regex(lexeme.pattern, max_seconds=max_seconds)
         except RegexError as error:
-            # The grammar has a quote and a slash before the pattern.
+            # In the grammar's text, a quote and a slash precede the pattern.
             place = lexeme.offset + 2 + (error.position or 0)
             raise grammar.error(place, error.message) from error
         if lexeme.terminal != SKIP and alone.accepting[alone.start]:
@@ -122,7 +122,7 @@ def _lexer(grammar: Grammar, lexemes: list[GrammarLexeme], max_seconds: float) -
 
 
 def _unmatched(grammar: Grammar, lexemes: list[GrammarLexeme], lexer: LexerDfa) -> Iterable[str]:
-    """Warnings about terminals that never match, because preferred lexemes match all their
+    """Yields warnings about terminals that never match because preferred lexemes match all their
     texts."""
     matched = {lexemes[number].terminal for number in set(lexer.accepted) if number >= 0}
     chosen: dict[int, set[int]] = {}
@@ -150,7 +150,8 @@ _ORDER = {
 
 
 def _after_newline(grammar: CompiledGrammar) -> CompiledGrammar:
-    """The grammar with a lexer that begins as if it had just read a newline.
+    """The grammar, changed so that its lexer begins a text as if it had just read a newline, as
+    AICI's lexer does.
 
     If no text of the grammar can begin with a lexeme whose first byte is a newline, the lexer
     begins at its start state instead.
@@ -163,7 +164,8 @@ def _after_newline(grammar: CompiledGrammar) -> CompiledGrammar:
 
 
 def _begun(grammar: CompiledGrammar) -> Iterable[str]:
-    """The warning for a grammar whose texts can only begin with the rest of a lexeme."""
+    """Yields the warning for a grammar each of whose texts must begin with the rest of a lexeme,
+    after a newline."""
     first = grammar.lexer_first
     viable = Parser(grammar).viable(Parser.start) | 1 << SKIP
     if first == grammar.lexer_start or (
@@ -179,9 +181,9 @@ def _begun(grammar: CompiledGrammar) -> Iterable[str]:
 
 
 def _with_start(lexer: LexerDfa) -> tuple[list[int], list[int], list[int], int]:
-    """Transitions, lexeme and reachable lexemes of each state, and the start state. The start state
-    does not have incoming transitions and has not matched a lexeme, so that an empty match is not a
-    lexeme."""
+    """Returns the transitions, the matched lexeme and the reachable lexemes of each state, and the
+    start state. If necessary, a new start state is added: no transition leads to it and it has not
+    matched a lexeme, so that an empty text is never a lexeme."""
     transitions = list(lexer.transitions)
     accepted = list(lexer.accepted)
     reachable = list(lexer.reachable)

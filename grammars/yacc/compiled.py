@@ -70,7 +70,8 @@ _U32 = "I"
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """The tables that recognizers run. Terminal 0 is the end of the text, terminal 1 is SKIP.
+    """The tables of a grammar, which recognizers run. Terminal 0 is the end of the text, terminal 1
+    is SKIP.
 
     Sets of terminals are integers with bit t set for terminal t.
     """
@@ -83,16 +84,18 @@ class CompiledGrammar:
     """[256] class of each byte."""
     num_classes: int
     lexer_start: int
-    """State before the first byte of a lexeme. Transitions never lead to this state, and it has not
-    matched a terminal."""
+    """The state before the first byte of a lexeme. No transition leads to this state, and no
+    terminal is matched in it."""
     lexer_first: int
-    """State before the first byte of a text: ``lexer_start``, or the state after a newline."""
+    """The state before the first byte of a text: ``lexer_start``, or the state after a newline."""
     transitions: tuple[int, ...]
     """[num_lexer_states * num_classes] next lexer state; state 0 is dead."""
     accepted: tuple[int, ...]
-    """Terminal that a lexer state has matched, the preferred one of several; -1 for none."""
+    """By lexer state: the terminal that was matched, and the preferred one if several match; -1 if
+    none was matched."""
     reachable: tuple[int, ...]
-    """Set of terminals that a lexer state can still match, its own match included."""
+    """By lexer state: the set of terminals that can still match, including terminals that match in
+    this state."""
 
     num_states: int
     actions: tuple[int, ...]
@@ -102,7 +105,7 @@ class CompiledGrammar:
     lhs: tuple[int, ...]
     length: tuple[int, ...]
     shifted: tuple[int, ...]
-    """Set of terminals that a parser state shifts or accepts."""
+    """By parser state: the set of terminals that are shifted or accepted."""
     reduced: tuple[tuple[tuple[int, int], ...], ...]
     """For each parser state, pairs of a production and the set of terminals at which the production
     is reduced."""
@@ -260,7 +263,7 @@ class CompiledGrammar:
 
 
 def _starts(parts: Iterable[Sequence[object]]) -> list[int]:
-    """The offset of each part in their concatenation, and the end of the last one."""
+    """The offset of each part in the concatenation of all parts, and the end of the last part."""
     return list(accumulate(map(len, parts), initial=0))
 
 

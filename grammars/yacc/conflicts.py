@@ -1,8 +1,8 @@
 """Explains the conflicts of a grammar, each with a shortest example of input that leads to it.
 
-The search follows C. Isradisaikul and A. Myers ("Finding counterexamples from parsing conflicts",
-PLDI 2015): it finds a shortest path over items, and each step records whether the terminal of the
-conflict can follow.
+Source: C. Isradisaikul and A. Myers, "Finding counterexamples from parsing conflicts", PLDI 2015.
+The search finds a shortest path over items. Each step records whether the terminal of the conflict
+can follow.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def explain_conflicts(
     choices: list[ConflictChoice],
     deadline: float,
 ) -> tuple[Conflict, ...]:
-    """The conflicts as text, in the order of the states. After ``deadline`` (of
-    ``time.monotonic()``), conflicts do not get an example."""
+    """Describes the conflicts as text, in the order of the states. After ``deadline`` (a value of
+    ``time.monotonic()``), conflicts get no example."""
     shortest = _Shortest(grammar) if choices else None
     found: list[Conflict] = []
     seen: set[tuple[int, int | None, int | None]] = set()
     for choice in choices:
-        # A conflict of the same two rules at the same lexeme in another state does not help a
-        # reader.
+        # A conflict is left out if the same two rules have a conflict at the same lexeme in an
+        # earlier state.
         key = (choice.terminal, choice.kept, choice.dropped)
         if key in seen:
             continue
@@ -123,8 +123,8 @@ class _Shortest:
 
 
 def _spelled(grammar: Grammar, shortest: _Shortest | None, symbols: list[int] | None) -> list[str]:
-    """Symbols as lexemes, with a shortest text for each nonterminal. Only the end of a long result
-    is kept."""
+    """Writes symbols as lexemes. Each nonterminal becomes one of its shortest texts. If the result
+    is long, only its end is kept."""
     words: list[str] = []
     waiting = list(symbols or ())
     # The last symbols are spelled first, so that the lexemes next to the conflict are kept.

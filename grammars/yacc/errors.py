@@ -1,4 +1,4 @@
-"""The error for a grammar that cannot be used, with its place."""
+"""The error of a grammar that cannot be used, with the place of the fault."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ class GrammarError(ValueError):
 
 
 def error_at(text: str, offset: int, message: str) -> GrammarError:
-    """The error at ``offset``, in characters of the grammar's text."""
+    """The error for a fault at ``offset``, which counts characters of the grammar's text."""
     before = text.rfind("\n", 0, offset)
     return GrammarError(message, text.count("\n", 0, offset) + 1, offset - before)

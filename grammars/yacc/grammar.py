@@ -1,12 +1,12 @@
-"""A grammar with numbered terminals, nonterminals and productions, its precedences and its lexemes.
+"""Numbers the terminals, nonterminals and productions of a grammar.
 
 Terminals come first: 0 is the end of the text, 1 is SKIP, which productions do not contain. A
 symbol is the number of a terminal, or the number of terminals plus the number of a nonterminal.
 Nonterminal 0, the whole text, is not in the source; production 0 derives the start rule from it.
 
-A rule whose alternatives are single lexemes that are used nowhere else (for example CONSTANT in
-AICI's C grammar) becomes one terminal with several lexemes. The same texts match, but the parser
-needs fewer states and reductions.
+If each alternative of a rule is a single lexeme that is used nowhere else, as for CONSTANT in
+AICI's C grammar, the rule becomes one terminal with several lexemes. The grammar then matches the
+same texts, and the parser needs fewer states and reductions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RESERVED = "a reserved word"
 
 @dataclass(frozen=True, slots=True)
 class GrammarLexeme:
-    """A keyword or regular expression of the grammar, and the terminal that it counts as.
+    """A keyword or regular expression of the grammar, and the number of its terminal.
 
     ``pattern``: the text of a keyword, or a regular expression without its slashes. ``offset``: the
     place of the first use, in characters.
@@ -40,7 +40,7 @@ class GrammarLexeme:
 
 @dataclass(frozen=True, slots=True)
 class Production:
-    """One alternative of a rule. ``precedence``: its level, 0 for none."""
+    """One alternative of a rule. ``precedence``: the level of the alternative; 0 if it has none."""
 
     lhs: int
     rhs: tuple[int, ...]
@@ -260,5 +260,5 @@ class _Numbering:
 
 
 def key_of(symbol: Symbol) -> tuple[str, str]:
-    """A symbol without its place."""
+    """The kind and the text of a symbol, which are equal for all its uses."""
     return symbol.kind, symbol.text

@@ -1,9 +1,10 @@
 """The LR(1) automaton, with states merged by Pager's method.
 
 D. Pager, "A practical general method for constructing LR(k) parsers", Acta Informatica 7 (1977):
-two states with the same items are merged if their lookaheads are weakly compatible, so that a merge
-does not cause conflicts that canonical LR(1) does not have. The automaton has about as many states
-as LALR(1), and every LR(1) grammar works. Sets of terminals are bits of Python integers.
+two states with the same items are merged if their lookaheads are weakly compatible. Such a merge
+never causes a conflict that canonical LR(1) does not have. The automaton has about as many states
+as that of LALR(1), and exists for every LR(1) grammar. A set of terminals is a Python integer with
+a bit for each terminal.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from .errors import GrammarError
 from .grammar import END, Grammar
 
 Kernel = tuple[int, ...]
-"""Items by number, in order."""
+"""The numbers of items, in ascending order."""
 
 
 @dataclass(slots=True)
 class State:
-    """A state: its kernel items, a lookahead set for each, and its transitions by symbol.
+    """A state of the automaton: its kernel items, the lookahead set of each kernel item, and its
+    transitions by symbol.
 
     ``reductions`` maps a production to the set of terminals at which it is reduced.
     """
@@ -34,7 +36,8 @@ class State:
 
 
 class Items:
-    """The items (productions with a dot) of a grammar by number, and what follows their dots."""
+    """The items (productions with a dot) of a grammar by number, and the symbols after their
+    dots."""
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
@@ -213,7 +216,7 @@ def _compatible(known: list[int], new: list[int]) -> bool:
 
 
 def _merge(state: State, lookaheads: list[int]) -> bool:
-    """Adds lookaheads to a state; returns whether any of them was new."""
+    """Adds lookaheads to a state; returns whether the state did not have all of them."""
     grown = False
     for place, lookahead in enumerate(lookaheads):
         if lookahead & ~state.lookaheads[place]:
@@ -223,7 +226,8 @@ def _merge(state: State, lookaheads: list[int]) -> bool:
 
 
 def _reachable(states: list[State]) -> list[State]:
-    """The states that can be reached, renumbered: merges make some states unreachable."""
+    """The states that can be reached from the start, with new numbers. Some states are unreachable
+    because of merges."""
     numbers = {0: 0}
     order = [0]
     for number in order:

@@ -12,7 +12,7 @@ CACHED_STACKS = 4096
 
 
 class Parser:
-    """Runs parse tables over stacks. A stack is immutable: a push returns a new one."""
+    """Runs parse tables over stacks. Stacks are immutable, so a push returns a new stack."""
 
     start: Stack = (0,)
 
@@ -21,8 +21,9 @@ class Parser:
         self._viable: dict[Stack, int] = {}
 
     def push(self, stack: Stack, terminal: int) -> Stack | None:
-        """The stack after a terminal and the reductions before it; None if the terminal cannot
-        follow. For terminal 0, the end of the text, returns the stack after the last reductions."""
+        """The stack after a terminal, including the reductions before the terminal; None if the
+        terminal cannot follow. For terminal 0, the end of the text, returns the stack after the
+        last reductions."""
         grammar = self.grammar
         row = grammar.num_terminals
         while True:
@@ -37,8 +38,8 @@ class Parser:
             stack = self._reduce(stack, action >> 2)
 
     def viable(self, stack: Stack) -> int:
-        """The set of terminals that can follow: exactly the terminals that are shifted or accepted
-        after the reductions that each of them causes. SKIP is not among them."""
+        """The set of terminals that can follow a stack: the terminals that are shifted or accepted
+        after the reductions that they cause. SKIP is never in the set."""
         known = self._viable.get(stack)
         if known is not None:
             return known

@@ -1,9 +1,10 @@
 """Checks byte by byte whether a text can still become a sentence of a grammar.
 
-This recognizer is the reference for the guest engine. Lexer and parser run in lockstep as in AICI.
-If a byte leads the lexer to its dead state, the lexeme ends before this byte, and the byte begins
-the next lexeme. A byte is refused at once if the parser cannot accept any of the lexemes that the
-lexer can still match: after ``int `` the ``1`` of ``123456`` is refused.
+This recognizer is the reference for the guest engine. The lexer and the parser advance together
+after each byte, as in AICI. If a byte leads the lexer to its dead state, the lexeme ends before
+this byte, and the byte begins the next lexeme. A byte is refused at once if the parser cannot
+accept any of the lexemes that the lexer can still match: for example, after ``int `` the ``1`` of
+``123456`` is refused.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ NAMED = 12
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The place at which a text is refused, after ``offset`` bytes. ``line`` and ``column`` count
-    from 1, columns in characters.
+    """The place at which a text is refused: after its first ``offset`` bytes. ``line`` and
+    ``column`` count from 1, columns in characters.
 
     ``found`` is the character that cannot follow, or "" at the end of a text that is not complete.
     ``expected`` has the names of the lexemes that can follow.
@@ -44,7 +45,8 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The state of lexer and parser, which decides how a text can continue."""
+    """The states of the parser (its stack) and of the lexer. They determine how the text can
+    continue."""
 
     stack: Stack
     lexer: int
@@ -60,7 +62,8 @@ class Recognizer:
         self.grammar = grammar
         self._parser = parser or Parser(grammar)
         self.place = Place(self._parser.start, grammar.lexer_first)
-        """The place of the text; texts at equal places have the same continuations."""
+        """The place of the text so far. If two texts are at equal places, the same continuations
+        are possible after both."""
 
     def copy(self) -> Recognizer:
         """Another recognizer at the same place."""
@@ -94,14 +97,15 @@ class Recognizer:
 
     @property
     def complete(self) -> bool:
-        """Whether the text so far is a whole sentence; SKIP may stand at its end."""
+        """Whether the text so far is a sentence of the grammar. Lexemes of SKIP may stand at its
+        end."""
         stack = self._ended(self.place)
         return stack is not None and bool(self._parser.viable(stack) >> END & 1)
 
     def expected(self) -> tuple[str, ...]:
-        """The names of the expected lexemes. These are the lexemes that the unfinished lexeme can
-        still become, and the lexemes that can follow it if it ends here. SKIP is included only if
-        it is unfinished."""
+        """The names of the expected lexemes: the lexemes that the unfinished lexeme can still
+        become and, if it can end here, the lexemes that can follow it. SKIP is included only if it
+        is unfinished."""
         place = self.place
         wanted = 0
         if place.lexer != self.grammar.lexer_start:

@@ -1,4 +1,4 @@
-"""The scanner of grammar files: from their text to tokens."""
+"""The scanner of grammars, which splits their text into tokens."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Token:
 
 
 def scan(text: str) -> list[Token]:
-    """All tokens up to the second ``%%``, and one of kind ``end``. Raises GrammarError for text
-    that is not a token."""
+    """All tokens up to the second ``%%``, and then a token of the kind ``end``. Raises GrammarError
+    for text that is not a token."""
     tokens: list[Token] = []
     sections = 0
     at = 0

@@ -1,4 +1,4 @@
-"""A grammar as it is written: its rules and declarations, each with its place.
+"""Parses the text of a grammar to rules and declarations, each with its place in the text.
 
 The format is AICI's (spec/aici.md, "LR(1) grammars"), which is yacc's with the lexer inline. Two
 directives are extensions: ``%reserved`` lists words that the lexer recognises although no rule
@@ -38,7 +38,7 @@ class Symbol:
 
 @dataclass(slots=True)
 class Alternative:
-    """One right-hand side."""
+    """One right-hand side of a rule. ``prec``: the symbol of its ``%prec``, if it has one."""
 
     symbols: list[Symbol]
     prec: Symbol | None
@@ -63,7 +63,8 @@ class Precedence:
 
 
 class LexerRules(Enum):
-    """How the lexer chooses between lexemes that match the same text, and where it begins.
+    """The rules by which the lexer chooses between lexemes that match the same text, and the state
+    in which it begins.
 
     With either value, a keyword is preferred to a regular expression, and a ``%reserved`` regular
     expression is preferred to any other regular expression.
@@ -79,7 +80,7 @@ class LexerRules(Enum):
 
 @dataclass(slots=True)
 class Source:
-    """A grammar's text, parsed."""
+    """The parsed text of a grammar."""
 
     text: str
     start: Symbol
