@@ -1,4 +1,5 @@
-"""A client of many streams whose connection is cut: the time until all streams continue."""
+"""Cuts the connection of a client with many streams, and measures the time until all streams
+continue."""
 
 from __future__ import annotations
 
@@ -26,11 +27,12 @@ class Return(NamedTuple):
     next entry."""
 
     cut_s: float
-    """Seconds from the cut of the connection."""
+    """Seconds from the cut of the connection to the end of the return."""
     attach_s: float
-    """Seconds from the time at which the client has sent its ATTACHes."""
+    """Seconds from the client's ATTACHes to the end of the return."""
     cpu_s: float
-    """Seconds of CPU time of all processes, minus the CPU time of as many entries without a cut."""
+    """Seconds of CPU time of all processes, minus the CPU time that the same number of entries
+    takes without a cut."""
 
 
 async def come_back(

@@ -1,4 +1,5 @@
-"""Creates virtual environments for the peers' packages, which conflict with this project's."""
+"""Creates virtual environments for the packages of other engines (peers), which conflict with the
+packages of this project."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ def lmql_client() -> Path:
 
 
 def lmql(transformers: int) -> Path:
-    """The environment with LMQL, the packages that LMQL imports, and this major version of
-    transformers, which LMQL uses as its tokenizer."""
+    """The environment with LMQL, the packages that LMQL imports, and the major version
+    ``transformers`` of transformers, whose tokenizer LMQL uses."""
     version = f"transformers>={transformers},<{transformers + 1}"
     needs = (*LMQL_CLIENT_NEEDS, "astunparse==1.6.3", "openai", "tiktoken", version)
     return environment(f"lmql-transformers-{transformers}", needs, alone=[LMQL], borrow=True)

@@ -22,7 +22,7 @@ PATIENCE_S = 600.0
 
 
 class KilledWorkers:
-    """A broker and two exact GPU workers with different numbers of threads.
+    """A broker and two GPU workers with the setting ``exact`` and different numbers of threads.
 
     Each ``run`` kills the worker that computes its first request, if the other worker is ready.
     """
@@ -80,7 +80,7 @@ class KilledWorkers:
         return {w.name: w.pid for w in status.workers if w.role == "gpu" and w.models}
 
     def _kill(self) -> None:
-        """Kills a worker with requests, and starts another one."""
+        """Kills a worker that has requests, and starts a new worker."""
         status = self._client.status(timeout_s=PATIENCE_S)
         busy = [w.pid for w in status.workers if w.role == "gpu" and w.requests]
         for process in self._system.processes[1:]:

@@ -1,7 +1,7 @@
 """Converts a Llama checkpoint to a float32 GGUF file: ``python _gguf.py FOLDER FILE``.
 
-The environment must have the package ``gguf``. The file also contains the checkpoint's tokenizer,
-a byte-level BPE.
+The environment must have the package ``gguf``. The GGUF file also contains the checkpoint's
+tokenizer, a byte-level BPE.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks tokens from the engine with the modules of transformers."""
+"""Checks the engine's tokens against the tokens that the same model gives in transformers."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ SOFT_CAPS = (None, 30.0)
 
 @dataclass(slots=True, frozen=True)
 class Case:
-    """A row of the table of cases."""
+    """A combination of sizes and options that each backend is checked with."""
 
     block_size: int
     heads: int
@@ -63,7 +63,7 @@ def run(world: World) -> None:
 
 
 def _cases(world: World, backend: Backend) -> list[Case]:
-    """The cases. A dry run has a part of them, in which each value occurs."""
+    """All cases. A dry run has only some of them, in which each value occurs at least once."""
     table = [
         Case(size, heads, kv_heads, dim, window, cap, chunks)
         for size in backend.block_sizes

@@ -1,6 +1,6 @@
 """Stage 4 of ``gpu_check.py``: checks a small model's tokens with forks, splices, masks and drafts.
 
-The engine may wait for the device only to read the tokens of a step.
+The stage fails if the engine waits for the device except to read the tokens of a step.
 """
 
 from __future__ import annotations

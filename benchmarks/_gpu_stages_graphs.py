@@ -36,7 +36,7 @@ memory grows a little, because libraries allocate workspaces."""
 
 
 def run(world: World) -> None:
-    """Compares steps with and without graphs, then loads and evicts."""
+    """Compares steps with and without graphs, then loads and evicts models."""
     loaded = world.small()
     _capture(world, loaded)
     _sizes(world, loaded)

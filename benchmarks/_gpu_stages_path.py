@@ -1,6 +1,6 @@
 """Stage 1 of ``gpu_check.py``: records versions, the attention backend and the number of graphs.
 
-A fallback is a fault.
+If the engine has fallen back to a slower path, the stage records a fault.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stage 6 of ``gpu_check.py``: times decode steps of models of 8B and 1B, by batch and context.
 
-A step must read the weights, the keys and the values. ``of_bandwidth`` compares this with a copy
-within the device's memory: the time in which the copy reads and writes as many bytes, divided by
-the time of the step.
+A step must read the weights, the keys and the values. ``of_bandwidth`` is the time in which a copy
+within the device's memory reads and writes the same number of bytes, divided by the time of the
+step.
 """
 
 from __future__ import annotations

@@ -45,11 +45,12 @@ class Line:
     differing: int = 0
     """Number of our masks that differ from llguidance's masks."""
     first: dict[str, float] = field(default_factory=dict)
-    """Times of the first pass of a new engine."""
+    """Microseconds of a step in the first pass, by engine. Each engine is new."""
     again: dict[str, float] = field(default_factory=dict)
-    """Times of an engine that has already processed the same texts."""
+    """Microseconds of a step in later passes, by engine. The engine has already processed the same
+    texts."""
     prepared_ms: dict[str, float] = field(default_factory=dict)
-    """Milliseconds in which xgrammar and outlines-core compile the grammar."""
+    """Milliseconds of compiling the grammar, by engine, for xgrammar and outlines-core."""
 
 
 class Comparison:
@@ -119,7 +120,7 @@ class Comparison:
         first: dict[str, list[list[float]]] = {name: [] for name in makers}
         again: dict[str, list[list[float]]] = {name: [] for name in makers}
         engines: dict[str, Engine] = {}
-        # The engines take turns, so that other load on the machine affects all of them.
+        # The engines take turns, so that other load on the machine affects all of them equally.
         for _ in range(self._fresh):
             for name, make in makers.items():
                 if name in engines:

@@ -1,8 +1,8 @@
 """One interface for the engines that compute masks: our grammar engine and its peers.
 
-An engine is constructed from a grammar and walks a text. It fills the mask at the beginning, then
-for each token accepts the token and fills the next mask. Only accepting and filling are timed.
-xgrammar and outlines-core are measured if they are installed.
+An engine is constructed from a grammar and walks a text. It fills the mask at the beginning of the
+text. Then, for each token, it accepts the token and fills the next mask. Only accepting and filling
+are timed. xgrammar and outlines-core are measured if they are installed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Engine(Protocol):
 
 
 class _Walking:
-    """Walks a text with the two calls that ``_begin`` returns."""
+    """Walks texts with two functions, which the subclass's ``_begin`` returns for each text."""
 
     _mask: bytearray
 

@@ -1,5 +1,5 @@
-"""Measures our grammar engine alone: masks of a C file and of a substring, first masks, and the
-start of sequences."""
+"""Measures only our grammar engine: masks of a C file and of a substring, first masks, and the cost
+of further sequences."""
 
 from __future__ import annotations
 
@@ -154,8 +154,8 @@ def _round(controller: Controller, mask: memoryview) -> None:
 
 def sequences(world: World, count: int) -> dict[str, float]:
     """The cost of another sequence under the C grammar: the microseconds to its first mask, and the
-    bytes by which the sandbox grows for a sequence in the middle of a file. The first mask is
-    cached."""
+    bytes by which the sandbox grows for a sequence in the middle of a file. The first mask is in
+    the cache."""
     constraints = Constraints(world.engine, None)
     program = constraints.get("yacc")
     assert program is not None

@@ -58,7 +58,7 @@ class Round(NamedTuple):
 
 
 class Schemas:
-    """Our controller and llguidance, which process the same records."""
+    """Our controller and llguidance. Both process the same records."""
 
     def __init__(self, world: World) -> None:
         self._world = world

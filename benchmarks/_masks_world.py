@@ -68,7 +68,7 @@ def p99(seconds: Sequence[float]) -> float:
 
 
 def steady_us(passes: Sequence[Sequence[float]]) -> float:
-    """For each step, takes the median of its times in all passes; returns the mean of these
+    """For each step, takes the median of its times in all passes. Returns the mean of these
     medians, in microseconds. The median removes the effect of other load, which affects different
     steps in each pass."""
     return statistics.mean(map(statistics.median, zip(*passes, strict=True))) * MICRO

@@ -32,7 +32,7 @@ SESSIONS = 1_000
 GROUP = 10
 """Number of clients whose streams a worker has."""
 PASS = 64
-"""Number of messages in a call of the core, as in the server."""
+"""Number of messages that one call of the core handles, as in the server."""
 PROMPT = b"".join(n.to_bytes(4, "little") for n in range(1000, 1256))
 """A prompt of 256 tokens, as an attachment."""
 MICRO = 1e6
@@ -126,7 +126,8 @@ class World:
 
     def ticks_ms(self, seconds: float, messages: int) -> list[float]:
         """Milliseconds of CPU time of each tick during ``seconds``. Between two ticks, the core
-        receives ``messages`` TOKEN messages; in each second also all heartbeats and PINGs."""
+        receives ``messages`` TOKEN messages. In each second, it also receives all heartbeats and
+        PINGs."""
         workers, found = self._workers(), []
         ping = [b"PING", b'{"n": 1}']
         until, second = self.now + seconds, self.now

@@ -91,7 +91,7 @@ class MaskFigures:
 
 
 class Masks:
-    """Our controller and llguidance, which process one case after another."""
+    """Our controller and llguidance. Both process one case after another."""
 
     def __init__(self, world: World, program: JsonSchemaProgram) -> None:
         self._world = world

@@ -1,4 +1,4 @@
-"""A client process that reads streams as fast as they arrive.
+"""A client process that reads streams as fast as their tokens arrive.
 
 ``python _serving_client.py KIND ADDRESS MODEL`` receives runs from a ``Loader`` (``_served.py``). A
 run has ``prompts``, a list of token ids for each stream; ``tokens``, the number of tokens of each

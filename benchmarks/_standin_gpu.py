@@ -1,4 +1,4 @@
-"""A GPU worker whose forward is a sleep, so that the CPU is free as with a GPU.
+"""A GPU worker whose forward is a sleep. The CPU is free during the forward, as it is with a GPU.
 
 ``python benchmarks/_standin_gpu.py SECONDS FILE`` runs the normal worker with a simulated device.
 The device works in order, like a CUDA stream: a forward begins when the previous forward has ended,

@@ -14,8 +14,9 @@ same run:
   ``clone_first_vs_instantiate`` and ``start_vs_instantiate``.
 - A bare round trip goes from one process to another and back, through two ROUTER sockets of a third
   process (``_round_trip.py``). ``var_op_us_p50``, ``wait_us_p50_10`` and ``wait_us_p50_40`` have
-  the ratios ``var_op_vs_round_trip``, ``wait_10_vs_round_trip`` and ``wait_40_vs_round_trip``. A
-  batch begins to wait for its masks when the forward has ended.
+  the ratios ``var_op_vs_round_trip``, ``wait_10_vs_round_trip`` and ``wait_40_vs_round_trip``.
+  ``wait_us_p50_N`` is the time that a batch of N sequences waits for its masks after its forward
+  has ended.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Sandbox:
         return kind(self._engine, module)
 
     def host(self, seq: int = 0, variables: Any = None) -> Host:
-        """The input of a guest."""
+        """The environment of a guest's sequence."""
         log = Log(LIMITS.log_bytes)
         return Host(1, seq, b"", self._vocabulary, variables, log, LIMITS, 100)
 
@@ -212,9 +213,9 @@ def _free_spares() -> None:
 def _without_close(
     make: Callable[[], Controller], together: int = 1, after: Callable[[], None] = lambda: None
 ) -> float:
-    """The median time to create a controller, in microseconds. ``together`` controllers are created
-    before they are closed, and the time to close them is not measured. ``after`` is called when
-    they are closed."""
+    """The median time to create a controller, in microseconds. The controllers are created in
+    groups of ``together``, and each group is then closed. Closing is not measured. ``after`` is
+    called after a group was closed."""
     times = []
     for _ in range(400):
         made = []
@@ -421,7 +422,7 @@ NOTES = {
     "constrained_vs_free_sparse_bias": f"ratio of tokens/s with a bias of 100 of {LARGE_VOCAB:,} "
     "tokens to without, simulated forward (at least 0.97)",
     "constrained_vs_free_dense_bias": "ratio of tokens/s with a bias of all tokens (at least 0.90)",
-    "constrained_vs_free_cpu": "ratio of tokens/s with masks if the forward shares the CPU",
+    "constrained_vs_free_cpu": "ratio of tokens/s with masks to without; the forward uses the CPU",
 }
 
 

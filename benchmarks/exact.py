@@ -1,5 +1,5 @@
-"""Compares the bits of streams in batches with the bits of each stream alone. Also compares the
-throughput with ``exact`` on and off.
+"""Compares the bits of the log-probabilities of streams in batches with those of each stream alone.
+Also compares the throughput with the setting ``exact`` on and off.
 
 The model is the embedded model. Batches of 1 to 64 streams run with shared prefixes, chunks of
 several sizes, drafts, forks, a small KV cache, moves to another engine, and one or two threads.

@@ -45,12 +45,12 @@ class Stage(NamedTuple):
 STAGES = {
     1: Stage("versions, attention, graphs", "_gpu_stages_path", 60),
     2: Stage("attention against float32", "_gpu_stages_attention", 120),
-    3: Stage("sampler and races against the CPU", "_gpu_stages_sampling", 90),
-    4: Stage("tokens against generate, without waiting", "_gpu_stages_engine", 120),
+    3: Stage("sampled tokens against the CPU's", "_gpu_stages_sampling", 90),
+    4: Stage("tokens against transformers, no implicit device syncs", "_gpu_stages_engine", 120),
     5: Stage("graphs, loads and evictions", "_gpu_stages_graphs", 90),
     6: Stage("decode against the memory bandwidth", "_gpu_stages_speed", 540),
     7: Stage("profile, first tokens, the bus", "_gpu_stages_serving", 540),
-    8: Stage("peers side by side", "_gpu_stages_peers", 540),
+    8: Stage("other engines side by side", "_gpu_stages_peers", 540),
 }
 
 
@@ -127,7 +127,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def inside(number: int, dry: bool, results: Path) -> None:
-    """Runs a stage in this process."""
+    """Runs the stage with a number in this process."""
     import logging
 
     from _gpu_world import World

@@ -1,11 +1,11 @@
 """Measures the effect of attacks on another tenant's streams, and the time to import the client.
 
-The attacks are those of ``tests/hostile``: modules, arguments, and guest processes that were taken
-over. Another tenant's streams, the *calm streams*, run all the time in the same workers. For
-each attack, the largest time between two calm tokens is compared with the largest time in a period
-of equal length without an attack. ``calm_throughput`` compares the numbers of calm tokens in these
-periods. ``client_import_ratio`` is the ratio of the client's import time to the import time of its
-two required libraries.
+The attacks are those of ``tests/hostile``: hostile modules, hostile arguments, and guest processes
+that an attacker controls. Another tenant's streams, the *calm streams*, run all the time in the
+same workers. For each attack, the largest time between two calm tokens is compared with the largest
+time in a period of equal length without an attack. ``calm_throughput`` compares the numbers of calm
+tokens in these periods. ``client_import_ratio`` is the ratio of the client's import time to the
+import time of its two required libraries.
 """
 
 from __future__ import annotations

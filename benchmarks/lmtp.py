@@ -101,7 +101,7 @@ def _wait_for(port: int) -> None:
         try:
             urlopen(f"http://127.0.0.1:{port}/", timeout=5.0)
         except URLError as error:
-            # LMQL's server refuses a plain HTTP request as soon as it listens.
+            # Once LMQL's server listens, it answers a plain HTTP request with an error status.
             if getattr(error, "code", None) is not None:
                 return
         time.sleep(0.2)

@@ -1,9 +1,9 @@
 """Measures the cost of scripts: the first decision, rounds, forks, and the memory of sequences.
 
-The script and the built-in constraint ``regex``, which has the same effect, run in this process
-with the vocabulary of the embedded model. Times are the best of several runs.
+A script and the built-in constraint ``regex`` run in this process, with the vocabulary of the
+embedded model. Both constrain the text in the same way. Times are the best of several runs.
 
-Each name begins with ``js`` or ``py``, the language.
+The name of each figure begins with ``js`` or ``py``, the language of the script.
 
 - ``first_ms_more``: the time until the first mask of a script, minus the time until the first mask
   of the constraint.
