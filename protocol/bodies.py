@@ -1,5 +1,5 @@
-"""Encodes structs as bodies in JSON or msgpack, and decodes bodies; errors name the field at
-fault."""
+"""Encodes structs as bodies in JSON or msgpack, and decodes bodies. Errors name the faulty
+field."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _encoders: dict[str, Any] = {
 
 
 def encode_body(body: Any, encoding: Encoding) -> bytes:
-    """The bytes of a message's body."""
+    """Encodes a struct as the body of a message."""
     encoded: bytes = _encoders[encoding](body)
     return encoded
 
@@ -43,7 +43,7 @@ def encoding_of(body: bytes) -> Encoding:
     """The encoding of a body.
 
     A body is a map or a list. The first byte is 0x80 or more in msgpack, and an ASCII character in
-    JSON. An empty body counts as JSON: a message without fields.
+    JSON. An empty body, which stands for a message without fields, counts as JSON.
     """
     return "json" if not body or body[0] < 0x80 else "msgpack"
 
@@ -77,7 +77,8 @@ def decode_as(kind: Any, body: bytes, encoding: Encoding | None = None) -> Any:
 
 
 def body_type(table: Mapping[bytes, Any], message_type: bytes) -> Any:
-    """The struct of a message type in ``table``; raises RequestError with ``unknown_type``."""
+    """The struct of a message type in ``table``. Raises RequestError with the code ``unknown_type``
+    if the table does not have the type."""
     kind = table.get(message_type)
     if kind is None:
         shown = message_type[:40].decode("ascii", "backslashreplace")
@@ -110,7 +111,7 @@ def error_body(
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Token ids as an attachment: u32 each, little-endian."""
+    """Encodes token ids as an attachment: each id is a little-endian u32."""
     packed = array.array("I", tokens)
     if sys.byteorder == "big":
         packed.byteswap()

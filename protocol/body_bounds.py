@@ -1,8 +1,8 @@
-"""Bounds of a body's size, which are checked before the body is decoded.
+"""Checks bounds on a body's size before the body is decoded.
 
 Decoding a text takes about 0.5 ns for each byte. Decoding numbers, short strings or maps takes up
-to 40 ns for each byte, because each of them becomes an object. So only texts may fill a large body;
-everything else in the body has a smaller bound.
+to 40 ns for each byte, because each of them becomes an object. So a large body may consist of
+texts, but everything else in a body has a smaller bound.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STRINGS = frozenset((*b'"', *range(0xA0, 0xC0), *range(0xC4, 0xC7), *range(0xD9
 
 
 class _Texts(Struct):
-    """The fields of a body that may be texts, undecoded."""
+    """The fields of a body that may contain texts. They are not decoded."""
 
     prompt: Raw = Raw()
     scored: Raw = Raw()

@@ -1,7 +1,8 @@
-"""Tokens in columns: the form of ``TOKEN`` for sessions that have the capability ``columns``.
+"""Encodes tokens in columns, a form of ``TOKEN`` for clients that have the capability ``columns``.
 
 In a step, most streams receive only a token. In a list of entries, each token is a map with several
-names. In columns, the tokens are rows of arrays, so neither side decodes them one by one.
+names. In columns, each field is one array with a value for each token, so neither side encodes or
+decodes token by token.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ with one row has 41 bytes."""
 class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
     """The body of ``TOKEN`` in columns: each row has a token of a stream, and other entries follow.
 
-    The columns are little-endian. A row represents an entry with ``token``, ``stream_id``,
-    ``logprob``, ``pos``, ``seq``, possibly ``text``, ``processed`` and ``kept``, and only its own
-    token in ``top_logprobs``. In one body, all entries of a stream are in the columns, or all are
-    in ``entries``.
+    The columns are little-endian. A row represents an entry that has only ``token``, ``stream_id``,
+    ``logprob``, ``pos``, ``seq``, possibly ``text``, ``processed`` and ``kept``, and in
+    ``top_logprobs`` only its own token. In one body, all entries of a stream are in the columns, or
+    all are in ``entries``.
     """
 
     streams: bytes = b""
@@ -53,14 +54,14 @@ class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
     seqs: bytes = b""
     """``seq`` of each row, u32 each; empty if all of them are 0."""
     texts: list[str | None] = []
-    """``text`` of each row, None if its entry has no text; empty if no row has text. Only for
-    clients that have the capability ``text_columns``."""
+    """``text`` of each row, or None if the row's entry has no text. The list is empty if no row has
+    text. Only for clients that have the capability ``text_columns``."""
     processed: bytes = b""
-    """``processed`` of each row, f64 each; NaN if its request did not ask for the field. Empty if
-    no row has the field."""
+    """``processed`` of each row, f64 each; NaN if the row's request did not ask for the field.
+    Empty if no row has the field."""
     kept: list[int | bytes | None] = []
-    """``kept`` of each row: ids as u32 each, or a number, None if its request did not ask for the
-    field. Empty if no row has the field."""
+    """``kept`` of each row: ids as u32 each, or a number, or None if the row's request did not ask
+    for the field. Empty if no row has the field."""
     entries: list[Token] = []
     """All entries of each stream that has an entry with a field that is not a column."""
 
@@ -77,7 +78,7 @@ Row = tuple[int, int, float, int, int, str | None, float | None, Kept | None]
 
 
 class Rows(NamedTuple):
-    """The columns of a body, unpacked; all of the same length."""
+    """The unpacked columns of a body. All columns have the same length."""
 
     streams: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -209,7 +210,8 @@ def packed_kept(kept: int | list[int] | UnsetType) -> Kept | None:
 
 
 def kept_of(kept: Kept) -> int | list[int]:
-    """``Token.kept`` from its form in a column. Raises RequestError if it is not a list of u32."""
+    """Converts the form in a column to ``Token.kept``. Raises RequestError if the bytes are not a
+    list of u32."""
     if isinstance(kept, int):
         return kept
     if len(kept) % 4:

@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 
 def separate(addresses: str) -> list[str]:
-    """The addresses in a text that separates them by commas. If the text has no address, the result
-    is one empty address."""
+    """Splits a list of addresses at its commas. If the text has no address, the result is one empty
+    address."""
     return [part.strip() for part in addresses.split(",") if part.strip()] or [""]
 
 
@@ -43,7 +43,7 @@ def is_loopback(host: str) -> bool:
 def host_and_port(address: str) -> tuple[str, int]:
     """The two parts of ``127.0.0.1:8080``, ``localhost:8080`` or ``[::1]:8080``.
 
-    Raises ValueError if it is not such an address.
+    Raises ValueError if ``address`` does not have one of these forms.
     """
     try:
         parts = urlsplit(f"//{address}")

@@ -1,4 +1,4 @@
-"""Errors with stable codes, which ``ERROR`` messages carry and clients raise.
+"""Errors with stable codes. ``ERROR`` messages contain the code, and clients raise the error.
 
 The code is part of the protocol: programs match on it. The message is for people: it states which
 value is wrong and why, and then what would be right.
@@ -67,14 +67,14 @@ RETRYABLE = frozenset(
         Code.CONNECTION_LOST,
     }
 )
-"""Codes after which the same request, sent again, may succeed."""
+"""Codes of errors after which the same request may succeed if it is sent again."""
 
 
 class TokenbusError(Exception):
     """The base class of all errors that Tokenbus raises to its users.
 
-    ``path`` names the field at fault (``$.max_tokens``), ``stream_id`` the stream that ended, and
-    ``retry_after_s`` how long to wait before another try, in seconds.
+    ``path`` names the faulty field (``$.max_tokens``), ``stream_id`` the stream that has ended.
+    ``retry_after_s`` is the number of seconds to wait before another try.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class TokenbusError(Exception):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same request, sent again, may succeed."""
+        """Whether the same request may succeed if it is sent again."""
         return self.code in RETRYABLE
 
     def __str__(self) -> str:
@@ -137,7 +137,7 @@ class SlowClientError(TokenbusError):
 
 
 class ServiceError(TokenbusError):
-    """An internal error of the service; its log has the details."""
+    """An internal error of the service. The service's log has the details."""
 
 
 _KINDS: dict[str, type[TokenbusError]] = {

@@ -67,8 +67,8 @@ def plain(message: str) -> str:
 
 
 def out_of_bounds(message: str, path: str, body: Callable[[], Any]) -> str:
-    """The end of the error about a number that is out of bounds, such as ``, not -5``; empty for
-    any other error.
+    """The text that is added to an error about a number that is out of bounds, such as ``, not
+    -5``. Empty for any other error.
 
     ``message``: msgspec's error without its path. ``body``: returns the value that contains the
     number at ``path``.
@@ -87,8 +87,8 @@ def out_of_bounds(message: str, path: str, body: Callable[[], Any]) -> str:
 
 
 def named_values(message: str, kind: Hashable, path: str) -> str | None:
-    """The error about the value at ``path`` in a body of type ``kind``, with the valid values; None
-    if any value of the right type is valid. ``message``: msgspec's error without its path."""
+    """An error about the value at ``path`` in a body of type ``kind`` that lists the valid values.
+    None if any value of the right type is valid. ``message``: msgspec's error without its path."""
     given = _WRONG.fullmatch(message)
     valid = dict.fromkeys(_valid(type_of(kind), path)) if given else {}
     if given is None or not valid:
@@ -108,12 +108,13 @@ def kinds_of(kind: inspect.Type) -> tuple[inspect.Type, ...]:
 
 @cache
 def type_of(kind: Hashable) -> inspect.Type:
-    """The description of a type, for example of a body. Making it takes up to 10 ms."""
+    """msgspec's description of a type, for example of a body. Making the description takes up to 10
+    ms."""
     return inspect.type_info(kind)
 
 
 def _valid(kind: inspect.Type, path: str) -> Iterator[str]:
-    """The valid values at a path; nothing if any value of the right type is valid."""
+    """Yields the valid values at a path; yields nothing if any value of the right type is valid."""
     kinds = [kind]
     for step in _STEP.finditer(path):
         kinds = [inner for one in kinds for inner in _inner(one, step[1])]

@@ -14,7 +14,7 @@ Frames = list[bytes]
 
 
 class Message(NamedTuple):
-    """A message of either codec: its type, its body, and its attachments."""
+    """A message in the form that both codecs (frames and lines) convert to and from."""
 
     type: bytes
     body: Any
@@ -22,7 +22,8 @@ class Message(NamedTuple):
 
 
 def encode_frames(message: Message, encoding: Encoding, header: Header | None = None) -> Frames:
-    """The frames of a message; with ``header``, in the form that broker and workers exchange."""
+    """The frames of a message. If ``header`` is given, the frames have the form that the broker and
+    workers exchange."""
     head = [message.type] if header is None else [message.type, encode_header(*header)]
     return [*head, encode_body(message.body, encoding), *message.attachments]
 

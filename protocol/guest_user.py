@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _NEEDED = {"CAP_KILL": 5, "CAP_SETGID": 6, "CAP_SETUID": 7}
-"""The capabilities that a process needs to change the user of a child and then to kill the child,
-with their bits."""
+"""The capabilities that a process needs in order to change the user of a child process and to kill
+the child, with their bit numbers."""
 
 
 class GuestUser(NamedTuple):

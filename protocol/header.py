@@ -1,9 +1,9 @@
 """The fixed binary header between broker and workers, and the manifest of a step's tokens.
 
 The broker routes by the header alone. Layout, little-endian: ``request`` u64, ``address`` u64,
-``flags`` u32. A worker's ``TOKEN`` carries, in the same frame after the header, a manifest. It
-lists the session of each body, the requests that end, and the request of each further frame
-(``Manifest.deltas``).
+``flags`` u32. In a worker's ``TOKEN``, the frame of the header also contains a manifest, after the
+header. It lists the session of each body, the requests that end, and the request of each further
+frame (``Manifest.deltas``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Flag(IntFlag):
     """Bits of ``Header.flags``."""
 
     MSGPACK = 1
-    """The body is msgpack; without this flag, JSON."""
+    """The body is msgpack. Without this flag, the body is JSON."""
     FINAL = 2
     """The last message of the request; the broker removes the request."""
     COLUMNS = 4
@@ -84,7 +84,7 @@ def encode_header(request: int = 0, address: int = 0, flags: int = 0) -> bytes:
 
 
 def waited_flags(waited_s: float) -> int:
-    """The bits of the flags for the time that a request waited at the broker."""
+    """Encodes the time that a request waited at the broker as bits of the flags."""
     return min(MAX_WAITED_MS, max(0, int(waited_s * 1000))) << WAITED_SHIFT
 
 

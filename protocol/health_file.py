@@ -1,8 +1,8 @@
-"""A file that shows the probes of a container whether a process works and serves.
+"""Writes a file by which the probes of a container check whether a process works and serves.
 
-Workers do not listen on an address. If a probe asked the broker, the workers would be restarted
-whenever the broker is down. The file's modification time shows that the process works; the file's
-text shows whether the process serves.
+Workers do not listen on an address, so probes cannot connect to them. If a probe asked the broker
+instead, all workers would be restarted whenever the broker is down. The file's modification time
+shows that the process works; the file's text shows whether the process serves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ READY = "ready"
 """The text of the file if the process serves."""
 NOT_READY = "not ready"
 STANDBY = "standby"
-"""The text of the file if a state worker waits until another state worker ends."""
+"""The text of the file if the process is a state worker that waits until another state worker
+ends."""
 
 EVERY_S = 1.0
 """The shortest time between two updates of the modification time, in seconds. A changed text is
@@ -42,8 +43,9 @@ class HealthFile:
         self._failed = False
 
     def beat(self, ready: bool, step_age_s: float | None, now: float) -> None:
-        """Called with each heartbeat of a worker. ``step_age_s``: how long its step has been
-        running; if the step hangs, the process does not count as working."""
+        """Called with each heartbeat of a worker. ``step_age_s``: seconds that the current step has
+        been running; None if no step runs. If the step hangs, the process does not count as
+        working."""
         if step_age_s is None or step_age_s <= self._hung_step_s:
             self.touch(READY if ready else NOT_READY, now)
 

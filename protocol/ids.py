@@ -1,4 +1,5 @@
-"""Ids: u64 numbers that stay unique over restarts of the broker, and session tokens."""
+"""Makes ids, which are u64 numbers that stay unique over restarts of the broker, and session
+tokens."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ _TOKEN = re.compile("[0-9a-f]{32}")
 def new_boot() -> int:
     """The number of one run of a broker: 31 random bits.
 
-    The number is not the time, because a clock that was set back would repeat the ids of an earlier
-    run.
+    The number is random and not the time: if the clock were set back, a time could repeat the
+    number of an earlier run.
     """
     return secrets.randbits(31)
 
 
 def counting_ids(boot: int) -> Iterator[int]:
-    """Ids of one broker run: the number of the run in the upper 32 bits, a counter in the lower 32
-    bits.
+    """Yields the ids of one broker run. The upper 32 bits of an id are the number of the run, the
+    lower 32 bits a counter.
 
     Two runs with different numbers never assign the same id, so that a worker that outlives its
     broker cannot confuse the requests of the two runs.
@@ -41,7 +42,8 @@ def boot_of(number: int) -> int:
 
 
 def new_session_token() -> str:
-    """A session token: 128 random bits, hexadecimal. Its holder can take the session over."""
+    """A session token: 128 random bits, in hexadecimal. A client that has the token can take the
+    session over."""
     return secrets.token_hex(16)
 
 

@@ -98,7 +98,7 @@ class OwnKey(Struct, frozen=True, kw_only=True):
 
 
 class Quotas(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The quotas of a tenant. None: the bound for clients without a quota applies."""
+    """The quotas of a tenant. If a quota is None, the bound for clients without a quota applies."""
 
     streams: Bound | None = None
     """Maximum number of live streams of all sessions of the tenant together."""
@@ -111,7 +111,8 @@ class Quotas(Struct, frozen=True, kw_only=True, omit_defaults=True):
     sandbox_ms_per_minute: Bound | None = None
     """Maximum CPU time of the tenant's controllers in a minute, in milliseconds."""
     max_priority: Annotated[int, Meta(ge=1, le=100)] | None = None
-    """The highest priority of the tenant's requests; None: 0, or 100 for an operator."""
+    """The highest priority that the tenant's requests may have; None stands for 0, or for 100 if
+    the tenant is an operator."""
 
 
 class Allowed(Quotas, frozen=True, kw_only=True, omit_defaults=True):
@@ -144,11 +145,11 @@ class KeyFolder:
         return None
 
     def own(self, role: Role) -> Path:
-        """The file of the key of this machine's clients or workers."""
+        """The path of the key file of this machine's clients or workers."""
         return self.path / f"{LOCAL}-{role}.key"
 
     def broker(self) -> OwnKey:
-        """The broker's own key; raises KeyFault."""
+        """The broker's own key. Raises KeyFault if its file cannot be used."""
         return OwnKey.read(self.path / BROKER)
 
     def make(self, new_pair: Callable[[], KeyPair]) -> bool:
@@ -160,8 +161,8 @@ class KeyFolder:
         if (self.path / BROKER).exists():
             return False
         try:
-            # Parent folders that are created, such as a run directory, are private to this user
-            # too.
+            # Parent folders that are created here, such as a run directory, are also accessible to
+            # this user only.
             for folder in (self.path.parent, self.path, *map(self._folder, ROLES)):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -173,10 +174,10 @@ class KeyFolder:
         for role in ROLES:
             key = self.issue(LOCAL, role, new_pair(), pair.public)
             with contextlib.suppress(FileNotFoundError):
-                self.own(role).unlink()  # Left by an attempt that failed.
+                self.own(role).unlink()  # An earlier attempt may have failed and left this file.
             key.write(self.own(role))
             self._write(role, LOCAL, Allowed(public=key.public, operator=role == "client"))
-        # Last: with this file the folder is complete.
+        # This file is written last, because the folder counts as complete when the file exists.
         broker.write(self.path / BROKER)
         return True
 
@@ -190,7 +191,8 @@ class KeyFolder:
         """Lets a public key connect as a client or as a worker; replaces the earlier entry of the
         name.
 
-        Raises KeyFault if another name has this key: a key belongs to one holder, in one role.
+        Raises KeyFault if another name has this key, because a key belongs to one holder in one
+        role.
         """
         check_name(name)
         for other_role in ROLES:

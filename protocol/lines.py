@@ -1,10 +1,10 @@
-"""The line codec: the form of LMTP, ``<TYPE> <JSON>``, one message per line.
+"""The line codec. Each message is one line, ``<TYPE> <JSON>``, as in LMTP.
 
-WebSocket, line-oriented stdio and in-process clients use lines. A line has no attachments; the
-fields of its body replace them (token ids as a list, a module as base64). ``line_frames`` and
-``frames_line`` convert between lines and frames; they decode only the bodies of ``HELLO`` and
-``UPLOAD``. A carrier with binary messages (WebSocket) has ``frames_binary`` for clients that ask
-for tokens in columns.
+Clients over WebSocket, clients over standard input and output, and in-process clients use lines. A
+line has no attachments; the fields of its body replace them (token ids as a list, a module as
+base64). ``line_frames`` and ``frames_line`` convert between lines and frames; they decode only the
+bodies of ``HELLO`` and ``UPLOAD``. A carrier with binary messages (WebSocket) has ``frames_binary``
+for clients that ask for tokens in columns.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def split_line(line: str) -> tuple[bytes, bytes]:
 def line_frames(line: str, binary: bool = False) -> Frames:
     """The frames of a client's line, for the broker, which decodes and checks the body.
 
-    Answers have to be text, so a ``HELLO`` may only choose JSON; with ``binary`` it may also choose
-    msgpack, if it has the capability ``columns``. The module of an ``UPLOAD`` becomes an attachment
-    of up to ``MAX_MODULE_BYTES``. Raises RequestError.
+    Answers have to be text, so a ``HELLO`` may only choose JSON. If ``binary`` is true, a ``HELLO``
+    with the capability ``columns`` may also choose msgpack. The module of an ``UPLOAD`` becomes an
+    attachment of up to ``MAX_MODULE_BYTES``. Raises RequestError.
     """
     message_type, body = split_line(line)
     if message_type == b"HELLO":
@@ -77,7 +77,8 @@ def frames_binary(frames: Sequence[bytes]) -> bytes:
 
 
 def error_line(error: TokenbusError, line: str) -> str:
-    """The ``ERROR`` that answers a line which is refused before it is sent to the broker."""
+    """The line of the ``ERROR`` that answers a line, if the line is refused before it is sent to
+    the broker."""
     message_type = line.strip().partition(" ")[0].encode("utf-8", "replace")
     return encode_line(Message(b"ERROR", error_body(error, None, message_type)))
 
@@ -101,7 +102,7 @@ def _attached_module(body: bytes) -> list[bytes]:
     try:
         upload: Upload = decode_as(Upload, body, "json")
     except RequestError:
-        # The broker's answer reports the error.
+        # The body is passed on unchanged, and the broker's answer reports the error.
         return [body]
     if upload.data is None:
         return [body]

@@ -1,4 +1,5 @@
-"""The logs of all processes: one set-up, one line for each record, one id for each request.
+"""Sets up the logs of all processes. Each record is one line, and the lines about a request contain
+the request's id.
 
 A record about a request names it with ``extra=about(number)``. If the request has its own id
 (``x-request-id`` of HTTP, or a trace), the lines about the request have that id in every process.
@@ -92,8 +93,8 @@ class HumanFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one line with a JSON object: ``time`` (UTC), ``level``, ``process``, ``pid``,
-    ``logger``, ``message``.
+    """Formats a record as one line with a JSON object. Its keys are ``time`` (UTC), ``level``,
+    ``process``, ``pid``, ``logger`` and ``message``.
 
     A record may also have ``request`` (the broker's number), ``request_id``, ``trace_id``,
     ``exception``, and its own ``fields``.

@@ -32,7 +32,7 @@ MAX_TIMEOUT_S = 86_400.0
 """The longest ``timeout_s`` of a request, in seconds: a day."""
 
 MAX_FOLDER = 4096
-"""Maximum number of characters of a folder's name."""
+"""Maximum number of characters of the path of a folder."""
 
 MAX_STREAM_ID = 0x7FFF_FFFF_FFFF_FFFF
 StreamId = Annotated[int, Meta(ge=0, le=MAX_STREAM_ID)]
@@ -58,8 +58,8 @@ ConstraintEnd = Literal["complete", "closed", "cut"]
 """How the text of a sequence under a built-in constraint ended.
 
 - ``complete``: the text is a whole value
-- ``closed``: it is a whole value because the shortest completion was appended before the limit
-- ``cut``: it ends inside a value
+- ``closed``: the text is a whole value because a completion was appended before ``max_tokens``
+- ``cut``: the text ends inside a value
 """
 WeightsVersion = Annotated[int, Meta(ge=0, le=MAX_STREAM_ID)]
 PauseMode = Literal["abort", "keep", "wait"]
@@ -82,13 +82,15 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
 
     versions: Annotated[tuple[int, ...], Meta(max_length=MAX_NAMES)] = (PROTOCOL_VERSION,)
     encodings: Annotated[tuple[GroupName, ...], Meta(max_length=MAX_NAMES)] = ("json",)
-    """The encodings that the client accepts, in order of preference; the broker answers in the
-    first that it supports."""
+    """The encodings that the client accepts, in order of preference. The broker uses the first one
+    that it supports."""
     session: Annotated[str, Meta(max_length=256)] | None = None
-    """The token of a ``WELCOME``: the client takes over that session, under the same key."""
+    """The token from an earlier ``WELCOME``. The client takes over the session of this token; it
+    must have the same key."""
     begin: bool = False
-    """If the broker has no session with this token, under any key, begin a session with this token.
-    The token is then a secret of 32 hexadecimal digits that the client has chosen."""
+    """Begin a session with the token in ``session`` if the broker has no session with this token,
+    under any key. The token is then a secret of 32 hexadecimal digits that the client has
+    chosen."""
     elsewhere: bool = False
     """Whether the session may have used another broker since its last connection to this broker.
     The broker then asks the workers for the session's live streams, and the client sends its
@@ -120,7 +122,7 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     buffers: list[Name] = []
     """Buffers that precede the prompt, in order."""
     save: Name | None = None
-    """Store the prompt and the output as a buffer of this name when the stream ends."""
+    """When the stream ends, store the prompt and the output in a buffer of this name."""
     text: bool = False
     """Text mode: each entry with a token also has the text that the token completes."""
     controller: ControllerName | None = None
@@ -141,8 +143,8 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     """The user who sent the request, if one session serves several users; the requests of the users
     take turns in the queue."""
     group: GroupName = ""
-    """A secret that several sessions of one client share, such as the sessions of a gateway. In the
-    queue, their requests take turns as if they belonged to one session."""
+    """A secret that several sessions of one client have in common, such as the sessions of a
+    gateway. In the queue, their requests take turns as if they belonged to one session."""
     inspect: bool = False
     """TOKEN entries also report the effect of their masks: ``allowed``, ``cut`` and
     ``round_us``."""
@@ -206,8 +208,8 @@ class Attach(Struct, kw_only=True, omit_defaults=True):
     received: Count
     """Number of TOKEN entries of the stream that the client has received."""
     moves: Count = 0
-    """Number of times that the stream has moved to another worker: the latest ``moves`` that the
-    client has received for it."""
+    """Number of times that the stream has moved to another worker, as far as the client knows: the
+    last ``moves`` that the client has received for the stream."""
 
 
 MAX_INPUT_BYTES = 32_768
@@ -233,7 +235,8 @@ class Input(Struct, kw_only=True, omit_defaults=True):
 
 
 class InputAnswer(Struct, kw_only=True, omit_defaults=True):
-    """The answer to an ``INPUT``: the input was stored, or was refused with a ``code``."""
+    """The answer to an ``INPUT``. Without a ``code``, the input was stored; with a ``code``, it was
+    refused."""
 
     number: int
     """The number of the input."""
@@ -454,8 +457,8 @@ class Rollout(Struct, kw_only=True, omit_defaults=True):
     streams: Count = 0
     """Number of live streams that stopped, were aborted, or continue under the new weights."""
     update_pause_ms: float = 0.0
-    """The longest time for which the steps of a worker stopped for the new weights, in
-    milliseconds."""
+    """The longest time, over all workers, for which a worker stopped its steps to replace the
+    weights, in milliseconds."""
     weights: str = ""
     """``Span.weights`` of the new weights, as the first worker reports it."""
 
@@ -465,17 +468,17 @@ class Ping(Struct, kw_only=True, omit_defaults=True):
 
     n: Count = 0
     ack: Count = 0
-    """The last ``Pong.position`` on this connection: the client has received all messages before
-    that PONG."""
+    """The last ``Pong.position`` that the client has received on this connection. The client has
+    also received all messages before that PONG."""
 
 
 class Bye(Struct, kw_only=True, omit_defaults=True):
     """``BYE``: ends the session and its streams."""
 
     keep: bool = False
-    """End only the connection, as if it had been lost. A session that began with ``HELLO`` can then
-    be taken over, and an anonymous session ends. Programs that carry other clients' connections set
-    this flag."""
+    """Whether only the connection ends, as if it had been lost. A session that began with ``HELLO``
+    can then be taken over, and an anonymous session ends. Programs that carry other clients'
+    connections set this flag."""
 
 
 # --- broker to client ---------------------------------------------------------------------------
@@ -502,7 +505,8 @@ class Welcome(Struct, kw_only=True, omit_defaults=True):
     ping_s: Period = 2.0
     """Interval at which the client sends PING, in seconds."""
     expiry_s: Period = 10.0
-    """A session without a message for this long, in seconds, is ended with its streams."""
+    """Seconds without a message from the client after which the session and its streams are
+    ended."""
     max_body_bytes: int = MAX_BODY_BYTES
 
 
@@ -511,13 +515,14 @@ class Span(Struct, kw_only=True, omit_defaults=True, frozen=True):
 
     weights: str
     """The version of the weights: the first half of the SHA-256 of the loaded weights, in
-    hexadecimal. Equal versions are equal weights."""
+    hexadecimal. If the versions are equal, the weights are equal."""
     exact: str = ""
     """The arithmetic of the forwards, such as ``AVX512``, if the bits of a sequence's logits and
     log-probabilities do not depend on the batch; empty if they may. If this field is not empty,
     equal sequences get equal bits in spans with equal fields."""
     version: WeightsVersion = 0
-    """The number of the last UPDATE_WEIGHTS; 0: the weights are those that were loaded."""
+    """The number of the last UPDATE_WEIGHTS; 0 if the weights have not been replaced since the
+    model was loaded."""
     kept_cache: bool = False
     """Whether the sequence kept keys and values of an earlier version of the weights (the mode
     ``keep`` of UPDATE_WEIGHTS). ``exact`` is then empty."""
@@ -544,8 +549,8 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     ``top_k``, ``top_p`` and ``min_p`` left). 0 for a greedy token."""
     kept: int | list[int] | UnsetType = UNSET
     """With ``Sampling.kept``: the ids of the candidates that the token was drawn from, ascending.
-    If all tokens of the vocabulary or more than ``MAX_KEPT`` were left: the number of
-    candidates."""
+    If all tokens of the vocabulary, or more than ``MAX_KEPT`` tokens, were candidates, the number
+    of candidates instead."""
     pos: int = 0
     """Position in its sequence, counted from the first generated or scored token."""
     seq: int = 0
@@ -564,8 +569,8 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     code: str | None = None
     """The code that belongs to ``error``."""
     live: int = 0
-    """In an entry with a finish_reason: the number of running sequences of the stream; 0: the
-    stream has ended."""
+    """In an entry with a finish_reason: the number of sequences of the stream that still run. If it
+    is 0, the stream has ended."""
     stop: str | int | None = None
     """In an entry with a finish_reason: the element of the request's ``stop`` that ended the
     sequence; None if an end-of-sequence token ended it."""
@@ -649,8 +654,8 @@ class Tagged(Struct, kw_only=True, omit_defaults=True):
     at: float = 0.0
     """When the tag was last assigned, in seconds since 1970."""
     by: str = ""
-    """Who assigned the tag: ``by`` of the request, or else the tenant; empty if neither has a
-    name."""
+    """The name of the user who assigned the tag (``by`` of the request), or else of the tenant;
+    empty if neither has a name."""
 
 
 class StoredModule(Struct, kw_only=True, omit_defaults=True):
@@ -685,7 +690,8 @@ class TokenizerFiles(Struct, kw_only=True, omit_defaults=True):
     fingerprint: str
     """As in ``ModelInfo``."""
     json: str
-    """The file that the tokenizers library reads (``tokenizer.json``); up to some 20 MB."""
+    """The content of the file that the tokenizers library reads (``tokenizer.json``). It has up to
+    about 20 MB."""
     chat_template: str = ""
     """The chat template in Jinja, as in transformers; empty if the model has no chat template."""
     special_tokens: dict[str, str] = {}
@@ -812,7 +818,7 @@ class System(Struct, kw_only=True, omit_defaults=True):
     worker: str = ""
     """``moved``: the worker that has the stream now."""
     pause_s: float | None = None
-    """``moved``: the time from the loss of the worker to the first new token, in seconds."""
+    """``moved``: the seconds from the loss of the former worker to the first new token."""
     moves: int = 0
     """``moved``: how often the stream has moved to another worker, for ``ATTACH``."""
 
@@ -838,8 +844,8 @@ class Pong(Struct, kw_only=True, omit_defaults=True):
 
     n: Count = 0
     session: bool = True
-    """Whether this connection has a session that began with ``HELLO``. If not (the broker was
-    restarted, or the session expired), send ``HELLO`` again."""
+    """Whether this connection has a session that began with ``HELLO``. If false, because the broker
+    was restarted or the session has expired, the client sends ``HELLO`` again."""
     position: Count = 0
     """For a client with the capability ``ack``: the number of ends of requests that were sent on
     this connection."""

@@ -1,7 +1,8 @@
-"""The counters of processes: series of numbers and histograms, as STATUS carries them.
+"""The metrics of processes: series of numbers and histograms, in the form in which STATUS reports
+them.
 
-Workers count events, send the totals with their heartbeats, and the broker stores the last totals.
-So every gateway reports the same numbers, for all clients.
+Workers count events, and send the totals with their heartbeats. The broker stores the last totals
+of each worker. So every gateway reports the same numbers, and they cover all clients.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 """Bounds for the number of tokens in a step."""
 
 OTHER = "other"
-"""The label value that counts all further values after a label has reached its maximum number of
-values."""
+"""The value of a label under which all further values are counted when the label has its maximum
+number of different values."""
 
 
 class Histogram(Struct):
@@ -80,7 +81,8 @@ class Series(Struct):
 
 
 class Tally:
-    """Counts by the value of one label, which has at most ``max_values`` different values."""
+    """Counts events by the value of one label. At most ``max_values`` different values are counted
+    separately."""
 
     def __init__(self, name: str, label: str, max_values: int = 64) -> None:
         self._name = name

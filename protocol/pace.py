@@ -1,5 +1,5 @@
-"""The recent rate of an event: it predicts how long a queue takes, and when a client should try
-again."""
+"""Measures the recent rate of an event. From the rate, the time in a queue and the time of a
+client's next try are estimated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MEMORY = 16
 MIN_TIMES = 4
 """The rate is unknown until events have happened at this number of different times."""
 BOUNDS_S = (0.1, 60.0)
-"""The shortest and the longest time for which a client is asked to wait, in seconds."""
+"""The shortest and the longest time that ``retry_after_s`` returns for one client, in seconds."""
 
 
 class Pace:

@@ -1,8 +1,7 @@
-"""The form of a message between broker and workers on a socket: its small frames are packed into
-one.
+"""Packs the small frames of a message between the broker and a worker into one frame of the socket.
 
-Receiving a frame from a socket takes longer than the rest of the broker's work on it. So the frames
-``[TYPE][header][body][attachment…]`` of a message are sent packed::
+Receiving a frame from a socket takes longer than the broker's other work for the frame. So the
+frames ``[TYPE][header][body][attachment…]`` of a message are sent packed::
 
     [version u8, 0 u8, count u16, (count - 1) sizes u32, the frames][large frame…]
 
@@ -24,8 +23,8 @@ from .frames import Frames
 PACKING_VERSION = 2
 """The version of this form. In version 1, which was not packed, the first byte was a letter."""
 MAX_PACKED_BYTES = 2**16
-"""The first frame with more bytes, and all frames after it, are not packed. The type is always
-packed."""
+"""Maximum bytes of a packed frame. The first frame with more bytes, and all frames after it, are
+sent separately. The type is always packed."""
 MAX_PACKED = 2**16 - 1
 """Maximum number of frames in the packed frame."""
 

@@ -1,5 +1,5 @@
-"""Pages: the units in which workers report the content of their KV caches, and the broker looks up
-prompts.
+"""Computes the keys of pages. Pages are the units in which workers report the content of their KV
+caches, and in which the broker looks up prompts.
 
 The key of a page is a hash of its content, of all content before it, and of the model. A worker's
 blocks may be smaller than a page. A worker has a page if it has the page's last block.
@@ -13,8 +13,8 @@ from hashlib import blake2b
 PAGE_TOKENS = 256
 """Tokens in a page: a multiple of the block sizes of the KV caches, 16 and 256."""
 PAGE_BYTES = 4 * PAGE_TOKENS
-"""Bytes of a page, as token ids (u32, little-endian). A page of text has the same size: about 4
-bytes of text are a token."""
+"""Bytes of a page of token ids, which are little-endian u32. A page of text has the same number of
+bytes, because a token has about 4 bytes of text."""
 KEY_BYTES = 8
 
 

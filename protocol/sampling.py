@@ -13,7 +13,8 @@ TokenId = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 MAX_TOP_LOGPROBS = 256
 MAX_STOP = 64
 MAX_STOP_CHARS = 1024
-"""Maximum length of a stop string. Each new text is compared with all prefixes of the string."""
+"""Maximum characters of a stop string. The number is bounded because each new text is compared with
+all prefixes of the string."""
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 MAX_N = 128
 MAX_KEPT = 1024
@@ -28,13 +29,13 @@ Seed = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)]
 
 
 class Sampling(Struct, kw_only=True, omit_defaults=True):
-    """Decoder arguments of one request. Their names are LMTP's, and those of vLLM and OpenAI for
-    arguments that LMTP does not have.
+    """The sampling parameters of one request. Their names are those of LMTP or, if LMTP does not
+    have the parameter, of vLLM and OpenAI.
 
-    They apply to a row of logits ``[vocab]`` in this order: ``logit_bias`` is added, then the three
-    penalties, a controller's mask and ``min_tokens`` apply, and ``temperature`` divides. Then
-    ``top_k``, ``top_p`` and ``min_p`` exclude tokens, in that order. The reported ``logprob`` is
-    computed before all these steps.
+    The parameters are applied to a row of logits ``[vocab]`` in this order: ``logit_bias`` is
+    added, then the three penalties, a controller's mask and ``min_tokens`` apply, and
+    ``temperature`` divides. Then ``top_k``, ``top_p`` and ``min_p`` exclude tokens, in that order.
+    The reported ``logprob`` is computed before all these steps.
     """
 
     temperature: NonNegative = 0.0
@@ -58,7 +59,8 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     """Keep the smallest set of tokens whose total probability reaches this value (nucleus
     sampling)."""
     min_p: Probability = 0.0
-    """Keep the tokens whose probability is at least this fraction of the most likely token's."""
+    """Keep the tokens whose probability is at least this fraction of the most likely token's
+    probability."""
     repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
     """Divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL)."""
     presence_penalty: float = 0.0
@@ -66,8 +68,8 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     """Subtracted for each occurrence from the logits of tokens that were already generated."""
     seed: Seed | None = None
-    """The same request with the same seed gets the same tokens, whatever else is in the batch.
-    None: the seed follows from the broker's number of the request."""
+    """The same request with the same seed gets the same tokens, whatever else is in the batch. If
+    None, the seed is derived from the broker's number of the request."""
     stop: Annotated[list[StopString | TokenId], Meta(max_length=MAX_STOP)] = []
     """Strings and token ids that end the sequence, in addition to the end-of-sequence tokens of the
     model. Strings are found across token boundaries."""

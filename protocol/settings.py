@@ -1,6 +1,7 @@
-"""The settings: from flags, then ``TOKENBUS_*``, then ``tokenbus.toml``, then defaults.
+"""Reads the settings. A flag precedes an environment variable ``TOKENBUS_*``, which precedes
+``tokenbus.toml``, which precedes the default.
 
-All programs have one flat list of settings, so each of them refuses a misspelt name.
+All programs have the same flat list of settings, so that each program can refuse a misspelt name.
 """
 
 from __future__ import annotations
@@ -361,7 +362,7 @@ def _from_text(name: str, text: str) -> Any:
 
 
 def _fault(name: str, value: object, error: msgspec.ValidationError) -> str:
-    """The values that a setting may have, and the value that it was given."""
+    """An error text with the values that a setting may have, and with the value that was given."""
     kind = next(f.type for f in msgspec.structs.fields(Settings) if f.name == name)
     if get_origin(kind) is Literal:
         return f"expected one of {', '.join(get_args(kind))}, not {value!r}"

@@ -1,10 +1,10 @@
-"""Answers of several parts, such as text, thinking and tool calls, which begin and end with certain
-texts.
+"""Divides answers into parts, such as text, thinking and tool calls. Certain texts begin and end a
+part.
 
-A ``Structure`` says which parts an answer may have, and a ``Reader`` follows an answer byte by byte
-through them. The controller worker uses a reader for the masks of the constraint ``structural``,
-and programs that show the answer use a reader for its parts. Because the code is the same, the
-parts agree with the constraint.
+A ``Structure`` defines the parts that an answer may have. A ``Reader`` reads an answer byte by
+byte, and finds its parts. The controller worker uses a reader for the masks of the constraint
+``structural``, and programs that show the answer use a reader for its parts. Both use the same
+code, so the parts that a program shows always agree with the constraint.
 
 An answer goes through phases. In a phase, free text may follow, or a tag: its ``begin``, its
 content, its ``end``, and then another phase. In the bytes of an answer, a special token is its name
@@ -34,7 +34,7 @@ class StructureError(ValueError):
 
 
 class Tag(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A part with its own beginning and end."""
+    """A part of an answer that a text begins and a text may end."""
 
     begin: str
     """The text that begins the tag. After its first ``trigger`` characters, its rest must
@@ -67,7 +67,8 @@ class Phase(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
     text: bool = False
     """Whether free text may follow."""
     controller: str = ""
-    """The built-in constraint that replaces free text; its text is the rest of the answer."""
+    """The built-in constraint that applies instead of free text, to the whole rest of the
+    answer."""
     arg: str | dict[str, Any] | list[Any] | None = None
     """The argument of the built-in constraint, as in ``controller_arg``."""
     tags: list[int] = []
@@ -181,7 +182,7 @@ class State(NamedTuple):
     near: bytes = b""
     """The longest suffix of the bytes so far that is a proper prefix of a watched text."""
     depth: int = 0
-    """Open brackets of JSON."""
+    """Number of open brackets of JSON."""
     quoted: int = 0
     """0: outside of JSON strings; 1: in a JSON string; 2: after a backslash in a JSON string."""
     part: int = 0
@@ -239,8 +240,8 @@ class Automaton:
         return phase.may_end and (phase.text or state.mode == "value" or not state.at)
 
     def watched(self, state: State) -> Sequence[bytes]:
-        """The texts to watch for in free text, or in a tag's content. Outside of JSON, other bytes
-        do not change the state."""
+        """The texts in free text, or in a tag's content, that change the state. Outside of JSON, no
+        other bytes change the state."""
         return (
             self._watched_inside[state.tags[0]]
             if state.mode == "content"
@@ -373,7 +374,7 @@ class Automaton:
         if depth or quoted:
             return state._replace(depth=depth, quoted=quoted)
         if byte not in b'}]"':
-            return _DEAD  # A number has no closing delimiter.
+            return _DEAD  # A number has no closing delimiter, so its end is not certain.
         tag = state.tags[0]
         if self.ends[tag]:
             return State("end", state.phase, (tag,), part=state.part, last=tag)
@@ -399,7 +400,7 @@ def _kept(near: bytes, watched: Sequence[bytes]) -> bytes:
 
 
 def _leaves_special(before: bytes, byte: int, kept: bytes) -> bool:
-    """Whether a byte is part of a special token that is not watched for."""
+    """Whether a byte is part of a special token that no watched text contains."""
     if before.count(SPECIAL) % 2 == 0:
         return byte == SPECIAL[0] and not kept
     inside = len(before) - before.rfind(SPECIAL)
@@ -407,13 +408,14 @@ def _leaves_special(before: bytes, byte: int, kept: bytes) -> bool:
 
 
 class Reader:
-    """Follows one answer, and returns its parts as soon as they are certain."""
+    """Reads one answer, and returns its parts as soon as they are certain."""
 
     def __init__(self, automaton: Automaton) -> None:
         self._automaton = automaton
         self.state = automaton.start()
         self._held = b""
-        """Bytes that are, or may become, the beginning of a tag or an end."""
+        """Bytes that are held back, because they are, or may become, the beginning of a tag or an
+        end."""
 
     def feed(self, data: bytes) -> list[Piece]:
         """The pieces that are certain after some more bytes.
@@ -499,5 +501,5 @@ def _with_special(text: str, names: Sequence[str]) -> bytes:
 
 
 def special(name: str) -> bytes:
-    """The form of a special token in the bytes for a reader."""
+    """The bytes that stand for a special token in the input of a reader."""
     return SPECIAL + name.encode() + SPECIAL

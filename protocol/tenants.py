@@ -1,4 +1,5 @@
-"""The tenant of a request, as the broker reports it to controller workers and the state worker."""
+"""Encodes the tenant of a request, which the broker reports to controller workers and the state
+worker."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Tenant(NamedTuple):
 
 
 def owner_of(attachments: list[bytes]) -> str:
-    """The owner of a request's guests, from the attachments of a ``START``: its tenant, or its
-    session if clients do not have keys. Raises ValueError if they are not valid."""
+    """The owner of a request's guests, from the attachments of a ``START``: the request's tenant,
+    or its session if clients do not have keys. Raises ValueError if the attachments are not
+    valid."""
     tenant = attachments[0].decode()
     return tenant or " ".join(["session", *(each.decode() for each in attachments[1:2])])

@@ -365,7 +365,7 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     """Whether sequences continue after an end-of-sequence token. Otherwise such a token ends its
     sequence, unless the controller appends, drops, forks or suspends."""
     inspect: bool = False
-    """Each result has the time of its round."""
+    """Whether each result has the duration of its round."""
     trace: TraceParent = ""
     request_id: RequestId = ""
     """The trace and the request id, as in ``GENERATE``."""
@@ -412,7 +412,8 @@ class Step(Struct, kw_only=True, omit_defaults=True):
 
 
 class StepResult(Struct, array_like=True):
-    """The decision of a controller: drop, append, and then sample, fork, suspend or stop.
+    """The decision of a controller: drop tokens, append tokens, and then sample, fork, suspend or
+    stop.
 
     GPU workers of earlier releases ignore the bias.
     """
@@ -484,8 +485,8 @@ class StepResult(Struct, array_like=True):
 
 
 class Result(Struct, kw_only=True, omit_defaults=True):
-    """``RESULT``: the answer to ``START`` or ``STEP``; deferred sequences follow in a later
-    message.
+    """``RESULT``: the answer to ``START`` or ``STEP``. Sequences whose rounds are not finished
+    follow in a later message.
 
     When a suspended sequence resumes, its result is sent although no message asks for it.
     """
@@ -495,7 +496,8 @@ class Result(Struct, kw_only=True, omit_defaults=True):
     """The machine of the controller worker, by ``machine_id``."""
     attempts: dict[Id, int] = {}
     """``Start.attempt`` of each request that was started again and has its first result in this
-    message, by the request's id. Earlier results of the request belong to an earlier attempt."""
+    message, by the request's id. Results of the request in earlier messages belong to an earlier
+    attempt."""
 
 
 class Lost(Struct, kw_only=True, omit_defaults=True):
@@ -512,7 +514,7 @@ class Lost(Struct, kw_only=True, omit_defaults=True):
     path: str | None = None
     retry_after_s: Pause | None = None
     worker: str = ""
-    """With ``worker_lost``: the controller worker that ran them."""
+    """With ``worker_lost``: the name of the controller worker that ran the controllers."""
 
 
 class End(Struct, kw_only=True, omit_defaults=True):
@@ -520,10 +522,10 @@ class End(Struct, kw_only=True, omit_defaults=True):
 
     requests: list[Id]
     elsewhere: bool = False
-    """To a state worker: the requests have not ended, but continue under another broker."""
+    """To a state worker: whether the requests have not ended, but continue under another broker."""
     detached: bool = False
-    """To a state worker: their client had no connection to this broker. If several brokers run, the
-    requests may be copies of requests that continue under another broker."""
+    """To a state worker: whether the requests' client had no connection to this broker. If several
+    brokers run, the requests may be copies of requests that continue under another broker."""
 
 
 class FetchTokenizer(Struct, kw_only=True, omit_defaults=True):
@@ -537,7 +539,7 @@ class TokenizerAnswer(Struct, kw_only=True, omit_defaults=True):
 
     fingerprint: str
     error: str | None = None
-    """Why the attachment is missing."""
+    """The reason why the attachment is missing."""
 
 
 # --- variables -----------------------------------------------------------------------------------
@@ -562,7 +564,7 @@ class Variable(Struct, array_like=True):
     name: str
     value: bytes = b""
     when_version_is: int | None = None
-    """Write only if the variable has this version; 0: if the variable does not exist yet."""
+    """Write only if the variable has this version; 0 stands for a variable that does not exist."""
 
 
 class VariableAnswer(Struct, array_like=True):
@@ -689,7 +691,7 @@ class ModuleTableAnswer(Struct, array_like=True):
     """The content; None if the sender has this version, or has just written it."""
     written: bool = False
     error: str | None = None
-    """Why nothing was done; the reason is temporary."""
+    """The reason why the operation was not done; the reason is temporary."""
 
 
 class FetchModule(Struct, kw_only=True, omit_defaults=True):
@@ -703,7 +705,7 @@ class FetchModule(Struct, kw_only=True, omit_defaults=True):
     module: str
     """The id of the module: SHA-256 of its bytes, hexadecimal."""
     send: bool = False
-    """Whether the receiver sends the bytes, or only reports that it has them."""
+    """Whether the receiver sends the bytes. If false, it only reports that it has them."""
 
 
 class ModuleBytes(Struct, kw_only=True, omit_defaults=True):

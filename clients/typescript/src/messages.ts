@@ -127,18 +127,19 @@ export interface Hello {
   /** Default: [1]. */
   readonly versions?: readonly number[] | undefined;
   /**
-   * The encodings that the client accepts, in order of preference; the broker answers in the first
+   * The encodings that the client accepts, in order of preference. The broker uses the first one
    * that it supports. Default: ["json"].
    */
   readonly encodings?: readonly string[] | undefined;
   /**
-   * The token of a `WELCOME`: the client takes over that session, under the same key. At most 256
-   * in length.
+   * The token from an earlier `WELCOME`. The client takes over the session of this token; it must
+   * have the same key. At most 256 in length.
    */
   readonly session?: string | null | undefined;
   /**
-   * If the broker has no session with this token, under any key, begin a session with this token.
-   * The token is then a secret of 32 hexadecimal digits that the client has chosen. Default: false.
+   * Begin a session with the token in `session` if the broker has no session with this token, under
+   * any key. The token is then a secret of 32 hexadecimal digits that the client has chosen.
+   * Default: false.
    */
   readonly begin?: boolean | undefined;
   /**
@@ -198,8 +199,8 @@ export interface Generate {
    */
   readonly top_p?: number | undefined;
   /**
-   * Keep the tokens whose probability is at least this fraction of the most likely token's. At
-   * least 0, at most 1. Default: 0.
+   * Keep the tokens whose probability is at least this fraction of the most likely token's
+   * probability. At least 0, at most 1. Default: 0.
    */
   readonly min_p?: number | undefined;
   /**
@@ -215,8 +216,8 @@ export interface Generate {
    */
   readonly frequency_penalty?: number | undefined;
   /**
-   * The same request with the same seed gets the same tokens, whatever else is in the batch. null:
-   * the seed follows from the broker's number of the request. At least 0, at most
+   * The same request with the same seed gets the same tokens, whatever else is in the batch. If
+   * null, the seed is derived from the broker's number of the request. At least 0, at most
    * 9223372036854775807.
    */
   readonly seed?: number | null | undefined;
@@ -254,7 +255,7 @@ export interface Generate {
   /** Buffers that precede the prompt, in order. */
   readonly buffers?: readonly string[] | undefined;
   /**
-   * Store the prompt and the output as a buffer of this name when the stream ends. At least 1, at
+   * When the stream ends, store the prompt and the output in a buffer of this name. At least 1, at
    * most 256 in length.
    */
   readonly save?: string | null | undefined;
@@ -288,8 +289,9 @@ export interface Generate {
    */
   readonly by?: string | undefined;
   /**
-   * A secret that several sessions of one client share, such as the sessions of a gateway. In the
-   * queue, their requests take turns as if they belonged to one session. At most 64 in length.
+   * A secret that several sessions of one client have in common, such as the sessions of a gateway.
+   * In the queue, their requests take turns as if they belonged to one session. At most 64 in
+   * length.
    */
   readonly group?: string | undefined;
   /**
@@ -359,8 +361,8 @@ export interface Attach {
   /** Number of TOKEN entries of the stream that the client has received. At least 0. */
   readonly received: number;
   /**
-   * Number of times that the stream has moved to another worker: the latest `moves` that the client
-   * has received for it. At least 0. Default: 0.
+   * Number of times that the stream has moved to another worker, as far as the client knows: the
+   * last `moves` that the client has received for the stream. At least 0. Default: 0.
    */
   readonly moves?: number | undefined;
 }
@@ -607,8 +609,8 @@ export interface Ping {
   /** At least 0. Default: 0. */
   readonly n?: number | undefined;
   /**
-   * The last `Pong.position` on this connection: the client has received all messages before that
-   * PONG. At least 0. Default: 0.
+   * The last `Pong.position` that the client has received on this connection. The client has also
+   * received all messages before that PONG. At least 0. Default: 0.
    */
   readonly ack?: number | undefined;
 }
@@ -616,9 +618,9 @@ export interface Ping {
 /** `BYE`: ends the session and its streams. */
 export interface Bye {
   /**
-   * End only the connection, as if it had been lost. A session that began with `HELLO` can then be
-   * taken over, and an anonymous session ends. Programs that carry other clients' connections set
-   * this flag. Default: false.
+   * Whether only the connection ends, as if it had been lost. A session that began with `HELLO` can
+   * then be taken over, and an anonymous session ends. Programs that carry other clients'
+   * connections set this flag. Default: false.
    */
   readonly keep?: boolean | undefined;
 }
@@ -697,7 +699,9 @@ export interface Welcome {
   readonly capabilities: readonly string[];
   /** Interval at which the client sends PING, in seconds. */
   readonly ping_s: number;
-  /** A session without a message for this long, in seconds, is ended with its streams. */
+  /**
+   * Seconds without a message from the client after which the session and its streams are ended.
+   */
   readonly expiry_s: number;
   readonly max_body_bytes: number;
 }
@@ -735,7 +739,7 @@ export function readWelcome(
 export interface Span {
   /**
    * The version of the weights: the first half of the SHA-256 of the loaded weights, in
-   * hexadecimal. Equal versions are equal weights.
+   * hexadecimal. If the versions are equal, the weights are equal.
    */
   readonly weights: string;
   /**
@@ -744,7 +748,10 @@ export interface Span {
    * sequences get equal bits in spans with equal fields.
    */
   readonly exact: string;
-  /** The number of the last UPDATE_WEIGHTS; 0: the weights are those that were loaded. */
+  /**
+   * The number of the last UPDATE_WEIGHTS; 0 if the weights have not been replaced since the model
+   * was loaded.
+   */
   readonly version: number;
   /**
    * Whether the sequence kept keys and values of an earlier version of the weights (the mode `keep`
@@ -818,7 +825,8 @@ export interface Token {
   readonly processed?: number;
   /**
    * With `Sampling.kept`: the ids of the candidates that the token was drawn from, ascending. If
-   * all tokens of the vocabulary or more than `MAX_KEPT` were left: the number of candidates.
+   * all tokens of the vocabulary, or more than `MAX_KEPT` tokens, were candidates, the number of
+   * candidates instead.
    */
   readonly kept?: number | readonly number[];
   /** Position in its sequence, counted from the first generated or scored token. */
@@ -839,8 +847,8 @@ export interface Token {
   /** The code that belongs to `error`. */
   readonly code: string | null;
   /**
-   * In an entry with a finish_reason: the number of running sequences of the stream; 0: the stream
-   * has ended.
+   * In an entry with a finish_reason: the number of sequences of the stream that still run. If it
+   * is 0, the stream has ended.
    */
   readonly live: number;
   /**
@@ -1264,7 +1272,10 @@ export function readStatus(
 export interface TokenizerFiles {
   /** As in `ModelInfo`. */
   readonly fingerprint: string;
-  /** The file that the tokenizers library reads (`tokenizer.json`); up to some 20 MB. */
+  /**
+   * The content of the file that the tokenizers library reads (`tokenizer.json`). It has up to
+   * about 20 MB.
+   */
   readonly json: string;
   /** The chat template in Jinja, as in transformers; empty if the model has no chat template. */
   readonly chat_template: string;
@@ -1309,7 +1320,9 @@ export function readEmbedded(sent: Sent<Embedded, never>): Embedded {
   };
 }
 
-/** The answer to an `INPUT`: the input was stored, or was refused with a `code`. */
+/**
+ * The answer to an `INPUT`. Without a `code`, the input was stored; with a `code`, it was refused.
+ */
 export interface InputAnswer {
   /** The number of the input. */
   readonly number: number;
@@ -1385,7 +1398,7 @@ export interface System {
   readonly left: string;
   /** `moved`: the worker that has the stream now. */
   readonly worker: string;
-  /** `moved`: the time from the loss of the worker to the first new token, in seconds. */
+  /** `moved`: the seconds from the loss of the former worker to the first new token. */
   readonly pause_s: number | null;
   /** `moved`: how often the stream has moved to another worker, for `ATTACH`. */
   readonly moves: number;
@@ -1460,8 +1473,8 @@ export function readErrorMessage(
 export interface Pong {
   readonly n: number;
   /**
-   * Whether this connection has a session that began with `HELLO`. If not (the broker was
-   * restarted, or the session expired), send `HELLO` again.
+   * Whether this connection has a session that began with `HELLO`. If false, because the broker was
+   * restarted or the session has expired, the client sends `HELLO` again.
    */
   readonly session: boolean;
   /**
@@ -1484,7 +1497,10 @@ export function readPong(sent: Sent<Pong, "n" | "session" | "position">): Pong {
 export interface Tagged {
   /** When the tag was last assigned, in seconds since 1970. */
   readonly at: number;
-  /** Who assigned the tag: `by` of the request, or else the tenant; empty if neither has a name. */
+  /**
+   * The name of the user who assigned the tag (`by` of the request), or else of the tenant; empty
+   * if neither has a name.
+   */
   readonly by: string;
 }
 
