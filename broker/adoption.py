@@ -1,8 +1,8 @@
 """Adopts live requests that workers report. These requests were accepted by an earlier run of this
 broker, or by another broker.
 
-A session's id follows from its token. So the broker knows the session of a reported request before
-the client has connected again. Sans-IO, like the rest of the core.
+A session's id is computed from its token. So the broker knows the session of a reported request
+before the client has connected again. Sans-IO, like the rest of the core.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Adoption:
         return session is not None and session.ends.of(header.request, stream_id) is not None
 
     def _session(self, header: Header, stream_id: int, reached: tuple[int, int]) -> Session | None:
-        """The session of a request that is to be adopted; None if the request is not adopted.
+        """The session to which an adopted request belongs; None if the request must not be adopted.
 
         Two workers may have the request if one was cut off before the request moved to the other.
         The copy with more moves is valid; if both have the same number of moves, the copy with more
@@ -363,8 +363,8 @@ class Adoption:
 
     def on_released(self, worker: Worker, frames: list[bytes]) -> None:
         """Handles a worker's RELEASED: requests continue under another broker, which has claimed
-        them. If the other broker was paused before, their client may already be connected to this
-        broker (``Session.displaced``)."""
+        them. If the other broker was paused before it claimed them, the requests' client may
+        already be connected to this broker (``Session.displaced``)."""
         released: Released = decode_as(Released, frames[2], "msgpack")
         for number in released.requests:
             request = self._state.requests.get(number)

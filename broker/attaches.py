@@ -1,4 +1,4 @@
-"""ATTACH: a client resumes a stream of its session. Every ATTACH is answered.
+"""Handles ATTACH, by which a client resumes a stream of its session. Every ATTACH is answered.
 
 The worker of the stream answers, because it stores the entries that it has sent. If a stream has no
 worker, or ended before its client attached, the broker answers from its journal.
@@ -29,8 +29,8 @@ MAX_ATTACHING = 64
 
 
 class Attaches:
-    """Answers ATTACHes, or passes them to workers. Holds those whose streams are not reported
-    yet."""
+    """Answers ATTACHes, or passes them to workers. Holds an ATTACH if a worker may still report its
+    stream."""
 
     def __init__(self, state: BrokerState, ends: Ends, moves: Moves) -> None:
         self._state = state

@@ -1,4 +1,4 @@
-"""The workers' side of the broker. Passes tokens and answers to clients, and all other messages to
+"""Handles the messages of workers: passes tokens and answers to clients, and all other messages to
 their handlers."""
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from .worker import Worker
 MAX_CLAIMS = 512
 """Maximum number of active claims of all connections together."""
 MAX_TURN_S = 0.5
-"""Seconds after which an unanswered claim no longer delays other claims."""
+"""Seconds after which a claim without all answers no longer delays the waiting claims."""
 
 
 @dataclass(slots=True)

@@ -64,9 +64,9 @@ class Connection:
         """Whether the peer chose a routing id that belonged to another connection, or its key had
         too many connections."""
         self.counted: int | None = 0
-        """Bytes of the connection's messages on the wire. None if they need not be counted any
-        more: apart from messages, the connection has received at most ``QUIET_BYTES``, so its
-        handshake was small."""
+        """Bytes of the connection's messages on the wire. None if they are not counted any more,
+        because its handshake was small: apart from messages, it has received at most
+        ``QUIET_BYTES``."""
         self.spoke = False
         """Whether a message has arrived since ``Unfinished`` last visited the connection. Each
         message sets the flag, ``Unfinished`` clears it. Only ``Unfinished`` uses the fields

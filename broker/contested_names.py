@@ -1,4 +1,4 @@
-"""Processes that register with the name of a worker that is alive.
+"""Handles processes that register with the name of a worker that is alive.
 
 If each process replaced the other, both would lose their leases again and again, and their streams
 would be quarantined. So the first process keeps the name until its lease ends.

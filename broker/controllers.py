@@ -39,12 +39,12 @@ class Controllers:
         """Rate at which requests with a controller end."""
         self._waiting = WaitingStarts()
         self._left: dict[str, float] = {}
-        """For each pattern, the time at which the last worker that served it was lost, in seconds.
-        Only losses of the last ``move_wait_s`` are kept."""
+        """By pattern: the time at which the last worker that served the pattern was lost, in
+        seconds. Only losses of the last ``move_wait_s`` are kept."""
 
     def check(self, name: str) -> bool:
         """Whether a request for the controller ``name`` has to wait for a worker that may still
-        register; raises an error if it is refused."""
+        register. Raises an error if the request is refused."""
         try:
             self.choose(name)
         except TokenbusError as error:

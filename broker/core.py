@@ -59,8 +59,8 @@ PLACES_EVERY_S = 2.0
 
 
 class Broker:
-    """Routes between clients (front) and workers (back). Sans-IO: the time of each event is an
-    argument.
+    """Routes messages between clients (front) and workers (back). Sans-IO: the time of each event
+    is an argument.
 
     ``boot`` is the number of this run, which makes its ids differ from those of earlier runs.
     ``now`` is the present time of any clock that does not go back, in seconds.
@@ -238,7 +238,8 @@ class Broker:
 
     @property
     def due_at(self) -> float:
-        """When ``expire`` is to be called next, for the earliest deadline of a request."""
+        """The time at which ``expire`` must be called next, because the earliest deadline of a
+        request has passed then."""
         return self.state.deadlines.first
 
     def expire(self, now: float) -> list[Outgoing]:

@@ -43,7 +43,7 @@ class Deadlines:
         return self._heap[0][0] if self._heap else float("inf")
 
     def due(self, now: float) -> Iterator[int]:
-        """The ids of requests whose deadline has passed, each once."""
+        """Yields the id of each request whose deadline has passed, once for each request."""
         while self._heap and self._heap[0][0] <= now:
             _, number = heapq.heappop(self._heap)
             if number in self._live:

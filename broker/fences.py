@@ -195,8 +195,8 @@ def give_up(state: BrokerState, worker: Worker, request: int, session: int, stre
 def send_claim(
     state: BrokerState, worker: Worker, fences: list[Fence], session: int = NO_SESSION
 ) -> int:
-    """Sends a CLAIM, whose answer ends these fences; returns its number. With a ``session``, the
-    worker reports the streams of this session before it answers."""
+    """Sends a CLAIM, whose answer ends these fences; returns its number. If ``session`` is given,
+    the worker reports the streams of this session before it answers."""
     state.out.to_worker(worker, b"CLAIM", Claim(session=session))
     return worker.fences.asked(fences, state.now)
 

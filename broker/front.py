@@ -1,4 +1,5 @@
-"""The clients' side of the broker: checks each message of a client and passes it to its handler."""
+"""Handles the messages of clients: checks each message, and passes it to the handler of its
+type."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""INPUT: texts of a client for the program of one of its streams.
+"""Handles INPUT, by which a client sends a text to the program of one of its streams.
 
 The state worker stores the inputs of a request in order, each once, so that a replayed program
-receives them again. The broker does not store inputs: it passes each one on, and the client sends
-an input again until it has the answer. When the state worker has stored an input, the broker
-notifies the controller worker.
+receives them again. The broker does not store inputs. It passes each input on, and the client sends
+an input again until it has received the answer. When the state worker has stored an input, the
+broker notifies the controller worker.
 """
 
 from __future__ import annotations

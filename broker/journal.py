@@ -30,7 +30,8 @@ AGAIN_BYTES = 100
 LARGE_BYTES = 512
 """Bodies with more bytes than this on average are not joined."""
 _MSGPACK = b"\x80"
-"""A body in msgpack starts with this byte or a larger one, a body in JSON with a smaller one."""
+"""The first byte of a body in msgpack is at least this byte. The first byte of a body in JSON is
+smaller."""
 _BODIES = msgspec.msgpack.Decoder(list[TokenBody])
 _LINES = msgspec.json.Decoder(list[Token])
 
@@ -48,8 +49,9 @@ class _Chunk:
     parts: list[bytes] = field(default_factory=list)
 
     def add(self, bodies: list[bytes]) -> None:
-        """Adds bodies. Small ones are joined, as a Python object has an overhead of 41 bytes. Large
-        ones are not copied, as a copy takes longer than the rest of the routing."""
+        """Adds bodies. Small bodies are joined, because each Python object has an overhead of 41
+        bytes. Large bodies are not copied, because a copy takes longer than the rest of the
+        routing."""
         size = sum(map(len, bodies))
         if self.encoding == "json":
             self.parts.append(b"\n".join([*bodies, b""]))
@@ -74,7 +76,7 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Place:
-    """Where a live request begins in its session's journal."""
+    """The place in a session's journal at which a live request begins."""
 
     stream_id: int
     size: int

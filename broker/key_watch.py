@@ -40,7 +40,7 @@ class KeyWatch:
         return keys
 
     def changed(self, now: float) -> Keys | None:
-        """The allowed keys if they may have changed since they were read, else None."""
+        """The allowed keys if the folder may have changed since they were last read, else None."""
         if now < self._look_at:
             return None
         self._look_at = now + LOOK_EVERY_S

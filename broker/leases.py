@@ -61,7 +61,7 @@ class Leases:
         self._unbeaten: deque[Worker] = deque()
         """Workers to which the broker's heartbeat is still to be sent."""
         self._beat_again = False
-        """Whether another round of heartbeats starts as soon as this one is complete."""
+        """Whether another round of heartbeats starts as soon as the current round is complete."""
         self._walked = float("inf")
         self._silent_since = float("inf")
         """Time of the last message of the worker that has been silent for longest.
@@ -165,7 +165,7 @@ class Leases:
 
     @property
     def expires_at(self) -> float:
-        """When the first lease ends if no message renews it; a lower bound."""
+        """A lower bound of the time at which the first lease ends if no message renews it."""
         return self._silent_since + self._settings.expiry_s
 
     def ask(self, peer: bytes, reason: str, now: float) -> None:

@@ -1,4 +1,5 @@
-"""Requests whose worker is lost: they wait for another worker, before all queued requests.
+"""Handles requests whose worker is lost. They wait for another worker, and precede all queued
+requests.
 
 A request moves with its journal (``journal.py``): the next worker continues after the entries that
 were routed, so that its client receives neither a gap nor a repeated entry.

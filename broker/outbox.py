@@ -35,9 +35,9 @@ class Outbox:
     queued, FULL if it was dropped because the peer's queue is full, and GONE if the peer has no
     connection.
 
-    A message that ``must`` be sent may exceed the bound and may have any size. The message is
-    dropped if the messages that wait before it have ``max_must_bytes`` or more together (None:
-    never).
+    A message that ``must`` be sent may exceed the bound and may have any size. It is dropped only
+    if the messages that wait before it have ``max_must_bytes`` or more together; if this bound is
+    None, it is never dropped.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Outgoing messages: what the broker's core returns for each event, for the sockets to send."""
+"""The outgoing messages that the broker's core returns for each event, and that the sockets
+send."""
 
 from __future__ import annotations
 
@@ -60,8 +61,8 @@ class Outgoings(list[Outgoing]):
     def tokens(self, session: Session, body: bytes) -> None:
         """Adds a body of TOKEN from a worker; drops it while the client has no connection.
 
-        If the client takes several bodies in a message, and the last message to it is a TOKEN, the
-        body is added to that message.
+        If the client accepts several bodies in a message, and the last message to the client is a
+        TOKEN, the body is added to that message.
         """
         peer = session.peer
         if peer is None:

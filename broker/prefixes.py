@@ -112,7 +112,7 @@ class Prefixes:
             self._remove(worker.id, key)
 
     def lost(self, worker: Worker) -> None:
-        """Removes the pages of a worker that is lost, as its cache is lost with it."""
+        """Removes the pages of a worker that is lost, because the worker's cache is lost too."""
         for key in (*self._reported.pop(worker.id, ()), *self._expected.pop(worker.id, ())):
             self._remove(worker.id, key)
 

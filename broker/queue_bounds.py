@@ -122,8 +122,8 @@ def _check_share(
     most: tuple[int, int],
     now: float,
 ) -> None:
-    """Raises ``client_limit`` if with this request its key or session would exceed its share of the
-    requests or of the bytes."""
+    """Raises ``client_limit`` if, with this request, the request's key or session would exceed its
+    share of the waiting requests or of their bytes."""
     if own.queued == 0 or (
         fits_share(own.queued, total[0], most[0])
         and fits_share(own.queued_bytes, total[1], most[1], request.bytes)

@@ -1,9 +1,10 @@
-"""Quotas: the resources that each tenant (each key of a client) may use over all of its sessions.
+"""Enforces quotas, the bounds on the resources that each tenant (each key of a client) may use in
+all of its sessions together.
 
-Usage is known only after the work: the broker counts tokens when it routes them, and CPU time when
-a controller worker reports it. So running requests are finished, and further requests of a tenant
-above its quota are refused until its usage has drained to the quota. As in a leaky bucket, usage
-drains at the rate of the quota.
+Usage is known only after the work is done: the broker counts tokens when it routes them, and CPU
+time when a controller worker reports it. So running requests are finished, and further requests of
+a tenant above its quota are refused until its usage has drained to the quota. As in a leaky bucket,
+usage drains at the rate of the quota.
 """
 
 from __future__ import annotations

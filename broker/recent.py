@@ -1,4 +1,4 @@
-"""Recently routed messages of all sessions, in the order of their arrival, in one buffer.
+"""Stores the recently routed messages of all sessions in one buffer, in the order of their arrival.
 
 A message has the bodies of many sessions. A copy of the whole message into this buffer takes 0.4
 µs. Adding each of eight bodies to its session's journal takes ten times as long, because these
@@ -82,7 +82,7 @@ class Segment:
         return (self.ends[-1] - self.start if self.ends else 0) + self.noted
 
     def clear(self) -> None:
-        """Drops everything."""
+        """Drops all messages and notes of the segment."""
         del self.ends[:]
         self.read, self.start = 0, self.number * SEGMENT_BYTES
         self.notes.clear()
@@ -165,8 +165,8 @@ class Recent:
     # --- what comes -----------------------------------------------------------------------------
 
     def settle(self) -> bool:
-        """Copies the ``pending`` messages at once, as one large copy takes less time than many
-        small ones. Returns whether journals may have grown."""
+        """Copies all ``pending`` messages at once, because one large copy takes less time than many
+        small copies. Returns whether journals may have grown."""
         pending, at = self.pending, self._at
         if not pending:
             return False

@@ -146,7 +146,7 @@ class Request:
     """The controller of the request; None without a controller."""
     attachment: Attachment = Attachment.ATTACHED
     attaching: list[int] = field(default_factory=list)
-    """The ``received`` of each ATTACH that its worker has not answered."""
+    """``received`` of each ATTACH that the request's worker has not answered."""
     interruption: Interruption | None = None
     """The loss of the request's worker; None unless the request waits for another worker."""
     began_with: ModelInfo | None = None
@@ -167,7 +167,7 @@ class Request:
 
     @property
     def stream_id(self) -> int:
-        """The client's ``stream_id`` of the request."""
+        """The ``stream_id`` that the client has chosen for the request."""
         return self.fields.stream_id
 
     @property

@@ -1,4 +1,5 @@
-"""PAUSE, RESUME and UPDATE_WEIGHTS: orders to all GPU workers of a model, and their answers.
+"""Handles PAUSE, RESUME and UPDATE_WEIGHTS: sends orders to all GPU workers of a model, and
+collects their answers.
 
 An update has two phases. First, all workers that have loaded the model read the new weights. If a
 worker cannot read them, no worker uses them. Then the broker records the version and orders all
@@ -150,7 +151,8 @@ class Rollouts:
         self._go_on(one)
 
     def on_lost(self, worker: Worker) -> None:
-        """Handles the loss of a worker: it receives the current states when it registers again."""
+        """Handles the loss of a worker, which is not awaited any more. It receives the current
+        states when it registers again."""
         for one in list(self._running.values()):
             one.prepared.pop(worker.id, None)
             if one.awaited.pop(worker.id, None) is not None:
@@ -245,7 +247,8 @@ class Rollouts:
 
     @staticmethod
     def _compared(one: _Running, worker: Worker, done: OrderDone) -> str:
-        """Why a worker's weights are not those of the others; empty if they are."""
+        """The reason why a worker's weights differ from the weights of the other workers; empty if
+        they do not differ."""
         if not done.weights:
             return ""
         weights, name = one.read.setdefault(done.dtype, (done.weights, worker.name))

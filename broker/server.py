@@ -1,6 +1,6 @@
 """The broker's process: two ROUTER sockets around the core, on one event loop.
 
-A drain loop: each wake-up takes all messages of both sockets, without an await per message, and
+At each wake-up, the loop takes all messages of both sockets, without an await for each message, and
 passes the core's answers to the outboxes.
 """
 
@@ -75,7 +75,7 @@ M = TypeVar("M")
 Take = Callable[[float], int]
 """Takes and routes a batch of a socket's messages; returns their number."""
 
-# Looking up an enum's member takes longer than a global; this is the hot path.
+# Globals are used on this hot path, because looking up an enum's member takes longer.
 _FRONT, _OK = Side.FRONT, Sent.OK
 
 
@@ -450,7 +450,8 @@ class BrokerServer:
         self._drain_soon()
 
     def _check_files(self) -> None:
-        """Creates the sockets' files again if they were deleted, so that others can connect."""
+        """Creates the sockets' files again if they were deleted, so that other processes can
+        connect."""
         for socket, endpoint in (
             (self._front, self.front_endpoint),
             (self._back, self.back_endpoint),

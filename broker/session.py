@@ -84,7 +84,7 @@ class Session:
     this broker. RELEASED sets the flag. The client's next HELLO clears it, and this broker claims
     the streams back."""
     streams: dict[int, Request] = field(default_factory=dict)
-    """Its live streams, by their stream_id."""
+    """The session's live streams, by their ``stream_id``."""
     buffers: dict[str, bytes] = field(default_factory=dict)
     buffer_bytes: int = 0
     queued: int = 0
@@ -95,11 +95,11 @@ class Session:
     use: KeyUse = field(default_factory=KeyUse)
     """The use of its key, which all sessions of the key share. ``SessionTable`` sets it."""
     pace: Pace = field(default_factory=Pace)
-    """Rate at which its streams end."""
+    """Rate at which the session's streams end."""
     journal: Journal
-    """The journal of its live streams."""
+    """The journal of the session's live streams."""
     acks: bool = False
-    """Whether its client acknowledges the ends that it has received."""
+    """Whether the session's client acknowledges the ends that it has received."""
     ends: KeptEnds = field(default_factory=KeptEnds)
     """The ends that its client may not have received."""
 

@@ -1,4 +1,4 @@
-"""The life of a client's session: opened, resumed on a new connection, expired, ended."""
+"""Opens the sessions of clients, resumes them on new connections, and ends them."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from termios import FIONREAD
 RECEIVED_AT = 128
 """The offset of ``tcpi_bytes_received`` in ``struct tcp_info`` (``linux/tcp.h``)."""
 SHORT_FRAME_BYTES = 255
-"""A longer frame has a header of 9 bytes; others have one of 2 (ZMTP 3.1)."""
+"""A frame with more bytes has a header of 9 bytes, any other frame a header of 2 bytes (ZMTP
+3.1)."""
 CURVE_BYTES = 33
 """Bytes that CURVE adds to each frame: the name of the command, a nonce, a tag and flags
 (RFC 26)."""

@@ -1,4 +1,5 @@
-"""The calls of tools: which tool worker gets a call, who may make it, and what ends it.
+"""Handles the calls of tools: checks whether a client's program may make a call, chooses the tool
+worker, and records the end of the call.
 
 A program's controller worker sends CALL. The broker passes the call to a tool worker, and the tool
 worker's answer to the controller worker that runs the program at that time. A call that was passed

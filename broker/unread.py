@@ -1,8 +1,8 @@
 """Large answers that clients may not have read.
 
 The broker cannot see how many messages of a client's ZeroMQ pipe are unread. The pipe is bounded in
-messages and not in bytes: 256 tokenizers of 10 MB are gigabytes. So the last messages to a
-connection, as many as its pipe holds, count as unread.
+messages and not in bytes: 256 tokenizers of 10 MB are gigabytes. So as many of the last messages to
+a connection as its pipe can hold count as unread.
 """
 
 from __future__ import annotations

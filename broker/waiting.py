@@ -16,7 +16,7 @@ class Waiting:
 
     def __init__(self) -> None:
         self._by_id: dict[int, Request] = {}
-        """The requests, by id, in the order of their loss."""
+        """The requests, by id, in the order in which they have lost their workers."""
         self._in_order: list[tuple[int, float, int]] = []
         """The order in which the requests continue: -priority, arrival, id."""
 
@@ -24,7 +24,7 @@ class Waiting:
         return len(self._by_id)
 
     def __iter__(self) -> Iterator[Request]:
-        """The requests in the order of their loss."""
+        """Iterates over the requests in the order in which they have lost their workers."""
         return iter(self._by_id.values())
 
     def get(self, number: int) -> Request | None:

@@ -1,7 +1,7 @@
 """STARTs that wait for a controller worker, in queues by the pattern that the worker has to serve.
 
-A place that becomes free goes to the first START of the worker's own queues, without a scan of all
-others.
+A place that becomes free at a worker goes to the first START in the queues of the patterns that
+this worker serves. The other queues are not scanned.
 """
 
 from __future__ import annotations

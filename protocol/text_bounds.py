@@ -1,5 +1,5 @@
-"""The bound of a text's length for a model. It is checked before the text is tokenized, because
-tokenizing takes seconds for each megabyte.
+"""Checks the length of a text for a model before the text is tokenized, because tokenizing takes
+seconds for each megabyte.
 
 A token represents a bounded number of bytes, so a text with more than ``max_tokens`` times this
 number of bytes cannot fit. A tokenizer may shorten a text, because it normalizes (as Unicode's NFKC

@@ -1,5 +1,5 @@
-"""The entries of a stream that its client has received: with them, another worker continues the
-stream."""
+"""Encodes the entries of a stream that its client has received. From these entries, another worker
+continues the stream."""
 
 from __future__ import annotations
 
