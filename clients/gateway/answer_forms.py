@@ -19,7 +19,7 @@ THINK, THOUGHT = "<think>", "</think>"
 
 
 def _mark(words: str) -> str:
-    """A marker in DeepSeek's form, with wide bars and low lines."""
+    """A marker in DeepSeek's form: between fullwidth bars, with U+2581 instead of each space."""
     return f"<\uff5c{words.replace(' ', chr(0x2581))}\uff5c>"
 
 
@@ -143,8 +143,8 @@ answer continues thinking that the prompt has begun."""
 
 
 def thinking_of(chat_template: str, prompt_end: str) -> Thinking:
-    """The place of thinking in the answer to a prompt. ``prompt_end``: the last text of the
-    prompt."""
+    """The place of thinking in the answer to a prompt. ``prompt_end``: the end of the
+    prompt's text."""
     if family_of(chat_template) is HARMONY:
         return "first"
     if THOUGHT not in chat_template:
@@ -276,7 +276,8 @@ class _Building:
         ]
 
     def _marks(self) -> list[str]:
-        """Texts that parsers interpret as the marks of thinking anywhere in an answer."""
+        """The markers of thinking, which parsers search for anywhere in an answer. Empty if the
+        answer has no thinking."""
         return [THINK, THOUGHT] if self._wanted.thinking != "none" else []
 
     def _name(self, function: Function) -> str:

@@ -1,6 +1,7 @@
 """Splits an answer into text, thinking and tool calls while it arrives.
 
-The automaton that computed the token masks also parses the text (``protocol.structure``).
+The text is parsed by the automaton from which the controller worker computes the token masks
+(``protocol.structure``).
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def routes() -> list[BaseRoute]:
 
 
 class Application(Starlette):
-    """Starlette's application. ``Traffic`` is around its error handlers too, so that it counts the
-    answers to errors."""
+    """Starlette's application, with ``Traffic`` outside the error handlers, so that ``Traffic``
+    also counts the answers to errors."""
 
     def build_middleware_stack(self) -> ASGIApp:
         """Called by Starlette, once."""

@@ -27,7 +27,7 @@ creates the objects of the strings."""
 MAX_VALUES = 1_048_576
 """Maximum number of values in a body, such as token ids."""
 _STRUCTURE = b",[{"
-"""The characters before a value. In an object, they precede the name of the value."""
+"""Each value follows one of these characters; in an object, the value's name follows it."""
 
 
 class Body(Struct, kw_only=True):
@@ -94,7 +94,7 @@ async def read_body(request: Request, kind: type[B], ignored: Ignored | None = N
 
 
 def ignored_of(request: Request) -> Ignored:
-    """An empty list of the parts of ``request`` that have no effect."""
+    """A new collection for the names of the parts of ``request`` that have no effect."""
     return Ignored(gateway_of(request).settings.strict_fields)
 
 

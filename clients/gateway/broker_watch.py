@@ -62,8 +62,8 @@ class BrokerWatch:
         """Waits until the broker has answered the watch, or until ``lost`` was called. Raises
         TimeoutError if neither happens, because the watch cannot connect or its HELLO is refused.
 
-        A connection sends its first message only after this wait. If a message were sent before the
-        watch begins, and the broker were replaced between the two, the watch would not report it.
+        A tunnel sends its first message only after this wait. If the broker were restarted after a
+        first message and before the watch has begun, the watch would not report the restart.
         """
         async with asyncio.timeout(self._patience_s + 3 * PING_S):
             await self._begun.wait()

@@ -126,8 +126,8 @@ def split(answer: Embedded) -> list[array[float]]:
 
 
 def _named(error: TokenbusError, field: str, first: int) -> ApiError:
-    """Converts an error of the bus about a text. ``first``: the index in the request of the first
-    text that the bus received."""
+    """Converts an error of the bus about a text. ``first``: the number of the
+    request's texts before the part that was sent to the bus."""
     named = from_tokenbus(error)
     param = named.param or ""
     if param.startswith("inputs["):

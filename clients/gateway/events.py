@@ -46,7 +46,7 @@ class EventStream(Response):
         self._events = events
 
     def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
-        """The headers; a stream has no length."""
+        """Sets the headers, without ``content-length``, because a stream's length is unknown."""
         super().init_headers(headers)
         self.raw_headers = [h for h in self.raw_headers if h[0] != b"content-length"]
 

@@ -1,4 +1,4 @@
-"""Types of fields that bodies of several interfaces have, with their bounds."""
+"""Types of the request fields that several HTTP interfaces share, with their bounds."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ MaxTokens = Annotated[int, Meta(ge=1, le=0x7FFF_FFFF)]
 MinTokens = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)]
 MaxThinkingTokens = Annotated[int, Meta(ge=0)]
 RestOfContext = Annotated[int, Meta(ge=-1, le=0x7FFF_FFFF)]
-"""A maximum of tokens, or -1 for the rest of the context."""
+"""Maximum number of tokens; -1: the rest of the context."""
 PromptTokens = Annotated[int, Meta(ge=-1, le=0x7FFF_FFFF)]
-"""A number of tokens at the end of a prompt, or -1 for as many as fit into the context."""
+"""Number of tokens that are kept at the end of a prompt; -1: as many as fit into the context."""
 Stops = Annotated[list[StopString], Meta(max_length=MAX_STOP)]
 MaybeStop = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
 """A stop string; an empty one has no effect."""
@@ -88,7 +88,7 @@ def sampling_of(
 
 
 def check_max_tokens(name: str, value: int | None) -> None:
-    """Raises ApiError 400 if the maximum of tokens in the field ``name`` is 0."""
+    """Raises ApiError 400 if the maximum number of tokens in the field ``name`` is 0."""
     if value == 0:
         raise invalid_field(
             name,
@@ -103,5 +103,5 @@ def stops_of(given: str | list[str] | None) -> list[str]:
 
 
 def seed_of(seed: int) -> int:
-    """A seed for the bus, which is not negative."""
+    """A non-negative seed for the bus."""
     return seed & 0x7FFF_FFFF_FFFF_FFFF

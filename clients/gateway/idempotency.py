@@ -81,7 +81,8 @@ class NamedRequest:
         return int.from_bytes(self._digest[:4], "big") << (STREAM_BITS + TRY_BITS)
 
     def read(self, path: str, body: bytes) -> None:
-        """Handles the arrival of the request's body. The current task's user sent the request."""
+        """Stores the current task's user, and a digest of the path and the body. The session's
+        token and the stream ids are computed from them."""
         self._user = current_user.get()
         self._digest = hashlib.sha256(path.encode() + b"\0" + body).digest()
 
@@ -137,8 +138,8 @@ class NamedRequests:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._open: dict[str, tuple[int, int]] = {}
-        """By session token: the first stream id of a request, and the number of HTTP requests that
-        repeat it and are being served."""
+        """By session token: the first stream id of a named request, and the number of HTTP requests
+        with its key that are being served."""
         self._users = Counter[str]()
         """Number of named requests of each user."""
 

@@ -39,7 +39,7 @@ class ApiKeys:
         self._tenants = tenants or {}
         """The tenants' keys of the bus, by the holder's name."""
         self._operators = operators
-        """The hashes of the operator's keys. Another key of the same holder is not in it."""
+        """The hashes of the keys with ``+operator``. A holder may have other keys without it."""
 
     @classmethod
     def read(cls, path: Path) -> ApiKeys:

@@ -57,7 +57,7 @@ def run(serve: Callable[[Leaving], int]) -> int:
     if not serving:
         os.close(reader)
         leaving = Leaving(writer)
-        # The parent may have ended before the call.
+        # The parent may have ended before ``Leaving`` has set the signal for this event.
         return serve(leaving) if os.getppid() == parent else 1
     os.close(writer)
 

@@ -15,7 +15,8 @@ from ...protocol.errors import Code, RequestError
 from ...protocol.messages import CLIENT_MESSAGES, StreamId
 
 ANSWERED = CLIENT_MESSAGES.keys() - {b"HELLO", b"CANCEL", b"INPUT", b"BUFFER", b"PING", b"BYE"}
-"""Client messages whose answers have their ``stream_id``, and that begin or resume a stream."""
+"""Types of client messages that begin or resume a stream. The answer has the message's
+``stream_id``."""
 
 
 _ENDS = re.compile(rb'finish_reason(?:":"|[\xa0-\xbf])')

@@ -75,7 +75,7 @@ def serve_file(path: Path, **headers: str) -> Endpoint:
 
 
 def wants_page(headers: Headers) -> bool:
-    """Whether a request comes from a person's browser, which accepts HTML by name."""
+    """Whether a request's ``Accept`` header names ``text/html``, as a person's browser does."""
     return "text/html" in headers.get("accept", "")
 
 

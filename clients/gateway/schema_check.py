@@ -29,6 +29,6 @@ def states_of(schema: dict[str, Any], value: Any, keywords: list[str]) -> dict[s
     except Exception:  # The schema of a client can cause errors of several packages.
         return dict.fromkeys(keywords, "not checked")
     finally:
-        # The patterns of clients would otherwise stay in the memory of the process.
+        # The cache of ``re`` would otherwise keep the patterns of clients.
         re.purge()
     return checked

@@ -120,7 +120,7 @@ class GatewayServer(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handles a signal: the first signal drains, and a further signal ends immediately."""
+        """Handles a signal: the first one starts the drain, a further one ends the process."""
         gateway = getattr(self._app.state, "gateway", None)
         if self.should_exit or not isinstance(gateway, Gateway):
             self.should_exit = self.force_exit = True

@@ -50,7 +50,7 @@ class TemplateFault(Exception):
 
 
 class TemplateLimitFault(TemplateFault):
-    """A rendering exceeds a bound, which does not depend on the order of the messages."""
+    """A rendering exceeds a bound. Another order of the messages would not help."""
 
 
 class _Generation(jinja2.ext.Extension):

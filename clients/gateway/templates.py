@@ -39,8 +39,8 @@ class Templates:
     """Renders the conversations of all requests of a gateway.
 
     One process renders the models' templates, and another process the templates in requests. A
-    client's template therefore delays only other clients' templates, and each client only by one
-    turn. Each process starts when it is first needed.
+    client's template therefore delays only other clients' templates, each client by one turn at
+    most. Each process starts when it is first needed.
     """
 
     def __init__(self, trust_requests: bool = False) -> None:

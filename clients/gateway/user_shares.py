@@ -70,11 +70,12 @@ class UserShares:
         self._users: dict[str, _User] = {}
         """The users with open requests."""
         self._held: ContextVar[list[tuple[str, int, int]] | None] = ContextVar("held", default=None)
-        """The shares that the current task's request has taken: user, streams and bytes."""
+        """The counted parts of the current task's request: user, streams and bytes."""
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Wraps a request, and gives back its shares at its end."""
+        """Wraps a request. At the end of the block, the request's streams and bytes no longer count
+        towards its user's share."""
         held: list[tuple[str, int, int]] = []
         token = self._held.set(held)
         try:
@@ -85,7 +86,7 @@ class UserShares:
                 self._give_back(name, streams, size)
 
     def take_stream(self) -> None:
-        """Takes a share for a stream that a request is about to begin; raises UnavailableError."""
+        """Counts a stream that a request is about to begin; raises UnavailableError."""
         name = current_user.get()
         user = self._fitting(name)
         self._take(name, user, 1, 0)
@@ -100,12 +101,12 @@ class UserShares:
             self._give_back(*taken)
 
     def take_of_socket(self, name: str) -> None:
-        """Takes a share for a request that a WebSocket of the user ``name`` is about to send;
-        raises UnavailableError."""
+        """Counts a request that a WebSocket of the user ``name`` is about to send; raises
+        UnavailableError."""
         self._count(name, self._fitting(name), 1, 0)
 
     def give_back_of_socket(self, name: str, count: int) -> None:
-        """Gives back the shares of ``count`` ended requests of a WebSocket of the user ``name``."""
+        """Stops counting ``count`` ended requests of a WebSocket of the user ``name``."""
         if count:
             self._give_back(name, count, 0)
 

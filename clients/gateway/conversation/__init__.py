@@ -1,4 +1,4 @@
-"""The conversations and answers to which every HTTP interface translates its messages.
+"""The common form of conversations and answers, to which each HTTP interface translates its own.
 
 A conversation has turns, and a turn has parts. The chat template renders a conversation to a
 prompt. An answer is a list of parts too, so that it can become a turn of the next request.

@@ -19,7 +19,8 @@ class GrowingChoice:
         self.storage: list[object] = []
 
     def take(self, entry: Token, text: str) -> int:
-        """Adds an entry and its text; returns the number of characters that it removes."""
+        """Adds an entry and its text; returns the number of characters that the entry
+        removes."""
         removed = 0
         if entry.backtrack:
             cut = max(0, len(self.pieces) - entry.backtrack)

@@ -111,8 +111,8 @@ class Checks:
     """Checks the finished sequences of one request."""
 
     templates: Templates
-    """Has the process in which values are checked. The schemas are untrusted: a schema may have
-    expensive references."""
+    """Has the separate process in which values are checked, because a client's schema may be
+    expensive to check."""
     form: AnswerForm | None
     text: Checked | None = None
     """The schema of the text outside calls."""

@@ -155,8 +155,8 @@ class _Unsaved:
         self.add(event(fields, "response.failed"))
 
     def take(self) -> tuple[int, bytes, int]:
-        """Removes all events; returns the number of the first event, the events, and how many they
-        are."""
+        """Removes all events; returns the number of the first event within the response, the
+        events, and their count."""
         first, events, self.events = self.first, self.events, []
         self.first += len(events)
         self.arrived.clear()
@@ -164,7 +164,7 @@ class _Unsaved:
 
 
 class BackgroundTask:
-    """Generates one response. The current task's user has requested it."""
+    """Generates one response for the user of the current task."""
 
     def __init__(self, gateway: Gateway, id: str, data: bytes, taken: Stored | None = None) -> None:
         """``data``: the body of the request. ``taken``: the response, if another gateway has begun

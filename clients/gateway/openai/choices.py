@@ -1,4 +1,5 @@
-"""The numbers, ends and receipts of the choices of an answer."""
+"""The numbers, finish reasons and receipts of an answer's choices. A receipt is the field
+``tokenbus``, which reports how the constraint was enforced."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def receipt_of(
 ) -> Receipt | None:
     """The receipt of an ended choice; None if the receipt would be empty.
 
-    ``end`` is the last entry; None: ``sequence`` has the fields of the end.
+    ``end`` is the last entry. If it is None, ``sequence`` has its fields.
     """
     if end is not None:
         ended, error, code, exact = end.constraint, end.error, end.code, end.exact

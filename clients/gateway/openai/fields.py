@@ -70,7 +70,7 @@ class TextRequest(Body):
     stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = None
     priority: Priority | None = None
-    """The priority. Lower values are served first, as in vLLM, unlike on the bus."""
+    """Lower values are served first, as in vLLM. On the bus, higher values are served first."""
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | Schema | None = None
     """The fields ``guided_…`` are vLLM's older names of the fields of ``structured_outputs``."""

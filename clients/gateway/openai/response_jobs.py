@@ -100,7 +100,7 @@ class ResponseJob:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events up to the end of the last item. Events of a response in the background do not
-        depend on how entries arrive, so that another gateway can continue them."""
+        depend on which entries arrive together, so that another gateway can continue them."""
         output = self.output
         head = self._first_events()
         if self.body.background:

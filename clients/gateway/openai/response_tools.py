@@ -45,7 +45,7 @@ class CustomTool(Body, tag="custom", tag_field="type"):
 
 
 class NamespaceTool(Body, tag="namespace", tag_field="type"):
-    """Tools of one namespace. Their calls have ``name`` in the field ``namespace``."""
+    """Tools of one namespace. The field ``namespace`` of their calls has the value of ``name``."""
 
     name: FunctionName
     tools: list[ResponseTool | CustomTool]
@@ -56,7 +56,7 @@ AnyTool = ResponseTool | CustomTool | NamespaceTool
 
 
 class ToolPlace(NamedTuple):
-    """The name of a tool in a request."""
+    """The namespace and the name of a tool in a request."""
 
     namespace: str | None
     name: str

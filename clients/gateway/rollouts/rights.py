@@ -53,7 +53,7 @@ async def accepted(call: Awaitable[Rollout]) -> Rollout:
 
 async def paused_models(request: Request) -> Collection[str]:
     """The paused models, according to the broker that receives the operator's messages. Other
-    brokers may not have received a pause. Any user may send this request."""
+    brokers may not have received a pause. Any user may request the paused models."""
     client = gateway_of(request).operator_client(current_tenant.get())
     return (await client.status()).paused
 

@@ -14,8 +14,8 @@ from msgspec import Struct
 from .tables import connect
 
 MAX_BYTES = 512 * 1024 * 1024
-"""Maximum bytes of the stored responses of all users. The responses that were not used for the
-longest time are deleted first, beginning with the user who has the most bytes."""
+"""Maximum bytes of the stored responses of all users. Beyond it, the user with the most bytes
+loses responses until the sum fits: finished ones first, the least recently used first."""
 MAX_BYTES_OF_ONE = 64 * 1024 * 1024
 """Maximum bytes of the stored responses of one user."""
 MAX_RESPONSES_OF_ONE = 4096
@@ -54,7 +54,7 @@ class Stored(Struct):
     previous: str | None = None
     background: bool = False
     body: bytes | None = None
-    """The body of the request, until a response in the background is finished."""
+    """The request's body, while a background response is unfinished; otherwise None."""
     events: int = 0
     """Number of stored events."""
     expired: bool = False
@@ -237,7 +237,7 @@ class Database:
         events: bytes,
         count: int,
     ) -> bool:
-        """Stores the answer, the items and the last events of a response in the background.
+        """Stores the answer, the items and the last events of a background response.
         Returns False if ``owner`` does not generate the response any more."""
         with self._transaction() as run:
             number = self._owned(user, response.id, owner)
@@ -306,8 +306,8 @@ class Database:
             return found
 
     def events(self, user: str, id: str, after: int) -> list[tuple[int, bytes]]:
-        """The next groups of events after the event with the number ``after``: the number of the
-        first event of each, and the events."""
+        """The next groups of events after the event with the number ``after``: for each group,
+        the number of its first event and its events."""
         rows = self._connection.execute(
             "SELECT first, data FROM events JOIN responses ON response = number"
             " WHERE user = :user AND id = :id AND responses.events > :next AND first >= (SELECT"

@@ -13,7 +13,7 @@ FILE = "responses.sqlite"
 VERSION = 2
 """The version of the tables, which the file has as ``user_version``."""
 BUSY_S = 10.0
-"""Time in seconds that a write waits for the write of another gateway."""
+"""Maximum time for which a write waits for another gateway's write, in seconds."""
 
 # The large columns have their own table, because SQLite reads and writes whole rows: the rows of
 # ``responses`` are updated and searched often.
