@@ -166,7 +166,7 @@ class AsyncClient(BaseClient):
         self._sent_buffers[name] = content
 
     async def drop_buffer(self, name: str, *, timeout_s: float = ASK_S) -> None:
-        """Deletes a buffer. The broker also accepts the name of an unknown buffer."""
+        """Deletes a buffer. The name of an unknown buffer is not an error."""
         await self.ask(buffer_call(name, None, timeout_s))
         self._sent_buffers.pop(name, None)
 

@@ -163,7 +163,8 @@ class Call:
     seen: dict[int, int] = field(default_factory=dict)
     """Number of delivered entries of all attempts, by sequence."""
     counted: dict[int, int] = field(default_factory=dict)
-    """Number of entries of this attempt, by sequence. The first ``seen`` of them are duplicates."""
+    """Number of entries of this attempt, by sequence. Of each sequence, the first ``seen`` entries
+    are duplicates."""
     ends: set[int] = field(default_factory=set)
     """Sequences whose end was delivered, in any attempt."""
     ends_again: set[int] = field(default_factory=set)
@@ -179,9 +180,9 @@ class Call:
 
     @property
     def resends_unknown(self) -> bool:
-        """Whether the client sends the request again, also with a ``retry_s`` of 0, if no worker
-        has reported the stream to a restarted broker. The earlier broker did not read the request,
-        or lost it together with its workers."""
+        """Whether the client sends the request again if no worker has reported the stream, even if
+        ``retry_s`` is 0. In this case the broker was restarted before it read the request, or the
+        broker and the workers of the request were lost."""
         if self.base is not None and not self.tries:
             return True
         return isinstance(self.message, Generate | Score) and self.received == 0
@@ -241,7 +242,7 @@ class Call:
         return self.counted.get(seq, 0) >= self.seen.get(seq, 0)
 
     def count(self, seq: int, entries: int) -> None:
-        """Counts entries of a sequence that are all new."""
+        """Counts ``entries`` entries of a sequence, all of which are new."""
         self.received += entries
         self.seen[seq] = self.counted[seq] = self.counted.get(seq, 0) + entries
 

@@ -169,8 +169,8 @@ def _message(prepared: Prepared, sequences: Sequence[GeneratedSequence]) -> dict
 class Chat:
     """The answer to a conversation.
 
-    Iteration yields the text of the answer as it arrives. A controller that takes text back does
-    not change the text that was yielded; ``message`` has the whole answer.
+    Iteration yields the text of the answer as it arrives. If a controller removes text from the
+    answer, this text may already have been yielded; ``message`` has the final answer.
     """
 
     def __init__(self, stream: Stream, prepared: Prepared) -> None:

@@ -116,8 +116,8 @@ class Connection:
 
 
 class _ClientPeer:
-    """The peer of the socket's thread: it runs the commands of the client's threads in the
-    session."""
+    """The peer that the connection's thread calls (``transport.dealer.Peer``). It runs the
+    submitted commands of the client's threads in the session."""
 
     def __init__(
         self,

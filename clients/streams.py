@@ -105,8 +105,8 @@ class _Reader:
 
     def _collect(self, pop_other: bool = False) -> Event | None:
         """Reads the tokens that have arrived, up to the first event of another kind. With
-        ``pop_other``, removes and returns that event. Several threads may call this while the
-        stream is read to its end."""
+        ``pop_other``, removes and returns that event. Several threads may call this method
+        while the stream is read to its end."""
         unread, add_row = self._unread, self._add_row
         with self._collecting:
             while unread:

@@ -93,8 +93,8 @@ def _lent(client: Client, wasm: bytes) -> Iterator[str]:
     """Stores a module for the ``with`` block and yields its id. The module is deleted afterwards
     unless it was stored before.
 
-    Each run adds a tag of the run to the module, so that the last of several runs of a file deletes
-    the module. A module with a tag that is not of a run is not deleted.
+    Each run adds its own tag to the module, so that only the last of several runs of a file deletes
+    the module. A module that has a tag of another kind is not deleted.
     """
     module = hashlib.sha256(wasm).hexdigest()
     before = _tags(client, module)

@@ -1,4 +1,4 @@
-"""``tokenbus client``: LMTP's interactive client, which reads parameters from the line's end."""
+"""``tokenbus client``: LMTP's interactive client. A line is a prompt with parameters at its end."""
 
 from __future__ import annotations
 

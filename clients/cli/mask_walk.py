@@ -45,7 +45,7 @@ class Mask(NamedTuple):
 
 
 class MaskStep(NamedTuple):
-    """A token of the text, or its end (None), with the mask before it."""
+    """A token of a text, or the end of the text (``token`` is None), with the mask before it."""
 
     offset: int
     """Place of the token in the text, in bytes."""

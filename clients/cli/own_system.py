@@ -54,7 +54,7 @@ def broker_answers(settings: Settings) -> bool:
 def own_system(settings: Settings, model: str) -> Iterator[Client]:
     """A client of a system with one worker of each role, in a private folder.
 
-    Ctrl-C and SIGTERM end the system too. Raises UnavailableError if it does not start.
+    Ctrl-C and SIGTERM also end the system. Raises UnavailableError if the system does not start.
     """
     from ..system.supervisor import Supervisor
     from ..system.watch import Watcher

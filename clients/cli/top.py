@@ -42,7 +42,7 @@ class Column(NamedTuple):
     right: bool = False
     """Whether the cells are aligned to the right."""
     drop: int = 0
-    """A narrow terminal drops columns with a number above 0, the highest number first."""
+    """A narrow terminal drops columns whose ``drop`` is above 0, the highest number first."""
 
 
 WORKER_COLUMNS = (

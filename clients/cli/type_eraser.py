@@ -182,8 +182,8 @@ class _Eraser:
         return first.type == "this"
 
     def _keep_arrow_on_line(self, node: Node, result: Node) -> None:
-        """Moves the parenthesis after the parameters to the end of the result's type if this type
-        has several lines. JavaScript does not allow a line break before the arrow."""
+        """Moves the closing parenthesis of the parameters to the end of the result's type if a line
+        break is between the two. JavaScript does not allow a line break before the arrow."""
         parameters = node.child_by_field_name("parameters")
         if parameters is not None and b"\n" in self._text[parameters.end_byte : result.end_byte]:
             self.made[parameters.end_byte - 1] = ord(" ")

@@ -13,8 +13,8 @@ from ...protocol.settings import Settings
 CONF = Path(__file__).parent.parent / "supervisord.conf"
 """The packaged file. In a checkout it is a link to ``supervisord.conf`` at the top level."""
 RUN_DIR = "%(here)s/run"
-"""The run directory in the packaged file. The written file lies in the run directory, and contains
-``%(here)s`` instead."""
+"""The run directory in the packaged file. The written file lies in the run directory itself, so
+``%(here)s`` replaces this text."""
 GPU_WORKER, CLUSTER = "tokenbus.workers.gpu", "tokenbus.clients.cluster"
 """The modules of the GPU worker and of the process that manages workers in a Ray cluster."""
 STOP_MARGIN_S = 10

@@ -23,7 +23,7 @@ def end_system(settings: Settings) -> int:
 
     If the socket of supervisord was deleted, supervisord is ended by its process id. If supervisord
     was killed, its processes are ended by their ids. Raises SystemFault if no system runs, or if
-    the system does not stop within the ``drain_s`` with which it was started and a margin.
+    the system does not stop in time: within the ``drain_s`` of its own settings, plus a margin.
     """
     run_dir = RunDir.of(settings)
     control = Control(run_dir)

@@ -19,7 +19,7 @@ READY_S = 600.0
 OTHERS_READY_S = 120.0
 """Maximum time until the successor of a broker or a gateway is ready, in seconds."""
 ANSWER_S = 10.0
-"""Maximum time until the broker answers, in seconds. If it does not, no process is replaced."""
+"""Maximum time until the broker answers, in seconds. Without an answer, no process is replaced."""
 LOOK_EVERY_S = 0.1
 LINGERS = "--lingers"
 """The flag of a gateway that finishes its streams after SIGUSR2, while its successor serves."""

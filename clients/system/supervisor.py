@@ -226,8 +226,8 @@ class Supervisor:
         if self._child is not None and self._child.poll() is None:
             self._child.kill()
             self._child.wait()
-            # ``end_leftovers`` does not find a process that was just forked, because it does not
-            # have the environment of its program yet.
+            # ``end_leftovers`` does not find a process that was just forked, because such a process
+            # does not have the environment of its program yet.
             send(in_session(self._child.pid), signal.SIGKILL)
         end_leftovers(self.run_dir, grace_s=0.0)
 

@@ -100,7 +100,7 @@ def check_keys(settings: Settings) -> None:
 
 
 def check_guest_user(settings: Settings) -> None:
-    """Raises SystemFault if guest processes could not run under the setting ``guest_user``."""
+    """Raises SystemFault if guest processes could not run as the user in ``guest_user``."""
     if not settings.guest_user:
         return
     if not settings.guest_processes:

@@ -96,7 +96,10 @@ export class Call {
   readonly #cameMessages = new Map<number, number>();
   /** Number of delivered entries of all attempts, by sequence. */
   readonly #seen = new Map<number, number>();
-  /** Number of entries of this attempt, by sequence. The first `#seen` of them are duplicates. */
+  /**
+   * Number of entries of this attempt, by sequence. Of each sequence, the first `#seen` entries are
+   * duplicates.
+   */
   readonly #came = new Map<number, number>();
   /** Sequences whose end was delivered, in any attempt. */
   readonly #ends = new Set<number>();
