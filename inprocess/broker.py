@@ -106,8 +106,8 @@ class MemoryBroker:
 
     def _post(self, messages: Sequence[Outgoing]) -> None:
         sent = [(self._outboxes[message.side].post(message), message) for message in messages]
-        # Failures are handled after all messages were posted, because messages that the core sends
-        # now must not overtake earlier messages.
+        # Failures are handled after all messages were posted, because the messages with which the
+        # core reacts to a failure must not overtake earlier messages.
         for result, message in sent:
             if result is Sent.GONE:
                 self._gone(message.side, message.peer, message.frames)

@@ -1,9 +1,9 @@
 """A DEALER socket with its own thread, which carries one side of the protocol.
 
-One side of the protocol (a ``Peer``: a worker's lease, a client's session) does not depend on
-sockets, and the connection does not depend on messages. The connection (``Dealer``) owns the
-socket. It handles wake-ups from other threads, reconnects with growing pauses, sends the remaining
-messages before it closes, and handles a terminated ZeroMQ context.
+A ``Peer`` is one side of the protocol: a worker's lease or a client's session. It does not depend
+on sockets. The connection, ``Dealer``, owns the socket, and does not depend on the content of
+messages. It handles wake-ups from other threads, reconnects with growing pauses, sends the
+remaining messages before it closes, and handles a terminated ZeroMQ context.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ OFFLINE_TICK_S = 0.1
 """Interval between checks of the peer's deadlines during a pause, in seconds."""
 NEVER_MS = 600_000
 """Time in milliseconds after which ZeroMQ would connect a socket again. A socket that has lost its
-connection is closed long before. Otherwise ZeroMQ would send queued messages to a broker that does
-not know the peer yet."""
+connection is closed long before this time. If ZeroMQ connected the socket again, it would send
+queued messages to a broker that has not received the peer's first message."""
 MIN_WAIT_S = 0.001
 """The shortest wait of the thread if nothing has arrived, in seconds."""
 JOIN_S = 5.0
@@ -146,7 +146,7 @@ def receive(socket: zmq.Socket[bytes]) -> Frames | None:
     """The next message that has arrived; None if no message waits.
 
     The function uses pyzmq's backend, which takes 0.7 µs for a frame; ``recv_multipart`` takes 1.1
-    µs. A frame that is not copied shows whether another frame follows.
+    µs. Frames are received without a copy, because only such a frame shows whether another follows.
     """
     try:
         frame = _RECV(socket, _NOBLOCK, False)
@@ -211,7 +211,8 @@ class _Events:
         """The message for a failed handshake; None if the failure may be temporary.
 
         If only one side uses keys, the broker may close the connection before this side has read
-        the broker's greeting.
+        the broker's greeting. The failure then has no reason, and may also come from a broker that
+        is being stopped, so ``CLOSED_OFTEN`` failures in a row are needed.
         """
         broker, key = f"the broker at {self._address}", self._key
         if key is None:
