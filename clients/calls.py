@@ -163,7 +163,7 @@ class Call:
     seen: dict[int, int] = field(default_factory=dict)
     """Number of delivered entries of all attempts, by sequence."""
     counted: dict[int, int] = field(default_factory=dict)
-    """Number of entries of this attempt, by sequence. Of each sequence, the first ``seen`` entries
+    """Number of entries of this attempt, by sequence. The first ``seen`` entries of each sequence
     are duplicates."""
     ends: set[int] = field(default_factory=set)
     """Sequences whose end was delivered, in any attempt."""

@@ -97,7 +97,7 @@ export class Call {
   /** Number of delivered entries of all attempts, by sequence. */
   readonly #seen = new Map<number, number>();
   /**
-   * Number of entries of this attempt, by sequence. Of each sequence, the first `#seen` entries are
+   * Number of entries of this attempt, by sequence. The first `#seen` entries of each sequence are
    * duplicates.
    */
   readonly #came = new Map<number, number>();
