@@ -1,7 +1,7 @@
 """``python -m tokenbus.workers.gpu.follower``: a rank other than 0, which computes its part of a
 model that is spread over several devices.
 
-The worker, which is rank 0, starts this process and sends commands over the standard input.
+The worker, which is rank 0, starts this process and sends commands to its standard input.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The text that the embedded model learns from: the Python standard library, and generated
 patterns.
 
-Two sources, both free to use: the sources of the interpreter's own standard library (PSF license),
-and records that this file makes from a seed (JSON, dates, lists, arithmetic, CSV, calls).
+Both are free to use: the source code of the interpreter's own standard library (PSF license), and
+records that this file makes from a seed (JSON, dates, lists, arithmetic, CSV, calls).
 """
 
 from __future__ import annotations

@@ -482,9 +482,9 @@ class Engine:
             self._speculation.begin(sequence, steered=True)
 
     def draft_ahead(self, keys: Tokens[tuple[int, int]]) -> dict[tuple[int, int], Tokens[int]]:
-        """By (request, seq): the draft that the next step verifies, for each of the sequences
-        ``keys`` that has one. These sequences have controllers. Empty if the next step has been
-        launched already."""
+        """The drafts that the next step verifies, by (request, seq), for those of the sequences
+        ``keys`` that have a draft. A controller steers each of these sequences. Empty if the next
+        step has been launched already."""
         if self._stepper.launched_ahead:
             return {}
         found = [sequence for key in keys if (sequence := self._live.find(*key)) is not None]

@@ -25,8 +25,8 @@ class Results:
         self.sampled_tokens = 0
 
     def take(self, batch: SampledBatch, rows: Rows, sampled: Sampled) -> TokenColumns | None:
-        """Appends a token to each sequence of ``batch``, and returns the plain tokens as columns.
-        All other outputs are added to ``LiveSequences.outputs``."""
+        """Appends a token to each sequence of ``batch``, and returns the plain tokens
+        (``TokenColumns``). All other outputs are added to ``LiveSequences.outputs``."""
         sequences, tokens = batch.sequences, sampled.tokens
         self.sampled_tokens += len(sequences)
         others = self._others(batch, rows, sampled)

@@ -32,9 +32,9 @@ sequences are not admitted. A deferred sequence has no slot but keeps its row of
 to be admitted and deferred, and the device would run out of memory."""
 RECOMPUTED = 8
 """Bound on recomputation. A sequence that is preempted for another client must be computed again.
-On average, such tokens may take at most 1 / ``RECOMPUTED`` of ``max_num_batched_tokens`` in each
-scheduled step. Otherwise consecutive short requests could make the engine compute a long text again
-for each request."""
+On average, tokens that are computed again for this reason may take at most 1 / ``RECOMPUTED`` of
+``max_num_batched_tokens`` in each scheduled step. Otherwise consecutive short requests could make
+the engine compute a long text again for each request."""
 MAX_DISPLACED = 8
 """Bound on the waiting sequences that were preempted for other clients: 1 / ``MAX_DISPLACED`` of
 the number of slots. If no such sequence is waiting, the next preemption may exceed the bound. Each

@@ -348,7 +348,8 @@ def _least_kept(weights: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
             return ordered.masked_fill_(before >= limit, math.inf).amin(-1, keepdim=True)
         last = (before < limit).sum(-1, keepdim=True) - 1
         return ordered.gather(-1, last.clamp_(min=0))
-    # Searches bit by bit, from the highest: positive floats have the order of their bits.
+    # Searches bit by bit, from the highest bit, because positive floats have the order of their
+    # bits as integers.
     bits, above = torch.zeros(len(weights), 1, dtype=torch.int32), torch.empty_like(weights)
     for bit in range(29, -1, -1):
         tried = bits + (1 << bit)

@@ -75,7 +75,7 @@ class Arrivals:
     work.
 
     A request is passed to its engine, waits for its model or its tokens, or is refused. If anything
-    fails, its client receives an ERROR and all state of the request is removed.
+    fails, the request's client receives an ERROR, and all state of the request is removed.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class Arrivals:
             self._begin(waiting, engine)
 
     def _holds(self, waiting: Waiting) -> bool:
-        """Whether a request waits until its model is not held any more."""
+        """Whether a request waits because its model is in ``held``."""
         return waiting.stream.model in self.held and isinstance(waiting.message, Generate | Score)
 
     def _begin(self, waiting: Waiting, engine: Engine) -> None:

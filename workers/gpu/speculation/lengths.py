@@ -1,7 +1,7 @@
 """Draft lengths: a draft grows while it saves more than it costs.
 
-While reading the weights from memory bounds the time of a forward, another row costs little. With
-more rows, arithmetic bounds the time, and each row costs as much as the previous row
+With few rows, a forward takes the time of reading the weights from memory, and another row costs
+little. With more rows, arithmetic bounds the time, and each row costs as much as the previous row
 (``Costs.of``). If any sequence of a step has a draft, the step costs ``draft_cost`` more for each
 sequence. If the tokens of a draft are accepted with conditional probabilities p, q, r, ..., the
 draft yields p + pq + pqr + ... more tokens. Draft lengths maximize the number of tokens of a step

@@ -1,6 +1,6 @@
 """The native code of a CPU (``*.c`` in this folder).
 
-It is compiled when the package is built, for the kinds of processor that a machine may have.
+The code is compiled when the package is built, for the kinds of processor that a machine may have.
 """
 
 from __future__ import annotations

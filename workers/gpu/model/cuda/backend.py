@@ -1,4 +1,4 @@
-"""The forward on CUDA: decode steps as graphs, all others by another backend."""
+"""The forward on CUDA: decode steps as graphs, all other steps by another backend."""
 
 from __future__ import annotations
 

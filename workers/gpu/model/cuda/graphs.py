@@ -2,9 +2,9 @@
 
 When the engine starts, a graph is captured for each of a few batch sizes. All graphs read and write
 the same buffers and share one memory pool, because only one graph is replayed at a time. A step
-fills the buffers, pads to the next size, and replays the graph. Each graph is compared with the
-same forward without a graph. If a capture fails twice, steps run without graphs, and ``why`` has
-the reason.
+fills the buffers, pads its batch to the next of these sizes, and replays the graph. Each graph is
+compared with the same forward without a graph. If a capture fails twice, steps run without graphs,
+and ``why`` has the reason.
 """
 
 from __future__ import annotations

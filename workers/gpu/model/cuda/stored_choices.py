@@ -68,7 +68,7 @@ def store(key: str, kernel: Kernel) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, msgspec.json.encode(kept), synced=False)
     except (OSError, RuntimeError) as error:
-        log.info("the chosen attention is measured again at the next start: %s", error)
+        log.info("the chosen attention kernel is not stored, so it is measured again: %s", error)
 
 
 def _read() -> dict[str, Kernel]:
