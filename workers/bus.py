@@ -244,7 +244,7 @@ class Bus:
             )
 
     def take_in(self, messages: list[FromBus]) -> None:
-        """Puts messages into the queue of ``take``, after ``first`` has seen them."""
+        """Puts messages into the queue of ``take``, after ``first`` has handled them."""
         if self._first is not None:
             with self._turn:
                 messages = self._see_first(self._first, messages)

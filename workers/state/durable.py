@@ -4,9 +4,9 @@ The log has the operations as they were received; replaying it gives the same an
 process is killed during an operation, the sender has no answer and repeats the operation. The
 operation is applied exactly once, whether it is in the log or not.
 
-A change of a table is synced before its answer is sent; variables are synced within ``SYNC_S``.
-After a failed sync, operations are refused until a new log with the whole state is on the disk,
-because the kernel may have dropped any part of the old log.
+A change of a table is synced before the operation is answered; changes of variables are synced
+within ``SYNC_S``. After a failed sync, operations are refused until a new log with the whole state
+is on the disk, because the kernel may have dropped any part of the old log.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables of tenants, which list a tenant's modules and tags.
+"""The tables of tenants. A table lists the modules and tags of one tenant.
 
 In this module a table is a string of bytes with a version, and is replaced by compare-and-set. Only
 controller workers interpret the bytes. Versions are ascending times in microseconds. If this
@@ -30,7 +30,7 @@ class SavedTable(Struct, array_like=True):
     tenant: str
     version: int
     by: int
-    """The id of the operation that wrote it."""
+    """The id of the operation that wrote the table."""
     content: bytes
 
 
@@ -69,7 +69,7 @@ class ModuleTables:
 
     def replacement(self, op: ModuleTable) -> SavedTable | None:
         """The table that an operation writes; None if the operation only reads, was done before, or
-        has another version."""
+        names another version than the current one."""
         table = self._tables.get(op.tenant)
         current = table.version if table is not None else 0
         if op.content is None or op.known != current or (table is not None and table.by == op.id):

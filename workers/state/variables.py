@@ -60,9 +60,10 @@ class SavedRequest(Struct, array_like=True):
     request: int
     values: list[bytes]
     variables: list[tuple[str, int, int]]
-    """Name, version, index of its value."""
+    """Name, version and index of the value of each variable."""
     answers: list[tuple[int, int, int, int, int, bool, str | None]]
-    """Lineage, count, version, index of a value or -1, length of its prefix, written, error."""
+    """Lineage and count of each answered operation, and its answer: version, index of the value or
+    -1, length of the value's prefix, ``written`` and error."""
     inputs: list[int] = []
     """The indexes of the values of the inputs that have not been taken."""
     given: int = 0

@@ -151,7 +151,7 @@ def _result(name: str, answer: CallToolResult) -> Any:
     if answer.structured_content is None:
         return "\n".join(texts)
     structured = answer.structured_content
-    # Servers wrap a result that is not an object.
+    # If a result is not an object, servers wrap it in an object with the key ``result``.
     alone = isinstance(structured, dict) and structured.keys() == {"result"}
     return structured["result"] if alone else structured
 

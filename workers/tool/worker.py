@@ -55,7 +55,7 @@ class ToolWorker:
         self._failed = False
         self._draining_since: float | None = None
         self._seen_at = time.monotonic()
-        """When the event loop last ran a callback of this worker."""
+        """The time at which the event loop last ran a callback of this worker."""
 
     def run(self) -> int:
         """Serves; returns 0. Returns 1 after ``fail``, or if a tool has blocked the event loop for
