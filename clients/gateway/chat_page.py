@@ -1,4 +1,4 @@
-"""The chat page at ``/`` for browsers, its files, and the requests to the bus for its answers.
+"""Serves the chat page at ``/`` and its files, and converts a chat to a request to the bus.
 
 The page sends its conversations to ``/v1/chat/completions``, as any other client.
 """

@@ -18,7 +18,7 @@ const ADDRESSES = {
   WebSocket: process.env["TOKENBUS_TEST_WS"],
 };
 
-/** Time limit of a test, in milliseconds. It only bounds a hang. */
+/** Time limit of a test, in milliseconds. Only a test that hangs reaches it. */
 const LIMIT_MS = 120_000;
 
 export const PROMPT = "def add(a, b):\n";
