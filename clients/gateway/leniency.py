@@ -118,7 +118,7 @@ class Ignored:
 
 
 def _printable(name: str) -> str:
-    """A name with only those characters that a header may have. The client chose the name."""
+    """A name that a client chose, shortened and with only characters that a header may have."""
     shown = name[:MAX_NAME_CHARS].encode("ascii", "backslashreplace").decode()
     return "".join(c if " " <= c <= "~" and c != "," else "?" for c in shown)
 

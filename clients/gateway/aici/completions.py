@@ -40,7 +40,7 @@ from ..new_ids import new_id
 from .streams import Fork, Run, Usage, controller_options, finish_reason, prompt_for
 
 PATH = "/v1/aici_modules"
-"""The path whose form of errors the answers have (``errors.py``)."""
+"""Errors are answered in the form that they have at this path (``errors.py``)."""
 
 
 class Marked(Struct):

@@ -17,7 +17,7 @@ from ..errors import ApiError
 from ..models import ServedModel
 
 UNLIKELY = -9999.0
-"""OpenAI's value for a token without a log-probability, which was not sampled."""
+"""OpenAI's value for a token that has no log-probability because it was not sampled."""
 
 
 MAX_ALTERNATIVES = 524_288
@@ -65,7 +65,7 @@ class Sampled:
         return cls(sequence.tokens, logprobs, sequence.top_logprobs, sequence.texts)
 
     def __add__(self, other: Sampled) -> Sampled:
-        """The tokens of both, one after the other."""
+        """The tokens of ``self``, and then those of ``other``."""
         return Sampled(
             [*self.tokens, *other.tokens],
             [*self.logprobs, *other.logprobs],

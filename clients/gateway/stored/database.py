@@ -28,8 +28,8 @@ EVENT_GROUPS, EVENT_BYTES = 64, 1024 * 1024
 """Maximum number of groups of events that are read at a time, and the number of bytes after which
 no further group is read."""
 LEASE_S = 15.0
-"""Duration of a lease in seconds. Another gateway may continue a response if its gateway has not
-renewed the lease for this time."""
+"""Duration of a lease in seconds. If the gateway that generates a response has not renewed its
+lease for this time, another gateway may continue the response."""
 ACTIVE = ("queued", "in_progress")
 """The statuses of a response that is not finished."""
 

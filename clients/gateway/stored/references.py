@@ -92,7 +92,7 @@ def _too_large(param: str) -> ApiError:
 
 
 def _refers(item: dict[str, Any]) -> bool:
-    """Whether an item stands for a stored one."""
+    """Whether an item stands for a stored item."""
     kind = item.get("type")
     return kind == "item_reference" or (kind == "reasoning" and not _has_text(item))
 
