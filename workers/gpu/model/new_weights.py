@@ -40,7 +40,7 @@ class NewWeights:
     version: int
     folder: str
     tensors: Mapping[str, torch.Tensor]
-    """By name, in the types of the model. Only one of several tied weights is included."""
+    """The weights by name, in the model's types. Only one of several tied weights is included."""
     weights: str
     """The hash of the model's weights after ``copy_into`` (``weights_version``)."""
 

@@ -236,7 +236,7 @@ def _left_weights(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
 
 
 def _race(weights: torch.Tensor, of: np.ndarray) -> torch.Tensor:
-    """The winners of races among all tokens, with the random numbers of these keys."""
+    """The winners of races among all tokens, with the random numbers of the keys ``of``."""
     _, steps = _competitors(weights.shape[-1], weights.device)
     return _race_with(weights, log_uniforms(of, steps))
 

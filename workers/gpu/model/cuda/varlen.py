@@ -46,7 +46,7 @@ class VarlenBatch:
     lengths: torch.Tensor
     """``[N]``, int32: number of tokens that each chunk attends to."""
     block_table: torch.Tensor
-    """``[N, max_blocks]``, int32."""
+    """``[N, max_blocks]``, int32: the blocks of each chunk's keys."""
     max_chunk: int
     """The greatest number of tokens of a chunk."""
     longest: int

@@ -43,7 +43,8 @@ class Launch:
     """One launch over short chunks."""
 
     tiles: torch.Tensor
-    """``[n, 3]``, int32: the chunk, its first token in the tile, the tile's place."""
+    """``[n, 3]``, int32: the chunk, the index in the chunk of the tile's first token, the tile's
+    place."""
     places: int
     """Number of tiles whose keys may be split; each has a place for its partial results."""
     part_rows: int
