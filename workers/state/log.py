@@ -44,8 +44,9 @@ class Record(NamedTuple):
 
     kind: bytes
     """``OPERATION``: the body of a ``VARIABLE`` message. ``END``: the request id, as msgpack.
-    ``REQUEST``: a ``SavedRequest``. ``TABLE``: a ``SavedTable``, of no request. ``TENANT``: the
-    request and the key of its tenant, as msgpack; tenants without a key have no such record."""
+    ``REQUEST``: a ``SavedRequest``. ``TABLE``: a ``SavedTable``, which belongs to no request.
+    ``TENANT``: a request and the key of its tenant, as msgpack; if the tenant has no key, there is
+    no such record."""
     request: int
     body: bytes
 

@@ -44,8 +44,8 @@ ABSENT_S = 300.0
 """How long a request may be on its way from one broker to another, in seconds. The next broker may
 have to wait for a controller worker before the first operation comes over its link."""
 VARIABLES_PART, TABLES_PART = 8, 32
-"""Variables have at most an eighth of the memory of this machine, and tables of modules a quarter
-of that. The log, which may be on a file system in memory, takes up to three times as much."""
+"""Variables have at most 1/8 of the memory of this machine, and tables of modules 1/32. The log,
+which may be on a file system in memory, takes up to three times the bytes of both."""
 
 
 class _Name(Struct, array_like=True):
