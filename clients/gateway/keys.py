@@ -39,7 +39,7 @@ class ApiKeys:
         self._tenants = tenants or {}
         """The tenants' keys of the bus, by the holder's name."""
         self._operators = operators
-        """The hashes of the keys with ``+operator``. A holder may have other keys without it."""
+        """The hashes of the keys with ``+operator``. Their holders may also have other keys."""
 
     @classmethod
     def read(cls, path: Path) -> ApiKeys:

@@ -43,7 +43,7 @@ class CompletionRequest(SampledRequest, kw_only=True):
     """Whether the prompt may end in the middle of a word: the prompt's last token is removed, and
     the answer must begin with the text of this token. Only Tokenbus has this field."""
     suffix: str | None = None
-    """The text after the gap that the model fills. Requires a tokenizer with tokens for this."""
+    """The text after the gap that the model fills. Requires a tokenizer whose tokens mark a gap."""
 
     def check(self) -> None:
         """Raises ApiError 400 if fields contradict each other or are not supported."""

@@ -36,7 +36,7 @@ ENDS = ("<|endoftext|>", "<|file_sep|>", "<|fim_pad|>", "<file_sep>", "<fim_pad>
 
 async def filled(model: ServedModel, prompt: Prompt, suffix: str) -> list[int]:
     """The token ids of a prompt and a suffix, between which the model writes. Raises ApiError 400
-    if the tokenizer has no tokens for this."""
+    if the tokenizer has no tokens that mark a gap."""
     form = form_of(model)
     if form is None:
         raise invalid_field(
