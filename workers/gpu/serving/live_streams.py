@@ -20,6 +20,7 @@ from ..engine.sequence import Sequence, StepOutputs, TokenColumns, TokenOutput
 from .attaching import Attaching, rows_frames
 from .kept_streams import KeptStreams
 from .metrics import WorkerMetrics
+from .packed_fields import unpacked
 from .recipients import Recipients
 from .spans import record_span
 from .streams import (
@@ -208,6 +209,7 @@ class LiveStreams:
         for frames, link in messages:
             self._post(frames, link)
         for stream, entries in new.items():
+            stream.pack(entries)
             if stream.live == 0:
                 end = entries[-1]
                 self._end(stream, end.finish_reason or "cancelled", end.error)
@@ -233,7 +235,7 @@ class LiveStreams:
     def sent(self, stream: Stream) -> list[Token]:
         """All entries of a live stream that were sent, in order."""
         self._settle(stream)
-        return stream.sent()
+        return list(map(unpacked, stream.sent()))
 
     def _settle(self, stream: Stream) -> None:
         """Stores the rows that were sent to a stream."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import repeat
 from struct import Struct
@@ -25,6 +26,7 @@ from ....protocol.worker_messages import Journal
 from ..engine.sequence import PromptUsage
 from ..sampling.candidates import Candidate
 from .model_metrics import ModelMetrics
+from .packed_fields import pack, unpacked
 
 Frames = list[bytes]
 Form = Literal["json", "msgpack", "columns"]
@@ -95,7 +97,10 @@ class Stream:
     row_candidates: list[Candidate] = field(default_factory=list)
     """The distribution of each row, if the request asks for distributions."""
     entries: list[tuple[int, Token]] = field(default_factory=list)
-    """All other entries that were sent, each with the number of rows before it."""
+    """All other entries that were sent, each with the number of rows before it. The fields of an
+    entry are packed (``packed_fields``) when its message has been encoded."""
+    packed_bytes: int = 0
+    """Number of bytes of all packed fields."""
     trace: str = ""
     operation: str = "text_completion"
     """``gen_ai.operation.name`` of the request's span, if it has a trace."""
@@ -179,23 +184,28 @@ class Stream:
 
     @property
     def size(self) -> int:
-        """The memory of the stream's entries, in tokens: the ids of five candidates count as a
-        token."""
+        """The memory of the stream's entries, in tokens: the ids of five candidates, or 20 bytes of
+        packed fields, count as a token."""
         return self.num_tokens + self.num_candidates // 5
 
     @property
     def num_candidates(self) -> int:
-        """Number of candidates that the stream's entries report by their ids."""
+        """Number of candidates that the stream's rows report by their ids, and of 4 bytes each in
+        packed fields. A pair of ``top_logprobs`` has about 12 bytes."""
         ids = sum(len(c.kept) // 4 for c in self.row_candidates if isinstance(c.kept, bytes))
-        return ids + sum(len(e.kept) for _, e in self.entries if isinstance(e.kept, list))
+        return ids + self.packed_bytes // 4
 
     def add(self, entry: Token) -> None:
         """Stores an entry that is sent."""
         self.entries.append((len(self.rows) // ROW.size, entry))
 
+    def pack(self, entries: Iterable[Token]) -> None:
+        """Packs the fields of stored entries that have been sent."""
+        self.packed_bytes += sum(map(pack, entries))
+
     def sent(self, received: int = 0, last_rows: int = 0) -> list[Token]:
         """The entries that were sent, in order, without the first ``received`` entries and the last
-        ``last_rows`` rows."""
+        ``last_rows`` rows. Fields may be packed."""
         others, first = self._without(received)
         end = len(self.rows) - last_rows * ROW.size
         rows = zip(
@@ -237,7 +247,8 @@ class Stream:
         """Restores a stream that began at another worker. ``sent``: the entries that its client has
         received. ``moves``: number of moves of the stream so far."""
         self.moves = moves
-        self.entries = [(0, entry) for entry in sent]
+        self.entries = [(0, copy(entry)) for entry in sent]
+        self.pack(entry for _, entry in self.entries)
         # A worker of an earlier release does not report spans, and may not be exact.
         begun: set[int] = set()
         for entry in sent:
@@ -285,6 +296,8 @@ class TokenMessage:
 
 def entries_frames(stream: Stream, entries: Sequence[Token]) -> Frames:
     """A ``TOKEN`` with entries of one stream."""
+    if stream.encoding == "json":
+        entries = list(map(unpacked, entries))
     body = encode_body(entries, stream.encoding)
     return [b"TOKEN", encode_token_header([stream.session]), body]
 
@@ -312,8 +325,14 @@ def journal_frames(stream: Stream) -> Frames:
         moves=stream.moves,
     )
     head = encode_header(stream.request, stream.session, stream.flags)
-    sent = encode_body(pack_columns(stream.sent(), texts=True), "msgpack")
-    return [b"JOURNAL", head, encode_body(body, "msgpack"), sent, *stream.frames]
+    entries = stream.sent()
+    # A packed field is not a column, so the entries of the stream cannot be rows.
+    packed = stream.packed_bytes > 0
+    sent = TokenColumns(entries=entries) if packed else pack_columns(entries, texts=True)
+    return [
+        *(b"JOURNAL", head, encode_body(body, "msgpack")),
+        *(encode_body(sent, "msgpack"), *stream.frames),
+    ]
 
 
 def gone_frames(request: int) -> Frames:

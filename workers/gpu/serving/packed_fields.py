@@ -1,0 +1,48 @@
+"""Packs the lists and maps of entries that have been sent.
+
+A stream stores its entries for clients that attach and for brokers that claim it. 256
+``top_logprobs`` take 25 KiB as Python objects, and 3 KiB as a map in msgpack. If the entry is sent
+again in msgpack, the packed bytes are copied without decoding them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Raw, msgpack, structs
+
+from ....protocol.messages import Token
+from ....protocol.sampling import Distribution
+
+_KINDS: dict[str, Any] = {
+    "top_logprobs": dict[int, float],
+    "kept": list[int],
+    "cut": list[int],
+    "bias": dict[int, float],
+    "distribution": Distribution,
+}
+"""The fields of ``Token`` that are packed, and their types. Their sizes are chosen by clients."""
+
+
+def pack(entry: Token) -> int:
+    """Replaces long fields of a sent entry by ``msgspec.Raw``, which has their bytes in msgpack.
+    Returns the number of these bytes. Lists and maps with at most one value stay as they are.
+    """
+    size = 0
+    for name in _KINDS:
+        value = getattr(entry, name)
+        if isinstance(value, Distribution) or (isinstance(value, dict | list) and len(value) > 1):
+            packed = msgpack.encode(value)
+            setattr(entry, name, Raw(packed))
+            size += len(packed)
+    return size
+
+
+def unpacked(entry: Token) -> Token:
+    """The entry before ``pack``, with the same bits; the entry itself if no field is packed."""
+    found = {
+        name: msgpack.decode(value, type=kind)
+        for name, kind in _KINDS.items()
+        if isinstance(value := getattr(entry, name), Raw)
+    }
+    return structs.replace(entry, **found) if found else entry
