@@ -125,6 +125,7 @@ class Adoption:
         """Handles a worker's JOURNAL: the request returns to the worker, or is adopted."""
         header = decode_header(frames[1])
         body: Journal = decode_as(Journal, frames[2], "msgpack")
+        worker.fences.progressed(self._state.now)
         request = self._state.requests.get(header.request)
         if request is not None and request.worker is worker:
             self._returns.on_journal(request, body, b"".join(frames[3:4]))
@@ -144,9 +145,9 @@ class Adoption:
             )
         sent, *frames = attached
         fields: RoutingFields = decode_as(RoutingFields, frames[0])
-        count = _num_entries(sent)
         if self._has_ended(header, fields.stream_id):
             return
+        count = _num_entries(sent) if body.entries is None else body.entries
         session = self._session(header, fields.stream_id, (body.moves, count))
         if session is None:
             give_up(self._state, worker, header.request, header.address, fields.stream_id)
@@ -328,7 +329,7 @@ class Adoption:
         dropped an earlier attempt of a request."""
         claimed: Claimed = decode_as(Claimed, frames[2], "msgpack")
         session = claimed.session
-        worker.fences.answered()
+        worker.fences.answered(session, self._state.now)
         if session == NO_SESSION:
             return
         self._claims.on_claimed(worker, session)
@@ -466,6 +467,7 @@ def _is_unclaimed(request: Request) -> bool:
 
 
 def _num_entries(sent: bytes) -> int:
-    """The number of entries in a body of TOKEN; raises RequestError if it is malformed."""
+    """The number of entries in a body of TOKEN from a worker of an earlier release; raises
+    RequestError if the body is malformed."""
     body: TokenBody = decode_as(TokenBody, sent, "msgpack")
     return len(body) if isinstance(body, list) else len(body.streams) // 8 + len(body.entries)

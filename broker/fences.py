@@ -8,7 +8,8 @@ usually forwards bodies of TOKEN without reading them. While a worker has a fenc
 the session of the fence are decoded, and the entries of the stream are removed.
 
 A worker handles messages in order and answers each CLAIM with CLAIMED. So a fence ends with the
-CLAIMED that answers the first CLAIM after the attempt was given up. There are two kinds of fences:
+CLAIMED that answers the first CLAIM after the attempt was given up. CLAIMs of one session are
+answered in order, and those of several sessions in any order. There are two kinds of fences:
 
 - The worker is ordered to drop the attempt. All its messages about the request are ignored.
 - The worker is asked to report the attempt. The JOURNAL of the request also ends the fence.
@@ -42,22 +43,43 @@ class Fence:
     session: int
     stream_id: int
     end: int | None = None
-    """The number of the CLAIMED that ends the fence; None before the CLAIM was sent."""
+    """The number of the CLAIM whose answer ends the fence; None before the CLAIM was sent."""
     void: int = 0
-    """All messages about the request that arrive before the CLAIMED with this number are
-    ignored."""
+    """All messages about the request that arrive before the answer to the CLAIM with this number
+    are ignored."""
+
+
+@dataclass(slots=True)
+class _Unanswered:
+    """A CLAIM without an answer."""
+
+    since: float
+    """The time at which the CLAIM was sent, in seconds."""
+    fences: list[Fence]
+    """The fences that the answer ends."""
 
 
 class Fences:
     """The fences of one worker during one lease."""
 
-    __slots__ = ("_answered", "_by_request", "_unanswered", "by_session")
+    __slots__ = (
+        "_asked",
+        "_by_request",
+        "_of_session",
+        "_reported_at",
+        "_unanswered",
+        "by_session",
+    )
 
     def __init__(self) -> None:
-        self._answered = 0
-        """Number of CLAIMED that have arrived."""
-        self._unanswered: deque[tuple[float, list[Fence]]] = deque()
-        """The time of each unanswered CLAIM, in seconds, and the fences that its answer ends."""
+        self._asked = 0
+        """Number of CLAIMs that were sent."""
+        self._unanswered: dict[int, _Unanswered] = {}
+        """The unanswered CLAIMs by number, oldest first."""
+        self._of_session: dict[int, deque[int]] = {}
+        """The numbers of the unanswered CLAIMs of each session."""
+        self._reported_at = 0.0
+        """The time of the last JOURNAL or CLAIMED, in seconds."""
         self._by_request: dict[int, Fence] = {}
         self.by_session: dict[int, dict[int, list[Fence]]] = {}
         """The fences by session and stream. A stream may have several fences, because a client may
@@ -89,25 +111,38 @@ class Fences:
         """The fences of all sessions for which no CLAIM was sent."""
         return [fence for fence in self._by_request.values() if fence.end is None]
 
-    def asked(self, fences: list[Fence], now: float) -> int:
-        """Records a CLAIM, whose answer ends these fences; returns its number."""
-        self._unanswered.append((now, fences))
-        number = self._answered + len(self._unanswered)
+    def asked(self, fences: list[Fence], now: float, session: int = NO_SESSION) -> int:
+        """Records a CLAIM of a session, whose answer ends these fences; returns its number."""
+        self._asked += 1
+        number = self._asked
+        self._unanswered[number] = _Unanswered(now, fences)
+        self._of_session.setdefault(session, deque()).append(number)
         for fence in fences:
             fence.end = number
         return number
 
-    def answered(self) -> None:
-        """Handles a CLAIMED; raises RequestError if no CLAIM is unanswered."""
-        if not self._unanswered:
-            raise RequestError(Code.BAD_MESSAGE, "a CLAIMED came without a CLAIM")
-        _, fences = self._unanswered.popleft()
-        self._answered += 1
-        for fence in fences:
+    def answered(self, session: int, now: float) -> None:
+        """Handles a CLAIMED of a session; raises RequestError if no CLAIM of the session is
+        unanswered."""
+        numbers = self._of_session.get(session)
+        if not numbers:
+            raise RequestError(
+                Code.BAD_MESSAGE, f"a CLAIMED of session {session} came without a CLAIM"
+            )
+        number = numbers.popleft()
+        if not numbers:
+            del self._of_session[session]
+        self.progressed(now)
+        for fence in self._unanswered.pop(number).fences:
             # The request's JOURNAL may have ended the fence already, or a later CLAIM may have to
             # end it.
-            if self._by_request.get(fence.request) is fence and fence.end == self._answered:
+            if self._by_request.get(fence.request) is fence and fence.end == number:
                 self._remove(fence)
+
+    def progressed(self, now: float) -> None:
+        """Restarts the time limit of answers. A worker that must report many entries sends some of
+        them between two steps, and does not hang."""
+        self._reported_at = now
 
     def reported(self, request: int) -> None:
         """Ends the fence of a request, whose JOURNAL has arrived."""
@@ -118,16 +153,15 @@ class Fences:
     def is_void(self, request: int) -> bool:
         """Whether the worker's messages about a request are ignored."""
         fence = self._by_request.get(request)
-        return fence is not None and fence.void > self._answered
-
-    def renew(self, now: float) -> None:
-        """Restarts the time limit of answers after this process was stopped, because answers that
-        arrived during that time were not read yet."""
-        self._unanswered = deque((now, fences) for _, fences in self._unanswered)
+        return fence is not None and fence.void in self._unanswered
 
     def waited_s(self, now: float) -> float:
-        """How long the oldest CLAIM has waited for its answer, in seconds."""
-        return now - self._unanswered[0][0] if self._unanswered else 0.0
+        """How long the worker has not reported anything although a CLAIM waits for its answer, in
+        seconds."""
+        if not self._unanswered:
+            return 0.0
+        oldest = next(iter(self._unanswered.values()))
+        return now - max(oldest.since, self._reported_at)
 
     def _remove(self, fence: Fence) -> None:
         del self._by_request[fence.request]
@@ -198,7 +232,7 @@ def send_claim(
     """Sends a CLAIM, whose answer ends these fences; returns its number. If ``session`` is given,
     the worker reports the streams of this session before it answers."""
     state.out.to_worker(worker, b"CLAIM", Claim(session=session))
-    return worker.fences.asked(fences, state.now)
+    return worker.fences.asked(fences, state.now, session)
 
 
 def overdue(state: BrokerState, worker: Worker) -> str:

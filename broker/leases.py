@@ -113,7 +113,7 @@ class Leases:
         self._stopped_until = now + 2 * self._settings.heartbeat_s
         for worker in self.by_peer.values():
             worker.last_seen = now
-            worker.fences.renew(now)
+            worker.fences.progressed(now)
 
     def tick(self, now: float) -> None:
         """Ends leases that were not renewed, and sends the broker's own heartbeat."""

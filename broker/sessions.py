@@ -96,6 +96,9 @@ class Sessions:
         """Opens a session or takes one over, and answers with WELCOME."""
         hello: Hello = decode_as(Hello, frames[1])
         encoding = _encoding_of(hello)
+        # A session of this connection has not been at another broker, unless it is displaced.
+        here = session is not None and session.token == hello.session and not session.displaced
+        hello.elsewhere = hello.elsewhere and not here
         known = self._known(hello, key, peer, now)
         if known is not None:
             self._take_over(known, peer, session)

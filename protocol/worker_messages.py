@@ -146,6 +146,9 @@ class Journal(Struct, kw_only=True, omit_defaults=True):
     worker. The entries of the two copies may be in different orders."""
     gone: bool = False
     """Whether the worker no longer has the request. The message then has no attachments."""
+    entries: Annotated[int, Meta(ge=0)] | None = None
+    """Number of entries in attachment 0. None: the worker is of an earlier release, and the broker
+    counts the entries."""
 
 
 class Heartbeat(Struct, kw_only=True, omit_defaults=True):
@@ -172,9 +175,9 @@ class Claim(Struct, kw_only=True, omit_defaults=True):
     worker.
 
     The worker sends a JOURNAL for each live stream of the session, and for each stream that has
-    just ended. These streams continue under this broker. CLAIMED follows the last JOURNAL. A CLAIM
-    with session 0 asks for no streams; its CLAIMED confirms that the worker has processed all
-    earlier messages.
+    just ended. These streams continue under this broker. CLAIMED follows the last JOURNAL. The
+    worker may answer CLAIMs of other sessions earlier. A CLAIM with session 0 asks for no streams;
+    its CLAIMED confirms that the worker has processed all earlier messages except other CLAIMs.
     """
 
     session: Id

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tokenbus.broker.fences import Fences
+from tokenbus.broker.fences import NO_SESSION, Fences
 from tokenbus.broker.outgoing import Side
 from tokenbus.protocol.errors import RequestError
 from tokenbus.protocol.header import Flag, Header
@@ -22,25 +22,49 @@ def test_each_claimed_ends_the_fences_of_its_claim() -> None:
     fences.asked([], 2.0)
     fences.asked([second], 3.0)
     assert (fences.unasked(7), fences.all_unasked(), fences.waited_s(5.0)) == ([], [], 4.0)
-    fences.answered()
+    fences.answered(NO_SESSION, 0.0)
     assert fences.by_session == {7: {2: [second]}}
     assert fences.waited_s(5.0) == 3.0
-    fences.answered()
+    fences.answered(NO_SESSION, 0.0)
     assert fences
-    fences.answered()
+    fences.answered(NO_SESSION, 0.0)
     assert not fences
     assert fences.by_session == {}
     with pytest.raises(RequestError, match="without a CLAIM"):
-        fences.answered()
+        fences.answered(NO_SESSION, 0.0)
+
+
+def test_a_claimed_ends_the_fences_of_its_own_session() -> None:
+    fences = Fences()
+    fences.asked([fences.add(1, 7, 1)], 1.0, 7)
+    void = fences.add(2, 8, 1)
+    void.void = fences.asked([void], 1.0)
+    with pytest.raises(RequestError, match="CLAIMED of session 8 came without a CLAIM"):
+        fences.answered(8, 2.0)
+    fences.answered(NO_SESSION, 2.0)
+    assert fences.of(7, 1)
+    assert not fences.is_void(2)
+    fences.answered(7, 2.0)
+    assert not fences
+
+
+def test_a_report_restarts_the_time_limit_of_answers() -> None:
+    fences = Fences()
+    fences.asked([], 1.0)
+    fences.progressed(3.0)
+    assert fences.waited_s(5.0) == 2.0
+    fences.asked([], 4.0)
+    fences.answered(NO_SESSION, 4.5)
+    assert fences.waited_s(5.0) == 0.5
 
 
 def test_a_fence_that_begins_anew_ends_with_the_later_claimed() -> None:
     fences = Fences()
     fences.asked([fences.add(1, 7, 1)], 1.0)
     fences.asked([fences.add(1, 7, 1)], 2.0)
-    fences.answered()
+    fences.answered(NO_SESSION, 0.0)
     assert fences.of(7, 1)
-    fences.answered()
+    fences.answered(NO_SESSION, 0.0)
     assert not fences.of(7, 1)
 
 
@@ -51,7 +75,7 @@ def test_messages_are_void_until_the_order_to_drop_is_confirmed() -> None:
     # Its client has come from another broker meanwhile.
     fences.add(1, 7, 1)
     assert fences.is_void(1)
-    fences.answered()
+    fences.answered(NO_SESSION, 0.0)
     assert not fences.is_void(1)
     assert fences.of(7, 1)
     fences.reported(1)
@@ -62,7 +86,7 @@ def test_streams_with_one_number_have_a_fence_each() -> None:
     fences = Fences()
     for request in (1, 2):
         fences.asked([fences.add(request, 7, 1)], 1.0)
-    fences.answered()
+    fences.answered(NO_SESSION, 0.0)
     assert [fence.request for fence in fences.of(7, 1)] == [2]
 
 
@@ -77,7 +101,7 @@ def bench() -> Bench:
 
 def test_a_stream_that_goes_on_at_its_worker_has_no_fence_after_its_report(bench: Bench) -> None:
     """Its tokens reach the client, although the worker has not answered the CLAIM yet."""
-    hello(bench, encodings=["msgpack"])
+    hello(bench, "d", encodings=["msgpack"])
     journal(bench, "a", 1)
     claimed(bench, "a", "b")
     hello(bench, encodings=["msgpack"])

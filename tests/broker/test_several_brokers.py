@@ -57,10 +57,14 @@ def journal(
     moves: int = 0,
     request: int = REQUEST,
     session: int = SESSION,
+    counted: bool = False,
+    ended: bool = False,
 ) -> None:
-    """A worker sends the journal of stream 1."""
+    """A worker sends the journal of stream 1. ``counted``: with the number of its entries."""
     entries = [entry(pos) for pos in range(tokens)]
-    body = encode_body(Journal(type="GENERATE", moves=moves), "msgpack")
+    said = Journal(type="GENERATE", moves=moves, ended=ended)
+    said.entries = tokens if counted else None
+    body = encode_body(said, "msgpack")
     asked = encode_body(generate(1), "msgpack")
     head = encode_header(request, session, Flag.MSGPACK)
     frames = [b"JOURNAL", head, body, encode_body(entries, "msgpack"), asked]
@@ -257,11 +261,10 @@ def test_a_stream_that_its_client_cancelled_before_it_was_reported_is_dropped(
 
 
 def test_a_session_that_comes_back_gets_what_the_workers_have_now(bench: Bench) -> None:
-    [(_, welcome)] = bench.client("c", "HELLO", {"capabilities": ["recover"]})
-    bench.client("c", "GENERATE", generate(1))
+    [(_, welcome)] = bench.client("b", "HELLO", {"capabilities": ["recover"]})
+    bench.client("b", "GENERATE", generate(1))
     [(_, header)] = bench.to_worker("a")
     bench.tokens("a", header, entry(0), entry(1))
-    bench.to_client("c")
     again = hello(bench, "c", welcome["session"])
     assert "streams" not in again
     assert kinds(bench, "a") == ["CLAIM"]
@@ -275,6 +278,68 @@ def test_a_session_that_comes_back_gets_what_the_workers_have_now(bench: Bench) 
     bench.tokens("a", header, entry(3))
     [(_, entries)] = bench.to_client("c")
     assert [e["token"] for e in entries] == [103]
+
+
+def test_a_session_of_this_connection_is_not_claimed(bench: Bench) -> None:
+    """The connection has never been at another broker, whatever its HELLO says."""
+    [(_, welcome)] = bench.client("c", "HELLO", {"capabilities": ["recover"]})
+    bench.client("c", "GENERATE", generate(1))
+    [(_, header)] = bench.to_worker("a")
+    said = {"session": welcome["session"], "elsewhere": True, "capabilities": ["recover"]}
+    [(_, again)] = bench.client("c", "HELLO", said)
+    assert (again["resumed"], again["streams"]) == (True, [1])
+    assert [kinds(bench, name) for name in "ab"] == [[], []]
+    # It waits for an ATTACH, as after any HELLO.
+    bench.client("c", "ATTACH", {"stream_id": 1, "received": 0})
+    assert kinds(bench, "a") == ["ATTACH"]
+    bench.tokens("a", header, entry(0))
+    assert [kind for kind, _ in bench.to_client("c")] == ["TOKEN"]
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_only_the_entries_of_an_earlier_release_are_decoded_to_be_counted(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, counted: bool
+) -> None:
+    decoded: list[int] = []
+    count = adoption._num_entries
+
+    def noted(sent: bytes) -> int:
+        decoded.append(count(sent))
+        return decoded[-1]
+
+    monkeypatch.setattr(adoption, "_num_entries", noted)
+    hello(bench)
+    journal(bench, "a", 3, counted=counted)
+    [request] = bench.broker.state.requests.values()
+    assert (request.entries, decoded) == (3, [] if counted else [3])
+
+
+def test_a_report_of_a_stream_that_has_ended_is_not_decoded(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hello(bench)
+    journal(bench, "a", 3, ended=True)
+    [session] = bench.broker.state.sessions
+    assert session.ends.of(REQUEST, 1) is not None
+    monkeypatch.setattr(adoption, "_num_entries", pytest.fail)
+    journal(bench, "b", 3, ended=True)
+    assert bench.broker.drained
+
+
+def test_claims_of_other_sessions_are_answered_earlier(bench: Bench) -> None:
+    """A long session is reported in parts. Its fence stays until its own CLAIMED."""
+    [(_, welcome)] = bench.client("b", "HELLO", {"capabilities": ["recover"]})
+    bench.client("b", "GENERATE", generate(1))
+    [(_, header)] = bench.to_worker("a")
+    hello(bench, token=welcome["session"])
+    hello(bench, "d")
+    claimed(bench, "a", session=SESSION)
+    bench.tokens("a", header, entry(0))
+    assert bench.to_client("c") == []
+    [worker] = [w for w in bench.broker.state.workers.values() if w.name == "a"]
+    assert worker.fences
+    claimed(bench, "a", session=header.address)
+    assert not worker.fences
 
 
 # --- requests that go on behind another broker ---------------------------------------------------

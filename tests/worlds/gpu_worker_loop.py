@@ -101,7 +101,7 @@ class Loop:
         """Runs one iteration of ``run``."""
         worker = self.worker
         worker._take()
-        worker._answer_attaching()
+        worker._report()
         worker._load_events()
         worker._expire()
         worker._follow_orders()

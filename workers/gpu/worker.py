@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import time
+from collections import defaultdict
 from functools import partial
 
 from ...protocol.bodies import decode_as, encode_body
@@ -46,7 +47,7 @@ from .engine.engine import Engine, StepOutputs
 from .model.models import Models, device_works
 from .model.ranks import Ranks
 from .serving.arrivals import Arrivals, Request
-from .serving.attaching import Attaching, AttachQueue
+from .serving.attaching import ANSWER_ENTRIES, Attaching, ClaimEnd, Claiming, ReportQueue
 from .serving.live_streams import LiveStreams
 from .serving.rollouts import Calls, Rollouts
 from .serving.steering import Steering, decision_timeout
@@ -112,7 +113,7 @@ class GpuWorker:
         self._rollouts = Rollouts(
             self._models, self._arrivals, self._streams, settings.allow, calls
         )
-        self._attaching = AttachQueue()
+        self._reports = ReportQueue()
         self._draining_since: float | None = None
         self._paged: set[str] = set()
         """The models whose pages have been reported."""
@@ -144,7 +145,7 @@ class GpuWorker:
         try:
             while not self._done():
                 self._take()
-                self._answer_attaching()
+                self._report()
                 self._load_events()
                 self._expire()
                 self._follow_orders()
@@ -188,7 +189,7 @@ class GpuWorker:
         frozen, engines = self._rollouts.frozen, self._models.engines
         busy = any(e.has_work and not frozen(model) for model, e in engines.items())
         busy = busy or self._arrivals.embeddings.has_work
-        self._receive(0 if busy or self._attaching else IDLE_S)
+        self._receive(0 if busy or self._reports else IDLE_S)
 
     def _receive(self, wait_s: float = 0.0) -> None:
         for message in self._bus.take(wait_s):
@@ -202,22 +203,35 @@ class GpuWorker:
         self._arrivals.take_tokenized()
         self._bus.flush()
 
-    def _answer_attaching(self) -> None:
-        """Answers ATTACHes until the budget of this pass of the loop is used up. Skips streams that
-        have ended, because the broker has answered their ATTACHes."""
-        self._attaching.renew()
-        answered: dict[Stream, Attaching] = {}
+    def _report(self) -> None:
+        """Answers ATTACHes and CLAIMs until the budget of this pass of the loop is used up."""
+        self._reports.renew()
         with self._bus.stepping():
-            while (attaching := self._attaching.next()) is not None:
-                stream = attaching.stream
-                if stream in answered:
-                    self._streams.attach(answered.values())
-                    answered.clear()
-                if self._stream(stream.request) is stream and stream.link == attaching.link:
-                    self._attaching.spend(self._streams.cost(attaching))
-                    answered[stream] = attaching
-            self._streams.attach(answered.values())
+            self._answer()
         self._bus.flush()
+
+    def _answer(self) -> None:
+        """Answers ATTACHes and CLAIMs until the budget is used up. Skips ATTACHes of streams that
+        have ended, because the broker has answered these ATTACHes."""
+        answered: dict[Stream, Attaching] = {}
+        released: defaultdict[int, list[int]] = defaultdict(list)
+        while (next_ := self._reports.next()) is not None:
+            if isinstance(next_, ClaimEnd):
+                self._reports.spend(ANSWER_ENTRIES)
+                self._claimed(next_.session, next_.link)
+                continue
+            stream = next_.stream
+            if stream in answered:
+                self._streams.attach(answered.values())
+                answered.clear()
+            if isinstance(next_, Claiming):
+                self._continue_at(next_, released)
+            elif self._stream(stream.request) is stream and stream.link == next_.link:
+                self._reports.spend(self._streams.cost(next_))
+                answered[stream] = next_
+        self._streams.attach(answered.values())
+        for left, requests in released.items():
+            self._leave_to_another(requests, left)
 
     def _load_events(self) -> None:
         while not self._models.events.empty():
@@ -346,14 +360,14 @@ class GpuWorker:
         match message.type:
             case b"CANCEL":
                 stream = self._stream(message.header.request)
-                if stream is not None and stream.link == message.link:
+                if stream is not None and _is_of(stream, message.link):
                     self._cancel(stream, decode_as(Cancel, message.body))
             case b"ATTACH":
                 stream = self._stream(message.header.request)
                 if stream is not None and stream.link == message.link:
                     received = decode_as(Attach, message.body).received
                     self._streams.take_form(stream, message.header.flags)
-                    self._attaching.add(Attaching(stream, message.link, received))
+                    self._reports.add(Attaching(stream, message.link, received))
             case b"RESULT":
                 worker, attachments = message.header.address, message.attachments
                 ends = self._steering.on_result(worker, message.body, attachments, message.link)
@@ -375,7 +389,7 @@ class GpuWorker:
                 self._claim(decode_as(Claim, message.body, "msgpack").session, message.link)
             case bus.LEASE_ENDED:
                 # The broker's streams continue, for its successor or for another broker.
-                pass
+                self._reports.drop_claims(message.link)
             case _:
                 log.warning("a GPU worker does not accept messages of type %r", message.type)
 
@@ -383,8 +397,8 @@ class GpuWorker:
         """Handles a client's request. Refuses the request if requests of other brokers use the
         worker's capacity. A later attempt of a known request replaces the earlier attempt."""
         elsewhere = self._elsewhere(message.link) if self._bus.num_links > 1 else 0
-        known = self._stream(message.header.request) if elsewhere else None
-        if known is not None and known.link != message.link:
+        known = self._stream(message.header.request) if self._bus.num_links > 1 else None
+        if known is not None and not _is_of(known, message.link):
             # The stream has moved to another broker. The sender has not been notified, and treats
             # the stream as lost.
             self._leave_to_another([known.request], message.link)
@@ -395,20 +409,43 @@ class GpuWorker:
 
     def _claim(self, session: int, link: int) -> None:
         """Handles a client's move to another broker: the session's requests continue at that
-        broker."""
-        released: dict[int, list[int]] = {}
-        for stream in (*self._arrivals.streams(), *self._streams.reported()):
-            if stream.session != session or stream.type not in (b"GENERATE", b"SCORE"):
-                continue
-            if stream.link != link:
-                released.setdefault(stream.link, []).append(stream.request)
-                stream.link = link
-                # The previous broker may move a copy of the stream once more before it is notified.
-                # The client keeps the copy with more moves, so two moves are added here.
-                stream.moves += 2
+        broker. If this pass of the loop has sent enough, some of them move in later passes."""
+        if not session:
+            self._claimed(session, link)
+            return
+        streams = [
+            stream
+            for stream in (*self._arrivals.streams(), *self._streams.reported())
+            if stream.session == session and stream.type in (b"GENERATE", b"SCORE")
+        ]
+        self._reports.add_claim(session, link, streams)
+        self._answer()
+
+    def _continue_at(self, claiming: Claiming, released: dict[int, list[int]]) -> None:
+        """Continues a stream at the broker that has claimed the stream. ``released``: the requests
+        that leave other brokers, by link."""
+        stream, link = claiming
+        is_live = self._stream(stream.request) is stream
+        if stream.dropped or not (is_live or stream.live == 0):
+            return
+        self._reports.spend(self._streams.cost(claiming))
+        if stream.link != link:
+            released[stream.link].append(stream.request)
+            stream.link = link
+            # The previous broker may move a copy of the stream once more before it is notified.
+            # The client keeps the copy with more moves, so two moves are added here.
+            stream.moves += 2
+        try:
             self._go_on(stream, "its client has come to another broker")
-        for left, requests in released.items():
-            self._leave_to_another(requests, left)
+        except Exception as error:
+            doing = "reporting it to another broker"
+            if self._streams.get(stream.request) is stream:
+                self._streams.fail(stream, error, doing)
+            elif not self._arrivals.fail(stream.request, error, doing):
+                log.error("request %d was not reported", stream.request, exc_info=error)
+
+    def _claimed(self, session: int, link: int) -> None:
+        """Reports to a broker that its CLAIM has been answered."""
         body = encode_body(Claimed(session=session), "msgpack")
         self._bus.post([b"CLAIMED", encode_header(), body], link)
 
@@ -430,8 +467,10 @@ class GpuWorker:
         broker requests journals, because it was restarted or disconnected, sends them and continues
         their requests."""
         kept = self._bus.kept(answer, link)
+        if kept is not None:
+            self._reports.drop_claims(link)
         for stream in (*self._arrivals.streams(), *self._streams.reported()):
-            if stream.link != link:
+            if not _is_of(stream, link):
                 continue
             request = stream.request
             if request in answer.unknown or (kept is not None and request not in kept):
@@ -560,3 +599,9 @@ class GpuWorker:
 
     def _series(self) -> list[Series]:
         return self._streams.metrics.series(dict(self._models.engines))
+
+
+def _is_of(stream: Stream, link: int) -> bool:
+    """Whether the broker of a link may end a stream: the stream belongs to the broker, and no other
+    broker has claimed it."""
+    return stream.link == link and stream.claimed_by in (None, link)

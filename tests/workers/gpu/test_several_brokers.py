@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from tokenbus.protocol.worker_messages import (
     Start,
     StepResult,
 )
+from tokenbus.workers.bus import LEASE_ENDED
 from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.serving import attaching, kept_streams
 
 from ...worlds.gpu_worker_loop import CONTROLLER, Loop
 
@@ -155,6 +158,116 @@ def test_a_stream_that_has_ended_is_claimed_too(loop: Loop) -> None:
     loop.turn()
     [journal] = loop.sent(b"JOURNAL", 1)
     assert msgpack.decode(journal[2], type=Journal).ended
+
+
+def long_sessions(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams 1 and 2 of session 101 and stream 3 of session 103, each with more entries than the
+    worker sends in a turn. The next turns send nothing."""
+    monkeypatch.setattr(attaching, "MAX_ENTRIES", 8)
+    for request in (1, 2, 3):
+        loop.generate(request)
+    for _ in range(9):
+        loop.turn()
+    loop.worker._streams.get(2).session = 101  # type: ignore[union-attr]
+    loop.worker._reports.spend(24)
+
+
+def reported(loop: Loop) -> list[tuple[bytes, int]]:
+    """The answers to claims over link 1: JOURNAL with its request, CLAIMED with its session."""
+    return [
+        (kind, decode_header(head).request or msgpack.decode(body, type=Claimed).session)
+        for kind, head, body, *_ in loop.worker._bus._links[1]._outbox
+        if kind in (b"JOURNAL", b"CLAIMED")
+    ]
+
+
+def test_claims_of_long_sessions_leave_each_turn_a_step(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sessions take turns. A stream stays at its broker until its JOURNAL is sent."""
+    long_sessions(loop, monkeypatch)
+    for request in (1, 3):
+        claim(loop, request, link=1)
+    loop.turn()
+    assert reported(loop) == []
+    numbers = [0]
+    while len(reported(loop)) < 5:
+        sent = len(streams(loop, 0)) + len(streams(loop, 1))
+        loop.turn()
+        numbers.append(len(loop.sent(b"JOURNAL", 1)))
+        assert len(streams(loop, 0)) + len(streams(loop, 1)) == sent + 3
+    assert all(now - before <= 1 for before, now in pairwise(numbers))
+    assert reported(loop) == [
+        (b"JOURNAL", 1),
+        (b"JOURNAL", 3),
+        (b"JOURNAL", 2),
+        (b"CLAIMED", 103),
+        (b"CLAIMED", 101),
+    ]
+    for frames in loop.sent(b"JOURNAL", 1):
+        request = decode_header(frames[1]).request
+        assert msgpack.decode(frames[2], type=Journal).entries == streams(loop, 0).count(request)
+    released = bodies(loop, b"RELEASED", Released, 0)
+    assert [number for each in released for number in each.requests] == [1, 3, 2]
+
+
+def test_the_claim_of_no_session_is_answered_at_once(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long_sessions(loop, monkeypatch)
+    claim(loop, 1, link=1)
+    loop.give(b"CLAIM", Claim(session=0), link=1)
+    loop.worker._receive()
+    assert reported(loop) == [(b"CLAIMED", 0)]
+
+
+def test_a_stream_that_ends_while_its_claim_waits_is_reported(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that has too many entries to be stored is reported too."""
+    monkeypatch.setattr(kept_streams, "MAX_TOKENS", 5)
+    monkeypatch.setattr(attaching, "MAX_ENTRIES", 8)
+    loop.generate(1, max_tokens=10)
+    for _ in range(9):
+        loop.turn()
+    loop.worker._reports.spend(64)
+    claim(loop, 1, link=1)
+    while loop.worker._streams.get(1):
+        loop.turn()
+    assert loop.worker._streams.kept(1) is None
+    assert reported(loop) == []
+    while not loop.sent(b"CLAIMED", 1):
+        loop.turn()
+    [journal] = bodies(loop, b"JOURNAL", Journal, 1)
+    assert (journal.ended, journal.entries) == (True, streams(loop, 0).count(1))
+
+
+def test_a_broker_cannot_end_what_waits_to_go_on_behind_another(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long_sessions(loop, monkeypatch)
+    claim(loop, 1, link=1)
+    loop.give(b"CANCEL", Cancel(stream_id=1), 1, link=0)
+    answer = Registered(worker=9, heartbeat_s=1.0, expiry_s=5.0, unknown=[1])
+    loop.give(b"REGISTERED", answer, link=0)
+    loop.turn()
+    assert loop.worker._streams.get(1) is not None
+
+
+def test_the_claims_of_a_lease_that_has_ended_are_dropped(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long_sessions(loop, monkeypatch)
+    claim(loop, 1, link=1)
+    claim(loop, 3, link=0)
+    loop.give(LEASE_ENDED, b"", link=1)
+    while not loop.sent(b"CLAIMED", 0):
+        loop.turn()
+    loop.turn()
+    assert reported(loop) == []
+    assert bodies(loop, b"CLAIMED", Claimed, 0) == [Claimed(session=103)]
+    # The streams can end at their broker.
+    assert all(stream.claimed_by is None for stream in loop.worker._streams)
 
 
 def test_a_broker_cannot_end_what_goes_on_behind_another(loop: Loop) -> None:

@@ -45,7 +45,7 @@ def test_answers_to_many_attaches_leave_each_turn_a_step(
     """An answer has all entries of a stream, which may take the time of many steps."""
     monkeypatch.setattr(attaching, "MAX_ENTRIES", 8)
     loop = Loop(tmp_path, embedded)
-    loop.worker._attaching.renew()
+    loop.worker._reports.renew()
     for request in (1, 2):
         loop.generate(request)
     for _ in range(9):
@@ -79,7 +79,7 @@ def test_a_turn_answers_a_bounded_number_of_attaches_with_rows(
     for _ in range(21):
         loop.turn()
     monkeypatch.setattr(attaching, "MAX_ENTRIES", 2 * attaching.ANSWER_ENTRIES)
-    loop.worker._attaching.renew()
+    loop.worker._reports.renew()
     for stream in loop.worker._streams:
         stream.session = 100
     for request in streams:

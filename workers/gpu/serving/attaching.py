@@ -1,7 +1,8 @@
-"""The queue of unanswered ATTACH messages, and the rows of their answers.
+"""The queue of unanswered ATTACH and CLAIM messages, and the rows of answers.
 
-An answer can contain all entries of a stream, up to 100,000, and a client may send many ATTACHes.
-So each pass of the worker's loop sends a bounded number of entries, and sessions take turns.
+An answer can contain all entries of a stream, up to 100,000, and a client may send many ATTACHes or
+cause many CLAIMs. So each pass of the worker's loop sends a bounded number of entries, and sessions
+take turns. A CLAIM is answered with a JOURNAL for each stream of its session, and with CLAIMED.
 Entries that are rows (``streams.ROW``) are sent in columns: in one message for all streams of a
 session that the pass answers, and without an object for each token.
 """
@@ -9,7 +10,7 @@ session that the pass answers, and without an object for each token.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,9 @@ CANDIDATES_PER_ENTRY = 20
 """Number of reported candidates that count as one entry."""
 ANSWER_ENTRIES = 4
 """Number of entries that are charged for each answer, in addition to the entries that it sends."""
+JOURNAL_BYTES_PER_ENTRY = 1024
+"""Number of bytes in a JOURNAL that count as one entry: bytes that are copied without encoding
+them."""
 
 
 class Attaching(NamedTuple):
@@ -47,6 +51,27 @@ class Attaching(NamedTuple):
         missed, rows = self.stream.missed(self.received)
         candidates = self.stream.num_candidates // CANDIDATES_PER_ENTRY if missed else 0
         return ANSWER_ENTRIES + missed - rows + rows // ROWS_PER_ENTRY + candidates
+
+
+class Claiming(NamedTuple):
+    """A stream of a claimed session whose JOURNAL has not been sent."""
+
+    stream: Stream
+    link: int
+    """The link to the broker that has sent the CLAIM."""
+
+    @property
+    def cost(self) -> int:
+        """The number of entries that are charged for the JOURNAL."""
+        copied = self.stream.packed_bytes + sum(map(len, self.stream.frames))
+        return ANSWER_ENTRIES + self.stream.num_entries + copied // JOURNAL_BYTES_PER_ENTRY
+
+
+class ClaimEnd(NamedTuple):
+    """A CLAIMED that follows the JOURNALs of a session."""
+
+    session: int
+    link: int
 
 
 def rows_frames(session: int, streams: Mapping[Stream, int]) -> Frames:
@@ -74,12 +99,12 @@ def rows_frames(session: int, streams: Mapping[Stream, int]) -> Frames:
     return [b"TOKEN", encode_token_header([session]), encode_body(body, "msgpack")]
 
 
-class AttachQueue:
-    """The unanswered ATTACHes. Each pass of the loop begins with ``renew``."""
+class ReportQueue:
+    """The unanswered ATTACHes and CLAIMs. Each pass of the loop begins with ``renew``."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[int, deque[Attaching]] = OrderedDict()
-        """The ATTACHes of each session; the session whose turn is next comes first."""
+        self._waiting: OrderedDict[int, deque[Attaching | Claiming | ClaimEnd]] = OrderedDict()
+        """The messages of each session in order; the session whose turn is next comes first."""
         self._left = MAX_ENTRIES
         """Number of entries that this pass may still send; negative after a large answer."""
 
@@ -90,6 +115,26 @@ class AttachQueue:
         """Adds an ATTACH."""
         self._waiting.setdefault(attaching.stream.session, deque()).append(attaching)
 
+    def add_claim(self, session: int, link: int, streams: Iterable[Stream]) -> None:
+        """Adds a CLAIM. ``streams``: the streams of the session."""
+        waiting = self._waiting.setdefault(session, deque())
+        for stream in streams:
+            stream.claimed_by = link
+            waiting.append(Claiming(stream, link))
+        waiting.append(ClaimEnd(session, link))
+
+    def drop_claims(self, link: int) -> None:
+        """Drops the CLAIMs of a link whose lease has ended."""
+        for session, waiting in list(self._waiting.items()):
+            for one in waiting:
+                if isinstance(one, Claiming) and one.link == link:
+                    self._claimed(one)
+            kept = deque(w for w in waiting if isinstance(w, Attaching) or w.link != link)
+            if kept:
+                self._waiting[session] = kept
+            else:
+                del self._waiting[session]
+
     def renew(self) -> None:
         """Renews the budget at the beginning of a pass of the loop."""
         self._left = min(MAX_ENTRIES, self._left + MAX_ENTRIES)
@@ -98,13 +143,21 @@ class AttachQueue:
         """Charges this number of entries to the budget."""
         self._left -= entries
 
-    def next(self) -> Attaching | None:
-        """The next ATTACH to answer; None if no ATTACH waits or the budget of this pass is used
-        up."""
+    def next(self) -> Attaching | Claiming | ClaimEnd | None:
+        """The next message to send: the answer to an ATTACH, or a part of the answer to a CLAIM.
+        None if no message waits or the budget of this pass is used up."""
         if self._left <= 0 or not self._waiting:
             return None
         session, waiting = self._waiting.popitem(last=False)
-        attaching = waiting.popleft()
+        first = waiting.popleft()
         if waiting:
             self._waiting[session] = waiting
-        return attaching
+        if isinstance(first, Claiming):
+            self._claimed(first)
+        return first
+
+    @staticmethod
+    def _claimed(claiming: Claiming) -> None:
+        """The CLAIM of a stream does not wait any longer, unless a later CLAIM does."""
+        if claiming.stream.claimed_by == claiming.link:
+            claiming.stream.claimed_by = None

@@ -17,7 +17,7 @@ from ....protocol.header import FORM
 from ....protocol.logs import about
 from ....protocol.messages import ForwardPath, Msg, Token
 from ..engine.sequence import Sequence, StepOutputs, TokenColumns, TokenOutput
-from .attaching import Attaching, rows_frames
+from .attaching import Attaching, Claiming, rows_frames
 from .kept_streams import KeptStreams
 from .metrics import WorkerMetrics
 from .packed_fields import unpacked
@@ -256,10 +256,10 @@ class LiveStreams:
             self._dissolve()
             stream.take_form(flags)
 
-    def cost(self, attaching: Attaching) -> int:
-        """The number of entries that are charged for the answer to an ATTACH."""
-        self._settle(attaching.stream)
-        return attaching.cost
+    def cost(self, waiting: Attaching | Claiming) -> int:
+        """The number of entries that are charged for the answer to an ATTACH, or for a JOURNAL."""
+        self._settle(waiting.stream)
+        return waiting.cost
 
     def attach(self, attaching: Iterable[Attaching]) -> None:
         """Answers ATTACHes, at most one of each stream, with the entries that their clients have
@@ -342,9 +342,12 @@ class LiveStreams:
 
     def drop(self, request: int) -> None:
         """Ends a stream without sending anything, because no client waits for it."""
-        self._kept.drop(request)
-        stream = self._streams.get(request)
+        kept, stream = self._kept.get(request), self._streams.get(request)
+        if kept is not None:
+            kept.dropped = True
+            self._kept.drop(request)
         if stream is not None:
+            stream.dropped = True
             self._end(stream, "cancelled", None)
 
     def _end(self, stream: Stream, reason: str, error: str | None) -> None:

@@ -101,6 +101,11 @@ class Stream:
     entry are packed (``packed_fields``) when its message has been encoded."""
     packed_bytes: int = 0
     """Number of bytes of all packed fields."""
+    claimed_by: int | None = None
+    """The link whose CLAIM waits for the JOURNAL of this stream. Set and cleared by
+    ``ReportQueue``."""
+    dropped: bool = False
+    """Whether the broker needs the stream no longer. ``LiveStreams.drop`` sets the flag."""
     trace: str = ""
     operation: str = "text_completion"
     """``gen_ai.operation.name`` of the request's span, if it has a trace."""
@@ -175,6 +180,11 @@ class Stream:
             entry.span = self.span
         if entry.finish_reason is not None:
             entry.exact = self.exact
+
+    @property
+    def num_entries(self) -> int:
+        """Number of entries that were sent."""
+        return len(self.rows) // ROW.size + len(self.entries)
 
     @property
     def num_tokens(self) -> int:
@@ -326,6 +336,7 @@ def journal_frames(stream: Stream) -> Frames:
     )
     head = encode_header(stream.request, stream.session, stream.flags)
     entries = stream.sent()
+    body.entries = len(entries)
     # A packed field is not a column, so the entries of the stream cannot be rows.
     packed = stream.packed_bytes > 0
     sent = TokenColumns(entries=entries) if packed else pack_columns(entries, texts=True)
