@@ -226,7 +226,7 @@ class Broker:
         self._at(now)
         self._ticked_at = now
         ticks = (self._leases, self.adoption, self._sessions, self.dispatcher, self._rollouts)
-        parts = [part.tick for part in ticks]
+        parts = [*(part.tick for part in ticks), self._ends.answers.tick]
         for part in parts:
             self._guarded(part, now)
         if now - self._places_at >= PLACES_EVERY_S:
@@ -252,7 +252,8 @@ class Broker:
         """Seconds until ``tick`` is to be called again: ``tick_s``, or less if a lease ends
         earlier. If the last tick left work to do, the result is a short pause, in which messages
         are handled."""
-        if self.dispatcher.behind or self._sessions.behind or self._leases.behind:
+        parts = (self.dispatcher, self._sessions, self._leases, self._ends.answers)
+        if any(part.behind for part in parts):
             return BEHIND_S
         return max(0.001, min(self.settings.tick_s, self._leases.expires_at - now))
 
@@ -296,8 +297,8 @@ class Broker:
 
     @property
     def drained(self) -> bool:
-        """Whether no request is left."""
-        return not self.state.requests
+        """Whether no request is left, and no incomplete answer to an ATTACH."""
+        return not self.state.requests and not self._ends.answers.behind
 
     def stop(self) -> list[Outgoing]:
         """Stops: every live stream ends with an error."""

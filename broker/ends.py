@@ -10,20 +10,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
 
-from ..protocol.bodies import decode_as, encode_body, encoding_of, error_body
-from ..protocol.columns import TokenBody, TokenColumns, column_entries
+from ..protocol.bodies import encode_body, error_body
 from ..protocol.errors import (
     Code,
     ConnectionLostError,
-    RequestError,
     SlowClientError,
     TokenbusError,
 )
 from ..protocol.messages import FinishReason, Token
+from .answers import Answers
 from .kept_ends import MAX_ENDS, End
-from .outgoing import Outgoing, Side
 from .request import STREAMS, Request
 from .session import Session
 from .state import BrokerState
@@ -51,6 +48,7 @@ class Ends:
         self._state = state
         self._settings = state.settings
         self._out = state.out
+        self.answers = Answers(state, self._was_sent)
         self._max_unread = UNREAD_FACTOR * state.settings.max_pending_bytes
         self._max_closing = MAX_CLOSING_BYTES_WITHOUT_JOURNAL
         if state.settings.max_journal_bytes:
@@ -124,16 +122,14 @@ class Ends:
         awaited = end is not None and request.awaits_attach
         if session.peer is None or (awaited and session.recovers):
             return
-        self._send(session, closing)
+        self.answers.send_closing(session, closing)
         if end is not None and not awaited:
             session.ends.on_sent(end)
 
     def _answer_attaching(self, request: Request, end: End) -> None:
         """Answers the ATTACHes that the worker of a request has not answered."""
-        for received in request.attaching:
-            self._answer(request.session, end, received)
-        request.attaching.clear()
-        self._was_sent(request.session, end)
+        attaching, request.attaching = request.attaching, []
+        self.answers.begin(request.session, end, attaching)
 
     # --- what is kept ---------------------------------------------------------------------------
 
@@ -188,6 +184,7 @@ class Ends:
     def drop(self, session: Session, stream_id: int) -> None:
         """Drops the end of a stream, because the client of its session does not need it any
         more."""
+        session.ends.answering.pop(stream_id, None)
         end = session.ends.by_stream.get(stream_id)
         if end is not None:
             self._drop(session, end)
@@ -214,11 +211,12 @@ class Ends:
         for end in list(islice(ends.lost.values(), MAX_SENT_AGAIN)):
             del ends.lost[end.stream_id]
             if end.closing is not None:
-                self._send(session, end.closing)
+                self.answers.send_closing(session, end.closing)
             self._was_sent(session, end)
         before = self._state.now - self._settings.session_cut_s
         for end in ends.expired(before, MAX_EXPIRED):
-            self._drop(session, end)
+            if end.stream_id not in ends.answering:
+                self._drop(session, end)
 
     # --- messages that were dropped -------------------------------------------------------------
 
@@ -231,8 +229,13 @@ class Ends:
         once."""
         closing = (b"ERROR", encode_body(error_body(error, stream_id), session.encoding))
         end = self._closed(session, stream_id, closing)
-        self._send(session, closing)
+        self.answers.send_closing(session, closing)
         self._was_sent(session, end)
+
+    def fail_answers(self, session: Session, error: TokenbusError) -> None:
+        """Ends the incomplete answers to ATTACHes with an ERROR, because entries were dropped."""
+        for stream_id in list(session.ends.answering):
+            self.fail(session, stream_id, error)
 
     def _closed(self, session: Session, stream_id: int, closing: Sequence[bytes]) -> End:
         """The stored end of a stream, which now has ``closing`` as its final message."""
@@ -248,70 +251,18 @@ class Ends:
     # --- ATTACH ---------------------------------------------------------------------------------
 
     def attach(self, session: Session, stream_id: int, received: int) -> bool:
-        """Answers an ATTACH with a stored end; returns whether an end exists that was not sent on
-        the present connection."""
+        """Begins to answer an ATTACH with a stored end; returns whether an end exists that was not
+        sent on the present connection."""
         end = session.ends.by_stream.get(stream_id)
         if end is None or end.position:
             return False
-        self._answer(session, end, received)
-        self._was_sent(session, end)
+        self.answers.begin(session, end, [received])
         return True
 
     def _was_sent(self, session: Session, end: End) -> None:
         """Records that an end was sent. Only an acknowledgement shows whether it arrived."""
+        session.ends.answering.pop(end.stream_id, None)
         if session.acks:
             session.ends.on_sent(end)
         else:
             self._drop(session, end)
-
-    def _answer(self, session: Session, end: End, received: int) -> None:
-        if end.is_stream:
-            entries = self._entries(session, end)
-            if entries is not None:
-                self._out.attached(session, end.stream_id, end.moves, entries, received)
-            elif end.closing is None:
-                unknown = RequestError(
-                    Code.UNKNOWN_STREAM,
-                    f"the entries of stream {end.stream_id}, which has ended, are not kept any "
-                    "more; send the request again",
-                )
-                self._out.count_error(unknown)
-                self._out.to_session(session, b"ERROR", error_body(unknown, end.stream_id))
-        if end.closing is not None:
-            self._send(session, end.closing)
-
-    def _entries(self, session: Session, end: End) -> list[Token] | None:
-        """The entries that were routed for a stream that has ended; None if they are not stored.
-
-        The journal is decoded once for all ends of the session.
-        """
-        if end.sent is None:
-            self._read_journal(session)
-        if end.sent is None:
-            return None
-        body: TokenBody = decode_as(TokenBody, end.sent, "msgpack") if end.sent else []
-        return column_entries(body) if isinstance(body, TokenColumns) else body
-
-    def _read_journal(self, session: Session) -> None:
-        """Reads the entries of all stored ends of a session whose entries are in its journal."""
-        journal, ends = session.journal, session.ends.by_stream.values()
-        wanted = {e.request: e for e in ends if e.sent is None and journal.has(e.request)}
-        try:
-            found = journal.entries(wanted)
-        except TokenbusError as error:
-            log.error("the journal of session %d cannot be read: %s", session.id, error)
-            return
-        for number, end in wanted.items():
-            end.sent = encode_body(found[number], "msgpack")
-            size = len(end.sent) + sum(map(len, end.closing or ()))
-            journal.begin(number, end.stream_id, size)
-
-    def _send(self, session: Session, closing: Sequence[bytes]) -> None:
-        """Sends the message that ends a request, in the present encoding of its client."""
-        if session.peer is None:
-            return
-        message_type, body, *attached = closing
-        if encoding_of(body) != session.encoding:
-            body = encode_body(decode_as(Any, body), session.encoding)
-        frames = (message_type, body, *attached)
-        self._out.append(Outgoing(Side.FRONT, session.peer, frames, True))

@@ -125,6 +125,7 @@ class Front:
             f"more than {most} bytes for this client were unread, so its streams were ended; read "
             "faster, or open fewer streams",
         )
+        self._ends.fail_answers(session, error)
         closed = _closed_stream(dropped.frames)
         if closed is not None and closed not in session.streams:
             closing = dropped.frames

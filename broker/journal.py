@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from ..protocol.bodies import Encoding
 from ..protocol.columns import TokenBody, TokenColumns, plain_entry, unpack_columns
 from ..protocol.errors import Code, RequestError
 from ..protocol.messages import Token
-from .recent import Recent, Segment
+from .recent import BODIES_AT_ONCE, Recent, Segment
 
 CHUNK_BYTES = 64 * 1024
 """A chunk that has reached this size gets no further bodies."""
@@ -237,15 +237,16 @@ class Journal:
             self._pack(list(run), "json" if json else "msgpack")
 
     def _pack(self, bodies: list[bytes], encoding: Encoding) -> None:
-        """Adds bodies to the last chunk, or to a new one."""
-        chunk = self._chunks[-1] if self._chunks else None
-        if chunk is None or chunk.encoding != encoding or chunk.size >= CHUNK_BYTES:
-            chunk = _Chunk(encoding, self._next)
-            self._chunks.append(chunk)
-        before = chunk.size
-        chunk.add(bodies)
-        self._grow(chunk.size - before)
-        self._next += len(bodies)
+        """Adds bodies to the last chunk, or to new ones."""
+        for part in _parts(bodies):
+            chunk = self._chunks[-1] if self._chunks else None
+            if chunk is None or chunk.encoding != encoding or chunk.size >= CHUNK_BYTES:
+                chunk = _Chunk(encoding, self._next)
+                self._chunks.append(chunk)
+            before = chunk.size
+            chunk.add(part)
+            self._grow(chunk.size - before)
+            self._next += len(part)
 
     def entries(self, requests: Iterable[int]) -> dict[int, list[Token]]:
         """The entries that were routed for each of these requests, in order.
@@ -254,41 +255,90 @@ class Journal:
         """
         self._recent.distribute()
         found: dict[int, list[Token]] = {request: [] for request in requests}
-        places = {
-            place.stream_id: (place, found[request], deque(place.again or ()))
-            for request, place in self._begun.items()
-            if request in found
-        }
-        if not places:
-            return found
-        first = min(place.first for place, _, _ in places.values())
-        for number, body in self._bodies(first):
-            for entry in _entries_of(body, places):
-                place, entries, again = places[entry.stream_id]
-                if number < place.first:
-                    continue
-                while again and again[0][0] <= number:
-                    del entries[again.popleft()[1] :]
-                entries.append(entry)
-        for _, entries, again in places.values():
-            for _, received in again:
-                del entries[received:]
+        for _, entries in self.read(found):
+            for request, entry in entries:
+                found[request].append(entry)
         return found
 
-    def _bodies(self, first: int) -> Iterator[tuple[int, TokenBody]]:
-        """The bodies from number ``first`` on, with their numbers."""
-        for chunk in self._chunks:
-            if chunk.first + chunk.count <= first:
-                continue
-            try:
-                bodies = list(chunk.bodies())
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                raise RequestError(
-                    Code.BAD_MESSAGE, f"a TOKEN body that was routed cannot be decoded: {error}"
-                ) from None
-            for number, body in enumerate(bodies, chunk.first):
-                if number >= first:
-                    yield number, body
+    def read(self, requests: Iterable[int]) -> Iterator[tuple[int, list[tuple[int, Token]]]]:
+        """Reads the entries of requests in parts, so that the caller can continue later. Yields the
+        bytes that a part had to read, and the entries, each with its request.
+
+        The caller must read only requests that have ended, unless it reads all parts at once.
+        Raises RequestError if a body cannot be decoded.
+        """
+        reached: list[bool] = []
+        self._recent.note(0, partial(reached.append, True))
+        while not reached and self._recent.size:
+            before = self._recent.size
+            self._recent.distribute(BODIES_AT_ONCE)
+            yield before - self._recent.size, []
+        wanted = set(requests)
+        routed = {
+            place.stream_id: _Routed(request, place)
+            for request, place in self._begun.items()
+            if request in wanted
+        }
+        first = min((each.first for each in routed.values()), default=self._next)
+        for chunk in list(self._chunks):
+            if chunk.first + chunk.count > first:
+                yield chunk.size, _read(chunk, routed)
+
+
+class _Routed:
+    """The entries of a request, while bodies are read."""
+
+    def __init__(self, request: int, place: _Place) -> None:
+        self._request = request
+        self.first = place.first
+        self._again = [*(place.again or ()), (1 << 62, 1 << 62)]
+        """The positions from which entries were sent again, and an unreachable one."""
+        limits = accumulate((received for _, received in reversed(self._again)), min)
+        self._limits = list(limits)[::-1]
+        """The smallest entry number of each position and the later ones. Entries from this number
+        on are sent again."""
+        self._at = 0
+        self._length = 0
+        """Number of entries of the client, when it receives the next entry."""
+
+    def add(self, number: int, entry: Token, found: list[tuple[int, Token]]) -> None:
+        """Adds the entry of the body ``number`` to ``found``, unless it is sent again later."""
+        if number < self.first:
+            return
+        while self._again[self._at][0] <= number:
+            self._length = min(self._length, self._again[self._at][1])
+            self._at += 1
+        if self._length < self._limits[self._at]:
+            found.append((self._request, entry))
+        self._length += 1
+
+
+def _parts(bodies: list[bytes]) -> Iterator[list[bytes]]:
+    """Consecutive bodies, of about ``CHUNK_BYTES`` at most."""
+    if sum(map(len, bodies)) <= CHUNK_BYTES:
+        yield bodies
+        return
+    first = size = 0
+    for number, body in enumerate(bodies, 1):
+        size += len(body)
+        if size >= CHUNK_BYTES or number == len(bodies):
+            yield bodies[first:number]
+            first, size = number, 0
+
+
+def _read(chunk: _Chunk, routed: dict[int, _Routed]) -> list[tuple[int, Token]]:
+    """The entries of a chunk, each with its request. ``routed``: the requests by stream."""
+    try:
+        bodies = list(chunk.bodies())
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RequestError(
+            Code.BAD_MESSAGE, f"a TOKEN body that was routed cannot be decoded: {error}"
+        ) from None
+    found: list[tuple[int, Token]] = []
+    for number, body in enumerate(bodies, chunk.first):
+        for entry in _entries_of(body, routed):
+            routed[entry.stream_id].add(number, entry, found)
+    return found
 
 
 def _entries_of(body: TokenBody, streams: Iterable[int]) -> Iterator[Token]:

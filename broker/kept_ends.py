@@ -7,9 +7,12 @@ for the client's ATTACH or CANCEL.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+
+from .pieces import Pieces
 
 MAX_ENDS = 16_384
 """Maximum number of stored ends of a session. Above it, the oldest end is dropped."""
@@ -28,8 +31,9 @@ class End:
     moves: int
     closing: Sequence[bytes] | None
     """The frames of the message that ended the request; None if an entry of TOKEN ended it."""
-    sent: bytes | None
-    """The entries that were routed, as a body of TOKEN; None while the journal has them."""
+    sent: bytes | Pieces | None
+    """The entries that were routed: a body of TOKEN, or after the first ATTACH in pieces. None
+    while the journal has them."""
     count: int = 0
     """Number of entries in ``sent`` if a worker reported the end to a restarted broker, otherwise
     0."""
@@ -38,18 +42,25 @@ class End:
     position: int = 0
     """Position of the end on the present connection. 0 if the end was not sent on this connection,
     and waits for ATTACH."""
+    next: int = 0
+    """Number of the first entry that the answer to the last ATTACH has not sent."""
 
 
 class KeptEnds:
     """The stored ends of one session, oldest first."""
 
-    __slots__ = ("_sent", "by_stream", "lost", "position")
+    __slots__ = ("_sent", "answering", "by_stream", "lost", "position", "reading")
 
     def __init__(self) -> None:
         self.by_stream: dict[int, End] = {}
         self.lost: dict[int, End] = {}
         """By stream: ends whose message was dropped because the queue of the connection was
         full."""
+        self.answering: OrderedDict[int, End] = OrderedDict()
+        """By stream: ends to which the client has attached on the present connection, and whose
+        answers are not complete. An end can be dropped meanwhile."""
+        self.reading: Iterator[int] | None = None
+        """Reads entries for ``answering``, a part with each step (``answers.py``)."""
         self.position = 0
         """Number of ends that were sent to the client."""
         self._sent: dict[int, End] = {}

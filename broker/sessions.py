@@ -256,9 +256,11 @@ class Sessions:
                 Code.SESSION_TAKEN, "another connection has taken this session over"
             )
             self._out.to_session(known, b"ERROR", error_body(taken))
+            known.ends.on_taken_over(self._state.now)
+        # The client attaches again to the ends that it has not received.
+        known.ends.answering.clear()
         self._table.attach(known, peer)
         known.detached_at, known.cut = None, False
-        known.ends.on_taken_over(self._state.now)
         for request in known.streams.values():
             if request.attachment is Attachment.ATTACHED:
                 request.attachment = Attachment.RESUMED
