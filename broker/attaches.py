@@ -17,7 +17,7 @@ from ..protocol.messages import Attach
 from ..protocol.shares import fits_share
 from .ends import Ends
 from .moves import Moves
-from .request import Attachment, Request
+from .request import Attachment, Interruption, Request
 from .session import Session
 from .state import BrokerState
 from .worker import RETRY_AFTER_S
@@ -26,6 +26,9 @@ MAX_HELD = 262_144
 """Maximum number of held ATTACHes of all sessions together."""
 MAX_ATTACHING = 64
 """Maximum number of ATTACHes for one stream that its worker has not answered."""
+MAX_ANSWERED = 8
+"""Maximum number of ATTACHes that are answered with entries while a stream waits for another
+worker. Each of these answers decodes the stream's entries."""
 
 
 class Attaches:
@@ -110,6 +113,8 @@ class Attaches:
                 "ATTACHes, and more are not allowed; wait for its answers",
                 retry_after_s=RETRY_AFTER_S,
             )
+        if request.worker is None and request.interruption is not None:
+            self._count(request, request.interruption, message.received)
         request.attachment = Attachment.ATTACHED
         if request.worker is None:
             self._moves.attach(request, message.received if request.interruption else 0)
@@ -119,6 +124,22 @@ class Attaches:
                 request.session.journal.json = True
             flags = request.session.flags
             self._out.to_worker(request.worker, b"ATTACH", message, request.id, flags)
+
+    @staticmethod
+    def _count(request: Request, interruption: Interruption, received: int) -> None:
+        """Counts an ATTACH to a stream that waits for another worker; raises UnavailableError if
+        too many were answered with entries."""
+        if received >= request.entries:
+            return
+        if interruption.answered >= MAX_ANSWERED:
+            raise UnavailableError(
+                Code.CLIENT_LIMIT,
+                f"stream {request.stream_id} waits for another worker, and {MAX_ANSWERED} ATTACHes "
+                "were answered with its entries meanwhile; more are not allowed, attach again when "
+                "the stream has moved",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        interruption.answered += 1
 
     # --- streams --------------------------------------------------------------------------------
 

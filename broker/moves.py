@@ -270,14 +270,19 @@ class Moves:
     def attach(self, request: Request, received: int) -> None:
         """Answers a client that attaches to a waiting stream with the entries that it has not
         received."""
-        sent = request.interruption.sent if request.interruption is not None else b""
+        interruption = request.interruption
+        missed = interruption is not None and received < request.entries
+        sent = interruption.sent if interruption is not None and missed else b""
         self.answer(request, sent, received)
 
     def _answer_attaching(self, request: Request) -> None:
-        """Answers the ATTACHes that the worker of a request has not answered."""
-        for received in request.attaching:
+        """Answers the ATTACHes that the worker of a request has not answered. The missed entries
+        follow the last answer."""
+        attaching, request.attaching = request.attaching, []
+        for received in attaching[:-1]:
+            self._out.attached(request.session, request.stream_id, request.moves, [], received)
+        for received in attaching[-1:]:
             self.attach(request, received)
-        request.attaching.clear()
 
     def answer(self, request: Request, sent: bytes, received: int) -> None:
         """Answers an ATTACH with the entries of a stream (a body of TOKEN, or nothing) after the

@@ -89,6 +89,8 @@ class Interruption:
     """The time at which the worker was lost, in seconds."""
     sent: bytes
     """The entries that were routed for the request, as a body of TOKEN in msgpack; may be empty."""
+    answered: int = 0
+    """Number of ATTACHes that were answered with entries of ``sent``."""
 
 
 @dataclass(slots=True)

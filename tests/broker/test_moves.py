@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenbus.broker.attaches import MAX_ANSWERED
 from tokenbus.broker.outgoing import Side
 from tokenbus.protocol.columns import plain_entry
 from tokenbus.protocol.header import Flag, Header, decode_header
@@ -255,6 +256,34 @@ def test_what_a_client_misses_of_a_stream_that_waits_comes_from_the_broker(bench
     bench.worker("b")
     _, transcript = continued(bench, "b")
     assert len(transcript.entries) == 3
+
+
+def test_the_entries_of_a_stream_that_waits_are_sent_a_bounded_number_of_times(
+    bench: Bench,
+) -> None:
+    bench.worker("a")
+    header = begun(bench, "a")
+    bench.tokens("a", header, FIRST, entry(8, 1), entry(9, 2))
+    for _ in range(3):
+        bench.client("c", "ATTACH", {"stream_id": 1, "received": 1})
+    bench.to_client("c")
+    gone(bench, "a")
+    kinds = [kind for kind, _ in bench.to_client("c")]
+    assert kinds == ["MSG", "MSG", "MSG", "TOKEN"], "the entries follow the last answer"
+    for _ in range(MAX_ANSWERED):
+        answers = bench.client("c", "ATTACH", {"stream_id": 1, "received": 1})
+        assert [kind for kind, _ in answers] == ["MSG", "TOKEN"]
+    [(_, error)] = bench.client("c", "ATTACH", {"stream_id": 1, "received": 1})
+    assert (error["code"], error["stream_id"]) == ("client_limit", 1)
+    for received in (3, 10**9):
+        # A client that misses nothing is answered, and nothing is decoded for it.
+        [(_, answer)] = bench.client("c", "ATTACH", {"stream_id": 1, "received": received})
+        assert answer["attached"] == received
+    bench.worker("b")
+    header, transcript = continued(bench, "b")
+    assert len(transcript.entries) == 3
+    bench.client("c", "ATTACH", {"stream_id": 1, "received": 1})
+    assert [kind for kind, _ in bench.to_worker("b")] == ["ATTACH"], "the refused client gets all"
 
 
 @pytest.mark.parametrize("answered", [False, True])
