@@ -15,6 +15,8 @@ from tokenbus.protocol.columns import pack_columns
 from tokenbus.protocol.header import Flag, Header, encode_header, encode_token_header
 from tokenbus.protocol.messages import Token
 
+from ..lmtp.transports import ZeroMQ
+from ..processes import Bus
 from ..worlds.broker import Bench, peer_of
 from .invariants import check, check_empty
 from .test_ends import HELLO, attach, back, begun, entry, gone, ids, opened, ping
@@ -321,3 +323,22 @@ def test_pieces_have_the_entries_of_a_body(decoded: list[int], columns: bool) ->
             assert part
             found += part
         assert [one.token for one in found] == EVERYTHING[number:]
+
+
+@pytest.mark.process
+def test_a_large_stream_of_a_real_broker_is_answered_completely(bus: Bus) -> None:
+    first, second, third = (ZeroMQ(bus.front) for _ in range(3))
+    token = first.hello(capabilities=["ack"])["session"]
+    options: dict[str, Any] = {"n": 2, "max_tokens": 250, "top_logprobs": 256, "ignore_eos": True}
+    stream_id = first.begin("GENERATE", prompt=[5, 6, 7], temperature=1.0, **options)
+    expected = first.rest_of(stream_id)
+    first.close()
+    for client, received in ((second, 0), (third, 200)):
+        client.hello(session=token, capabilities=["ack"])
+        client.send("ATTACH", stream_id=stream_id, received=received)
+        assert client.receive()[1]["attached"] == received
+        entries = client.receive()[1]
+        assert len(entries) < len(expected) - received, "the answer has several parts"
+        entries += client.rest_of(stream_id)
+        assert entries == expected[received:]
+        client.close()
