@@ -86,7 +86,7 @@ class Placement:
 
     def beyond_capacity(self, request: Request) -> Worker | None:
         """The worker for a request if all workers are full, but none of them has a request of the
-        same key, or of the same user of the session; None if the request must wait.
+        same key, or of the same user; None if the request must wait.
 
         Without this exception, the first request of a key would wait until a long stream of another
         key ends. For such requests, each worker accepts an eighth more than its capacity. Half of

@@ -67,8 +67,8 @@ class Statuses:
             raise SlowClientError(
                 Code.SLOW_CLIENT,
                 f"up to {unread} bytes of answers to this connection are unread; a list of streams "
-                f"or tools is sent only if fewer than {most} bytes are unread; read the earlier answers "
-                "first, or use a new connection",
+                f"or tools is sent only if fewer than {most} bytes are unread; read the earlier "
+                "answers first, or use a new connection",
             )
 
     def _shown_to(self, session: Session, own: bool) -> list[Session] | None:
