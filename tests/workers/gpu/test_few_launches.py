@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu.sampling import races, sampler
+from tokenbus.workers.gpu.sampling import penalties, races, sampler
 from tokenbus.workers.gpu.sampling.biases import Bias
 from tokenbus.workers.gpu.sampling.row_parameters import Row, Rows
 
@@ -35,7 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def by_launches(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Tensors of the CPU count as those of a device, until the patches are undone."""
-    for module in (races, sampler):
+    for module in (penalties, races, sampler):
         monkeypatch.setattr(module, "costs_launches", lambda tensor: True)
     return monkeypatch
 

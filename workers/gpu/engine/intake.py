@@ -10,6 +10,7 @@ from itertools import count
 from ....protocol.errors import Code, RequestError
 from ....protocol.sampling import Sampling
 from ..model.loader import LoadedModel
+from ..sampling.biases import bias_of_request
 from ..sampling.min_tokens import Least
 from .block_manager import BlockTable
 from .sequence import PromptUsage, Sequence
@@ -97,6 +98,7 @@ class Intake:
             arrival=next(self._arrivals),
             stop_ids=ids,
             least=self._least(sampling, ends),
+            logit_bias=bias_of_request(sampling.logit_bias),
             with_text=text,
             inspect=inspect,
             prompt_usage=PromptUsage(len(prompt) + (healed is not None)),

@@ -17,6 +17,7 @@ from ..sampling.biases import Bias
 from ..sampling.candidates import Candidate
 from ..sampling.distributions import TokenOptions
 from ..sampling.min_tokens import Least
+from ..sampling.token_counts import TokenCounts
 from ..sampling.under import Under
 from ..speculation.drafting import Drafting
 from .block_manager import BlockTable
@@ -126,6 +127,10 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     least: Least | None = None
     """The minimum length (``min_tokens``); None: the sequence may end at once."""
+    logit_bias: Bias | None = None
+    """The request's ``logit_bias``; all sequences of the request share one object."""
+    counts: TokenCounts | None = None
+    """The tokens that ``count_tokens`` has counted; None: no tokens have been counted."""
     text: TextStream | None = None
     healed: int = 0
     """With token healing: number of characters at the beginning of the text that belong to the
@@ -207,6 +212,20 @@ class Sequence:
     def generated(self) -> Tokens[int]:
         """The tokens after the prompt."""
         return self.tokens[self.num_prompt :]
+
+    def count_tokens(self) -> TokenCounts:
+        """The counts of all tokens, for penalties. Counts only the tokens since the last call."""
+        if self.counts is None:
+            self.counts = TokenCounts.of(self.sampling, self.prompt)
+        self.counts = self.counts.plus(self.tokens[self.num_prompt + self.counts.total :])
+        return self.counts
+
+    def drop(self, count: int) -> None:
+        """Removes the last ``count`` generated tokens."""
+        left = len(self.tokens) - count
+        if self.counts is not None:
+            self.counts = self.counts.minus(self.tokens[left : self.num_prompt + self.counts.total])
+        del self.tokens[left:]
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from ....protocol.errors import Code, RequestError
 from ....protocol.logs import about
 from ....protocol.messages import FinishReason
 from ..model.runner import Runner
+from ..sampling.token_counts import has_penalties
 from .block_manager import BlockManager, BlockTable
 from .intake import Intake
 from .pending_step import PendingStep
@@ -185,6 +186,8 @@ class LiveSequences:
             arrival=parent.arrival,
             stop_ids=parent.stop_ids,
             least=parent.least,
+            logit_bias=parent.logit_bias,
+            counts=parent.count_tokens() if has_penalties(parent.sampling) else None,
             text=parent.text.fork() if parent.text is not None else None,
             with_text=parent.with_text,
             inspect=parent.inspect,
@@ -242,7 +245,7 @@ class LiveSequences:
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, len(sequence.tokens) - 1)
 
     def _drop(self, sequence: Sequence, drop: int) -> None:
-        del sequence.tokens[len(sequence.tokens) - drop :]
+        sequence.drop(drop)
         # The last token is computed again, because its logits are needed.
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, len(sequence.tokens) - 1)
         self._blocks.truncate(sequence.block_table, sequence.num_computed_tokens)

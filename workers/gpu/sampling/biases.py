@@ -1,12 +1,13 @@
-"""Logit biases of controllers: float32 numbers that are added to a row of logits.
+"""Logit biases of requests and controllers: float32 numbers that are added to a row of logits.
 
-The format is that of ``StepResult.bias_row``. A sparse bias is the number of pairs, then pairs of a
-token and its value by ascending token. A dense bias is 0, then a value for each token. Minus
-infinity forbids a token.
+The format of a controller's bias is that of ``StepResult.bias_row``. A sparse bias is the number of
+pairs, then pairs of a token and its value by ascending token. A dense bias is 0, then a value for
+each token. Minus infinity forbids a token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,8 @@ from ....protocol.errors import Code, ControllerError
 
 @dataclass(slots=True, eq=False)
 class Bias:
-    """A controller's biases for the logits of a sequence's next token."""
+    """Biases for the logits of a sequence's next token. Rows of one request share the object of its
+    ``logit_bias``."""
 
     values: np.ndarray
     """float32 ``[num_tokens]``, or ``[vocab]`` if ``tokens`` is None."""
@@ -36,6 +38,16 @@ class Bias:
         found = np.zeros(vocab, dtype=np.bool_)
         found[slice(None) if self.tokens is None else self.tokens] = self.values == -np.inf
         return found
+
+
+def bias_of_request(logit_bias: Mapping[int, float]) -> Bias | None:
+    """The ``logit_bias`` of a request; None if it is empty."""
+    if not logit_bias:
+        return None
+    tokens = np.array([*logit_bias], dtype=np.int64)
+    values = np.array([*logit_bias.values()], dtype=np.float32)
+    order = np.argsort(tokens)
+    return Bias(values[order], tokens[order])
 
 
 def bias_words(vocab: int) -> int:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ....protocol.sampling import Sampling
-from .biases import Bias
+from .biases import Bias, bias_of_request
 from .distributions import TokenOptions
 from .min_tokens import Least, MinTokens
 from .races import Draws, streams
+from .token_counts import TokenCounts, has_penalties
 
 _MAX_INT64 = 2**63 - 1
 _NO_DRAWS = Draws(*(np.zeros(0, dtype=of) for of in ("i8", "f4", "i8", "f4", "f4")))
@@ -28,7 +29,8 @@ class Row:
     position: int
     prompt: Sequence[int] = ()
     generated: Sequence[int] = ()
-    """The generated tokens; read only if the request has penalties."""
+    """The generated tokens. Prompt and generated tokens are read only if the request has penalties
+    and there are no ``counts``."""
     mask: np.ndarray | None = None
     """Allowed tokens: bit i of u32 words, little-endian; None allows all."""
     bias: Bias | None = None
@@ -39,6 +41,10 @@ class Row:
     """The controller's options; only the query is used here."""
     least: Least | None = None
     """The minimum length of the sequence, if its request has ``min_tokens``."""
+    logit_bias: Bias | None = None
+    """The request's ``logit_bias``; None: it is read from ``sampling``."""
+    counts: TokenCounts | None = None
+    """The counts of prompt and generated tokens, if they have been counted."""
 
 
 MIN_TEMPERATURE = 1e-6
@@ -49,10 +55,14 @@ class RowParameters:
     """The sampling parameters of n rows, as columns. They are constant from token to token."""
 
     def __init__(
-        self, rows: Sequence[tuple[Sampling, int, int]], min_tokens: MinTokens | None = None
+        self,
+        rows: Sequence[tuple[Sampling, int, int]],
+        min_tokens: MinTokens | None,
+        biases: dict[int, Bias],
     ) -> None:
         """``rows``: sampling parameters, seed and sequence number of each row. ``min_tokens``: the
-        minimum lengths of the rows' sequences."""
+        minimum lengths of the rows' sequences. ``biases``: by row, if it has any: the request's
+        ``logit_bias``."""
         samplings = [sampling for sampling, _, _ in rows]
         self.seeds = [seed for _, seed, _ in rows]
         self.temperature = np.array([s.temperature for s in samplings], dtype=np.float32)
@@ -64,8 +74,10 @@ class RowParameters:
         """The parameters of the rows that are not greedy."""
         self.changed = [i for i, s in enumerate(samplings) if _changes_logits(s)]
         """The rows whose logits are changed by biases or penalties."""
-        self.any_bias = any(s.logit_bias for s in samplings)
-        """Whether any request has a ``logit_bias``, which may forbid tokens."""
+        self.biases = biases
+        """By row, if it has any: the ``logit_bias`` of its request, which may forbid tokens."""
+        self.penalised = [i for i, s in enumerate(samplings) if has_penalties(s)]
+        """The rows whose requests have penalties."""
         self.samplings = samplings
         self.top_logprobs = {i: s.top_logprobs for i, s in enumerate(samplings) if s.top_logprobs}
         self.reporting = [i for i, s in enumerate(samplings) if s.processed_logprobs or s.kept]
@@ -87,9 +99,7 @@ def is_unprocessed(s: Sampling) -> bool:
 
 def _changes_logits(s: Sampling) -> bool:
     """Whether a request's biases or penalties change its logits."""
-    return bool(
-        s.logit_bias or s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
-    )
+    return bool(s.logit_bias) or has_penalties(s)
 
 
 def _draws(rows: Sequence[tuple[Sampling, int, int]]) -> Draws:
@@ -106,6 +116,14 @@ def _draws(rows: Sequence[tuple[Sampling, int, int]]) -> Draws:
     )
 
 
+def _logit_bias(row: Row) -> Bias | None:
+    return row.logit_bias or bias_of_request(row.sampling.logit_bias)
+
+
+def _counts(row: Row) -> TokenCounts:
+    return row.counts or TokenCounts.of(row.sampling, row.prompt, row.generated)
+
+
 @dataclass(slots=True)
 class Rows:
     """The sampling inputs of the n rows of a step."""
@@ -117,8 +135,8 @@ class Rows:
     """By row, if it has one: the allowed tokens (``Row.mask``)."""
     biases: dict[int, Bias] = field(default_factory=dict)
     """By row, if it has one: the controller's bias (``Row.bias``)."""
-    seen: dict[int, tuple[Sequence[int], Sequence[int]]] = field(default_factory=dict)
-    """By row, if its request has penalties: prompt, and generated tokens."""
+    counts: dict[int, TokenCounts] = field(default_factory=dict)
+    """By row, if its request has penalties: the counts of its tokens."""
     inspected: Sequence[int] = ()
     """The rows with ``inspect``."""
     options: dict[int, TokenOptions] = field(default_factory=dict)
@@ -143,13 +161,14 @@ class Rows:
         parameters = RowParameters(
             [(row.sampling, row.seed, row.seq) for row in rows],
             MinTokens.of([row.least for row in rows]),
+            {i: bias for i, row in enumerate(rows) if (bias := _logit_bias(row)) is not None},
         )
         return cls(
             parameters,
             np.array([row.position for row in rows], dtype=np.int64),
             {i: row.mask for i, row in enumerate(rows) if row.mask is not None},
             {i: row.bias for i, row in enumerate(rows) if row.bias is not None},
-            {i: (rows[i].prompt, rows[i].generated) for i in parameters.changed},
+            {i: _counts(rows[i]) for i in parameters.penalised},
             [i for i, row in enumerate(rows) if row.inspect],
             {i: row.options for i, row in enumerate(rows) if row.options is not None},
         )

@@ -24,6 +24,7 @@ class SampledBatch:
         self.parameters = RowParameters(
             [(s.sampling, s.seed, s.seq) for s in sequences],
             MinTokens.of([s.least for s in sequences]),
+            {i: s.logit_bias for i, s in enumerate(sequences) if s.logit_bias is not None},
         )
         self.num_prompt = ints(s.num_prompt for s in sequences)
         self._others = [i for i, s in enumerate(sequences) if not s.gives_columns]
@@ -47,7 +48,7 @@ class SampledBatch:
             generated,
             {i: s.mask for i, s in enumerate(sequences) if s.mask is not None},
             {i: s.bias for i, s in enumerate(sequences) if s.bias is not None},
-            {i: (sequences[i].prompt, sequences[i].generated) for i in self.parameters.changed},
+            {i: sequences[i].count_tokens() for i in self.parameters.penalised},
             self._inspected,
             options,
         )
@@ -63,6 +64,7 @@ class SampledBatch:
                 for i, s in enumerate(self.sequences)
             ],
             self.parameters.min_tokens,
+            self.parameters.biases,
         )
 
     def others(self, rows: Rows, tokens: list[int]) -> list[int]:

@@ -7,7 +7,6 @@ batch, and another worker can continue it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,13 +15,14 @@ from math import inf, isnan
 import numpy as np
 import torch
 
-from ....protocol.sampling import Distribution, Sampling
+from ....protocol.sampling import Distribution
 from ..model.device_queue import on_device
 from .biases import Bias
 from .candidates import Candidate, Candidates, greedy, packed_ids
 from .distributions import Answers, answer
 from .min_tokens import exclude
 from .native_rows import reduce_rows
+from .penalties import penalise
 from .races import PART, costs_launches, draw_tokens, likeliest
 from .row_parameters import Row, Rows, is_unprocessed
 
@@ -30,6 +30,9 @@ NAN = "the model's logits contain NaN"
 INSPECTED = 5
 """Number of most likely tokens to examine for ``inspect`` if the request has no
 ``top_logprobs``."""
+SHORT_BIAS = 1024
+"""Number of tokens up to which sparse biases are added together. The temporary tensors of longer
+biases would take too much of the device's memory."""
 NOTHING_ALLOWED = "bias and mask forbid all tokens at this position; allow at least one"
 
 
@@ -381,7 +384,7 @@ def _allowed(
 ) -> torch.Tensor | None:
     """Whether the chosen token of each row is allowed. None if neither masks nor biases forbid
     tokens."""
-    if not rows.masks and not rows.biases and not rows.parameters.any_bias:
+    if not rows.masks and not rows.biases and not rows.parameters.biases:
         return None
     return processed_logits.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) > float("-inf")
 
@@ -432,12 +435,13 @@ def _count(mask: np.ndarray | None, bias: Bias | None, vocab: int) -> int:
 def _process_logits(logits: torch.Tensor, indices: Sequence[int], rows: Rows) -> torch.Tensor:
     """Applies biases, penalties, masks and minimum lengths to the logits of these rows, in
     place."""
-    samplings = [rows.parameters.samplings[i] for i in indices]
-    _add_bias(logits, samplings)
-    if rows.biases:
-        places = [(place, rows.biases[i]) for place, i in enumerate(indices) if i in rows.biases]
-        _add_biases(logits, places)
-    _penalise(logits, samplings, [rows.seen.get(i, ((), ())) for i in indices])
+    samplings = rows.parameters.samplings
+    for biases in (rows.parameters.biases, rows.biases):
+        if biases:
+            _add_biases(logits, [(k, biases[i]) for k, i in enumerate(indices) if i in biases])
+    if rows.counts:
+        penalised = [(k, i) for k, i in enumerate(indices) if i in rows.counts]
+        penalise(logits, [(k, samplings[i], rows.counts[i]) for k, i in penalised])
     masked = [place for place, i in enumerate(indices) if i in rows.masks]
     if masked:
         words = np.stack([rows.masks[indices[place]] for place in masked])
@@ -471,41 +475,55 @@ def _bits(device: torch.device) -> torch.Tensor:
     return on_device((np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32), device)
 
 
-def _add_bias(logits: torch.Tensor, samplings: Sequence[Sampling]) -> None:
-    entries = [(i, t, b) for i, s in enumerate(samplings) for t, b in s.logit_bias.items()]
-    if entries:
-        where, tokens, amounts = zip(*entries, strict=True)
-        index = (_ints(where, logits), _ints(tokens, logits))
-        logits.index_put_(index, _floats(amounts, logits), accumulate=True)
-
-
 def _add_biases(logits: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> None:
-    """Adds controllers' biases to rows. ``biased``: pairs of row and bias."""
-    dense = [(place, bias.values) for place, bias in biased if bias.tokens is None]
-    if dense and not costs_launches(logits) and logits.dtype == torch.float32:
+    """Adds biases to rows. ``biased``: pairs of row and bias."""
+    if not costs_launches(logits) and logits.dtype == torch.float32:
         # NumPy reads the biases in place.
         rows = logits.numpy()
-        for place, values in dense:
-            rows[place] += values
-    elif dense:
+        with np.errstate(over="ignore", invalid="ignore"):
+            for place, bias in biased:
+                rows[place, slice(None) if bias.tokens is None else bias.tokens] += bias.values
+        return
+    dense = [(place, bias.values) for place, bias in biased if bias.tokens is None]
+    if dense:
         index = _ints([place for place, _ in dense], logits)
         logits.index_add_(
             0,
             index,
             _stacked([v for _, v in dense], logits.device).to(logits.dtype),
         )
-    sparse = [(place, b.tokens, b.values) for place, b in biased if b.tokens is not None]
-    if sparse:
-        counts = [len(tokens) for _, tokens, _ in sparse]
-        where = np.repeat(np.array([place for place, _, _ in sparse], dtype=np.int64), counts)
-        tokens = np.concatenate([tokens for _, tokens, _ in sparse])
-        amounts = np.concatenate([values for _, _, values in sparse])
-        indices = (
-            on_device(where, logits.device),
-            on_device(tokens, logits.device),
-        )
-        amount = on_device(amounts, logits.device).to(logits.dtype)
-        logits.index_put_(indices, amount, accumulate=True)
+    sparse = [(place, bias) for place, bias in biased if bias.tokens is not None]
+    _add_short(logits, [(place, bias) for place, bias in sparse if len(bias.values) <= SHORT_BIAS])
+    _add_long(logits, [(place, bias) for place, bias in sparse if len(bias.values) > SHORT_BIAS])
+
+
+def _add_short(logits: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> None:
+    """Adds sparse biases with few launches."""
+    if not biased:
+        return
+    counts = [len(bias.values) for _, bias in biased]
+    where = np.repeat(np.array([place for place, _ in biased], dtype=np.int64), counts)
+    tokens = np.concatenate([bias.tokens for _, bias in biased])
+    amounts = np.concatenate([bias.values for _, bias in biased])
+    indices = (
+        on_device(where, logits.device),
+        on_device(tokens, logits.device),
+    )
+    amount = on_device(amounts, logits.device).to(logits.dtype)
+    logits.index_put_(indices, amount, accumulate=True)
+
+
+def _add_long(logits: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> None:
+    """Adds sparse biases row by row. A bias is copied to the device once for all of its rows."""
+    places: dict[Bias, list[int]] = {}
+    for place, bias in biased:
+        places.setdefault(bias, []).append(place)
+    for bias, rows in places.items():
+        assert bias.tokens is not None
+        index = on_device(bias.tokens, logits.device)
+        amount = on_device(bias.values, logits.device).to(logits.dtype)
+        for row in rows:
+            logits[row].index_copy_(0, index, logits[row].index_select(0, index) + amount)
 
 
 def _stacked(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
@@ -514,61 +532,6 @@ def _stacked(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor
     rows = torch.empty((len(arrays), len(arrays[0])), pin_memory=device.type == "cuda")
     np.stack(arrays, out=rows.numpy())
     return rows.to(device, non_blocking=True)
-
-
-def _penalise(
-    logits: torch.Tensor,
-    samplings: Sequence[Sampling],
-    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
-) -> None:
-    seen: list[tuple[int, int, float]] = []
-    less: list[tuple[int, int, float]] = []
-    for i, (s, (prompt, generated)) in enumerate(zip(samplings, texts, strict=True)):
-        if s.repetition_penalty != 1:
-            every = set(prompt) | set(generated)
-            seen += [(i, t, s.repetition_penalty) for t in every]
-        if s.presence_penalty or s.frequency_penalty:
-            for token, count in Counter(generated).items():
-                less.append((i, token, s.presence_penalty + s.frequency_penalty * count))
-    if costs_launches(logits) and (seen or less):
-        _penalise_at_once(logits, seen, less)
-        return
-    if seen:
-        where, tokens, amounts = zip(*seen, strict=True)
-        index = (_ints(where, logits), _ints(tokens, logits))
-        factor = _floats(amounts, logits)
-        old = logits[index]
-        logits[index] = torch.where(old > 0, old / factor, old * factor)
-    if less:
-        where, tokens, amounts = zip(*less, strict=True)
-        index = (_ints(where, logits), _ints(tokens, logits))
-        logits.index_put_(index, -_floats(amounts, logits), accumulate=True)
-
-
-def _penalise_at_once(
-    logits: torch.Tensor,
-    seen: Sequence[tuple[int, int, float]],
-    less: Sequence[tuple[int, int, float]],
-) -> None:
-    """``_penalise`` with few launches: one copy from the host, and one update of each token."""
-    vocab = logits.shape[1]
-    entries = {(i, t): (factor, 1 / factor, 0.0) for i, t, factor in seen}
-    for i, t, amount in less:
-        entries[i, t] = (*entries.get((i, t), (1.0, 1.0, 0.0))[:2], -amount)
-    places = np.array([i * vocab + t for i, t in entries], dtype=np.int64)
-    amounts = np.array(list(entries.values()), dtype=np.float32).T.ravel()
-    # One buffer: the places as int64, then two float32 values in each word.
-    padded = np.pad(amounts, (0, len(amounts) % 2)).view(np.int64)
-    columns = on_device(np.concatenate([places, padded]), logits.device)
-    numbers = columns[len(places) :].view(torch.float32)[: len(amounts)]
-    factor, inverse, added = numbers.view(3, -1)
-    flat, index = logits.view(-1), columns[: len(places)]
-    old = flat.index_select(0, index)
-    flat.index_copy_(0, index, torch.addcmul(added, old, torch.where(old > 0, inverse, factor)))
-
-
-def _floats(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return on_device(np.array(values, dtype=np.float32), like.device).to(like.dtype)
 
 
 def _ints(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:

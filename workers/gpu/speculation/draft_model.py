@@ -28,6 +28,7 @@ from ..model.loader import LoadedModel, ModelLoadError, OnProgress
 from ..model.runner import Runner
 from ..sampling.row_parameters import Row, Rows
 from ..sampling.sampler import guess
+from ..sampling.token_counts import has_penalties
 
 log = logging.getLogger(__name__)
 
@@ -247,9 +248,9 @@ class DraftModel:
             sequence.seed,
             sequence.seq,
             sequence.num_generated,
-            prompt=sequence.prompt,
-            generated=sequence.generated,
             least=sequence.least if self._same_vocabulary else None,
+            logit_bias=sequence.logit_bias if self._same_vocabulary else None,
+            counts=sequence.count_tokens() if has_penalties(sampling) else None,
         )
 
 
@@ -290,7 +291,7 @@ def _guesses(
     forward: Work[torch.Tensor], order: Items[int], rows: Rows, place: int
 ) -> Callable[[], Guessed]:
     """Work for the device that samples the token after each row of a forward."""
-    at = Rows(rows.parameters, rows.positions + place, seen=rows.seen)
+    at = Rows(rows.parameters, rows.positions + place, counts=rows.counts)
 
     def run() -> Guessed:
         tokens = guess(forward.value, order, at)

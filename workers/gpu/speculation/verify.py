@@ -22,6 +22,7 @@ from ..model.device_queue import Work
 from ..model.runner import Runner
 from ..sampling.row_parameters import Row, Rows
 from ..sampling.sampler import NAN, Drawn, Sampled, draw
+from ..sampling.token_counts import has_penalties
 from ..sampling.under import Under
 from .drafts import Speculation
 
@@ -153,11 +154,7 @@ def _is_verifiable(sequence: Sequence) -> bool:
 def _rows(sequence: Sequence) -> list[Row]:
     """The sampling inputs of the next token and of the token after each draft token."""
     sampling, draft = sequence.sampling, sequence.draft
-    penalised = (
-        sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
-    )
-    prompt = sequence.prompt if penalised else ()
-    generated = sequence.generated if penalised else ()
+    counts = sequence.count_tokens() if has_penalties(sampling) else None
     unders = [Under(sequence.mask, sequence.bias), *sequence.along]
     unders += [Under()] * (len(draft) + 1 - len(unders))
     return [
@@ -166,12 +163,12 @@ def _rows(sequence: Sequence) -> list[Row]:
             sequence.seed,
             sequence.seq,
             sequence.num_generated + i,
-            prompt=prompt,
-            generated=[*generated, *draft[:i]] if penalised else (),
             mask=unders[i].mask,
             bias=unders[i].bias,
             inspect=sequence.inspect,
             least=sequence.least,
+            logit_bias=sequence.logit_bias,
+            counts=counts.plus(draft[:i]) if counts is not None else None,
         )
         for i in range(len(draft) + 1)
     ]

@@ -1,0 +1,99 @@
+"""Applies the penalties of requests to logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from ....protocol.sampling import Sampling
+from ..model.device_queue import on_device
+from .races import costs_launches
+from .token_counts import TokenCounts
+
+MAX_ENTRIES = 2**18
+"""Number of penalised tokens, of all rows, from which on further rows are processed separately.
+This number bounds the memory of the temporary tensors."""
+Penalised = tuple[int, Sampling, TokenCounts]
+"""A row of logits with penalties, its request's sampling, and its tokens."""
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def penalise(logits: torch.Tensor, penalised: Sequence[Penalised]) -> None:
+    """Applies penalties to rows of ``logits`` ``[rows, vocab]``, in place."""
+    apply = _penalise_at_once if costs_launches(logits) else _penalise
+    for part in _parts(penalised):
+        rows = np.array([row for row, _, _ in part], dtype=np.int64)
+        every = [counts.tokens for _, _, counts in part]
+        sizes = [len(tokens) for tokens in every]
+        factors = np.array([sampling.repetition_penalty for _, sampling, _ in part])
+        amounts = [_amounts(sampling, counts) for _, sampling, counts in part]
+        apply(
+            logits,
+            np.repeat(rows, sizes),
+            np.concatenate(every),
+            np.repeat(factors, sizes),
+            np.concatenate(amounts),
+        )
+
+
+def _parts(penalised: Sequence[Penalised]) -> Iterator[list[Penalised]]:
+    part: list[Penalised] = []
+    entries = 0
+    for one in penalised:
+        size = len(one[2].tokens)
+        if part and entries + size > MAX_ENTRIES:
+            yield part
+            part, entries = [], 0
+        if size:
+            part.append(one)
+            entries += size
+    if part:
+        yield part
+
+
+def _amounts(sampling: Sampling, counts: TokenCounts) -> np.ndarray:
+    """The numbers that are added to the logits of tokens, float64. Tokens that were not generated
+    have 0."""
+    presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
+    if not presence and not frequency:
+        return np.zeros(len(counts.tokens))
+    return np.where(counts.counts > 0, -(presence + frequency * counts.counts), 0.0)
+
+
+def _penalise(
+    logits: torch.Tensor,
+    rows: np.ndarray,
+    tokens: np.ndarray,
+    factors: np.ndarray,
+    amounts: np.ndarray,
+) -> None:
+    """Changes the logit at each row and token, on a CPU."""
+    index = (torch.from_numpy(rows), torch.from_numpy(tokens))
+    factor = torch.from_numpy(factors.astype(np.float32)).to(logits.dtype)
+    amount = torch.from_numpy(amounts.astype(np.float32)).to(logits.dtype)
+    old = logits[index]
+    new = torch.where(old > 0, old / factor, old * factor)
+    # Adding 0 would change the sign of a logit of -0.
+    logits[index] = torch.where(amount != 0, new + amount, new)
+
+
+def _penalise_at_once(
+    logits: torch.Tensor,
+    rows: np.ndarray,
+    tokens: np.ndarray,
+    factors: np.ndarray,
+    amounts: np.ndarray,
+) -> None:
+    """``_penalise`` with few launches: one copy from the host, and one update of each token."""
+    places = rows * logits.shape[1] + tokens
+    numbers = np.concatenate([factors, 1 / factors, amounts]).astype(np.float32)
+    # One buffer: the places as int64, then two float32 values in each word.
+    padded = np.pad(numbers, (0, len(numbers) % 2)).view(np.int64)
+    columns = on_device(np.concatenate([places, padded]), logits.device)
+    values = columns[len(places) :].view(torch.float32)[: len(numbers)]
+    factor, inverse, added = values.view(3, -1)
+    flat, index = logits.view(-1), columns[: len(places)]
+    old = flat.index_select(0, index)
+    flat.index_copy_(0, index, torch.addcmul(added, old, torch.where(old > 0, inverse, factor)))
