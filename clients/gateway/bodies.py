@@ -13,10 +13,11 @@ from starlette.requests import ClientDisconnect, Request
 from ...protocol.expected_values import MAX_REPEATED_BYTES
 from ...protocol.messages import MAX_BODY_BYTES
 from .content_encoding import decoder_of
-from .context import gateway_of
+from .context import Gateway, gateway_of
 from .errors import ApiError
 from .idempotency import HEADER, LAST_EVENT, current_named
 from .leniency import Ignored, decode
+from .turns import current_user
 from .wrong_values import refusal
 
 SMALL_BODY_BYTES = 256 * 1024
@@ -26,6 +27,8 @@ MAX_STRINGS = 65_536
 creates the objects of the strings."""
 MAX_VALUES = 1_048_576
 """Maximum number of values in a body, such as token ids."""
+MAX_CONTAINERS = 65_536
+"""Maximum number of lists and objects in a body. They cost the event loop more than numbers."""
 _STRUCTURE = b",[{"
 """Each value follows one of these characters; in an object, the value's name follows it."""
 
@@ -90,7 +93,7 @@ async def read_body(request: Request, kind: type[B], ignored: Ignored | None = N
     the body is not a valid ``kind``. The error 400 has the path of the faulty field.
     """
     check_json(request)
-    return decode_body(await read_bytes(request), kind, ignored)
+    return await decode_in_turn(gateway_of(request), await read_bytes(request), kind, ignored)
 
 
 def ignored_of(request: Request) -> Ignored:
@@ -115,6 +118,19 @@ def check_json(request: Request) -> None:
         )
 
 
+async def decode_in_turn(
+    gateway: Gateway, body: bytes, kind: type[B], ignored: Ignored | None = None
+) -> B:
+    """Decodes ``body`` as ``decode_body`` does. In each pass of the event loop, at most one large
+    body is decoded. Users take turns."""
+    if len(body) <= SMALL_BODY_BYTES:
+        return decode_body(body, kind, ignored)
+    async with gateway.large_bodies.of(current_user.get()):
+        # Without this pause, bodies that find no other body waiting share one pass.
+        await asyncio.sleep(0)
+        return decode_body(body, kind, ignored)
+
+
 def decode_body(body: bytes, kind: type[B], ignored: Ignored | None = None) -> B:
     """Decodes ``body`` as a ``kind``, as ``read_body`` does. Raises ApiError 413 if the body has
     too many values, and 400 with the path of a faulty field."""
@@ -135,7 +151,7 @@ def check_inner(texts: Sequence[str]) -> None:
     if sum(map(len, texts)) <= SMALL_BODY_BYTES:
         return
     counts = [_counts(text.encode(errors="surrogatepass")) for text in texts]
-    num_strings, num_values = (sum(counted) for counted in zip(*counts, strict=True))
+    num_strings, num_values, _ = (sum(counted) for counted in zip(*counts, strict=True))
     if num_strings + num_values > MAX_STRINGS:
         raise _too_many(num_strings + num_values, "values in texts that are JSON", MAX_STRINGS)
 
@@ -145,23 +161,26 @@ def _check_values(body: bytes) -> None:
 
     The values are counted in the raw bytes, because decoding them would already take too long.
     """
-    num_strings, num_values = _counts(body)
+    num_strings, num_values, num_containers = _counts(body)
     if num_strings > MAX_STRINGS:
         raise _too_many(num_strings, "strings (with field names)", MAX_STRINGS)
     if num_values > MAX_VALUES:
         raise _too_many(num_values, "values", MAX_VALUES)
+    if num_containers > MAX_CONTAINERS:
+        raise _too_many(num_containers, "lists and objects", MAX_CONTAINERS)
 
 
-def _counts(body: bytes) -> tuple[int, int]:
-    """The numbers of strings and of values in a JSON text. Beyond MAX_STRINGS strings the values
-    are not counted."""
+def _counts(body: bytes) -> tuple[int, int, int]:
+    """The numbers of strings, of values, and of lists and objects in a JSON text. Beyond
+    MAX_STRINGS strings, only the strings are counted."""
     # Without the escaped quotes, every string is the text between two quotes.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
     num_strings = plain.count(b'"') // 2
     if num_strings > MAX_STRINGS:
-        return num_strings, 0
+        return num_strings, 0, 0
     structure = b"".join(plain.split(b'"')[::2])
-    return num_strings, len(structure) - len(structure.translate(None, _STRUCTURE))
+    num_values = len(structure) - len(structure.translate(None, _STRUCTURE))
+    return num_strings, num_values, structure.count(b"[") + structure.count(b"{")
 
 
 def _too_many(count: int, what: str, limit: int) -> ApiError:

@@ -16,7 +16,7 @@ from .stored.responses import StoredResponses
 from .templates import Templates
 from .traffic import Counts
 from .tunnels import Tunnels
-from .turns import current_tenant
+from .turns import Turns, current_tenant
 from .user_shares import SharedClient, UserShares
 
 
@@ -37,6 +37,8 @@ class Gateway:
         self.models = ModelTable(self._own, Aliases(settings.served_model_name))
         self.traffic = Counts()
         self.templates = Templates(settings.trust_request_chat_template)
+        self.large_bodies = Turns()
+        """The turns in which large bodies are decoded."""
         self.stored = StoredResponses(settings.run_folder)
         self.tunnels = Tunnels(settings, self.shares)
         """The WebSockets of LMTP, each with its own connection to the broker."""

@@ -19,7 +19,7 @@ from ....protocol.errors import TokenbusError
 from ....protocol.messages import Name
 from ....protocol.sampling import StopString, TokenId
 from ... import GenerateOptions
-from ..bodies import Body, decode_body
+from ..bodies import Body, decode_in_turn
 from ..context import gateway_of
 from ..errors import ApiError, from_tokenbus, invalid_field
 from ..events import DONE, EventStream, event, unless_disconnected
@@ -125,7 +125,8 @@ def handles(body: bytes) -> bool:
 async def complete(request: Request, body: bytes) -> Response:
     """The answer to a body that ``handles`` recognized."""
     try:
-        return await _complete(request, decode_body(body, AiciCompletion))
+        decoded = await decode_in_turn(gateway_of(request), body, AiciCompletion)
+        return await _complete(request, decoded)
     except ApiError as error:
         return error.response(PATH)
     except TokenbusError as error:

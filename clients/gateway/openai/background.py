@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....protocol.errors import TokenbusError
-from ..bodies import decode_body
+from ..bodies import decode_in_turn
 from ..context import Gateway, gateway_of
 from ..errors import ApiError, from_tokenbus
 from ..events import EventStream, event
@@ -79,7 +79,7 @@ async def adopt(gateway: Gateway, found: Stored) -> None:
         return
     log.info("continuing the response %s, which has %d events", taken.id, taken.events)
     ignored = Ignored()
-    body = decode_body(taken.body, ResponsesRequest, ignored)
+    body = await decode_in_turn(gateway, taken.body, ResponsesRequest, ignored)
     given = await stored_input(gateway, taken, ignored)
     BackgroundTask(gateway, taken.id, taken.body, taken).start(body, given, ignored)
 

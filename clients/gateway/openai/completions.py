@@ -14,7 +14,7 @@ from starlette.responses import Response
 from ....protocol.errors import TokenbusError
 from ... import GeneratedSequence
 from ..aici import completions as aici
-from ..bodies import check_json, decode_body, ignored_of, read_bytes
+from ..bodies import check_json, decode_in_turn, ignored_of, read_bytes
 from ..context import Gateway, gateway_of
 from ..conversation.truncation import last_tokens
 from ..errors import from_tokenbus
@@ -77,7 +77,7 @@ async def completions(request: Request) -> Response:
     if aici.handles(raw):
         return await aici.complete(request, raw)
     ignored = ignored_of(request)
-    body = decode_body(raw, CompletionRequest, ignored)
+    body = await decode_in_turn(gateway_of(request), raw, CompletionRequest, ignored)
     job = await unless_disconnected(request.receive, _begin(gateway_of(request), body))
     if body.stream:
         return await begun(request, _events(job), ignored.headers)

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..bodies import check_json, decode_body, ignored_of, read_bytes
+from ..bodies import check_json, decode_in_turn, ignored_of, read_bytes
 from ..context import Gateway, gateway_of
 from ..errors import ApiError
 from ..events import unless_disconnected
@@ -24,10 +24,10 @@ async def responses(request: Request) -> Response:
     ignored = ignored_of(request)
     check_json(request)
     data = await read_bytes(request)
-    body = decode_body(data, ResponsesRequest, ignored)
+    gateway = gateway_of(request)
+    body = await decode_in_turn(gateway, data, ResponsesRequest, ignored)
     body.check()
     body.check_include(ignored)
-    gateway = gateway_of(request)
     if body.background:
         return await background_response(request, data, body, ignored)
     job = await unless_disconnected(request.receive, _begin(gateway, body, ignored))

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from tokenbus.clients.gateway.bodies import (
+    MAX_CONTAINERS,
     MAX_STRINGS,
     MAX_VALUES,
     SMALL_BODY_BYTES,
     Body,
     decode_body,
+    decode_in_turn,
 )
+from tokenbus.clients.gateway.context import Gateway
 from tokenbus.clients.gateway.conversation.parts import Call, Turn
 from tokenbus.clients.gateway.conversation.rendering import for_template
 from tokenbus.clients.gateway.errors import ApiError
+from tokenbus.clients.gateway.turns import current_user
 from tokenbus.protocol.body_bounds import MAX_PLAIN_BODY_BYTES
 from tokenbus.protocol.errors import RequestError
 from tokenbus.protocol.lines import line_frames
 from tokenbus.protocol.messages import MAX_BODY_BYTES
+from tokenbus.protocol.settings import Settings
 
 ANY_TEXT = 'a "quoted" \\ text, [with] {marks}: \\" '
 
@@ -43,8 +50,8 @@ def read(value: Any) -> Any:
         ["\\"] * MAX_STRINGS,
         ['"'] * MAX_STRINGS,
         [1] * MAX_VALUES,
-        [[]] * (MAX_VALUES // 2),
-        [{}] * (MAX_VALUES // 2),
+        [[]] * MAX_CONTAINERS,
+        [{}] * MAX_CONTAINERS,
     ],
     ids=["messages", "backslashes", "quotes", "numbers", "lists", "maps"],
 )
@@ -101,6 +108,50 @@ def test_many_values_fit() -> None:
     ids = list(range(MAX_VALUES // 2))
     assert len(json.dumps(ids)) > SMALL_BODY_BYTES
     assert read(ids) == ids
+
+
+def test_many_lists_fit() -> None:
+    lists = [[0] * 3] * (MAX_CONTAINERS - 2)
+    assert len(json.dumps(lists)) > SMALL_BODY_BYTES
+    assert read(lists) == lists
+
+
+class NotedBody(Body):
+    """A body that notes when it is decoded."""
+
+    user: str
+    text: str
+    decoded: ClassVar[list[str]] = []
+
+    def __post_init__(self) -> None:
+        self.decoded.append(self.user)
+
+
+def test_one_large_body_is_decoded_in_a_pass_of_the_loop_and_users_take_turns(
+    tmp_path: Path,
+) -> None:
+    async def main() -> list[list[str]]:
+        gateway = Gateway(Settings(run_dir=str(tmp_path)))
+
+        async def decode(user: str) -> None:
+            current_user.set(user)
+            body = {"user": user, "text": "a" * SMALL_BODY_BYTES}
+            await decode_in_turn(gateway, json.dumps(body).encode(), NotedBody)
+
+        NotedBody.decoded.clear()
+        users = ["eve"] * 4 + ["ann"] * 2
+        tasks = [asyncio.create_task(decode(user)) for user in users]
+        passes = []
+        while not all(task.done() for task in tasks):
+            known = len(NotedBody.decoded)
+            await asyncio.sleep(0)
+            passes.append(NotedBody.decoded[known:])
+        await gateway.close()
+        return passes
+
+    passes = asyncio.run(main())
+    assert max(map(len, passes)) == 1
+    assert [user for one in passes for user in one] == ["eve", "eve", "ann", "eve", "ann", "eve"]
 
 
 def test_a_line_with_a_long_hello_is_refused_before_it_is_decoded() -> None:

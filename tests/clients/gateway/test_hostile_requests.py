@@ -57,6 +57,14 @@ def test_the_arguments_of_a_call_in_a_message_are_nested_deeply(gateway: Gateway
     assert response.status_code == 200
 
 
+def test_a_body_of_half_a_million_empty_lists_is_refused(gateway: Gateway) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "enum": [[]] * 500_000}}
+    body = {**HELLO, "tools": [{"type": "function", "function": function}]}
+    response = httpx.post(gateway.url + CHAT, json=body, timeout=300.0)
+    assert error_of(response) == (413, "too_large")
+    assert "65536 are allowed" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("depth", [900, 1000, 500_000])
 def test_bodies_that_are_nested_deeply(gateway: Gateway, depth: int) -> None:
     nested = '{"a":' * depth + "1" + "}" * depth
