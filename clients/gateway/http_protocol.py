@@ -56,6 +56,7 @@ class BoundedHttp(HttpToolsProtocol):
     _in_body = False
     """Whether the headers of the current request are complete but its body is not."""
     _unread: asyncio.TimerHandle | None = None
+    _upgraded = False
 
     # --- the connection -------------------------------------------------------------------------
 
@@ -87,6 +88,7 @@ class BoundedHttp(HttpToolsProtocol):
         if self.app == self._probes_only:
             self._refuse(b"503 Service Unavailable")
         else:
+            self._upgraded = True
             self.transport = self._reading.detach()
             super().handle_websocket_upgrade()
 
@@ -102,6 +104,11 @@ class BoundedHttp(HttpToolsProtocol):
         self._unfinished_bytes = 0 if self._finished else self._unfinished_bytes + len(data)
         if self._unfinished_bytes > MAX_HEAD_BYTES:
             self._refuse(b"431 Request Header Fields Too Large")
+        open_request = self.cycle is not None and not self.cycle.response_complete
+        if self._late is None and not (self._in_body or open_request or self._upgraded):
+            # Line breaks between two requests are skipped. uvicorn's timer for idle connections
+            # ends with any data.
+            self._late = self.loop.call_later(HEAD_S, self._check_head)
         if self._in_body and self._body_late is None:
             self._body_due += self.loop.time() + BODY_S
             self._body_late = self.loop.call_later(BODY_S, self._check_body)

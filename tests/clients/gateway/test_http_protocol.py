@@ -122,6 +122,26 @@ async def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.Monk
     assert transport.written.startswith(b"HTTP/1.1 408 ")
 
 
+async def _answers(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"whole"})
+
+
+@pytest.mark.anyio
+async def test_line_breaks_between_requests_do_not_keep_a_connection_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_S", 0.01)
+    protocol, transport = connected(_answers)
+    protocol.data_received(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    while b"whole" not in transport.written:
+        await asyncio.sleep(0)
+    assert not transport.is_closing()
+    protocol.data_received(b"\r\n")
+    await transport.ended()
+    assert b"HTTP/1.1 408 " in transport.written
+
+
 HALF_A_BODY = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4000\r\n\r\n{"
 
 
