@@ -87,20 +87,20 @@ FAULTS = (
     Fault(
         "a moved stream gets the entries of an earlier stream with its number",
         "journal.py",
-        "                if number < place.first:",
-        "                if number < 0:",
+        "        if number < self.first:",
+        "        if number < 0:",
     ),
     Fault(
         "entries that a worker sends again count twice",
         "journal.py",
-        "                    del entries[again.popleft()[1] :]",
-        "                    again.popleft()",
+        "        if self._length < self._limits[self._at]:",
+        "        if self._length < 1 << 62:",
     ),
     Fault(
-        "the last entries that were sent again count twice",
+        "entries that are sent again get the numbers after the last entry",
         "journal.py",
-        "                del entries[received:]",
-        "                pass",
+        "            self._length = min(self._length, self._again[self._at][1])\n",
+        "",
     ),
     Fault(
         "the entries before a move are lost at the next move",
@@ -240,19 +240,19 @@ FAULTS = (
     Fault(
         "an earlier confirmation ends a fence that began anew",
         "fences.py",
-        " and fence.end == self._answered:",
+        " and fence.end == number:",
         ":",
     ),
     Fault(
         "a fence never ends",
         "fences.py",
-        "                self._remove(fence)\n\n    def reported",
-        "                pass\n\n    def reported",
+        "                self._remove(fence)\n\n    def progressed",
+        "                pass\n\n    def progressed",
     ),
     Fault(
         "messages about a void attempt are handled",
         "fences.py",
-        "return fence is not None and fence.void > self._answered",
+        "return fence is not None and fence.void in self._unanswered",
         "return False",
     ),
     Fault(

@@ -273,7 +273,7 @@ def test_hostile_scripts_end_by_the_limits(script: str) -> None:
 
 def test_a_fork_that_would_get_too_little_memory_fails_with_the_sizes() -> None:
     run = play(main("while True: await ctx.fork(2)"), limits=Limits(memory_bytes=32 * 2**20))
-    assert any("needs 9437184 bytes of memory; with this many" in e for e in run.errors.values())
+    assert any("needs 9437184 bytes of memory; with its present" in e for e in run.errors.values())
     assert not any("outside its memory" in error for error in run.errors.values())
 
 
