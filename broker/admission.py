@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..protocol.bodies import decode_as
-from ..protocol.errors import Code, RequestError, SlowClientError, TokenbusError, UnavailableError
+from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.messages import ModelInfoRequest, Msg, module_too_large
 from .buffers import Buffers
 from .dispatch import Dispatcher
@@ -12,7 +12,6 @@ from .quotas import Quotas
 from .request import ROLES, Request, RoutingFields, Steering
 from .session import Session
 from .state import BrokerState
-from .unread import UNREAD_FACTOR
 
 MAX_TOKENIZERS = 4
 """Maximum number of unanswered TOKENIZER requests of one session. A tokenizer has up to about 20
@@ -126,15 +125,12 @@ class Admission:
                 "are allowed; try again when one has arrived",
                 retry_after_s=1.0,
             )
-        most = UNREAD_FACTOR * self._settings.max_pending_bytes
-        unread = self._state.sessions.unread.bytes_of(session.peer)
-        if unread >= most:
-            raise SlowClientError(
-                Code.SLOW_CLIENT,
-                f"up to {unread} bytes of answers to this connection are unread; a tokenizer is "
-                f"sent only if fewer than {most} bytes are unread; store the tokenizer of each "
-                "model, or use a new connection",
-            )
+        self._state.sessions.unread.check(
+            session.peer,
+            self._settings.max_pending_bytes,
+            "a tokenizer",
+            "store the tokenizer of each model",
+        )
 
     def _check_priority(self, request: Request) -> None:
         """Raises if a request has a higher priority than its client may use."""

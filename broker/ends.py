@@ -24,7 +24,7 @@ from .kept_ends import MAX_ENDS, End
 from .request import STREAMS, Request
 from .session import Session
 from .state import BrokerState
-from .unread import LARGE_BYTES, UNREAD_FACTOR
+from .unread import LARGE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Ends:
         self._settings = state.settings
         self._out = state.out
         self.answers = Answers(state, self._was_sent)
-        self._max_unread = UNREAD_FACTOR * state.settings.max_pending_bytes
+        self._max_pending = state.settings.max_pending_bytes
         self._max_closing = MAX_CLOSING_BYTES_WITHOUT_JOURNAL
         if state.settings.max_journal_bytes:
             self._max_closing = MAX_CLOSING_BYTES
@@ -72,20 +72,15 @@ class Ends:
         too many bytes of earlier answers may be unread, the request ends with an ERROR instead."""
         peer, size = request.session.peer, sum(map(len, frames[1:]))
         if peer is not None:
-            unread = self._state.sessions.unread.bytes_of(peer)
-            if size >= LARGE_BYTES and unread >= self._max_unread:
-                self.error(
-                    request,
-                    SlowClientError(
-                        Code.SLOW_CLIENT,
-                        f"the answer has {size} bytes, and up to {unread} bytes of answers to this "
-                        f"connection are unread; an answer is sent if fewer than "
-                        f"{self._max_unread} bytes are unread; read the earlier answers first, or "
-                        "use a new connection",
-                    ),
-                )
+            unread = self._state.sessions.unread
+            try:
+                if size >= LARGE_BYTES:
+                    what = f"an answer of {size} bytes"
+                    unread.check(peer, self._max_pending, what, "read the earlier answers first")
+            except SlowClientError as error:
+                self.error(request, error)
                 return
-            self._state.sessions.unread.add(peer, size)
+            unread.add(peer, size)
         self._close(request, frames)
 
     def finished(self, request: Request) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..protocol.bodies import decode_as, encode_body
-from ..protocol.errors import Code, SlowClientError, UnavailableError
+from ..protocol.errors import Code, UnavailableError
 from ..protocol.messages import (
     PROTOCOL_VERSION,
     Msg,
@@ -21,7 +21,6 @@ from .request import Request
 from .session import Session
 from .state import BrokerState
 from .tools import Tools
-from .unread import UNREAD_FACTOR
 
 LISTED_S = 50e-6
 """Seconds for which each listed stream counts towards ``MAX_LISTED_S``. Listing a stream takes the
@@ -45,7 +44,12 @@ class Statuses:
         if shown and not self._state.is_operator(session):
             check_lists(session, shown, state.now)
         if shown or message.tools:
-            self._check_unread(session)
+            state.sessions.unread.check(
+                session.peer,
+                state.settings.max_pending_bytes,
+                "a list of streams or tools",
+                "read the earlier answers first",
+            )
         described = self._tools.described(session, message.tools)
         status = status_of(state)
         status.tools = described
@@ -58,18 +62,6 @@ class Statuses:
             body = encode_body(answer, session.encoding)
             state.sessions.unread.add(session.peer, len(body))
             state.out.append(Outgoing(Side.FRONT, session.peer, (b"MSG", body), True))
-
-    def _check_unread(self, session: Session) -> None:
-        """Raises SlowClientError if a client has too many unread answers."""
-        most = UNREAD_FACTOR * self._state.settings.max_pending_bytes
-        unread = self._state.sessions.unread.bytes_of(session.peer)
-        if unread >= most:
-            raise SlowClientError(
-                Code.SLOW_CLIENT,
-                f"up to {unread} bytes of answers to this connection are unread; a list of streams "
-                f"or tools is sent only if fewer than {most} bytes are unread; read the earlier "
-                "answers first, or use a new connection",
-            )
 
     def _shown_to(self, session: Session, own: bool) -> list[Session] | None:
         """The sessions whose streams a client may see; None means all.

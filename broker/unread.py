@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 
+from ..protocol.errors import Code, SlowClientError
+
 PIPE_MESSAGES = 256
 """Maximum number of messages in a client's ZeroMQ pipe. The number is small, because only messages
 outside the pipe are bounded in bytes."""
@@ -49,6 +51,19 @@ class UnreadAnswers:
         """The bytes that a connection may not have read."""
         unread = self._by_peer.get(peer) if peer is not None else None
         return unread.bytes if unread is not None else 0
+
+    def check(self, peer: bytes | None, max_pending_bytes: int, what: str, advice: str) -> None:
+        """Raises SlowClientError if a connection has too many unread bytes for another large
+        answer. ``what`` is the answer, and ``advice`` is what the client can do, both for the error
+        message."""
+        most = UNREAD_FACTOR * max_pending_bytes
+        unread = self.bytes_of(peer)
+        if unread >= most:
+            raise SlowClientError(
+                Code.SLOW_CLIENT,
+                f"up to {unread} bytes of answers to this connection are unread; {what} is sent "
+                f"only if fewer than {most} bytes are unread; {advice}, or use a new connection",
+            )
 
     def on_gone(self, peer: bytes) -> None:
         """Handles the end of a connection, whose pipe is freed."""
