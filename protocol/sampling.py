@@ -68,8 +68,8 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     """Subtracted for each occurrence from the logits of tokens that were already generated."""
     seed: Seed | None = None
-    """The same request with the same seed gets the same tokens, whatever else is in the batch. If
-    None, the seed is derived from the broker's number of the request."""
+    """The same request with the same seed gets the same tokens in every batch. If None, the seed is
+    derived from the broker's number of the request."""
     stop: Annotated[list[StopString | TokenId], Meta(max_length=MAX_STOP)] = []
     """Strings and token ids that end the sequence, in addition to the end-of-sequence tokens of the
     model. Strings are found across token boundaries."""

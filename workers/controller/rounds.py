@@ -52,8 +52,8 @@ class ControlledSequence:
     bias_view: memoryview | None = None
     """The buffer for a bias in that row; None if biases are sent as attachments."""
     bias: bytes = b""
-    """The bias of the last mid_process, to be sent as an attachment; empty if there is no bias, or
-    if it is in a row."""
+    """The bias of the last mid_process, which is sent as an attachment. Empty if that call had no
+    bias, or if the bias is in a row."""
     along: list[Place] = field(default_factory=list)
     """Buffers for the decisions along a draft. They have rows if ``mask`` is a row."""
     batched: Batched | None = field(default=None, init=False)

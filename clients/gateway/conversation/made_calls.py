@@ -19,7 +19,7 @@ class MadeCall(Struct, kw_only=True, omit_defaults=True):
     result: Raw | UnsetType = UNSET
     """The value that the tool has returned."""
     error: str = ""
-    """The reason why there is no result."""
+    """The message of the error if the call has failed."""
     code: str = ""
     """With ``error``: the code of the error."""
 

@@ -216,9 +216,8 @@ export interface Generate {
    */
   readonly frequency_penalty?: number | undefined;
   /**
-   * The same request with the same seed gets the same tokens, whatever else is in the batch. If
-   * null, the seed is derived from the broker's number of the request. At least 0, at most
-   * 9223372036854775807.
+   * The same request with the same seed gets the same tokens in every batch. If null, the seed is
+   * derived from the broker's number of the request. At least 0, at most 9223372036854775807.
    */
   readonly seed?: number | null | undefined;
   /**

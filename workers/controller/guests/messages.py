@@ -166,7 +166,8 @@ class MidAnswer(Struct, array_like=True):
     tokens: Tokens = []
     masked: bool = False
     pairs: Count | None = None
-    """Number of pairs of the bias; 0 if the bias is dense, None if there is no bias."""
+    """Number of pairs of the bias. A dense bias has 0 pairs. None means that the answer has no
+    bias."""
     bias: bytes = b""
     shared: Count = 0
     """Bytes of the bias if it is in shared memory, after the mask of the first item; 0 if it is in

@@ -28,7 +28,7 @@ Values = ctypes.Array[ffi.wasmtime_val_raw_t]
 
 _dll = ctypes.CDLL(str(ffi.filename))
 _held = ctypes.PyDLL(str(ffi.filename))
-"""The same library for short calls. Its functions keep Python's lock, because releasing the lock
+"""Wasmtime's library for short calls. The functions keep Python's lock, because releasing the lock
 takes longer than a short call."""
 
 # The functions have no argtypes, because all arguments already have the right type.
