@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 
@@ -21,11 +22,16 @@ def main() -> int:
         return refuse("gpu", error)
     prepare_environment(settings.threads)
     # Importing torch takes seconds, so invalid settings are reported before the import.
+    # Imported modules are never freed. Without collections, their import takes 0.6 s less of 4.5 s.
+    # Later collections do not visit them.
+    gc.disable()
     importlib.import_module("torch")  # torch installs its own log handlers.
     logs.take_over("torch")
     from .worker import GpuWorker
 
     logs.take_over("transformers")
+    gc.freeze()
+    gc.enable()
 
     try:
         worker = GpuWorker(settings)
