@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ... import GenerateOptions
 from ..bodies import Body
 from ..conversation.constraints import Constraint, Receipt, Schema, json_schema
 from ..conversation.parts import Conversation, Fitting, Rendering
-from ..errors import invalid_field
+from ..errors import ApiError, invalid_field
 from ..field_types import (
     MaxThinkingTokens,
     RestOfContext,
@@ -26,6 +27,8 @@ from .response_tools import AnyTool, OfferedTools
 
 LOGPROBS = "message.output_text.logprobs"
 REASONING = "reasoning.encrypted_content"
+MAX_COPIED_BYTES = 256 * 1024
+"""Maximum number of bytes that a stored response copies from its request."""
 
 
 class SchemaFormat(Body, tag="json_schema", tag_field="type"):
@@ -87,7 +90,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
     """``auto``: the oldest turns are left out if the conversation does not fit into the context."""
     store: bool | None = None
     """Whether the response is stored, so that later requests may refer to it or to its items.
-    Default: true."""
+    Default: true, unless the response would copy too much from its request."""
     background: bool | None = None
     """Whether the response is generated without an open connection."""
     previous_response_id: str | None = None
@@ -129,6 +132,27 @@ class ResponsesRequest(TextRequest, kw_only=True):
             elif name != LOGPROBS:
                 what = f"include[{place}]: {name!r} is not supported; supported: {LOGPROBS}"
                 ignored.leave_out(f"include[{place}]", what)
+
+    def check_copied(self, size: int, ignored: Ignored) -> None:
+        """Bounds what a stored response copies from its request, whose body has ``size`` bytes. A
+        request that does not ask for storing is answered without it. Raises ApiError 413 for other
+        requests."""
+        if self.store is False or size <= MAX_COPIED_BYTES:
+            return
+        parts = (self.instructions, self.tools, self.tool_choice, self.text, self.metadata)
+        copied = len(msgspec.json.encode(parts))
+        if copied <= MAX_COPIED_BYTES:
+            return
+        if self.store or self.background or ignored.strict:
+            raise ApiError(
+                413,
+                f"instructions, tools, tool_choice, text and metadata have {copied} bytes, and a "
+                f"stored response has at most {MAX_COPIED_BYTES} of them; send less, or send "
+                "store=false and leave out background",
+                code="too_large",
+            )
+        self.store = False
+        ignored.add("store")
 
     @property
     def format_constraint(self) -> Constraint | None:

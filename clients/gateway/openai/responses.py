@@ -28,6 +28,7 @@ async def responses(request: Request) -> Response:
     body = await decode_in_turn(gateway, data, ResponsesRequest, ignored)
     body.check()
     body.check_include(ignored)
+    body.check_copied(len(data), ignored)
     if body.background:
         return await background_response(request, data, body, ignored)
     job = await unless_disconnected(request.receive, _begin(gateway, body, ignored))

@@ -163,3 +163,25 @@ def test_what_needs_a_memory_or_more_than_text_is_refused(
         respond(api, **given)
     if param is not None:
         assert caught.value.param == param
+
+
+# --- large requests ------------------------------------------------------------------------------
+
+LARGE: Any = {"metadata": {"notes": "x" * 300_000}}
+
+
+@pytest.mark.parametrize("given", [{"background": True}, {"store": True}])
+def test_a_stored_response_copies_a_bounded_part_of_its_request(
+    api: openai.OpenAI, given: dict[str, Any]
+) -> None:
+    with pytest.raises(openai.APIStatusError, match="send store=false") as refused:
+        respond(api, **LARGE, **given)
+    assert (refused.value.status_code, refused.value.code) == (413, "too_large")
+
+
+def test_a_large_request_without_store_is_not_stored(api: openai.OpenAI) -> None:
+    given: dict[str, Any] = {"model": MODEL, "input": "hello", "max_output_tokens": 1, **LARGE}
+    found = api.responses.with_raw_response.create(**given)
+    assert found.headers["x-tokenbus-ignored"] == "store"
+    with pytest.raises(openai.NotFoundError):
+        api.responses.retrieve(found.parse().id)
