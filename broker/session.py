@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from ..protocol.bodies import Encoding
@@ -199,6 +200,15 @@ class SessionTable:
     def of_key(self, key: str) -> list[Session]:
         """The sessions of the clients with a key."""
         return list(self._by_key.get(key, {}).values())
+
+    def some(self, key: str, number: int) -> list[Session]:
+        """Up to ``number`` sessions of the clients with a key, or of all clients if ``key`` is
+        empty. The next call returns others, until all of them were returned."""
+        sessions = self._by_key.get(key, {}) if key else self.by_id
+        found = list(islice(sessions.values(), number))
+        for session in found:
+            sessions[session.id] = sessions.pop(session.id)
+        return found
 
     def num_of_key(self, key: str) -> int:
         """The number of sessions of the clients with a key."""

@@ -31,6 +31,8 @@ from .sweep import Sweep
 
 SESSIONS_AT_ONCE = 500
 """Minimum number of sessions that one tick checks. With very many sessions, a tick checks more."""
+MAX_SEARCHED = 256
+"""Maximum number of sessions that one HELLO searches for idle ones if the table is full."""
 MAX_ENDED = 250
 """Maximum number of streams that end with their sessions between two ticks."""
 
@@ -271,7 +273,7 @@ class Sessions:
         own = self._table.num_of_key(key)
         if key and not fits_share(own, min(len(self._table), most - 1), most):
             self._make_room(
-                self._table.of_key(key),
+                key,
                 Code.CLIENT_LIMIT,
                 f"this key has {own} sessions, all with live streams; of the broker's {most} "
                 "sessions, one key may have at most half of those that other keys leave free",
@@ -280,14 +282,16 @@ class Sessions:
             keys = self._table.keys()
             crowd = max(keys, key=keys.__getitem__, default="")
             self._make_room(
-                self._table.of_key(crowd) if crowd else list(self._table),
+                crowd,
                 Code.QUEUE_FULL,
                 f"this broker has {most} sessions, its maximum, and all of them have live streams",
             )
 
-    def _make_room(self, sessions: list[Session], code: Code, full: str) -> None:
-        """Ends the sessions that have been idle for longest; raises an error if none is idle."""
-        idle = [s for s in sessions if not s.streams]
+    def _make_room(self, key: str, code: Code, full: str) -> None:
+        """Searches some sessions of a key, or of all clients if ``key`` is empty, and ends those
+        that have been idle for longest. Raises an error if none of them is idle; the next call
+        searches others."""
+        idle = [s for s in self._table.some(key, MAX_SEARCHED) if not s.streams]
         if not idle:
             raise UnavailableError(code, f"{full}; try again later", retry_after_s=1.0)
         for session in sorted(idle, key=lambda s: s.last_seen)[: max(1, len(idle) // 10)]:

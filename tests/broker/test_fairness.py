@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from tokenbus.broker.queue_bounds import MAX_QUEUES
+from tokenbus.broker.sessions import MAX_SEARCHED
 from tokenbus.protocol.header import Header
 from tokenbus.protocol.keys import Allowed
 from tokenbus.protocol.messages import Token
@@ -171,6 +173,24 @@ def test_a_key_at_its_share_loses_its_own_idle_sessions_only() -> None:
         bench.client(f"ann {number}", "HELLO", {}, ANN)
     assert len(bench.broker.state.sessions.of_key(ANN)) <= 4
     assert welcome["session"] in bench.broker.state.sessions.by_token
+
+
+@pytest.mark.parametrize("key", [ANN, ""])
+def test_each_client_without_a_place_searches_some_sessions_only(key: str) -> None:
+    """Every session has a live stream, but for one that the search reaches last."""
+    bench = Bench(max_sessions=3 * MAX_SEARCHED)
+    bench.worker("w", capacity=10_000)
+    number = 3 * MAX_SEARCHED // (2 if key else 1)
+    for name in range(number - 1):
+        assert ask(bench, f"{name}", 1, key) == ""
+    [(_, welcome)] = bench.client("idle", "HELLO", {}, key)
+    tokens = bench.broker.state.sessions.by_token
+    refused = 0
+    while welcome["session"] in tokens:
+        [(verb, _)] = bench.client(f"new {refused}", "HELLO", {}, key)
+        assert (verb == "ERROR") == (welcome["session"] in tokens)
+        refused += verb == "ERROR"
+    assert refused == (number - 1) // MAX_SEARCHED
 
 
 def test_no_client_makes_a_queue_for_each_of_thousands_of_models() -> None:
