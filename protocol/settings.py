@@ -128,7 +128,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     wakes in a row, they end with ``deadlock``."""
     controller_threads: AtLeastZero = 0
     """Number of threads that run controllers; 0: twice the number of CPUs, at least four."""
-    guest_processes: AtLeastZero = 0
+    guest_processes: AtLeastZero = 64
     """Maximum number of processes of one controller worker in which uploaded modules run, one for
     each key; 0: modules run on the worker's threads."""
     guest_user: str = ""

@@ -49,7 +49,7 @@ except ValueError as error:
 
 
 def test_a_system_without_guest_processes_is_refused() -> None:
-    settings = Settings(guest_user="absent")
+    settings = Settings(guest_user="absent", guest_processes=0)
     with pytest.raises(SystemFault, match="if the setting guest_processes is above 0"):
         check_guest_user(settings)
     with pytest.raises(SystemFault, match="no user 'absent'"):

@@ -18,7 +18,7 @@ from tokenbus.protocol.worker_messages import Variable, VariableAnswer
 from tokenbus.workers.controller import variable_calls
 from tokenbus.workers.controller.variable_calls import VariableCalls
 
-from ...processes import Bus, Process, clean_environment, until
+from ...processes import Bus, Process, children, clean_environment, until
 from ...worlds.killed_workers import (
     BOUND_S,
     PROMPT,
@@ -241,6 +241,7 @@ def test_an_operation_that_may_succeed_later_is_sent_again_until_it_does(
 def test_a_cancelled_stream_frees_its_controller_and_the_memory_of_it(system: System) -> None:
     system.with_controllers(1)
     pid = system.controllers[0].pid
+    system.stream().wait()
     before = resident(pid)
     readers: list[Reader] = []
 
@@ -311,6 +312,10 @@ def test_the_streams_of_a_killed_gpu_worker_go_on_at_another(system: System) -> 
 
 
 def resident(pid: int) -> int:
-    """The memory that a process has, in bytes."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    """The memory of a process and of its descendants, in bytes. Pages that they share count for
+    each of them."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except FileNotFoundError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE") + sum(map(resident, children(pid)))
