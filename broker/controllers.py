@@ -138,7 +138,7 @@ class Controllers:
 
     def _assign(self, request: Request, worker: Worker) -> None:
         request.steered.worker = worker
-        request.steered.awaited = False
+        request.steered.awaited, request.steered.unknown = False, ""
         worker.steers[request.id] = request
         self._pools.note(worker)
 
@@ -188,6 +188,28 @@ class Controllers:
             request.steered.started = False
             if request.open and request.worker is not None:
                 self.start(request, body, self._state.now)
+
+    def unknown(self, request: Request, worker: Worker, body: bytes, message: str) -> None:
+        """Handles the START of a request whose controller the worker does not know.
+
+        After a restart of the broker, a worker for modules may have received the START before the
+        worker that serves the controller has registered. While that worker may still register, the
+        START waits for it. Otherwise the request ends with the error ``message``.
+        """
+        self._out.to_worker(worker, b"END", End(requests=[request.id]))
+        if request.steered_by is not worker or not request.steered.started:
+            return
+        self._release(request)
+        steered = request.steered
+        steered.started = False
+        if not request.open or request.worker is None:
+            return
+        error = _unknown(message)
+        if not self._may_register(error):
+            self._refuse(request, error)
+            return
+        steered.awaited, steered.unknown, steered.served_as = True, message, request.controller
+        self._waiting.add(request, body, self._state.now, request.controller)
 
     def _is_held(self, request: Request) -> bool:
         """Whether the START of a request waits for something other than a place.
@@ -272,7 +294,8 @@ class Controllers:
                 in_vain = error.code in MISSING and not self._may_register(error)
                 if overdue or in_vain:
                     self._waiting.remove(request.id)
-                    self._refuse(request, error)
+                    unknown = request.steered.unknown
+                    self._refuse(request, _unknown(unknown) if unknown else error)
             else:
                 if overdue:
                     self._waiting.remove(request.id)
@@ -394,6 +417,10 @@ class Controllers:
             worker.steers.pop(request.id, None)
             request.steered.worker = None
             self._pools.note(worker)
+
+
+def _unknown(message: str) -> RequestError:
+    return RequestError(Code.UNKNOWN_CONTROLLER, message, path="$.controller")
 
 
 def _lost(requests: list[int], error: TokenbusError, worker: str = "") -> Lost:

@@ -316,9 +316,14 @@ class Dispatcher:
             self._notify_queued(request, len(self._state.queues[request.queue]))
 
     def on_refused(self, worker: Worker, frames: list[bytes]) -> None:
-        """Handles REFUSED: a worker has no room for a message that the broker sent to it."""
+        """Handles REFUSED: a worker has no room for a message that the broker sent to it, or does
+        not know the controller of a START."""
         refused: Refused = decode_as(Refused, frames[2], "msgpack")
         request = self._state.requests.get(decode_header(frames[1]).request)
+        if refused.unknown:
+            if request is not None and len(frames) >= 4:
+                self._controllers.unknown(request, worker, frames[3], refused.unknown)
+            return
         worker.elsewhere = refused.elsewhere
         self._pools.note(worker)
         if request is None or len(frames) < 4:

@@ -110,6 +110,9 @@ class Steering:
     adopted_at: float | None = None
     """The time at which the request was adopted, in seconds. None if this run of the broker
     accepted the request, or claimed its session."""
+    unknown: str = ""
+    """The error of the worker that did not know the controller, while the START waits for another
+    worker; otherwise empty."""
     has_inputs: bool = False
     """Whether an input was sent to the state worker, which then has state of the request."""
 

@@ -197,7 +197,8 @@ class Released(Struct, kw_only=True, omit_defaults=True):
 
 
 class Refused(Struct, kw_only=True, omit_defaults=True):
-    """``REFUSED``: a worker has no room for a request or a START. The header names the request.
+    """``REFUSED``: a worker has no room for a request or a START, or does not know the controller
+    of a START. The header names the request.
 
     The worker may be full because other brokers have sent it requests that this broker does not
     know yet. The attachments are the body and the attachments of the refused message.
@@ -205,8 +206,12 @@ class Refused(Struct, kw_only=True, omit_defaults=True):
 
     type: str
     """``START``, or the type of the request."""
-    elsewhere: Annotated[int, Meta(ge=0)]
+    elsewhere: Annotated[int, Meta(ge=0)] = 0
     """As in ``Heartbeat``."""
+    unknown: str = ""
+    """The message of the error ``unknown_controller``, if the worker does not know the controller.
+    The broker ends the request with this error, unless another worker may still register that knows
+    the controller."""
 
 
 class Order(Struct, kw_only=True, omit_defaults=True):

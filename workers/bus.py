@@ -284,10 +284,12 @@ class Bus:
         return [rest for message in messages for rest in self._see_first(first, [message])]
 
 
-def refused_frames(message: FromBus, elsewhere: int) -> Frames:
-    """The REFUSED of a worker that does not have room for a request or a START. ``elsewhere``: the
-    number of requests of other brokers."""
-    body = encode_body(Refused(type=message.type.decode(), elsewhere=elsewhere), "msgpack")
+def refused_frames(message: FromBus, elsewhere: int = 0, unknown: str = "") -> Frames:
+    """The REFUSED of a worker that does not have room for a request or a START, or does not know
+    the controller of a START. ``elsewhere``: the number of requests of other brokers. ``unknown``:
+    the error of an unknown controller."""
+    made = Refused(type=message.type.decode(), elsewhere=elsewhere, unknown=unknown)
+    body = encode_body(made, "msgpack")
     header = encode_header(message.header.request)
     return [b"REFUSED", header, body, message.body, *message.attachments]
 

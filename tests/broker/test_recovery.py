@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 from tokenbus.broker.outgoing import Side
-from tokenbus.protocol.header import Header
+from tokenbus.protocol.bodies import encode_body
+from tokenbus.protocol.header import Header, encode_header
 from tokenbus.protocol.worker_messages import (
     ANY_MODULE,
     Heartbeat,
     Lost,
+    Refused,
     Start,
     VocabularyName,
 )
@@ -279,3 +281,37 @@ def test_an_upload_waits_for_a_worker_that_takes_modules(bench: Bench) -> None:
     assert errors(bench.client("c", "UPLOAD", {"stream_id": 1})) == {}
     controller_worker(bench, "any", ANY_MODULE)
     assert kinds(bench, "any") == ["UPLOAD"]
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_controller_that_a_worker_for_modules_does_not_know_waits_for_its_worker(
+    bench: Bench, comes: bool
+) -> None:
+    """The worker that serves it takes longer to register than a live worker does."""
+    bench.worker("gpu")
+    controller_worker(bench, "any", ANY_MODULE)
+    bench.client("c", "GENERATE", generate(1, controller="mine"))
+    [(_, header)] = bench.to_worker("gpu")
+    bench.send("gpu", "START", START, Header(header.request))
+    wait(bench, 10.0, "gpu", "any")
+    assert kinds(bench, "any") == ["START"]
+    refused = encode_body(Refused(type="START", unknown="unknown controller 'mine'"), "msgpack")
+    body = encode_body(START, "msgpack")
+    frames = [b"REFUSED", encode_header(header.request), refused, body, b"", b"1"]
+    bench.sent += bench.broker.on_worker(peer_of("any"), frames, bench.now)
+    assert kinds(bench, "any") == ["END"]
+    wait(bench, 10.0, "gpu", "any")
+    assert (kinds(bench, "any"), lost(bench)) == ([], [])
+    if comes:
+        controller_worker(bench, "python", "mine")
+        assert kinds(bench, "python") == ["START"]
+    wait(bench, 11.0, "gpu", "any", *(["python"] if comes else []))
+    wanted = [] if comes else [("unknown_controller", "unknown controller 'mine'", "$.controller")]
+    assert [(one.code, one.message, one.path) for one in lost(bench)] == wanted
+    # Later requests are refused without a wait.
+    bench.client("c", "GENERATE", generate(2, controller="yours"))
+    [(_, header)] = [one for one in bench.to_worker("gpu") if one[0] == "GENERATE"]
+    bench.send("gpu", "START", START, Header(header.request))
+    frames[1] = encode_header(header.request)
+    bench.sent += bench.broker.on_worker(peer_of("any"), frames, bench.now)
+    assert lost(bench)[-1].requests == [header.request]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ...protocol.errors import Code, RequestError, TokenbusError
@@ -49,10 +49,12 @@ class FirstRounds:
         tenant: str,
         vocabulary: TokenizerVocabulary | None,
         error: str,
+        refuse: Callable[[str], None],
     ) -> None:
         """Begins a request, whose results go to ``pending``. ``error``: the reason why the request
-        has no vocabulary."""
-        steps = self._steps(group, start, tenant, vocabulary, error)
+        has no vocabulary. ``refuse`` is called with a message, and the request has no results, if
+        its controller is unknown."""
+        steps = self._steps(group, start, tenant, vocabulary, error, refuse)
         self._starts.submit([partial(self._run, pending, group, steps)], tenant=tenant)
 
     def _steps(
@@ -62,13 +64,20 @@ class FirstRounds:
         tenant: str,
         vocabulary: TokenizerVocabulary | None,
         error: str,
+        refuse: Callable[[str], None],
     ) -> Steps:
         """Runs the first round, or all rounds of a replay. Yields after each round of a replay.
-        Every failure becomes a result."""
+        Every failure becomes a result, except that ``refuse`` handles an unknown controller."""
         try:
             if vocabulary is None:
                 raise RequestError(Code.UNSUPPORTED, error, path="$.controller")
-            program: Program = self._programs.get(tenant, start.controller, group.owner)
+            try:
+                program: Program = self._programs.get(tenant, start.controller, group.owner)
+            except RequestError as failed:
+                if failed.code != Code.UNKNOWN_CONTROLLER:
+                    raise
+                refuse(failed.message)
+                return []
             if start.healed is not None:
                 program = HealingProgram(program, start.healed)
             group.meter = self._meters.of(start.controller, tenant)

@@ -22,7 +22,7 @@ from ...protocol import logs
 from ...protocol.bodies import Encoding, decode_as, encode_body, error_body
 from ...protocol.errors import Code, TokenbusError
 from ...protocol.guest_user import GuestUser
-from ...protocol.header import Flag, Header, decode_header, encode_header
+from ...protocol.header import Flag, decode_header, encode_header
 from ...protocol.health_file import HealthFile
 from ...protocol.keys import own_key
 from ...protocol.messages import (
@@ -354,19 +354,19 @@ class ControllerWorker:
     def _begin(self, message: FromBus) -> None:
         """Handles START. Refuses the request if the worker is full and some of its controllers
         belong to requests of other brokers."""
-        header, start = message.header, decode_as(Start, message.body, "msgpack")
+        start = decode_as(Start, message.body, "msgpack")
         elsewhere = self._elsewhere(message.link) if self._bus.num_links > 1 else 0
         if elsewhere and len(self._groups) >= self._settings.controller_capacity:
             self._bus.post(refused_frames(message, elsewhere), message.link)
             return
         tenant, owner = message.attachments[0].decode(), owner_of(message.attachments)
-        self._start(header, start, (tenant, owner), message.link)
+        self._start(message, start, tenant, owner)
 
-    def _start(self, header: Header, start: Start, client: tuple[str, str], link: int) -> None:
-        """Gets the vocabulary, then creates the controller and runs its first round. ``client``:
-        the tenant of the request, and the owner of its guests: the tenant, or the session if
-        clients do not have keys."""
-        tenant, owner = client
+    def _start(self, message: FromBus, start: Start, tenant: str, owner: str) -> None:
+        """Gets the vocabulary, then creates the controller and runs its first round. ``owner``: the
+        owner of the request's guests, which is the tenant, or the session if clients do not have
+        keys."""
+        header, link = message.header, message.link
         group = SequenceGroup(
             header.request,
             header.address,
@@ -399,7 +399,10 @@ class ControllerWorker:
 
         def ready(vocabulary: TokenizerVocabulary | None, error: str) -> None:
             pending = self._new_result(group.gpu, 1)
-            self._first_rounds.submit(pending, group, start, tenant, vocabulary, error)
+            self._first_rounds.submit(pending, group, start, tenant, vocabulary, error, refuse)
+
+        def refuse(unknown: str) -> None:
+            self._bus.post(refused_frames(message, unknown=unknown), link)
 
         self._vocabularies.want(start.vocabulary, header.address, ready)
 
