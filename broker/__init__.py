@@ -1,1 +1,1 @@
-"""The broker: registry, routing, admission and flow control between clients and workers."""
+"""The broker between clients and workers: admits and routes requests, and bounds all queues."""

@@ -1,4 +1,5 @@
-"""``python -m tokenbus.broker [NUMBER]``: one broker, with settings from the environment.
+"""``python -m tokenbus.broker [NUMBER]`` runs one broker, with settings from the environment and
+from the settings file.
 
 If there are several brokers, ``NUMBER`` is the index of this broker, from 0. The settings list the
 addresses of all brokers.
@@ -34,8 +35,8 @@ def main() -> int:
         )
     except (SettingError, BindError, ValueError) as error:
         print(f"tokenbus broker: {error}", file=sys.stderr)
-        # supervisord does not restart a process that exits with 2. If the address is in use, the
-        # exit code is 1, because the address may become free.
+        # supervisord does not restart a process that exits with code 2. If the address is in use,
+        # the exit code is 1, because the address may become free.
         return 1 if isinstance(error, BindError) and error.in_use else 2
     bound_pauses()
     server.reserve()

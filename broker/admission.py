@@ -41,7 +41,8 @@ class Admission:
         self._leaving: TokenbusError | None = None
 
     def on_model_info(self, session: Session, frames: list[bytes]) -> None:
-        """Handles a client's MODEL_INFO: if a worker has the model loaded, the broker answers."""
+        """Handles a client's MODEL_INFO. If a worker has the model loaded, the broker answers;
+        otherwise the request goes to a worker."""
         message: ModelInfoRequest = decode_as(ModelInfoRequest, frames[1])
         pools = self._state.pools
         name = message.model or pools.default_model
@@ -84,8 +85,8 @@ class Admission:
         self._quotas.check(session, bool(controller), now)
         if message_type == b"TOKENIZER":
             self._check_unread(session)
-        # If a client reuses the ``stream_id`` of an ended stream, it will not attach to the ended
-        # stream.
+        # A client that reuses the ``stream_id`` of an ended stream will not attach to that stream,
+        # so the stored end of that stream is dropped.
         self._ends.drop(session, request.stream_id)
         self._state.counters.requests += 1
         try:
@@ -108,7 +109,8 @@ class Admission:
         self._leaving = error
 
     def _check_unread(self, session: Session) -> None:
-        """Raises UnavailableError or SlowClientError if a client has too many unread tokenizers."""
+        """Raises UnavailableError if too many TOKENIZER requests of a session or a key are
+        unanswered, or SlowClientError if too many bytes of answers are unread."""
         waiting = [r for r in session.streams.values() if r.type == b"TOKENIZER"]
         if len(waiting) >= MAX_TOKENIZERS:
             raise UnavailableError(
@@ -133,7 +135,7 @@ class Admission:
         )
 
     def _check_priority(self, request: Request) -> None:
-        """Raises if a request has a higher priority than its client may use."""
+        """Raises RequestError if a request has a higher priority than its client may use."""
         most = self._quotas.max_priority(request.session.key)
         what = "the max_priority of this key"
         if most is None:

@@ -1,8 +1,9 @@
 """Adopts live requests that workers report. These requests were accepted by an earlier run of this
 broker, or by another broker.
 
-A session's id is computed from its token. So the broker knows the session of a reported request
-before the client has connected again. Sans-IO, like the rest of the core.
+A session's id is computed from the session's token, and workers report the id. So the broker can
+restore the session of a reported request before the client has connected again, and recognize the
+client by its token later.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from .worker import Worker
 log = logging.getLogger(__name__)
 
 MAX_CANCELLED = 262_144
-"""Maximum number of cancelled streams of all sessions together. The broker remembers them until a
-worker reports them."""
+"""Maximum number of cancelled streams that the broker remembers, of all sessions together, because
+a worker may still report them."""
 MAX_ENDED = 250
 """Maximum number of requests without a client that one tick ends."""
 
@@ -45,14 +46,14 @@ MAX_ENDED = 250
 class Adoption:
     """Adopts live requests for ``recover_s`` after the start of this broker.
 
-    A worker that registers reports its live requests, the broker asks for their journals, and each
-    journal becomes a request. The request's session waits for its client, which sends HELLO with
+    A worker that registers reports its live requests. The broker requests their journals, and makes
+    a request from each journal. The request's session waits for its client, which sends HELLO with
     the session's token and then an ATTACH for each stream. If no client has attached to a request
     when ``recover_s`` is over, the request ends.
 
-    At any time, a client may come from another broker: each GPU worker receives a CLAIM for the
-    client's session and sends the journals of the session's streams. A stream to which the client
-    does not attach within ``session_grace_s`` ends.
+    At any time, a client may come from another broker. Each GPU worker then receives a CLAIM for
+    the client's session, and sends the journals of the session's streams. A stream to which the
+    client does not attach within ``session_grace_s`` ends.
     """
 
     def __init__(
@@ -84,8 +85,7 @@ class Adoption:
         self._claims = Claims(state)
         self._returns = Returns(state, dispatcher)
         self._variables: dict[int, list[int]] = {}
-        """By state worker: the requests of this and earlier runs whose variables the worker
-        stores."""
+        """By state worker: the requests whose variables the worker stored when it registered."""
 
     def open(self) -> bool:
         """Whether workers may still report requests for adoption."""
@@ -94,16 +94,16 @@ class Adoption:
     # --- workers --------------------------------------------------------------------------------
 
     def reported(self, worker: Worker, message: Register) -> tuple[list[int], list[int]]:
-        """Divides the live requests of a worker that registers into requests that the worker must
-        drop, and requests whose journals it must send. The latter include requests that return to
-        the worker."""
+        """Divides the live requests of a worker that registers. Returns the requests that the
+        worker must drop, and the requests whose journals the worker must send. The latter include
+        requests that return to the worker."""
         returned = self._returns.reported(worker, message)
         live = [reported.request for reported in message.live]
         if live:
             self._recovery.follow()
         known = self._state.requests
         if worker.role == "state":
-            # The worker keeps the variables of requests that may be adopted later.
+            # The state worker keeps the variables of requests that may still be adopted.
             if not self._may_adopt():
                 return [request for request in live if request not in known], []
             self._variables[worker.id] = live
@@ -113,7 +113,7 @@ class Adoption:
             wanted = returned + [r for r in live if r not in known or _is_unclaimed(known[r])]
             for request in filter(None, map(known.get, wanted[len(returned) :])):
                 # Before the JOURNAL arrives, the request may move to another worker or be sent to
-                # this one again. The fence then discards entries of the reported attempt.
+                # this one again. In both cases, the fence discards entries of the reported attempt.
                 worker.fences.add(request.id, request.session.id, request.stream_id)
         return [request for request in live if request not in wanted], wanted
 
@@ -135,8 +135,8 @@ class Adoption:
     def _adopt(
         self, worker: Worker, header: Header, body: Journal, attached: Sequence[bytes]
     ) -> None:
-        """Adopts the request of a JOURNAL, or orders the worker to drop the request if no client
-        needs it."""
+        """Adopts the request of a JOURNAL, or orders the worker to drop a request that must not be
+        adopted."""
         if len(attached) < 2:
             raise RequestError(
                 Code.BAD_MESSAGE,
@@ -153,8 +153,9 @@ class Adoption:
             give_up(self._state, worker, header.request, header.address, fields.stream_id)
             return
         worker.fences.reported(header.request)
-        # A session may be claimed long after the start of this broker, when all controller workers
-        # have registered.
+        # ``adopted_at`` makes START wait for controller workers that have not registered yet. The
+        # request of a claimed session does not wait, because a claim may come long after this
+        # broker's start.
         adopted_at = None if header.address in self._claims else self._state.now
         arrived, name = self._state.now - body.age_s, fields.steered_by(body.type.encode())
         request = Request(
@@ -190,8 +191,8 @@ class Adoption:
         """The session to which an adopted request belongs; None if the request must not be adopted.
 
         Two workers may have the request if one was cut off before the request moved to the other.
-        The copy with more moves is valid; if both have the same number of moves, the copy with more
-        entries. ``reached`` is the number of moves and of entries of the reported copy.
+        The copy with more moves is valid, or with the same number of moves the copy with more
+        entries. ``reached``: the number of moves and the number of entries of the reported copy.
         """
         if not (self.open() or header.address in self._claims):
             return None
@@ -205,11 +206,12 @@ class Adoption:
         session = self._sessions.by_id.get(header.address)
         held = self._attaches.held(session, stream_id) if session is not None else None
         if held is not None and reached < (held.moves, held.received):
-            # The client has received more, so the request has continued at another broker.
+            # The client has received more than this copy has, so another worker has continued the
+            # request.
             return None
         if session is not None:
-            # The broker knows all streams of a session that began here. Any other stream of the
-            # session that a cut-off worker reports has been moved or delivered.
+            # The broker knows all streams of a session that began here. If a worker that was cut
+            # off reports another stream of the session, this stream has moved or was delivered.
             begun_before = session.recovering or not session.token
             known = stream_id in session.streams or stream_id in session.ends.by_stream
             return session if begun_before and not known else None
@@ -218,7 +220,7 @@ class Adoption:
         return self._session_of(header)
 
     def _session_of(self, header: Header) -> Session:
-        """A session for the streams of a client that has not connected yet."""
+        """Makes a session for the streams of a client that has not connected yet."""
         now = self._state.now
         session = Session(
             id=header.address,
@@ -230,7 +232,7 @@ class Adoption:
             greeted=True,
             columns=bool(header.flags & Flag.COLUMNS),
             texts=bool(header.flags & Flag.TEXTS),
-            # The request waits for its client until the time for adoption is over.
+            # The session waits for its client until the time for adoption is over.
             detached_at=max(now, self._recovery.until - self._settings.session_grace_s),
             journal=self._journal(header.address),
         )
@@ -248,15 +250,16 @@ class Adoption:
 
     def _journal(self, session: int) -> journal.Journal:
         made = journal.Journal(self._sessions.recent, session)
-        # The encoding that the client accepts is unknown before its HELLO.
+        # The journal may get bodies in JSON: the encoding of the client is unknown before its
+        # HELLO.
         made.json = True
         return made
 
     # --- clients --------------------------------------------------------------------------------
 
     def claim(self, token: str, key: str, now: float) -> Session | None:
-        """The session of a client whose token this broker did not issue. None if the token is not
-        valid, or if the time for adoption is over.
+        """The session of a client whose token is not in the table. None if the token is not valid,
+        or if the time for adoption is over.
 
         If no worker has reported the session yet, a new session is made, which receives the streams
         that workers report later.
@@ -264,16 +267,16 @@ class Adoption:
         if not self.open() or not is_session_token(token):
             return None
         session = self._claimed(token, key, now)
-        # The controllers of these streams have waited for the client's key, which determines the
-        # modules that they may use.
+        # Controllers of the session's streams have waited for the client, because its key
+        # determines which modules they may use.
         self._controllers.start_of(session)
         return session
 
     def pick_up(self, token: str, key: str, peer: bytes, now: float) -> Session | None:
         """The session of a client that comes from another broker, on the connection ``peer``.
 
-        The workers report the session's streams even if this broker has the session: the streams
-        may have continued at another broker meanwhile."""
+        Even if this broker has the session, its streams are withdrawn and the workers report them
+        again, because they may have continued at another broker."""
         if not is_session_token(token):
             return None
         session = self._claimed(token, key, now)
@@ -291,8 +294,8 @@ class Adoption:
         return session
 
     def _claimed(self, token: str, key: str, now: float) -> Session:
-        """The session of a client's token, whose streams may still be reported: a new session, or
-        the session of streams that workers have reported."""
+        """The session of a client's token: a new session, or the session whose streams workers have
+        reported. Workers may report more streams of the session."""
         self._recovery.follow()
         number = session_id(token, key)
         session = self._sessions.by_id.get(number)
@@ -313,9 +316,9 @@ class Adoption:
         return session
 
     def on_registered(self, worker: Worker) -> None:
-        """Handles the registration of a worker, which may have streams of sessions that are being
-        claimed. Sessions without a connection are not claimed, because their clients may have gone
-        to the next broker."""
+        """Handles the registration of a GPU worker, which may have streams of sessions that are
+        being claimed. The worker gets no CLAIM for a session without a connection, because the
+        client may have gone to the next broker."""
         if worker.role == "gpu":
             fences = worker.fences.all_unasked()
             if fences:
@@ -351,8 +354,9 @@ class Adoption:
         self._finish_claims(self._claims.begin(now))
 
     def _finish_claims(self, sessions: Iterable[int]) -> None:
-        """Refuses ATTACHes to streams that no worker has reported, when every worker has answered.
-        While requests are still adopted, the claims stay, because more workers may register."""
+        """Ends the claims of these sessions that every worker has answered, and refuses ATTACHes to
+        streams that no worker has reported. During ``recover_s`` the claims stay, because more
+        workers may register."""
         is_open = self.open()
         for session in sessions:
             if self._claims.finish(session, forget=not is_open):
@@ -363,9 +367,9 @@ class Adoption:
         self._num_cancelled -= len(self._cancelled.pop(session, ()))
 
     def on_released(self, worker: Worker, frames: list[bytes]) -> None:
-        """Handles a worker's RELEASED: requests continue under another broker, which has claimed
-        them. If the other broker was paused before it claimed them, the requests' client may
-        already be connected to this broker (``Session.displaced``)."""
+        """Handles a worker's RELEASED: another broker has claimed requests of this worker. If the
+        other broker had been paused, its claim may be late, and the client may already be connected
+        to this broker again (``Session.displaced``)."""
         released: Released = decode_as(Released, frames[2], "msgpack")
         for number in released.requests:
             request = self._state.requests.get(number)
@@ -404,8 +408,8 @@ class Adoption:
             self._dispatcher.cancel(request, self._state.now, message.reason)
 
     def _note_cancelled(self, session: Session, stream_id: int) -> None:
-        """Records that a client cancels a stream that is unknown, because a worker may still report
-        it."""
+        """Records that a client has cancelled an unknown stream, because a worker may still report
+        this stream."""
         if not self.waits_for(session):
             return
         cancelled = self._cancelled.get(session.id, set())
@@ -419,8 +423,8 @@ class Adoption:
     # --- time -----------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Refuses held ATTACHes and ends requests without a client when their time is over. Then
-        state workers drop the variables of unknown requests."""
+        """Begins claims that wait. When ``recover_s`` is over, refuses held ATTACHes, ends requests
+        without a client, and makes state workers drop the variables of unknown requests."""
         self._begin_claims(now)
         if self._variables and self._ended and not self._may_adopt():
             self._drop_variables()
@@ -439,8 +443,8 @@ class Adoption:
         self._num_cancelled = 0
 
     def _drop_variables(self) -> None:
-        """When no request is being adopted, state workers drop the variables of all unknown
-        requests."""
+        """Makes state workers drop the variables of the unknown requests that they have
+        reported."""
         for number, live in self._variables.items():
             worker = self._state.workers.get(number)
             gone = [request for request in live if request not in self._state.requests]

@@ -1,8 +1,9 @@
-"""Answers ATTACHes from stored ends, a bounded number of bytes in each pass of the broker's loop.
+"""Answers ATTACHes from stored ends. Between two ticks, only a bounded number of bytes is sent.
 
-A stream that has ended can have more than 100 MB of entries, and a client can attach to it on one
-connection after another. So keys take turns, then the sessions of a key. In its turn, a session
-gets a part of the answer to its oldest unanswered ATTACH. A small answer is sent at once.
+A stream that has ended can have more than 100 MB of entries, and a client can attach to the stream
+on one connection after another. So keys take turns, and the sessions of a key share the turns of
+the key. In its turn, a session gets a part of the answer to its oldest unanswered ATTACH. A small
+answer fits into one turn, and is sent at once.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ from .state import BrokerState
 log = logging.getLogger(__name__)
 
 PASS_BYTES = 1024 * 1024
-"""Maximum number of bytes that are read, decoded and sent between two ticks. A part that exceeds
-the rest of this budget also uses the budget of later ticks."""
+"""Budget in bytes for reading, decoding and sending between two ticks. A part that exceeds the rest
+of the budget also uses the budget of later ticks."""
 PART_BYTES = 256 * 1024
-"""Maximum number of bytes, up to the end of a piece, that are decoded in one turn."""
+"""In one turn, whole pieces are decoded until this number of bytes is reached."""
 ENTRY_BYTES = 200
-"""Number of bytes that are charged for each entry, in addition to its own."""
+"""Number of bytes that are charged to the budget for each entry, in addition to the bytes of the
+entry."""
 TURN_BYTES = 256
-"""Number of bytes that are charged for each turn, in addition to those of its part."""
+"""Number of bytes that are charged to the budget for each turn, in addition to the bytes of its
+part."""
 
 
 class Answers:
@@ -43,10 +46,11 @@ class Answers:
         self._out = state.out
         self._on_sent = on_sent
         self._waiting: OrderedDict[str | int, OrderedDict[int, Session]] = OrderedDict()
-        """The sessions with incomplete answers, by key, or by session without keys. Those whose
-        turn is next come first."""
+        """The sessions with incomplete answers by key, or by session without keys. Keys, and
+        sessions of a key, are in the order of their turns."""
         self._left = PASS_BYTES
-        """Number of bytes that are left until the next tick; negative after a large part."""
+        """Number of bytes that are left of the budget until the next tick; negative after a large
+        part."""
 
     @property
     def behind(self) -> bool:
@@ -54,8 +58,9 @@ class Answers:
         return bool(self._waiting)
 
     def begin(self, session: Session, end: End, received: Sequence[int]) -> None:
-        """Begins to answer the ATTACHes to a stored end; ``received`` has the number of entries
-        that the client had received at each. The last ATTACH replaces an incomplete answer."""
+        """Begins to answer ATTACHes to a stored end. ``received``: ``Attach.received`` of each of
+        them. The entries follow the answer to the last ATTACH, from its ``received`` on, in place
+        of an incomplete earlier answer."""
         if session.peer is None or not received:
             return
         if end.is_stream and (end.closing is None or _has_entries(session, end)):
@@ -100,7 +105,8 @@ class Answers:
             return 0
         stream_id, end = ends.answering.popitem(last=False)
         if ends.by_stream.get(stream_id) is not end:
-            # The bound of the session's journal, or of its ends, was reached.
+            # The end was dropped meanwhile, because the bound of the session's journal, or of its
+            # ends, was reached.
             self._refuse(session, end, ConnectionLostError(Code.CONNECTION_LOST, _not_kept(end)))
             return 0
         try:
@@ -122,7 +128,7 @@ class Answers:
         return charged
 
     def _part(self, session: Session, end: End) -> tuple[int, bool]:
-        """Reads or sends the next part of the entries before an end; returns the number of bytes to
+        """Reads or sends the next part of the entries before an end. Returns the number of bytes to
         charge, and whether all entries were sent. Raises RequestError if an entry is malformed."""
         ends = session.ends
         if end.is_stream and not isinstance(end.sent, Pieces) and ends.reading is None:
@@ -142,8 +148,8 @@ class Answers:
 
     @staticmethod
     def _reading(session: Session, end: End) -> Iterator[int] | None:
-        """Reads the entries before an end, or before all ends of the session whose entries are in
-        its journal; None if there are no entries."""
+        """Starts to read the entries before an end. If they are in the journal, the entries before
+        all ends of the session are read together. None if no entries are stored."""
         journal = session.journal
         if end.sent is not None:
             return _split(end, end.sent)
@@ -180,7 +186,8 @@ def _not_kept(end: End) -> str:
 
 
 def _split(end: End, sent: bytes | Pieces) -> Iterator[int]:
-    """Splits the entries before an end, a body of TOKEN, into pieces; yields bytes to charge."""
+    """Splits a body of TOKEN with the entries before an end into pieces. Yields the bytes to charge
+    for each part."""
     pieces = Pieces()
     if sent and isinstance(sent, bytes):
         yield from pieces.split(sent)
@@ -188,8 +195,8 @@ def _split(end: End, sent: bytes | Pieces) -> Iterator[int]:
 
 
 def _read(journal: Journal, ends: Sequence[End]) -> Iterator[int]:
-    """Reads the entries before ends of a session from its journal, which is decoded once for all of
-    them; yields bytes to charge."""
+    """Reads the entries before several ends from the journal of their session, which is decoded
+    once for all these ends. Yields the bytes to charge for each part."""
     wanted = {end.request: end for end in ends}
     found = {request: Pieces() for request in wanted}
     for size, entries in journal.read(wanted):

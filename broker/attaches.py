@@ -1,10 +1,11 @@
 """Handles ATTACH, by which a client resumes a stream of its session. Every ATTACH is answered.
 
-The worker of the stream answers, because it stores the entries that it has sent. If a stream has no
-worker, or ended before its client attached, the broker answers from its journal.
+Usually the worker of the stream answers, because it stores the entries that it has sent. If the
+stream has no worker, or has ended, the broker answers from its own journal.
 
-After a restart of the broker, or when a client comes from another broker, a worker may still report
-the stream. The broker holds the ATTACH until then, and answers from the worker's report.
+After a restart of the broker, or when a client comes from another broker, the broker may not know
+the stream yet. It then holds the ATTACH until a worker reports the stream, and answers from the
+report.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ MAX_HELD = 262_144
 MAX_ATTACHING = 64
 """Maximum number of ATTACHes for one stream that its worker has not answered."""
 MAX_ANSWERED = 8
-"""Maximum number of ATTACHes that are answered with entries while a stream waits for another
-worker. Each of these answers decodes the stream's entries."""
+"""Maximum number of ATTACHes to one stream that are answered with entries while the stream waits
+for another worker. Each of these answers decodes the stream's entries."""
 
 
 class Attaches:
@@ -64,8 +65,8 @@ class Attaches:
             raise _unknown(message.stream_id)
 
     def on_cancel(self, session: Session, stream_id: int) -> bool:
-        """Handles a client's cancellation of a stream; returns whether the stream has ended or was
-        not reported yet."""
+        """Drops the held ATTACH and the stored end of a stream that a client cancels. Returns
+        whether the stream is not live here: it has ended, or no worker has reported it yet."""
         self._take(session, stream_id)
         self._ends.drop(session, stream_id)
         return stream_id not in session.streams
@@ -99,8 +100,8 @@ class Attaches:
         return taken
 
     def drop_held(self, session: int) -> list[int]:
-        """Removes all held ATTACHes of a session, because the session has ended or because no
-        worker reports its streams any more. Returns the ids of the streams."""
+        """Removes all held ATTACHes of a session, because the session has ended or because workers
+        have reported all its streams. Returns the ids of the streams."""
         dropped = self._held.pop(session, {})
         self._num_held -= len(dropped)
         return list(dropped)
@@ -145,11 +146,12 @@ class Attaches:
 
     def on_adopted(self, request: Request, sent: bytes, flags: int) -> None:
         """Handles a worker's report of a stream. ``sent``: the entries that the worker has sent, as
-        a body of TOKEN. A held ATTACH for the stream is answered at once, because the worker may be
-        in a long step.
+        a body of TOKEN. A held ATTACH for the stream is answered at once and not by the worker,
+        which may be in a long step.
 
-        The ATTACH is forwarded to the worker instead if the worker uses another encoding than the
-        client now accepts. ``flags``: the header flags of the encoding that the worker uses.
+        But if the worker encodes the stream's entries in another form than the client now accepts,
+        the ATTACH is forwarded, so that the worker changes the form. ``flags``: the header flags of
+        the worker's form.
         """
         held = self._take(request.session, request.stream_id)
         if held is None:
@@ -169,17 +171,18 @@ class Attaches:
             self._ends.attach(session, stream_id, held.received)
 
     def held(self, session: Session, stream_id: int) -> Attach | None:
-        """The held ATTACH for a stream."""
+        """The held ATTACH for a stream, if any."""
         return self._held.get(session.id, {}).get(stream_id)
 
     def refuse_held(self, sessions: Mapping[int, Session], waiting: Collection[int]) -> None:
-        """Refuses held ATTACHes when no worker reports streams any more, except ATTACHes of the
+        """Refuses held ATTACHes when workers have reported all streams, except ATTACHes of the
         sessions in ``waiting``."""
         for number in [number for number in self._held if number not in waiting]:
             self.refuse(number, sessions.get(number))
 
     def refuse(self, number: int, session: Session | None) -> None:
-        """Refuses the ATTACHes of a session when no worker reports streams of it any more."""
+        """Refuses the held ATTACHes of a session when workers have reported all streams of the
+        session."""
         for stream_id in self.drop_held(number):
             if session is not None:
                 error = error_body(_unknown(stream_id), stream_id)

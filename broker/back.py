@@ -86,8 +86,7 @@ class Back:
         """Routes the tokens of a step: one body for each session. The bodies are not decoded.
         ``received``: ``frames`` in their packed form.
 
-        This method runs more often than any other code of the broker, so it does as little as
-        possible.
+        This method runs more often than any other code of the broker, so it must be fast.
         """
         worker = self._by_peer.get(peer)
         if worker is None:
@@ -132,7 +131,7 @@ class Back:
             self._on_finished(worker, finished, frames)
 
     def _on_finished(self, worker: Worker, finished: Iterable[int], frames: list[bytes]) -> None:
-        """Ends the requests that a TOKEN has ended."""
+        """Ends the requests that the manifest of a TOKEN names as ended."""
         for number in finished:
             try:
                 request = self._requests.get(number)
@@ -156,7 +155,8 @@ class Back:
     def _on_failure(
         self, worker: Worker | None, peer: bytes, frames: list[bytes], error: Exception
     ) -> None:
-        """Handles a message that caused an error. The request of the message, if any, ends."""
+        """Handles a message that caused an error. If the message belongs to a request, the request
+        ends."""
         name = worker.name if worker is not None else peer.hex()
         if isinstance(error, TokenbusError | IndexError):
             self._counters.bad_worker_messages += 1

@@ -1,4 +1,5 @@
-"""Prompt parts that are stored for a session, so that its requests can name them."""
+"""Buffers: parts of prompts that are stored for a session, so that the session's requests can name
+them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ named. A prompt in the body of a request has the same bound."""
 
 
 class Buffers:
-    """Stores the buffers of each session within their bounds."""
+    """Stores the buffers of all sessions, within the bounds of the settings."""
 
     def __init__(self, state: BrokerState, dispatcher: Dispatcher) -> None:
         self._state = state
@@ -42,8 +43,8 @@ class Buffers:
             self.keep(session, message.name, kept)
 
     def on_save(self, worker: Worker, frames: list[bytes]) -> None:
-        """Handles a worker's BUFFER: the tokens of a stream with ``save``, which is about to
-        end."""
+        """Handles a worker's BUFFER: stores the tokens of a stream that is about to end, under the
+        name in ``save``."""
         message: Buffer = decode_as(Buffer, frames[2], "msgpack")
         header = decode_header(frames[1])
         session = self._state.sessions.by_id.get(header.address)
@@ -58,7 +59,8 @@ class Buffers:
                 self._dispatcher.abandon(request, error)
 
     def keep(self, session: Session, name: str, kept: bytes) -> None:
-        """Stores a buffer for a session; raises ``too_large`` or ``queue_full`` beyond a bound."""
+        """Stores a buffer for a session. Raises ``too_large``, ``queue_full`` or ``client_limit``
+        if a bound would be exceeded."""
         settings = self._settings
         added = len(kept) - len(session.buffers.get(name, b""))
         total = session.buffer_bytes + added

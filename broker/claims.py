@@ -1,7 +1,9 @@
-"""Claims the sessions of clients that come from another broker: GPU workers report the streams of
-these sessions. With an invented token, any client can cause a CLAIM to each GPU worker. So each
-connection has at most one active claim, and all connections together have at most ``MAX_CLAIMS``.
-Further claims wait, and connections take turns.
+"""Claims the sessions of clients that come from another broker: sends CLAIMs, on which GPU workers
+report the streams of these sessions.
+
+Any client can invent a token, and so cause a CLAIM to each GPU worker. So each connection has at
+most one active claim, and all connections together have at most ``MAX_CLAIMS``. Further claims
+wait, and connections take turns.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from .worker import Worker
 MAX_CLAIMS = 512
 """Maximum number of active claims of all connections together."""
 MAX_TURN_S = 0.5
-"""Seconds after which a claim without all answers no longer delays the waiting claims."""
+"""Seconds after which a claim that some worker has not answered no longer delays waiting claims."""
 
 
 @dataclass(slots=True)
@@ -28,7 +30,7 @@ class _Claim:
     peer: bytes
     """The connection whose HELLO caused the claim."""
     asked: set[int] = field(default_factory=set)
-    """The workers that have not answered."""
+    """The ids of the workers that have not answered the CLAIM."""
 
 
 class Claims:
@@ -54,7 +56,8 @@ class Claims:
         return self._by_session.keys()
 
     def add(self, session: int, peer: bytes) -> None:
-        """Adds a claim for a session whose client has connected as ``peer``."""
+        """Adds a claim, which waits for its turn. ``peer``: the connection of the session's
+        client."""
         claim = self._by_session.setdefault(session, _Claim(peer))
         self._stop_waiting(session, claim)
         claim.peer = peer
@@ -80,7 +83,7 @@ class Claims:
         return begun
 
     def _ask(self, session: int, peer: bytes, now: float) -> None:
-        """Sends CLAIMs of a session to all GPU workers."""
+        """Begins the claim of a session: sends CLAIM to all GPU workers."""
         claim = self._by_session[session]
         self._stop_waiting(session, claim)
         self._turns[peer] = session, now
@@ -96,8 +99,7 @@ class Claims:
         return session in self._waiting.get(claim.peer, {})
 
     def _stop_waiting(self, session: int, claim: _Claim) -> None:
-        """Removes a claim from the queue, because it begins, is dropped, or moves to another
-        connection."""
+        """Removes a claim from the waiting claims of its connection."""
         sessions = self._waiting.get(claim.peer)
         if sessions is None:
             return
@@ -113,13 +115,14 @@ class Claims:
                 self._ask_worker(worker, session, claim)
 
     def on_claimed(self, worker: Worker, session: int) -> None:
-        """Records a worker's answer."""
+        """Records a worker's answer to the CLAIM of a session."""
         claim = self._by_session.get(session)
         if claim is not None:
             claim.asked.discard(worker.id)
 
     def on_lost(self, worker: Worker) -> list[int]:
-        """Handles the loss of a worker; returns the sessions for which it had not answered."""
+        """Handles the loss of a worker; returns the sessions whose CLAIM the worker had not
+        answered."""
         found = []
         for session, claim in self._by_session.items():
             if worker.id in claim.asked:
@@ -128,8 +131,8 @@ class Claims:
         return found
 
     def on_ended(self, session: int) -> None:
-        """Handles the end of a session: its claim is dropped, unless a worker has not answered yet
-        or the claim must end a fence."""
+        """Handles the end of a session: its claim is dropped, unless a worker has still to answer
+        it, or its CLAIM must be sent because a fence ends with the answer."""
         claim = self._by_session.get(session)
         if claim is None or claim.asked:
             return
@@ -139,8 +142,8 @@ class Claims:
             self._stop_waiting(session, claim)
 
     def finish(self, session: int, *, forget: bool) -> bool:
-        """Ends the turn of a session when every worker has answered; returns whether its claim was
-        removed. The claim stays if it waits for another turn, or if ``forget`` is False.
+        """Ends the turn of a session's claim when every worker has answered it; returns whether the
+        claim was removed. The claim stays if it waits for another turn, or if ``forget`` is False.
 
         ``forget`` is True if all workers that may have streams of the session have registered.
         """
@@ -156,5 +159,5 @@ class Claims:
         return True
 
     def answered(self) -> list[int]:
-        """The sessions for which every worker has answered."""
+        """The sessions whose CLAIM every worker has answered."""
         return [session for session, claim in self._by_session.items() if not claim.asked]

@@ -1,13 +1,13 @@
-"""The connections of a bound ROUTER: the routing id of each connection, and its end.
+"""The connections of a bound ROUTER socket: finds their routing ids, and notices their ends.
 
 A routing id does not identify the sender. A peer may choose its id (``ZMQ_ROUTING_ID``), and libzmq
 gives the id of a closed connection to the next peer that chooses it. So the number that ZAP gave to
 a connection (``zap.py``) identifies the sender of a message, and a routing id belongs to one
 connection only.
 
-libzmq's monitor reports a closed connection by its descriptor. The broker reads the descriptor of a
-connection from the connection's first message, and so finds the routing id of the closed
-connection.
+libzmq's monitor reports only the descriptor of a closed connection. The first message of each
+connection shows both its descriptor and its routing id, so the broker knows which routing id has
+lost its connection.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ QUIET_BYTES = 4096
 """The handshake and the first heartbeats of a connection have fewer bytes than this together,
 unless the peer adds properties of its own to the handshake."""
 KEPT_PART = 8
-"""One part in ``KEPT_PART`` of the process's file descriptors is reserved for uses other than
+"""One in this number of the process's file descriptors is reserved for uses other than
 connections."""
 EVENTS = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
 EVENT = struct.Struct("=HI")
@@ -53,11 +53,13 @@ class Connection:
     def __init__(self, fd: int, inode: int) -> None:
         self.fd = fd
         self.inode = inode
-        """The inode of the socket. Another socket may receive the same descriptor."""
+        """The inode of the connection's socket. It shows whether the descriptor now belongs to
+        another socket."""
         self.peer: bytes | None = None
-        """The routing id; None before the first message."""
+        """The routing id of the connection; None before its first message."""
         self.user = ""
-        """The ``User-Id`` of all messages; empty before the first one."""
+        """The ``User-Id`` of the connection's messages (``zap.py``); empty before the first
+        message."""
         self.key = ""
         """The public key of the peer; empty without CURVE."""
         self.refused = False
@@ -65,7 +67,7 @@ class Connection:
         too many connections."""
         self.counted: int | None = 0
         """Bytes of the connection's messages on the wire. None if they are not counted any more,
-        because its handshake was small: apart from messages, it has received at most
+        because the handshake was small: apart from messages, the connection has received at most
         ``QUIET_BYTES``."""
         self.spoke = False
         """Whether a message has arrived since ``Unfinished`` last visited the connection. Each
@@ -75,7 +77,8 @@ class Connection:
         """When ``Unfinished`` last found that a message had ended, or first visited the connection,
         in seconds."""
         self.received = 0
-        """Bytes that the connection had received at ``since``."""
+        """Bytes that the connection had received at ``since``. While messages are counted, a copy
+        of ``counted``."""
         self.grown = 0
         """The value of ``Unfinished._grown`` when the unfinished message was first found, in
         bytes."""
@@ -90,7 +93,7 @@ class Connections:
     """All connections of one socket. Create this object before the socket is bound, so that it
     receives all events.
 
-    ``closed`` is called when ``take_closed`` has connections to return.
+    This object calls ``closed`` when ``take_closed`` has ids to return.
 
     If there are too many connections, the oldest connection that has not sent a message is shut.
     Each key has a bounded share of the connections.
@@ -113,7 +116,8 @@ class Connections:
         address = f"inproc://connections-{id(self)}"
         socket.monitor(address, EVENTS)
         self._events: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
-        # This socket has no bound: ZeroMQ's thread would block if an event had no room.
+        # The queue of this socket has no bound: ZeroMQ's thread would block if an event did not
+        # fit.
         self._events.setsockopt(zmq.RCVHWM, 0)
         self._events.connect(address)
         self.fd = int(self._events.getsockopt(zmq.FD))
@@ -133,7 +137,7 @@ class Connections:
         self._events.close(0)
 
     def look(self) -> None:
-        """Takes the events of the monitor."""
+        """Takes the events that libzmq's monitor has reported."""
         before = len(self._closed)
         with contextlib.suppress(zmq.Again):
             while True:
@@ -158,7 +162,8 @@ class Connections:
             if connection.is_newer_than(user):
                 connection = None
             else:
-                # The first message of the previous connection on this descriptor was read late.
+                # The first message of the previous connection on this descriptor was read late, and
+                # its ``User-Id`` was assigned to the present connection.
                 self._forget(connection)
                 self._end(connection)
                 connection = self.by_fd[fd] = Connection(fd, connection.inode)
@@ -197,7 +202,8 @@ class Connections:
             connection.counted = None
 
     def take_closed(self) -> list[bytes]:
-        """Returns the routing ids whose connections have closed; these ids are free then."""
+        """Returns the routing ids whose connections have closed. New connections may then use these
+        ids."""
         closed, self._closed = self._closed, []
         peers = []
         for connection in closed:
@@ -217,7 +223,8 @@ class Connections:
         return fits
 
     def _accept(self, connection: Connection) -> None:
-        """Adds an accepted connection. If there are too many, this one or an older one is shut."""
+        """Adds an accepted connection. If there are too many connections, the oldest one that has
+        not sent a message is shut; it may be the new one."""
         before = self.by_fd.get(connection.fd)
         if before is not None:
             self._forget(before)
@@ -250,9 +257,9 @@ def max_connections() -> int:
 
 
 def shut(connection: Connection) -> None:
-    """Closes a connection; libzmq notices that it was closed.
+    """Closes a connection; libzmq then notices the end.
 
-    The peer's side is reset. A peer with more to send could otherwise wait for a minute.
+    The peer receives a reset. Otherwise a peer that has more to send could wait for a minute.
     """
     with contextlib.suppress(OSError), open_socket(connection) as socket:
         socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, _RESET)
@@ -262,7 +269,7 @@ def shut(connection: Connection) -> None:
 @contextlib.contextmanager
 def open_socket(connection: Connection) -> Iterator[sockets.socket]:
     """The socket of a connection, under a duplicated descriptor. Raises OSError if the connection
-    has closed, because its descriptor may belong to another connection."""
+    has closed, because the descriptor may then belong to another connection."""
     if not connection.inode or _inode(connection.fd) != connection.inode:
         raise OSError("the connection is closed")
     # libzmq's thread may close the original descriptor at any time; this duplicate stays valid.
@@ -273,7 +280,7 @@ def open_socket(connection: Connection) -> Iterator[sockets.socket]:
 
 
 def _inode(fd: int) -> int:
-    """The inode of an open socket, or 0."""
+    """The inode of the socket with this descriptor; 0 if the descriptor is not an open socket."""
     try:
         found = os.fstat(fd)
     except OSError:

@@ -1,7 +1,8 @@
 """Handles processes that register with the name of a worker that is alive.
 
-If each process replaced the other, both would lose their leases again and again, and their streams
-would be quarantined. So the first process keeps the name until its lease ends.
+If each of two processes replaced the other, both would lose their leases again and again, and the
+broker would quarantine their requests (``quarantine.py``). So the first process keeps the name
+until its lease ends.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .worker import Worker
 
 @dataclass(slots=True)
 class Contender:
-    """A process that waits for a name."""
+    """A process that has registered with a name of another process, and waits for this name."""
 
     peer: bytes
     frames: list[bytes]
@@ -28,10 +29,11 @@ class Contender:
 
 
 class ContestedNames:
-    """The last contender for each name."""
+    """The process that last contended for each name."""
 
     def __init__(self, expiry_s: float) -> None:
-        """``expiry_s``: a contender that has not registered again within this time is dropped."""
+        """``expiry_s``: a contender that has not registered again within this number of seconds
+        does not receive the name."""
         self._expiry_s = expiry_s
         self._by_name: dict[str, Contender] = {}
 
@@ -57,12 +59,12 @@ class ContestedNames:
 
 
 def process_of(message: Register) -> int:
-    """The number of the process that registers; its pid if the worker sends no number."""
+    """The number of the process that registers, or its pid if the message has no number."""
     return message.process or message.pid
 
 
 def taken(holder: Worker) -> RequestError:
-    """The error for a process that registers with the name of another one."""
+    """The error for a process that registers with the name of the worker ``holder``."""
     return RequestError(
         Code.NOT_ALLOWED,
         f"the name {holder.name!r} belongs to process {holder.pid} on {holder.host}, which is "

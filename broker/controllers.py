@@ -23,10 +23,12 @@ _MODULE_ID = re.compile("[0-9a-f]{64}")
 
 
 class Controllers:
-    """Chooses a controller worker when a request goes to its GPU worker, and keeps that choice.
+    """Chooses a controller worker when a request is sent to its GPU worker, and records the choice
+    until the request ends.
 
-    From its reservation to its end, a request is in ``steers`` of the worker that is its
-    ``steering.worker``, and counts towards that worker's load. A queued request has no reservation.
+    From its reservation to its end, a request is in ``steers`` of its controller worker
+    (``request.steering.worker``), and counts towards the load of this worker. A queued request has
+    no reservation.
     """
 
     def __init__(self, state: BrokerState, tools: Tools) -> None:
@@ -62,8 +64,9 @@ class Controllers:
         request is refused.
 
         Workers that registered the name take precedence over workers that run any module.
-        ``served_as`` is the pattern under which a running controller was started; other workers may
-        have a different controller of that name.
+        ``served_as``: the pattern under which a controller was started that now needs another
+        worker. Only workers with this pattern are considered, because other workers may have a
+        different controller of the same name.
         """
         pools = self._pools
         if not pools.of_role("controller"):
@@ -122,8 +125,8 @@ class Controllers:
 
     def _has_left(self, pattern: str) -> bool:
         """Whether the last worker that served a pattern was lost recently and may return. If so,
-        the controllers of this pattern do not count as unknown, and other patterns do not apply to
-        them."""
+        the controllers of this pattern do not count as unknown, and workers with other patterns do
+        not run them."""
         left_at = self._left.get(pattern, float("-inf"))
         return self._state.now - left_at < self._settings.move_wait_s
 
@@ -145,9 +148,9 @@ class Controllers:
     def start(self, request: Request, body: bytes, now: float) -> None:
         """Sends the START of a request's controller to a controller worker.
 
-        The START goes to the reserved worker, unless that worker was lost or drains. If no worker
-        has a place now, the START waits; if no worker can run the controller, the GPU worker is
-        notified.
+        The START goes to the worker with the reserved place, unless this worker was lost or drains.
+        If no worker has a place now, the START waits. If the controller is unknown, the GPU worker
+        is notified.
         """
         if self._is_held(request):
             self._waiting.add(request, body, now, HELD)
@@ -214,14 +217,15 @@ class Controllers:
     def _is_held(self, request: Request) -> bool:
         """Whether the START of a request waits for something other than a place.
 
-        It waits for the client to reconnect, because until then the modules that the request may
-        use are unknown, or for the request's controller worker to return.
+        If the client of an adopted request has not connected yet, the START waits for the client,
+        whose key determines which modules the request may use. A START also waits if the request's
+        controller worker may come back.
         """
         return not request.session.token or self._may_come_back(request)
 
     def _pattern_of(self, request: Request) -> str:
-        """The pattern that a controller worker must serve to receive this request, as in
-        ``choose``."""
+        """The pattern that a controller worker must serve to run the controller of a request, by
+        the rules of ``choose``."""
         name = request.controller
         if request.steered.served_as:
             return request.steered.served_as
@@ -230,7 +234,7 @@ class Controllers:
 
     def _may_come_back(self, request: Request) -> bool:
         """Whether a worker that served the request's controller in an earlier run of the broker may
-        not have registered yet.
+        still register.
 
         Such a worker registers within two heartbeats. The result is False if a registered worker
         serves the name, or if the name is a module id, which every worker for modules can run.
@@ -245,8 +249,8 @@ class Controllers:
         return not (_MODULE_ID.fullmatch(name) or any(name in w.patterns for w in workers))
 
     def start_waiting(self) -> None:
-        """Starts every waiting controller for which a worker has a place now. Called when workers
-        have changed or time has passed; looks at every START that waits."""
+        """Starts every waiting controller for which a worker has a place now. Call it when workers
+        have changed or time has passed. It looks at every START that waits."""
         for waiting in self._waiting:
             request = waiting.request
             if self._is_held(request):
@@ -267,8 +271,8 @@ class Controllers:
                 self.start(request, waiting.body, waiting.since)
 
     def fill(self, worker: Worker) -> None:
-        """Starts waiting controllers on a worker that may have room. STARTs that are not sent now
-        are not examined."""
+        """Starts waiting controllers on a worker as long as it has room. Looks only at the STARTs
+        that it takes from their queues."""
         while worker.role == "controller" and self._pools.has_place(worker):
             waiting = self._waiting.first(worker.patterns)
             if waiting is None:
@@ -301,7 +305,7 @@ class Controllers:
                     self._waiting.remove(request.id)
 
     def _refuse(self, request: Request, error: TokenbusError) -> None:
-        """Notifies a request's GPU worker that its controller cannot start."""
+        """Notifies the GPU worker of a request that the request's controller cannot start."""
         if request.worker is not None:
             self._out.to_worker(request.worker, b"LOST", _lost([request.id], error))
 
@@ -316,8 +320,8 @@ class Controllers:
         )
 
     def end(self, request: Request) -> None:
-        """Handles the end of a request: its place becomes free, and its controller and variables
-        are removed."""
+        """Handles the end of a request: its place at the controller worker becomes free, and
+        workers delete its controller and its variables."""
         worker = request.steered.worker
         self._tools.end(request)
         self._release(request)
@@ -336,8 +340,8 @@ class Controllers:
             self._out.to_worker(state, b"END", body)
 
     def withdraw(self, request: Request) -> None:
-        """Removes a request that continues elsewhere: its controller is removed, and its variables
-        stay."""
+        """Handles a request that continues under another broker or in another copy: its controller
+        worker deletes the controller, and the state worker keeps the variables."""
         if request.steering is None:
             return
         self._tools.end(request)
@@ -350,8 +354,8 @@ class Controllers:
         request.steered.served_as, request.steered.has_inputs = "", False
 
     def on_drain(self, worker: Worker) -> None:
-        """Handles the drain of a worker: controllers that it has not begun are started by another
-        worker."""
+        """Handles the drain of a controller worker: other workers start the controllers that this
+        worker has not begun."""
         for request in list(worker.steers.values()):
             if not request.steered.started:
                 self._release(request)
@@ -360,8 +364,8 @@ class Controllers:
         """Handles the loss of a request's GPU worker. The next GPU worker starts the controller
         again.
 
-        The controller worker stays the same unless it drains. END is not sent, because the replay
-        needs the recorded answers of the variable operations.
+        The controller worker stays the same unless it drains. END is not sent, because END deletes
+        the recorded answers to operations on variables, which the replay needs.
         """
         if request.steering is None:
             return
@@ -374,10 +378,11 @@ class Controllers:
             self._release(request)
 
     def on_lost(self, worker: Worker) -> None:
-        """Handles the loss of a worker, which was removed from all pools before.
+        """Handles the loss of a worker. Remove the worker from all pools before the call.
 
-        GPU workers send the STARTs of its running controllers again, for another controller worker.
-        Controllers that had not begun also start at another controller worker.
+        If a controller worker is lost, GPU workers send the STARTs of its running controllers
+        again, for another controller worker. Controllers that this worker had not begun also start
+        at another controller worker.
         """
         self._tools.on_lost(worker)
         if worker.role == "controller":
@@ -407,7 +412,7 @@ class Controllers:
         return list(self._pools.steering(ANY_MODULE).workers.values())
 
     def state_worker(self) -> Worker | None:
-        """The worker that stores the variables."""
+        """The state worker, which stores the variables; None if none is registered."""
         workers = self._pools.of_role("state").values()
         return min(workers, key=lambda w: w.id, default=None)
 

@@ -1,4 +1,4 @@
-"""The broker without its sockets: frames and times in, frames to send out."""
+"""The broker without its sockets: it receives frames and times, and returns the frames to send."""
 
 from __future__ import annotations
 
@@ -48,22 +48,23 @@ KeyedMessage = tuple[bytes, list[bytes], str]
 
 LATE_TICKS = 8
 """If an event occurs more than this number of tick intervals after the last tick, this process was
-stopped. All leases are then renewed before the event is handled."""
+paused. All leases and sessions are then renewed before the event is handled."""
 BEHIND_S = 0.01
 """Seconds until the next tick if a tick has left work to do."""
 RETRY_S = 2.0
-"""Seconds after which a client should retry if this broker stops: another broker may have taken its
-place."""
+"""Seconds after which a client should try again if this broker stops. By then, another broker may
+have taken the place of this one."""
 PLACES_EVERY_S = 2.0
-"""How often waiting clients get a notice of their place in the queue, in seconds."""
+"""Seconds between two rounds of notices, which report to clients the places of their requests in
+the queues."""
 
 
 class Broker:
-    """Routes messages between clients (front) and workers (back). Sans-IO: the time of each event
-    is an argument.
+    """Routes messages between clients (front) and workers (back). The broker does no I/O and has no
+    clock: messages and times are arguments.
 
-    ``boot`` is the number of this run, which makes its ids differ from those of earlier runs.
-    ``now`` is the present time of any clock that does not go back, in seconds.
+    ``boot`` is the number of this run, which makes the ids of this run differ from those of other
+    runs. ``now`` is the present time of any clock that does not go back, in seconds.
     """
 
     def __init__(self, settings: BrokerSettings, *, boot: int, now: float) -> None:
@@ -130,14 +131,15 @@ class Broker:
         return self._taken()
 
     def on_clients(self, messages: Iterable[Message], now: float) -> list[Outgoing]:
-        """Handles several messages of clients: the connections and their frames."""
+        """Handles several messages of clients, each with its connection."""
         self._at(now)
         for peer, frames in messages:
             self._guarded(self._front.on_frames, peer, frames, "", now)
         return self._taken()
 
     def on_workers(self, messages: Iterable[Message], now: float) -> list[Outgoing]:
-        """Handles several messages of workers, each packed as on a socket."""
+        """Handles several messages of workers, in the packed form of the socket
+        (``packing.py``)."""
         return self._on_workers(messages, self._back.on_tokens, now)
 
     def _on_workers(
@@ -162,7 +164,8 @@ class Broker:
         return self._taken()
 
     def on_keyed_clients(self, messages: Iterable[KeyedMessage], now: float) -> list[Outgoing]:
-        """Handles several messages of clients of a broker with keys."""
+        """Handles several messages of clients if the broker has keys. A revoked key's messages are
+        refused."""
         self._at(now)
         admits = self.state.keyring.admits
         for peer, frames, key in messages:
@@ -173,7 +176,8 @@ class Broker:
         return self._taken()
 
     def on_keyed_workers(self, messages: Iterable[KeyedMessage], now: float) -> list[Outgoing]:
-        """Handles several messages of workers of a broker with keys."""
+        """Handles several messages of workers if the broker has keys. A revoked key's worker is
+        lost."""
         admits = self.state.keyring.admits
         served = []
         for peer, frames, key in messages:
@@ -205,8 +209,8 @@ class Broker:
     def on_gone(
         self, side: Side, peer: bytes, now: float, unsent: Sequence[bytes] = ()
     ) -> list[Outgoing]:
-        """Handles the end of a connection. ``unsent``: the frames of the message that could not be
-        sent."""
+        """Handles the end of a connection. ``unsent``: the frames of a message that could not be
+        sent for this reason, if any."""
         self._at(now)
         if side is Side.FRONT:
             self.state.sessions.unread.on_gone(peer)
@@ -222,7 +226,8 @@ class Broker:
         return self._taken()
 
     def tick(self, now: float) -> list[Outgoing]:
-        """Checks leases and deadlines, and sends notices. Call it after ``wait_s`` seconds."""
+        """Checks leases and deadlines, and sends notices. Call it again after ``wait_s``
+        seconds."""
         self._at(now)
         self._ticked_at = now
         ticks = (self._leases, self.adoption, self._sessions, self.dispatcher, self._rollouts)
@@ -238,8 +243,8 @@ class Broker:
 
     @property
     def due_at(self) -> float:
-        """The time at which ``expire`` must be called next, because the earliest deadline of a
-        request has passed then."""
+        """The time at which ``expire`` must be called next: the earliest deadline of a request, in
+        seconds."""
         return self.state.deadlines.first
 
     def expire(self, now: float) -> list[Outgoing]:
@@ -271,14 +276,16 @@ class Broker:
             return False
         workers = self.state.workers.values()
         if any(worker.succeeded and worker.requests for worker in workers):
-            # The worker leaves after its step, so the next broker would wait for it in vain.
+            # This worker leaves after its step, so the next broker would wait for the worker's
+            # report in vain.
             return False
         roles = {worker.role for worker in workers}
         return all(request.role not in roles for request in self.state.waiting)
 
     def stepped_since(self, then: float) -> bool:
         """Whether each worker with requests has begun a step after the time ``then``, as its
-        heartbeats report. A worker that has received a signal sends DRAIN before its next step."""
+        heartbeats report. A worker that had received a signal by then has sent DRAIN before this
+        step."""
         workers = self.state.workers.values()
         return all(worker.stepped_at > then for worker in workers if worker.requests)
 
@@ -306,8 +313,9 @@ class Broker:
         return self._taken()
 
     def _at(self, now: float) -> None:
-        """Sets the time of an event. If the last tick was long ago, this process was stopped, and
-        leases are renewed because the broker has not read the messages of their workers."""
+        """Sets the time of an event. If the last tick was long ago, this process was paused. Leases
+        and sessions are then renewed, because the broker has not yet read what workers and clients
+        have sent."""
         self.state.now = now
         if now - self._ticked_at > LATE_TICKS * self.settings.tick_s:
             self._ticked_at = now
@@ -357,6 +365,6 @@ def _client_handlers(
 
 
 def _outlives(request: Request) -> bool:
-    """Whether a running request can continue at another broker. Its worker must report the request,
-    and its client must reconnect."""
+    """Whether a running request can continue at another broker: workers report only streams, and
+    the client must be able to resume the stream there."""
     return request.type in STREAMS and request.session.recovers

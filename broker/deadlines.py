@@ -1,4 +1,5 @@
-"""The times at which requests end by their ``timeout_s``."""
+"""The times at which the broker ends live requests, because their ``timeout_s`` is over or they
+were cancelled."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ REBUILD_ABOVE = 64
 
 
 class Deadlines:
-    """The deadlines of live requests, earliest first. An entry in the middle of a heap cannot be
-    removed cheaply, so entries of ended requests stay until they are the majority; then the heap is
-    rebuilt.
+    """The deadlines of live requests, in a heap with the earliest first. Removing an entry from the
+    middle of a heap takes long. So entries of ended requests stay until they are the majority, and
+    the heap is then rebuilt.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class Deadlines:
             heapq.heappush(self._heap, (request.deadline, request.id))
 
     def remove(self, request: Request) -> None:
-        """Removes the deadline of a request that has ended."""
+        """Removes the deadlines of a request that has ended."""
         self._live.discard(request.id)
         if len(self._heap) > 2 * len(self._live) + REBUILD_ABOVE:
             self._heap = [entry for entry in self._heap if entry[1] in self._live]

@@ -29,11 +29,12 @@ from .worker import Loss, Worker
 log = logging.getLogger(__name__)
 
 CANCEL_GRACE_S = 10.0
-"""Seconds that a worker has to end a cancelled request."""
+"""Seconds in which a worker must end a cancelled request; then the broker ends the request
+itself."""
 
 MAX_ENDED = 250
-"""Maximum number of requests that one tick ends. The next tick follows soon and ends more of
-them."""
+"""Maximum number of requests that one tick ends for the same reason. The next tick follows soon and
+ends more of them."""
 MAX_STARTED = 100
 """Maximum number of requests that one event moves to other workers after their worker was lost."""
 MAX_LOOKED_AT = 2_000
@@ -66,16 +67,18 @@ class Dispatcher:
         """By queue that no worker serves: the time at which the broker first noticed this, in
         seconds."""
         self._early: set[tuple[str, str]] = set()
-        """Queues whose requests arrived before any worker of their model."""
+        """Queues whose requests arrived before any worker with their model had registered."""
         self.behind = False
         """Whether the last tick has left work for the next one."""
         self._places: Iterator[tuple[Request, int]] = iter(())
-        """Changed places in the queues that have not been reported to clients yet."""
+        """The waiting requests with their places in the queues, except those that the current round
+        of notices has reached."""
 
     # --- the life of a request ------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Starts a request on a worker, or queues it; raises an error if it is refused."""
+        """Starts a request on a worker, or queues the request. Raises TokenbusError if the request
+        is refused."""
         state, early = self._state, False
         try:
             worker = self._placement.candidates(*request.queue).least_loaded()
@@ -105,22 +108,23 @@ class Dispatcher:
         """Adopts a request that its worker began for an earlier run of this broker, or for another
         broker.
 
-        ``sent`` has the entries that were sent, as a body of TOKEN.
+        ``sent`` has the entries that the worker has sent, as a body of TOKEN.
         """
         transition(self._state, request, Event.ADOPT, worker)
         request.dispatched = request.arrived
         self._moves.sent(request, sent)
 
     def withdraw(self, request: Request) -> None:
-        """Removes a request that continues elsewhere; its client and the state worker are not
-        notified."""
+        """Removes a request of which another broker or another worker has the valid copy. Its
+        client is not notified."""
         self._controllers.withdraw(request)
         worker = request.worker
         transition(self._state, request, Event.WITHDRAW)
         self._on_gone(request, worker)
 
     def cancel(self, request: Request, now: float, reason: CancelReason) -> None:
-        """Ends a request at its client's request; its last TOKEN entry has the reason.
+        """Ends a request at its client's request, or because its time is up. The last TOKEN entry
+        of the request has the reason.
 
         The worker of the request sends this entry. The broker sends it if the request has no
         worker, or if the worker does not send it in time, for example because its step hangs.
@@ -137,8 +141,8 @@ class Dispatcher:
     def abandon(self, request: Request, error: TokenbusError | None = None) -> None:
         """Ends a request for its client at once: with ``error``, or without an answer.
 
-        Its worker is asked to cancel it. Until the worker has reported the end, the request counts
-        towards the worker's load.
+        The request's worker receives a CANCEL. Until the worker has reported the end, the request
+        counts towards the worker's load.
         """
         if not request.open or request.state is RequestState.NEW:
             return
@@ -153,7 +157,7 @@ class Dispatcher:
         self._send_cancel(request, "cancelled")
 
     def on_finished(self, request: Request) -> None:
-        """Called when the last entries of a stream were routed."""
+        """Handles the end of a stream whose last entries were routed."""
         if request.open:
             self._ends.finished(request)
         self.forget(request)
@@ -218,7 +222,7 @@ class Dispatcher:
     # --- workers --------------------------------------------------------------------------------
 
     def add(self, worker: Worker) -> None:
-        """Adds a worker that has registered; it receives requests that wait for it."""
+        """Adds a worker that has registered, and sends it requests that wait for a worker."""
         self._state.workers[worker.id] = worker
         self._pools.add(worker)
         self.rebalance()
@@ -350,7 +354,8 @@ class Dispatcher:
         self._moves.worker_lives(name)
 
     def resume(self, worker: Worker) -> None:
-        """Handles the end of a hang: the step of the worker continues."""
+        """Starts waiting requests on a worker that may have room again, for example because its
+        hung step has ended."""
         self._pools.note(worker)
         self.refill(worker)
 
@@ -410,7 +415,7 @@ class Dispatcher:
             if queue:
                 served[key] = queue
             if request.deadline is not None and request.deadline <= self._state.now:
-                # The client does not need the tokens of this request any more.
+                # The request's time is up, so the client does not need its tokens any more.
                 self.cancel(request, self._state.now, "timeout")
                 continue
             self._queue_bounds.pace.note(self._state.now)
@@ -430,10 +435,11 @@ class Dispatcher:
             self._notify_queued(request, place)
 
     def _continue_moved(self, worker: Worker | None = None) -> None:
-        """Sends requests whose worker was lost to other workers, as long as these have room. With
-        ``worker``, stops when this worker has no room."""
+        """Sends requests whose worker was lost to other workers, as long as the other workers have
+        room. If ``worker`` is given, stops when this worker has no room."""
         full: set[tuple[str, str, int]] = set()
-        """The types of requests for which no worker has room."""
+        """By role, model and first model of a request: the requests for which no worker has
+        room."""
         started = 0
         for request in self._state.waiting.first(MAX_LOOKED_AT):
             if worker is not None and not self._placement.has_room(worker):

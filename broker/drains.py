@@ -1,4 +1,4 @@
-"""Drains workers: other workers take over their streams if possible."""
+"""Drains workers. If possible, other workers take over the streams of a draining worker."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .worker import RETRY_AFTER_S, Worker, WorkerState
 log = logging.getLogger(__name__)
 
 MAX_ASKED = 64
-"""Maximum number of DRAIN requests that wait for one worker to leave."""
+"""Maximum number of clients' DRAIN messages that wait until one worker has left."""
 
 
 class Drains:
-    """Drains workers, at their own request or at a client's."""
+    """Drains workers, at the request of the worker itself or of an operator."""
 
     def __init__(self, state: BrokerState, placement: Placement, controllers: Controllers) -> None:
         self._state = state
@@ -32,15 +32,16 @@ class Drains:
         self._controllers = controllers
         self._draining: dict[int, Worker] = {}
         self._asked: dict[int, dict[tuple[int, int], tuple[Session, int]]] = {}
-        """For each worker, by session and stream_id: the session whose DRAIN request waits for the
-        worker to leave, and the number of requests that the worker had."""
+        """The clients' DRAIN messages that wait until a worker has left. By worker, and by session
+        and ``stream_id`` of the message: the session, and the number of requests that the worker
+        had then."""
 
     def ask(self, session: Session, frames: list[bytes]) -> None:
-        """Begins the drain of a worker at a client's request; the answer comes when the worker has
-        left.
+        """Handles a client's DRAIN: passes it to the worker. The client is answered when the worker
+        has left.
 
-        Raises RequestError if the worker is unknown, UnavailableError if too many requests wait for
-        it to leave.
+        Raises RequestError if the worker is unknown, UnavailableError if too many DRAIN messages
+        wait until this worker has left.
         """
         message: DrainWorker = decode_as(DrainWorker, frames[1])
         workers = self._state.workers.values()
@@ -78,10 +79,11 @@ class Drains:
         self.hand_over()
 
     def hand_over(self) -> None:
-        """Makes each draining worker hand its streams over if other workers have room for all of
-        them, or if a new process replaces the worker.
+        """Makes each draining worker hand its streams over if other workers can continue all of
+        them, or if a new process will replace the worker.
 
-        Otherwise the worker finishes its streams, unless another worker registers meanwhile.
+        Otherwise the worker continues its streams, and this method is called again when the workers
+        have changed.
         """
         for worker in self._draining.values():
             if not worker.handed_over and self._can_hand_over(worker):
@@ -106,8 +108,8 @@ class Drains:
         )
 
     def on_lost(self, worker: Worker) -> None:
-        """Handles the departure or loss of a worker: the clients that requested its drain are
-        answered."""
+        """Handles the departure or loss of a worker: answers the clients that have requested the
+        worker's drain."""
         self._draining.pop(worker.id, None)
         for (_, stream_id), (session, requests) in self._asked.pop(worker.id, {}).items():
             result = {"worker": worker.name, "requests": requests}

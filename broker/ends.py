@@ -1,8 +1,8 @@
-"""Ends requests for their clients: each request exactly once.
+"""Ends requests for their clients. Each request ends exactly once.
 
 An end is the last entry of a stream, an ERROR or a MSG. The broker may notice late that a
-connection has failed. So it stores each end that it sends, until the client acknowledges the end or
-attaches to it, or until the end expires.
+connection has failed, so an end that it sends may be lost. It stores each end until the client
+acknowledges the end or attaches to it, or until the end expires.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class Ends:
         self._close(request, frames)
 
     def finished(self, request: Request) -> None:
-        """Called when the last entries of a stream were routed."""
+        """Stores the end of a stream whose last entries were routed, if the client may need the end
+        again."""
         session = request.session
         if not (session.acks or request.awaits_attach or session.peer is None):
             return
@@ -97,9 +98,9 @@ class Ends:
             session.ends.on_sent(end)
 
     def keep(self, request: Request, sent: bytes, count: int) -> End | None:
-        """Stores the end of a stream that a worker reports to a restarted broker.
+        """Stores the end of a stream that a worker has reported for adoption.
 
-        ``sent`` has its ``count`` entries, as a body of TOKEN.
+        ``sent`` has the ``count`` entries of the stream, as a body of TOKEN.
         """
         end = self._keep(request, None, sent)
         if end is not None:
@@ -107,7 +108,8 @@ class Ends:
         return end
 
     def _close(self, request: Request, closing: Sequence[bytes]) -> None:
-        """Sends the message that ends a request, at once or in answer to an ATTACH."""
+        """Sends the message that ends a request: at once, or after the client's ATTACH if the
+        client has to attach first."""
         session = request.session
         wanted = session.acks or request.awaits_attach or session.peer is None
         end = self._keep(request, closing) if wanted else None
@@ -126,12 +128,13 @@ class Ends:
         attaching, request.attaching = request.attaching, []
         self.answers.begin(request.session, end, attaching)
 
-    # --- what is kept ---------------------------------------------------------------------------
+    # --- the stored ends ------------------------------------------------------------------------
 
     def _keep(
         self, request: Request, closing: Sequence[bytes] | None, sent: bytes | None = None
     ) -> End | None:
-        """Stores the end of a request, unless its session ends with its connection."""
+        """Stores the end of a request, unless the request's session has ended or ends with its
+        connection."""
         session = request.session
         if not session.alive or not (session.greeted or request.attaching):
             return None
@@ -198,8 +201,8 @@ class Ends:
         session.journal.end(end.request)
 
     def tick(self, session: Session) -> None:
-        """Sends again the ends whose messages were dropped, and removes the ends to which no client
-        has attached in time."""
+        """Sends the ends whose messages were dropped again, and removes the ends that the client
+        has neither acknowledged nor attached to in time."""
         if session.peer is None:
             return
         ends = session.ends
@@ -220,15 +223,16 @@ class Ends:
         session.ends.on_lost(self._closed(session, stream_id, closing))
 
     def fail(self, session: Session, stream_id: int, error: TokenbusError) -> None:
-        """Handles dropped last entries of a stream: an ERROR ends the stream, and is sent at
-        once."""
+        """Handles a stream whose last entries were dropped: an ERROR ends the stream, and is sent
+        at once."""
         closing = (b"ERROR", encode_body(error_body(error, stream_id), session.encoding))
         end = self._closed(session, stream_id, closing)
         self.answers.send_closing(session, closing)
         self._was_sent(session, end)
 
     def fail_answers(self, session: Session, error: TokenbusError) -> None:
-        """Ends the incomplete answers to ATTACHes with an ERROR, because entries were dropped."""
+        """Ends the incomplete answers to ATTACHes with an ERROR, because some of their entries were
+        dropped."""
         for stream_id in list(session.ends.answering):
             self.fail(session, stream_id, error)
 
@@ -236,7 +240,7 @@ class Ends:
         """The stored end of a stream, which now has ``closing`` as its final message."""
         end = session.ends.by_stream.get(stream_id)
         if end is None:
-            # A refused request has no id.
+            # A refused request has no id, so its end gets a number that no request has.
             end = End(-1 - stream_id, stream_id, False, 0, closing, b"")
             self._add(session, end)
             self._count(session, end, sum(map(len, closing)))
@@ -246,8 +250,8 @@ class Ends:
     # --- ATTACH ---------------------------------------------------------------------------------
 
     def attach(self, session: Session, stream_id: int, received: int) -> bool:
-        """Begins to answer an ATTACH with a stored end; returns whether an end exists that was not
-        sent on the present connection."""
+        """Begins to answer an ATTACH with the stored end of a stream. Returns False if no end is
+        stored, or if the end was already sent on the present connection."""
         end = session.ends.by_stream.get(stream_id)
         if end is None or end.position:
             return False

@@ -1,5 +1,5 @@
-"""The queue of a model: by priority, then in turns, then by arrival. Keys take turns, then the
-sessions of a key, then the users of a session."""
+"""The queue of a model. Requests leave by priority, then in turns, then by arrival. Keys take
+turns, then the sessions of a key, then the users of a session."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ first. Clients without keys count as one key."""
 class FairQueue:
     """Requests that wait for a worker.
 
-    Within a priority, keys take turns, and within the turns of a key its sessions do. If a session
-    sends a thousand requests at once, the first request of another session waits for one of them.
-    Likewise, the requests of a key with a thousand sessions delay the first request of another key
-    by one turn.
+    Among requests of the same priority, keys take turns, and the sessions of a key share the turns
+    of the key in the same way. If a session sends a thousand requests at once, the first request of
+    another session waits for at most one of them. Likewise, the requests of a key with a thousand
+    sessions delay the first request of another key by one turn.
 
-    In the turns of a session that serves several users (``Request.by``), such as a gateway's, its
-    users take turns likewise. The sessions of a group (``Request.group``) count as one.
+    The users (``RoutingFields.by``) of a session, such as a gateway's, share the turns of the
+    session likewise. The sessions of a group (``RoutingFields.group``) count as one session.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,8 @@ class FairQueue:
         self._lengths: dict[int, int] = {}
         """Number of requests by priority."""
         self._keys: dict[int, str] = {}
-        """By request: the key whose turn includes the request. A session may get its key later."""
+        """By request: the key under which the request was queued. The request's session may get
+        another key later."""
         self._places: dict[int, int] = {}
         """By request: the place that was last reported to the request's client."""
         self.bytes = 0
@@ -61,7 +62,8 @@ class FairQueue:
                         yield from waiting.values()
 
     def push(self, request: Request) -> None:
-        """Adds a request after those of its user, session and priority."""
+        """Adds a request after the earlier requests of its user and session with the same
+        priority."""
         level = self._levels.setdefault(request.priority, OrderedDict())
         key = self._keys[request.id] = request.session.key
         sessions = level.setdefault(key, OrderedDict())
@@ -128,11 +130,12 @@ class FairQueue:
         return request
 
     def ahead(self, request: Request) -> int:
-        """An upper bound of the number of requests that precede ``request``, which is not in the
-        queue yet.
+        """An upper bound of the number of requests that would precede ``request``, which is not in
+        the queue yet.
 
-        All requests of higher priorities precede the new request. In each turn up to that of the
-        new request, one request of each key, session and user precedes it.
+        All requests of higher priorities precede the new request. Then its key gets a number of
+        turns until the new request is next, and for each of these turns every other key gets at
+        most one.
         """
         higher = sum(n for priority, n in self._lengths.items() if priority > request.priority)
         level = self._levels.get(request.priority, OrderedDict())
@@ -146,7 +149,8 @@ class FairQueue:
         return higher + min(self._lengths.get(request.priority, 0), turns * others - 1)
 
     def places(self) -> Iterator[tuple[Request, int]]:
-        """Yields each request with its place, from 1. Later changes of the queue have no effect."""
+        """Yields each request with its place, from 1, as the queue is when this method is
+        called."""
         levels = [
             [
                 [

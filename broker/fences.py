@@ -1,18 +1,20 @@
 """Fences discard a worker's messages about attempts that the broker has given up.
 
-An attempt is a request at a worker. The broker gives an attempt up if another worker has a later
-copy of the request, if the client comes from another broker, or if nobody needs the request any
-more. The worker may still send entries of the attempt, even after the broker has sent the request
-to this worker again. So a fence discards the worker's messages about the attempt. The broker
-usually forwards bodies of TOKEN without reading them. While a worker has a fence, its bodies for
-the session of the fence are decoded, and the entries of the stream are removed.
+An attempt is one worker's work on a request. The broker gives an attempt up if another worker has a
+later copy of the request, if the client comes from another broker, or if no client needs the
+request any more. The worker may still send entries of the attempt, even after the broker has sent
+the request to this worker again. So a fence discards the worker's messages about the attempt. The
+broker usually forwards bodies of TOKEN without reading them. While a worker has a fence, the broker
+decodes the worker's bodies for the session of the fence, and removes the entries of the fenced
+stream.
 
 A worker handles messages in order and answers each CLAIM with CLAIMED. So a fence ends with the
-CLAIMED that answers the first CLAIM after the attempt was given up. CLAIMs of one session are
-answered in order, and those of several sessions in any order. There are two kinds of fences:
+CLAIMED that answers the first CLAIM after the attempt was given up. A worker answers CLAIMs of the
+same session in order, and CLAIMs of different sessions in any order. There are two kinds of fences:
 
-- The worker is ordered to drop the attempt. All its messages about the request are ignored.
-- The worker is asked to report the attempt. The JOURNAL of the request also ends the fence.
+- For an attempt that the worker is ordered to drop: the broker ignores all messages of the worker
+  about the request.
+- For an attempt that the worker is asked to report: the JOURNAL of the request also ends the fence.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ NO_SESSION = 0
 
 @dataclass(slots=True, eq=False)
 class Fence:
-    """The fence of a request that a worker had."""
+    """A fence for a worker's attempt of a request."""
 
     request: int
     session: int
@@ -45,8 +47,8 @@ class Fence:
     end: int | None = None
     """The number of the CLAIM whose answer ends the fence; None before the CLAIM was sent."""
     void: int = 0
-    """All messages about the request that arrive before the answer to the CLAIM with this number
-    are ignored."""
+    """The number of a CLAIM: until the CLAIM is answered, all messages about the request are
+    ignored. 0 if none are ignored."""
 
 
 @dataclass(slots=True)
@@ -89,8 +91,8 @@ class Fences:
         return bool(self._by_request)
 
     def add(self, request: int, session: int, stream_id: int) -> Fence:
-        """Adds or restarts the fence of a request. The next ``asked`` with this fence determines
-        its end."""
+        """Adds or restarts the fence of a request. The fence ends with the answer to the next CLAIM
+        that ``asked`` records with this fence."""
         fence = self._by_request.get(request)
         if fence is None:
             fence = self._by_request[request] = Fence(request, session, stream_id)
@@ -103,16 +105,17 @@ class Fences:
         return self.by_session.get(session, {}).get(stream_id, ())
 
     def unasked(self, session: int) -> list[Fence]:
-        """The fences of a session for which no CLAIM was sent."""
+        """The fences of a session without a CLAIM whose answer ends them."""
         streams = self.by_session.get(session, {}).values()
         return [fence for fences in streams for fence in fences if fence.end is None]
 
     def all_unasked(self) -> list[Fence]:
-        """The fences of all sessions for which no CLAIM was sent."""
+        """The fences of all sessions without a CLAIM whose answer ends them."""
         return [fence for fence in self._by_request.values() if fence.end is None]
 
     def asked(self, fences: list[Fence], now: float, session: int = NO_SESSION) -> int:
-        """Records a CLAIM of a session, whose answer ends these fences; returns its number."""
+        """Records that a CLAIM of a session is sent, whose answer ends these fences; returns the
+        number of the CLAIM."""
         self._asked += 1
         number = self._asked
         self._unanswered[number] = _Unanswered(now, fences)
@@ -140,8 +143,8 @@ class Fences:
                 self._remove(fence)
 
     def progressed(self, now: float) -> None:
-        """Restarts the time limit of answers. A worker that must report many entries sends some of
-        them between two steps, and does not hang."""
+        """Restarts the time in which the worker must answer. A worker with many entries to report
+        sends some of them between two steps, and must not count as hung."""
         self._reported_at = now
 
     def reported(self, request: int) -> None:
@@ -156,8 +159,8 @@ class Fences:
         return fence is not None and fence.void in self._unanswered
 
     def waited_s(self, now: float) -> float:
-        """How long the worker has not reported anything although a CLAIM waits for its answer, in
-        seconds."""
+        """Seconds for which a CLAIM has waited for its answer and the worker has not reported
+        anything."""
         if not self._unanswered:
             return 0.0
         oldest = next(iter(self._unanswered.values()))
@@ -229,16 +232,17 @@ def give_up(state: BrokerState, worker: Worker, request: int, session: int, stre
 def send_claim(
     state: BrokerState, worker: Worker, fences: list[Fence], session: int = NO_SESSION
 ) -> int:
-    """Sends a CLAIM, whose answer ends these fences; returns its number. If ``session`` is given,
-    the worker reports the streams of this session before it answers."""
+    """Sends a CLAIM, whose answer ends these fences; returns the number of the CLAIM. If
+    ``session`` is given, the worker reports the streams of this session before it answers."""
     state.out.to_worker(worker, b"CLAIM", Claim(session=session))
     return worker.fences.asked(fences, state.now, session)
 
 
 def overdue(state: BrokerState, worker: Worker) -> str:
-    """The reason why a worker is lost, if it has not answered a CLAIM in time; otherwise ``""``.
+    """The reason why a worker counts as lost if it has not answered a CLAIM in time; otherwise
+    ``""``.
 
-    A worker answers between two steps, so it has as long as a step may take.
+    A worker answers between two steps, so the limit is the longest time that a step may take.
     """
     waited_s = worker.fences.waited_s(state.now)
     if waited_s <= state.settings.hung_step_s:

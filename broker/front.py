@@ -60,7 +60,7 @@ class Front:
         any."""
         session = self._table.by_peer.get(peer)
         if session is not None and session.key != key:
-            # Another client has the routing id: the connection of this session has closed.
+            # Another client now has the routing id, so the connection of this session has closed.
             self._sessions.on_gone(peer, now)
             session = None
         if session is not None:
@@ -113,8 +113,9 @@ class Front:
     def on_slow(self, dropped: Outgoing) -> None:
         """Handles a client that does not read, after a message to it was dropped.
 
-        Its streams end with errors that the client receives when it reads again. Streams that have
-        ended already also get an error if their last tokens were in the dropped message.
+        The client's streams end with errors, which the client receives when it reads again. A
+        stream that has already ended also gets an error if its last tokens were in the dropped
+        message.
         """
         session = self._table.by_peer.get(dropped.peer)
         if session is None:
@@ -148,8 +149,8 @@ class Front:
                 self._dispatcher.abandon(request, error)
 
     def revoke(self, key: str, error: TokenbusError) -> None:
-        """Handles the revocation of a key: the sessions of its clients end, each stream with
-        ``error``."""
+        """Handles the revocation of a key: the sessions of the key's clients end, and each of their
+        streams ends with ``error``."""
         for session in self._table:
             if session.key == key:
                 for request in list(session.streams.values()):
@@ -196,8 +197,8 @@ def _closed_stream(frames: Sequence[bytes]) -> int | None:
 def _ended_streams(frames: Sequence[bytes]) -> set[int]:
     """The streams that a TOKEN message ends, except cancelled streams.
 
-    Bodies that cannot be decoded are skipped. The broker routes bodies without decoding them, so a
-    malformed body can reach this function.
+    Bodies that cannot be decoded are skipped. The broker does not decode the bodies that it routes,
+    so a malformed body can reach this function.
     """
     if frames[0] != b"TOKEN":
         return set()

@@ -6,7 +6,7 @@ import gc
 
 YOUNG = 2_000
 """Number of new objects after which the youngest generation is collected. A collection of the two
-younger generations visits about 20,000 objects, which takes about a millisecond."""
+younger generations visits about 20,000 objects and takes about a millisecond."""
 NEVER = 1_000_000_000
 
 
@@ -14,9 +14,9 @@ def bound_pauses() -> None:
     """Turns full collections off in this process, and leaves those of young objects on.
 
     A full collection visits every object. With a million live streams it takes more than a second,
-    in which the broker does not route messages. It would not free anything: the objects of a
-    session, a worker or a request refer to each other only while they are in the tables, and
-    reference counts free them afterwards.
+    in which the broker does not route messages. A full collection would not free anything:
+    sessions, workers and requests refer to each other only while they are in the tables, and are
+    freed by their reference counts afterwards.
     """
     gc.collect()
     gc.freeze()

@@ -1,9 +1,9 @@
 """Handles INPUT, by which a client sends a text to the program of one of its streams.
 
 The state worker stores the inputs of a request in order, each once, so that a replayed program
-receives them again. The broker does not store inputs. It passes each input on, and the client sends
-an input again until it has received the answer. When the state worker has stored an input, the
-broker notifies the controller worker.
+receives them again. The broker does not store inputs, but passes each input to the state worker. A
+client sends an input again until it has received the answer. When the state worker has stored an
+input, the broker notifies the request's controller worker.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from .state import BrokerState
 from .worker import RETRY_AFTER_S, Worker
 
 AGAIN_S = 0.5
-"""Time during which an unanswered input is not passed on again, in seconds."""
+"""Seconds after an input was passed on during which the same input is dropped if the client sends
+it again."""
 MAX_UNANSWERED_BYTES = 32 * 1024 * 1024
 """Maximum bytes of the unanswered inputs of all clients. An input counts each time it is passed on,
-because all of these messages may wait for the state worker at the same time."""
+because each time adds a message to the state worker's queue."""
 INPUT_BYTES = 256
 """Bytes that count for an unanswered input in addition to its text, each time it is passed on."""
 
@@ -60,7 +61,7 @@ class Inputs:
         self._bytes = Counter[str]()
         """The bytes of the unanswered inputs of each owner."""
         self._worker_id: int | None = None
-        """The state worker to which the unanswered inputs were passed."""
+        """The id of the state worker to which the unanswered inputs were passed."""
 
     def on_input(self, session: Session, frames: list[bytes]) -> None:
         """Handles the INPUT of a client. Raises RequestError if it is malformed."""
@@ -89,7 +90,7 @@ class Inputs:
         self._out.append(Outgoing(Side.BACK, worker.peer, sent, True))
 
     def _refusal(self, session: Session, message: Input) -> InputAnswer | None:
-        """The answer to an input that is refused; None if the state worker decides."""
+        """The answer to an input that is refused; None if the broker does not refuse the input."""
         refused = InputAnswer(number=message.number)
         request = session.streams.get(message.stream_id)
         if request is None or not request.open:
@@ -155,7 +156,8 @@ class Inputs:
         return known is not None and self._state.now < known.at + AGAIN_S
 
     def _is_crowded(self, request: Request, number: int) -> bool:
-        """Whether an input is new and its request has too many unanswered inputs."""
+        """Whether an input was not passed on before, and its request has too many unanswered
+        inputs."""
         passed = self._passed.get(request.id, {})
         return number not in passed and len(passed) >= MAX_WAITING_INPUTS
 

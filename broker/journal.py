@@ -1,7 +1,8 @@
 """The journal of a session: the TOKEN bodies that were routed for it, stored without decoding them.
 
-Another worker can continue a stream from its request and these bodies. They are decoded only if
-their entries are needed: for a move, for an ATTACH, or to judge a suspect (``quarantine.py``).
+Another worker can continue a stream from its request and these bodies. The broker decodes the
+bodies only if it needs their entries: for a move, for an ATTACH, or to judge a suspect
+(``quarantine.py``).
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ CHUNK_BYTES = 64 * 1024
 PART_BYTES = 4096
 """A part of a chunk that has reached this size gets no further bodies."""
 AGAIN_BYTES = 100
-"""Bytes that are counted for each position from which entries of a request were sent again."""
+"""Bytes that are counted for each element of ``_Place.again``."""
 LARGE_BYTES = 512
-"""Bodies with more bytes than this on average are not joined."""
+"""Bodies whose average size is more than this number of bytes are not joined."""
 _MSGPACK = b"\x80"
 """The first byte of a body in msgpack is at least this byte. The first byte of a body in JSON is
 smaller."""
@@ -42,7 +43,7 @@ class _Chunk:
 
     encoding: Encoding
     first: int
-    """The number of its first body."""
+    """The number of the chunk's first body, among all bodies of the journal."""
     count: int = 0
     size: int = 0
     """Bytes of all bodies."""
@@ -76,26 +77,29 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Place:
-    """The place in a session's journal at which a live request begins."""
+    """The place in a session's journal at which the entries of a request begin."""
 
     stream_id: int
     size: int
-    """Bytes of the request's frames, which are stored as long as the request is in the journal."""
+    """Bytes that count for the request in addition to its bodies, such as its frames, as long as
+    the request is in the journal."""
     segment: Segment | None = None
-    """The segment that has the note of the request's start. None after the journal has handled the
-    note, and after the end of the request."""
+    """The segment of ``Recent`` that has the note of the request's start. None after the journal
+    has handled the note, and after the end of the request."""
     first: int = 0
     """Number of the first body that may have entries of the request."""
     again: list[tuple[int, int]] | None = None
-    """Positions from which entries were sent again: pairs of the number of the body and the number
-    of the entry."""
+    """After an ATTACH, the worker sends entries again. For each ATTACH: the number of the first
+    body after the worker's answer, and the number of the first entry that is sent again."""
 
 
 class Journal:
-    """The bodies of one session, as long as a live request may have entries in them.
+    """The bodies of one session, as long as a request that the journal stores may have entries in
+    them.
 
     Routed messages are first stored in ``recent``, which later adds to ``tail`` the bodies that
-    this journal needs. ``pack`` moves them into chunks, which have no overhead per body.
+    this journal needs. ``pack`` moves the bodies from ``tail`` into chunks, which have no overhead
+    per body.
     """
 
     __slots__ = (
@@ -116,27 +120,27 @@ class Journal:
         self.tail: list[bytes] = []
         """Bodies that are not packed yet. Empty except while ``recent`` distributes bodies."""
         self.json = False
-        """Whether ``tail`` may contain bodies in JSON. A check of each body would cost more than
-        this flag."""
+        """Whether ``tail`` may contain bodies in JSON. If False, the encoding of each body need not
+        be checked."""
         self._chunks: deque[_Chunk] = deque()
         self._next = 0
         """The number of the first body in ``tail``."""
         self._begun: dict[int, _Place] = {}
         """The place of each request that is in this journal, in the order of the places."""
         self._reached = 0
-        """The number of requests whose start the journal has handled."""
+        """Number of requests in this journal whose note of the start was handled."""
         self.size = 0
         """Bytes that the journal stores, including the frames of its requests but not the bodies in
         ``recent``."""
 
     @property
     def oldest(self) -> int | None:
-        """The request that began first."""
+        """The id of the request that began first; None if the journal has no requests."""
         return next(iter(self._begun), None)
 
     def begin(self, request: int, stream_id: int, size: int, sent: bytes = b"") -> None:
-        """Begins a request, which goes to a worker. ``size``: bytes of the request's frames, which
-        are stored as long as the request is in this journal.
+        """Adds a request that is sent to a worker, or an end that is stored. ``size``: bytes of the
+        request's frames, or of the end, which count as long as the request is in this journal.
 
         ``sent``: the entries of a moved request so far, as a body.
         """
@@ -147,7 +151,8 @@ class Journal:
         place.segment.live += 1
 
     def _reach(self, place: _Place, sent: bytes) -> None:
-        """Handles the note of a request's start."""
+        """Handles the note of a request's start. The bodies before the note are already in ``tail``
+        or in chunks."""
         if place.segment is None:
             return
         place.segment.live -= 1
@@ -159,12 +164,12 @@ class Journal:
             self._recent.deliver(self.session, (sent,))
 
     def append(self, body: bytes) -> None:
-        """Adds a body that was routed and is not part of a worker's TOKEN."""
+        """Adds a body that the broker itself has made and routed."""
         self._recent.note(len(body), partial(self._recent.deliver, self.session, (body,)))
 
     def repeats(self, request: int, received: int) -> None:
-        """Notes that the worker of a request sends its entries again, from number ``received``
-        on."""
+        """Notes that the worker of a request sends entries of the request again, from the number
+        ``received`` on."""
         place = self._begun.get(request)
         if place is not None:
             self._recent.note(0, partial(self._repeats, request, place, received))
@@ -185,15 +190,15 @@ class Journal:
         return self._begun[request].stream_id
 
     def finish(self, request: int, size: int) -> None:
-        """Ends a request. Its entries stay until ``end``; instead of its frames, ``size`` bytes are
-        stored."""
+        """Handles the end of a request whose entries stay until ``end`` is called. From now on,
+        ``size`` bytes count instead of the request's frames."""
         place = self._begun[request]
         self._grow(size - place.size)
         place.size = size
 
     def end(self, request: int) -> None:
-        """Removes a request that has ended, or cannot move any more: bodies that only it needed are
-        dropped."""
+        """Removes a request that has ended, or cannot move any more. Drops bodies that no other
+        request needs."""
         place = self._begun.pop(request, None)
         if place is None:
             return
@@ -208,7 +213,7 @@ class Journal:
             self._recent.trim()
 
     def _drop(self, place: _Place) -> None:
-        """Drops the chunks that only the request at this place needed."""
+        """Drops the chunks that only the removed request at this place has needed."""
         if not self._reached:
             if self._recent.journals.get(self.session) is self:
                 # The session may have been opened again, with another journal, before all its
@@ -237,7 +242,7 @@ class Journal:
             self._pack(list(run), "json" if json else "msgpack")
 
     def _pack(self, bodies: list[bytes], encoding: Encoding) -> None:
-        """Adds bodies to the last chunk, or to new ones."""
+        """Adds bodies to the last chunk, or to new chunks."""
         for part in _parts(bodies):
             chunk = self._chunks[-1] if self._chunks else None
             if chunk is None or chunk.encoding != encoding or chunk.size >= CHUNK_BYTES:
@@ -261,8 +266,8 @@ class Journal:
         return found
 
     def read(self, requests: Iterable[int]) -> Iterator[tuple[int, list[tuple[int, Token]]]]:
-        """Reads the entries of requests in parts, so that the caller can continue later. Yields the
-        bytes that a part had to read, and the entries, each with its request.
+        """Reads the entries of requests in parts, so that the caller can continue later. Yields for
+        each part the number of bytes that were read, and the entries, each with its request.
 
         The caller must read only requests that have ended, unless it reads all parts at once.
         Raises RequestError if a body cannot be decoded.
@@ -292,17 +297,18 @@ class _Routed:
         self._request = request
         self.first = place.first
         self._again = [*(place.again or ()), (1 << 62, 1 << 62)]
-        """The positions from which entries were sent again, and an unreachable one."""
+        """``_Place.again``, and a last pair that no body reaches."""
         limits = accumulate((received for _, received in reversed(self._again)), min)
         self._limits = list(limits)[::-1]
-        """The smallest entry number of each position and the later ones. Entries from this number
-        on are sent again."""
+        """For each pair in ``_again``: the smallest entry number of this pair and all later ones.
+        Entries from this number on are sent again later."""
         self._at = 0
         self._length = 0
-        """Number of entries of the client, when it receives the next entry."""
+        """Number of entries that the client has before it receives the next one."""
 
     def add(self, number: int, entry: Token, found: list[tuple[int, Token]]) -> None:
-        """Adds the entry of the body ``number`` to ``found``, unless it is sent again later."""
+        """Adds an entry of the body with this number to ``found``, unless the entry is sent again
+        in a later body."""
         if number < self.first:
             return
         while self._again[self._at][0] <= number:
@@ -314,7 +320,7 @@ class _Routed:
 
 
 def _parts(bodies: list[bytes]) -> Iterator[list[bytes]]:
-    """Consecutive bodies, of about ``CHUNK_BYTES`` at most."""
+    """Divides bodies into lists of consecutive bodies, each with about ``CHUNK_BYTES`` at most."""
     if sum(map(len, bodies)) <= CHUNK_BYTES:
         yield bodies
         return

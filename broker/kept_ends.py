@@ -1,8 +1,8 @@
 """The ends of a session's requests that its client may not have received.
 
 Each end has a position on the connection on which it was sent. A client with the capability ``ack``
-acknowledges positions with PING. An end that was sent on an earlier connection, or on none, waits
-for the client's ATTACH or CANCEL.
+acknowledges positions with PING. An end that was sent on an earlier connection, or was not sent,
+waits for the client's ATTACH or CANCEL.
 """
 
 from __future__ import annotations
@@ -26,24 +26,23 @@ class End:
     request: int
     stream_id: int
     is_stream: bool
-    """Whether entries precede the end. The answer to ATTACH is then a MSG, the entries and the
-    end."""
+    """Whether the request is a stream, so that entries precede the end. The answer to an ATTACH is
+    then a MSG, the entries and the end."""
     moves: int
     closing: Sequence[bytes] | None
     """The frames of the message that ended the request; None if an entry of TOKEN ended it."""
     sent: bytes | Pieces | None
-    """The entries that were routed: a body of TOKEN, or after the first ATTACH in pieces. None
-    while the journal has them."""
+    """The entries that were routed: a body of TOKEN, or pieces after the first ATTACH. None while
+    they are in the journal."""
     count: int = 0
-    """Number of entries in ``sent`` if a worker reported the end to a restarted broker, otherwise
-    0."""
+    """Number of entries in ``sent`` if a worker has reported the end for adoption, otherwise 0."""
     since: float = 0.0
     """When the end was stored, or the session was last resumed, in seconds."""
     position: int = 0
     """Position of the end on the present connection. 0 if the end was not sent on this connection,
     and waits for ATTACH."""
     next: int = 0
-    """Number of the first entry that the answer to the last ATTACH has not sent."""
+    """Number of the first entry that was not yet sent in answer to the last ATTACH."""
 
 
 class KeptEnds:
@@ -58,11 +57,12 @@ class KeptEnds:
         full."""
         self.answering: OrderedDict[int, End] = OrderedDict()
         """By stream: ends to which the client has attached on the present connection, and whose
-        answers are not complete. An end can be dropped meanwhile."""
+        answers are not complete. An end in this table may already be dropped from ``by_stream``."""
         self.reading: Iterator[int] | None = None
-        """Reads entries for ``answering``, a part with each step (``answers.py``)."""
+        """Reads the entries before ends in ``answering``. Each ``next`` reads a part
+        (``answers.py``)."""
         self.position = 0
-        """Number of ends that were sent to the client."""
+        """The position of the last end that was sent to the client."""
         self._sent: dict[int, End] = {}
         """By position: the ends that were sent on the present connection."""
 
@@ -79,8 +79,8 @@ class KeptEnds:
         self._sent[end.position] = end
 
     def on_lost(self, end: End) -> None:
-        """Handles the loss of the message with an end, to which acknowledgements then do not
-        apply."""
+        """Records that the message with an end was dropped. Acknowledgements do not apply to the
+        end before it is sent again."""
         self._sent.pop(end.position, None)
         end.position = 0
         self.lost[end.stream_id] = end
@@ -98,7 +98,7 @@ class KeptEnds:
         self._sent.pop(end.position, None)
 
     def acknowledged(self, position: int) -> list[End]:
-        """The ends up to a position, which the client has received."""
+        """The ends up to a position, which the client has acknowledged."""
         found = []
         for number, end in self._sent.items():
             if number > position:
@@ -107,15 +107,15 @@ class KeptEnds:
         return found
 
     def on_taken_over(self, now: float) -> None:
-        """Handles a new connection of the client, which attaches to the ends that it has not
-        received."""
+        """Handles a new connection of the client. The client will attach to the ends that it has
+        not received."""
         self._sent.clear()
         self.lost.clear()
         for end in self.by_stream.values():
             end.since, end.position = now, 0
 
     def expired(self, before: float, most: int) -> list[End]:
-        """Up to ``most`` ends that were stored before the time ``before``."""
+        """Up to ``most`` ends whose ``since`` precedes the time ``before``."""
         return list(islice(self._older(before), most))
 
     def _older(self, before: float) -> Iterator[End]:

@@ -1,4 +1,4 @@
-"""Follows the folder of keys while the broker runs, so that a change of the keys takes effect
+"""Checks the folder of keys while the broker runs, so that a change of the keys takes effect
 soon."""
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from ..protocol.keys import Allowed, KeyFault, KeyFolder
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
-"""How often the folder is checked, in seconds."""
+"""Seconds between two checks of the folder."""
 SETTLED_S = 2.0
-"""If a folder changed less than this number of seconds before it was read, it is read again,
-because a later change may have the same time stamp."""
+"""If a folder changed less than this number of seconds before the broker read it, the broker reads
+it again, because a later change may have the same time stamp."""
 
 Keys = tuple[Mapping[str, Allowed], Mapping[str, Allowed]]
-"""The keys that may connect as clients and as workers, by name."""
+"""The keys that may connect as clients, and those that may connect as workers, each by the name of
+its holder."""
 
 
 class KeyWatch:

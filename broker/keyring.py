@@ -1,4 +1,4 @@
-"""The keys that may connect and their roles: the broker's view of the folder of keys."""
+"""The keys that may connect, as the broker has last read them from the folder of keys."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Keyring:
         return found[1] if found is not None else None
 
     def replace(self, role: Role, allowed: Mapping[str, Allowed]) -> set[str]:
-        """Replaces the keys of a role, by the names of their holders; returns the keys that may not
-        connect any more."""
+        """Replaces the keys of a role. ``allowed``: the new keys by the names of their holders.
+        Returns the keys that may not connect any more."""
         before = self._allowed[role]
         now = {entry.public: (name, entry) for name, entry in allowed.items()}
         self._allowed[role] = now
@@ -37,7 +37,7 @@ class Keyring:
 
 
 def revoked(role: Role, key: str) -> RequestError:
-    """The error for a connection whose key was revoked."""
+    """The error for a client or worker whose key was revoked."""
     return RequestError(
         Code.NOT_ALLOWED,
         f"the key {key} of this {role} was revoked; ask the operator for another key",

@@ -30,13 +30,14 @@ log = logging.getLogger(__name__)
 _BACK = Side.BACK
 _BEAT = (b"HEARTBEAT", encode_header(), encode_body(Heartbeat(), "msgpack"))
 LEASES_AT_ONCE = 1_000
-"""Maximum number of workers whose leases one tick checks."""
+"""Number of workers whose leases one tick checks. With very many workers, a tick checks more."""
 BEATS_AT_ONCE = 1_000
 """Maximum number of workers to which one tick sends a heartbeat."""
 
 
 class Leases:
-    """The workers by connection and by name, as long as they have a lease."""
+    """Handles the registrations, heartbeats and losses of workers. The workers with a lease are
+    here by connection and by name."""
 
     def __init__(
         self,
@@ -59,32 +60,32 @@ class Leases:
         self._by_name: dict[str, Worker] = {}
         self._leases = Sweep(self.by_peer, LEASES_AT_ONCE)
         self._unbeaten: deque[Worker] = deque()
-        """Workers to which the broker's heartbeat is still to be sent."""
+        """Workers to which the current round of heartbeats was not yet sent."""
         self._beat_again = False
         """Whether another round of heartbeats starts as soon as the current round is complete."""
         self._walked = float("inf")
         self._silent_since = float("inf")
-        """Time of the last message of the worker that has been silent for longest.
-        ``_silent_since`` is the result of the last complete walk over the workers, ``_walked`` the
-        result of the current walk so far."""
+        """Ticks walk over the workers, and look for the one that has been silent for longest.
+        ``_silent_since``: the time of its last message, from the last complete walk. ``_walked``:
+        the same, from the current walk so far."""
         self._asked: dict[bytes, float] = {}
         """By connection without a worker: the time at which the broker last requested a
-        registration. The broker asks at most once in ``heartbeat_s``, because each registration
+        registration. The broker requests at most one in ``heartbeat_s``, because each registration
         begins a new lease."""
         self._lost: dict[str, tuple[int, float]] = {}
         """By name of a worker that was silent or whose connection closed: the number of its
         process, which may still run, and the time of the loss."""
         self._names = ContestedNames(state.settings.expiry_s)
         self._stopped_until = float("-inf")
-        """If this process was stopped, connections that close before this time do not show that
-        their workers died."""
+        """After this process was paused, the end of a connection before this time does not count as
+        the death of its worker, because workers close their connections to a paused broker."""
         self._last_beat = float("-inf")
 
     # --- events ---------------------------------------------------------------------------------
 
     def on_gone(self, peer: bytes, now: float, unsent: Sequence[bytes] = ()) -> None:
-        """Handles the end of a worker's connection: its lease ends. ``unsent`` is the message that
-        could not be sent."""
+        """Handles the end of a worker's connection: the worker's lease ends. ``unsent``: the frames
+        of a message that could not be sent for this reason, if any."""
         worker = self.by_peer.get(peer)
         if worker is None:
             self._names.on_gone(peer)
@@ -97,8 +98,8 @@ class Leases:
         self.lose(worker, Loss("its connection closed", died=now > self._stopped_until))
 
     def revoke(self, peer: bytes, error: TokenbusError, now: float) -> None:
-        """Handles a message of a worker whose key was revoked. The worker's lease ends and its
-        streams move; if it is not registered, its registration is refused."""
+        """Handles a message of a worker whose key was revoked. If the worker is registered, its
+        lease ends and its streams move. Otherwise the worker receives the refusal ``error``."""
         worker = self.by_peer.get(peer)
         if worker is not None:
             self.lose(worker, Loss("its key was revoked", died=False))
@@ -108,8 +109,8 @@ class Leases:
             self.refuse(peer, peer.hex(), error)
 
     def renew(self, now: float) -> None:
-        """Renews all leases after this process was stopped, because messages that the workers sent
-        during that time were not read yet."""
+        """Renews all leases after this process was paused, because messages that workers sent
+        during the pause have not been read yet."""
         self._stopped_until = now + 2 * self._settings.heartbeat_s
         for worker in self.by_peer.values():
             worker.last_seen = now
@@ -165,11 +166,11 @@ class Leases:
 
     @property
     def expires_at(self) -> float:
-        """A lower bound of the time at which the first lease ends if no message renews it."""
+        """The earliest time at which a lease may end, as far as the last complete walk shows."""
         return self._silent_since + self._settings.expiry_s
 
     def ask(self, peer: bytes, reason: str, now: float) -> None:
-        """Asks a connection without a worker to register."""
+        """Requests a registration on a connection that has no registered worker."""
         if now - self._asked.get(peer, float("-inf")) >= self._settings.heartbeat_s:
             self._asked[peer] = now
             self._out.to_worker(peer, b"REREGISTER", Reregister(reason=reason))
@@ -217,8 +218,8 @@ class Leases:
             self._out.to_worker(known, b"REGISTERED", registered(self._state, known))
             return
         if message.update:
-            # The worker has not noticed that its lease has ended. An update does not begin a lease:
-            # the worker registers again and reports its requests.
+            # The worker has not noticed that its lease has ended. An update does not begin a lease,
+            # so the worker must register completely and report its requests.
             self.ask(peer, "this connection has no registered worker", now)
             return
         holder = self._by_name.get(message.name)
@@ -267,8 +268,8 @@ class Leases:
 
     def _gives_way(self, holder: Worker, message: Register) -> bool:
         """Whether a worker gives up its name to another connection that registers with this name.
-        The worker gives it up if the process is the same, if the worker drains, or if its step
-        hangs and the other process's step does not.
+        The worker does so if the connection is from the same process, if the worker drains, or if
+        the worker's step hangs and the step of the other process does not.
         """
         if holder.process == process_of(message) or holder.state is WorkerState.DRAINING:
             return True
@@ -276,11 +277,12 @@ class Leases:
         return self._state.is_hung(holder) and age_s <= self._settings.hung_step_s
 
     def _contend(self, holder: Worker, peer: bytes, frames: list[bytes], now: float) -> None:
-        """Handles another process that registers with the name of a worker. It receives the name if
-        that worker is lost, and is refused if that worker proves to be alive."""
+        """Handles another process that registers with the name of the worker ``holder``. The
+        process receives the name when the holder is lost. It is refused if the holder has sent a
+        message since the process first registered."""
         contender = self._names.contend(holder.name, peer, frames, now)
         if holder.last_seen <= contender.since:
-            # If the worker's connection has closed, this send fails, and its lease ends.
+            # If the holder's connection has closed, this send fails, and the holder's lease ends.
             self._out.append(Outgoing(_BACK, holder.peer, _BEAT, True))
             return
         error = taken(holder)
@@ -304,12 +306,12 @@ class Leases:
         self._drains.hand_over()
 
     def refuse(self, peer: bytes, name: str, error: TokenbusError) -> None:
-        """Refuses a connection that cannot register here, with the reason."""
+        """Refuses the registration of a worker with ``error``. ``name`` is for the log."""
         log.warning("the worker %s was refused: %s", name, error)
         self._out.to_worker(peer, b"ERROR", error_body(error))
 
     def lose_unread(self, worker: Worker, error: Exception) -> None:
-        """Handles a message of a worker that cannot be read. Any stream of this worker may now miss
+        """Handles a worker's message that cannot be read. Any stream of this worker may now miss
         tokens, so the worker counts as lost and all its streams move."""
         why = f"one of its messages cannot be read: {error}"
         self.lose(worker, Loss(why, died=True, returns=False))

@@ -1,14 +1,15 @@
-"""The life of a request: its states, the events that change them, and the tables of each state.
+"""The life of a request: its states, the events that change its state, and its tables in each
+state.
 
 ``TRANSITIONS`` has every change that is allowed. Only ``transition`` changes the state of a
 request. ``transition`` also updates the tables of each state, so that no other code can leave a
-request in two tables, or in none:
+request in a table of another state. These are the tables of a request:
 
-- states in which the client waits: the streams of its session;
-- ``QUEUED``: its queue; ``MOVING``: the requests that have lost their worker;
-- ``RUNNING``, ``RETURNING`` and ``ENDED``: the requests of its worker;
-- all but ``NEW`` and ``GONE``: the requests of the broker, their deadlines, the counts of
-  tokenizers by key, and the names of requests in the log.
+- in ``QUEUED``, ``RUNNING``, ``MOVING`` and ``RETURNING``: the streams of its session;
+- in ``QUEUED``: its queue; in ``MOVING``: the requests that have lost their worker;
+- in ``RUNNING``, ``RETURNING`` and ``ENDED``: the requests of its worker;
+- in all states but ``NEW`` and ``GONE``: the requests of the broker, their deadlines, the numbers
+  of TOKENIZER requests by key, and the ids that log lines show.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ class Event(StrEnum):
     """Something that changes the state of a request."""
 
     QUEUE = "queue"
-    """No worker has room for a request that was accepted."""
+    """The request is accepted, and no worker has room for it."""
     START = "start"
     """The request is sent to a worker."""
     ADOPT = "adopt"
-    """A worker has reported a request of another broker, or of an earlier run."""
+    """A worker has reported a request that another broker, or an earlier run, had accepted."""
     REFUSE = "refuse"
-    """The worker has no room, because it also serves other brokers. It has not begun the
+    """The worker has no room, because it also serves other brokers, and has not begun the
     request."""
     LOSE = "lose"
     """The worker is lost, or does not have the request any more."""
@@ -122,7 +123,7 @@ TAKEN = frozenset((Event.START, Event.ADOPT, Event.RETURN))
 
 
 class NoTransitionError(Exception):
-    """A bug in the broker: ``TRANSITIONS`` does not contain this change of a request."""
+    """A bug in the broker: ``TRANSITIONS`` does not allow this event in the state of a request."""
 
     def __init__(self, request: Request, event: Event) -> None:
         super().__init__(f"request {request.id} is {request.state} and cannot {event}")

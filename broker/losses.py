@@ -1,4 +1,4 @@
-"""Log lines for workers that leave or are lost: one line for all streams of a worker."""
+"""Log lines for workers that leave or are lost. All streams of a worker share one line."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def log_end(
 ) -> None:
     """Logs the end of a worker's lease: a warning, unless the worker drained and then left.
 
-    ``streams`` were open at the worker; ``live`` has the requests that have not ended. A stream
-    without a worker waits for another worker, for at most ``wait_s`` seconds.
+    ``streams``: the requests that were open at the worker. ``live``: all requests that have not
+    ended, by id. Live streams of the worker that have not got another worker wait for at most
+    ``wait_s`` seconds.
     """
     # A state worker has no requests to finish, so it leaves without a drain.
     planned = not loss.died and (worker.state is WorkerState.DRAINING or worker.role == "state")
@@ -46,7 +47,8 @@ def log_continued(number: int) -> None:
 
 
 def log_given_up(number: int, wait_s: float) -> None:
-    """Logs that waiting streams end because no worker had room for them in time."""
+    """Logs that waiting streams end because no worker that can continue them has registered in
+    time."""
     if number:
         log.warning(
             "%s that waited for a worker end%s with an error: no worker that can continue them "

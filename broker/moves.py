@@ -1,8 +1,8 @@
-"""Handles requests whose worker is lost. They wait for another worker, and precede all queued
+"""Handles requests whose worker is lost. Such requests wait for another worker, before all queued
 requests.
 
 A request moves with its journal (``journal.py``): the next worker continues after the entries that
-were routed, so that its client receives neither a gap nor a repeated entry.
+were routed, so that the client misses no entry and receives none twice.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from .worker import RETRY_AFTER_S, Loss, Worker
 log = logging.getLogger(__name__)
 
 JOURNALS_AT_ONCE = 300
-"""Maximum number of journals that one tick checks."""
+"""Number of journals that one tick checks. With very many journals, a tick checks more."""
 WALK_TICKS = 32
-"""Number of ticks in which all journals are checked."""
+"""Maximum number of ticks in which all journals are checked once."""
 
 
 class Moves:
-    """Takes requests from lost workers, and determines the workers at which each may continue."""
+    """Takes requests from lost workers, and prepares each request for the worker that continues it.
+    Keeps journals within their bounds."""
 
     def __init__(self, state: BrokerState, quarantine: Quarantine) -> None:
         self._state = state
@@ -45,7 +46,7 @@ class Moves:
         self._quarantine = quarantine
         self._journals = Sweep(state.sessions.by_id, JOURNALS_AT_ONCE, WALK_TICKS)
         self._largest = 0
-        """Bytes of the largest journal that the current walk has seen."""
+        """Bytes of the largest journal that the current walk over all journals has seen."""
 
     # --- the journal ----------------------------------------------------------------------------
 
@@ -104,8 +105,8 @@ class Moves:
         self._quarantine.tick(self._state.now)
 
     def keep_bounds(self) -> None:
-        """Keeps journals within their bounds: above these, the oldest streams cannot move any
-        more."""
+        """Keeps journals within their bounds. Above a bound, the entries of the oldest requests are
+        dropped, and these requests cannot move any more."""
         recent = self._recent
         while recent.size > max(0, recent.limit):
             recent.distribute(BODIES_AT_ONCE)
@@ -117,8 +118,9 @@ class Moves:
             self._give_up_largest()
 
     def _give_up_largest(self) -> None:
-        """Gives up requests until all journals together are within their bound. Each request is
-        taken from the largest journal of the key whose journals have the most bytes."""
+        """Drops the entries of requests until all journals together are within their bound. Each of
+        the requests is the oldest one in the largest journal of the key whose journals have the
+        most bytes."""
         recent = self._recent
         sizes: Counter[str | int] = Counter()
         journals: dict[str | int, list[Journal]] = {}
@@ -139,7 +141,8 @@ class Moves:
                     del sizes[owner]
 
     def _give_up(self, journal: Journal) -> None:
-        """Gives up the oldest request in a journal; the request cannot move any more."""
+        """Drops the entries of the oldest request in a journal. The request cannot move any
+        more."""
         number = journal.oldest
         assert number is not None
         stream_id = journal.stream_of(number)
@@ -204,13 +207,13 @@ class Moves:
     def _guilty(
         self, taken: list[tuple[Request, list[Token]]], worker: Worker, loss: Loss
     ) -> list[Request]:
-        """The requests that may have killed their worker. ``taken``: the requests of the worker,
-        each with its entries."""
+        """The guilty requests among ``taken``, the requests of a lost worker, each with its entries
+        (``quarantine.py``)."""
         silent_since = worker.last_seen + 2 * self._settings.heartbeat_s
         idle = [
             request
             for request, entries in taken
-            # Requests that arrived when the worker was already silent cannot be the cause.
+            # Requests that were sent when the worker was already silent cannot have killed it.
             if request.dispatched is not None
             and request.dispatched <= silent_since
             and request.type in STREAMS
@@ -248,7 +251,7 @@ class Moves:
         log.debug("request %d leaves worker %s: %s", request.id, worker.name, loss.why)
 
     def worker_lives(self, name: str) -> None:
-        """Handles the return of a worker that was lost: its process did not die."""
+        """Handles the return of a worker that was lost: the worker's process did not die."""
         self._quarantine.lives(name)
 
     # --- while a request waits ------------------------------------------------------------------
@@ -258,8 +261,8 @@ class Moves:
         return self._quarantine.may_start(request)
 
     def transcript(self, request: Request) -> list[bytes]:
-        """The journal of a stream that goes to another worker, as an attachment; empty if the
-        request is not a stream that moves."""
+        """The transcript for a stream that moves to another worker, as an attachment; empty if the
+        request does not move or is not a stream."""
         interruption = request.interruption
         if interruption is None or request.type not in STREAMS:
             return []
@@ -268,16 +271,16 @@ class Moves:
         return [transcript_of(interruption.sent, left, why, pause_s, request.moves + 1)]
 
     def attach(self, request: Request, received: int) -> None:
-        """Answers a client that attaches to a waiting stream with the entries that it has not
-        received."""
+        """Answers an ATTACH to a stream that waits for another worker: the client gets the entries
+        that it has not received."""
         interruption = request.interruption
         missed = interruption is not None and received < request.entries
         sent = interruption.sent if interruption is not None and missed else b""
         self.answer(request, sent, received)
 
     def _answer_attaching(self, request: Request) -> None:
-        """Answers the ATTACHes that the worker of a request has not answered. The missed entries
-        follow the last answer."""
+        """Answers the ATTACHes that the worker of a request has not answered. The entries that the
+        client has not received follow the last answer."""
         attaching, request.attaching = request.attaching, []
         for received in attaching[:-1]:
             self._out.attached(request.session, request.stream_id, request.moves, [], received)

@@ -1,8 +1,8 @@
-"""Queues messages for peers that do not read. Each peer has a bounded queue, so that one peer does
-not delay the others.
+"""Queues messages for peers that do not read. Each peer has its own bounded queue, so that a slow
+peer does not delay the others.
 
-A ROUTER socket drops a message silently when its peer's pipe is full. With ROUTER_MANDATORY the
-send fails instead, and the message waits here, up to a bound in bytes.
+By default, a ROUTER socket silently drops a message for a peer whose pipe is full. With
+ROUTER_MANDATORY the send fails instead, and the message waits in an ``Outbox``.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ class Sent(Enum):
     GONE = "gone"
 
 
-# Looking up an enum's member takes longer than a global; this is the hot path.
+# Globals are used on this hot path, because looking up an enum's member takes longer.
 _OK, _FULL, _GONE = Sent.OK, Sent.FULL, Sent.GONE
 
 
 class Outbox:
-    """The messages to all peers of one socket.
+    """Sends the messages to the peers of one socket, and has a queue for each peer with a full
+    pipe.
 
     ``send(peer, frames)`` sends without waiting. ``post`` returns OK if the message was sent or
     queued, FULL if it was dropped because the peer's queue is full, and GONE if the peer has no
     connection.
 
-    A message that ``must`` be sent may exceed the bound and may have any size. It is dropped only
-    if the messages that wait before it have ``max_must_bytes`` or more together; if this bound is
-    None, it is never dropped.
+    The queue of a peer has at most ``max_pending_bytes``. A message that ``must`` be sent may
+    exceed this bound. Such a message is dropped only if the messages before it in the queue have
+    ``max_must_bytes`` or more; with None it is never dropped.
     """
 
     def __init__(
@@ -50,10 +51,10 @@ class Outbox:
         self._max_bytes = max_pending_bytes
         self._max_must_bytes = max_must_bytes
         self.waiting: dict[bytes, deque[tuple[Frames, int]]] = {}
-        """By peer: the frames of each message, and their total size in bytes."""
+        """By peer: its queued messages, each with its frames and their total size in bytes."""
         self._bytes: dict[bytes, int] = {}
         self.sent = 0
-        """Number of messages that were queued before they were sent."""
+        """Number of messages that were sent after they had waited in a queue."""
 
     def post(self, message: Outgoing) -> Sent:
         """Sends a message, or queues it after those that wait for its peer."""

@@ -29,8 +29,8 @@ _FRONT = Side.FRONT
 MAX_JOINED = 32
 """Maximum number of bodies in one TOKEN message."""
 MAX_JOINED_BYTES = 2**10
-"""Maximum bytes of a body that is added to an earlier TOKEN message, so that ZeroMQ's queue for a
-client stays small."""
+"""Maximum bytes of a body that is added to an earlier TOKEN message. ZeroMQ's queue for a client is
+bounded in messages, so its messages should be small."""
 
 
 class Outgoing(Struct, frozen=True, gc=False):
@@ -44,17 +44,18 @@ class Outgoing(Struct, frozen=True, gc=False):
 
 
 class Outgoings(list[Outgoing]):
-    """The outgoing messages of one event, in order; ``errors`` counts the ERRORs among them."""
+    """The outgoing messages of one event, in order. ``errors`` counts the ERRORs that the broker
+    itself makes."""
 
     def __init__(self, errors: Tally) -> None:
         super().__init__()
         self._errors = errors
         self._open: dict[bytes, list[bytes]] = {}
-        """By connection whose last message is a TOKEN: the frames of that message, to which
-        further bodies may be added."""
+        """By connection whose last message is a TOKEN: the frames of this TOKEN, to which further
+        bodies may be added."""
 
     def append(self, message: Outgoing) -> None:
-        """Adds a message after all others."""
+        """Adds a message after all others. Bodies are not added to earlier TOKENs any more."""
         self._open.clear()
         super().append(message)
 
@@ -89,7 +90,7 @@ class Outgoings(list[Outgoing]):
         self.append(Outgoing(Side.FRONT, peer, (message_type, encode_body(body, encoding)), True))
 
     def to_session(self, session: Session, message_type: bytes, body: Any) -> None:
-        """Adds a message to a client, in its encoding; drops it while the client has no
+        """Adds a message to a client, in the session's encoding; drops it while the client has no
         connection."""
         if session.peer is not None:
             self.to_peer(session.peer, message_type, body, session.encoding)
@@ -109,13 +110,14 @@ class Outgoings(list[Outgoing]):
         self.append(Outgoing(Side.BACK, peer, frames, True))
 
     def count_error(self, error: TokenbusError) -> None:
-        """Counts an ERROR."""
+        """Counts an ERROR that the broker itself makes."""
         self._errors.add(error.code)
 
     def attached(
         self, session: Session, stream_id: int, moves: int, entries: list[Token], received: int
     ) -> None:
-        """Adds the answer to an ATTACH: ``entries`` without the first ``received``."""
+        """Adds the answer to an ATTACH: a MSG, and then ``entries`` without the first ``received``
+        of them."""
         answer = Msg(stream_id=stream_id, attached=received, moves=moves)
         self.to_session(session, b"MSG", answer)
         if entries[received:]:
@@ -129,6 +131,6 @@ class Outgoings(list[Outgoing]):
         message_type: bytes,
         encoding: Encoding,
     ) -> None:
-        """Adds the ERROR that answers a message."""
+        """Adds the ERROR that refuses a client's message."""
         self._errors.add(error.code)
         self.to_peer(peer, b"ERROR", error_body(error, stream_id, message_type), encoding)

@@ -1,4 +1,5 @@
-"""The entries of a stream that has ended, in pieces: a large stream is decoded piece by piece."""
+"""The entries of a stream that has ended, divided into pieces, so that a large stream can be
+decoded piece by piece."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from ..protocol.messages import Token
 PIECE_BYTES = 128 * 1024
 """A piece that has reached this size gets no further entries."""
 ROWS_AT_ONCE = 2048
-"""Number of rows of columns after which ``split`` pauses."""
+"""Number of rows of columns that ``split`` adds between two yields."""
 _encode_into = msgspec.msgpack.Encoder().encode_into
 
 
@@ -23,7 +24,7 @@ class _Piece(msgspec.Struct):
     """Consecutive entries in msgpack, concatenated."""
 
     first: int
-    """The number of its first entry."""
+    """The number of the piece's first entry, in the stream."""
     count: int = 0
     body: bytearray = msgspec.field(default_factory=bytearray)
 
@@ -83,9 +84,9 @@ class Pieces:
                 paused_at = self.size
 
     def part(self, number: int, most: int) -> tuple[list[Token], int]:
-        """The entries from ``number`` on, up to the end of a piece with which ``most`` bytes are
-        decoded; and the number of bytes that were decoded. Raises RequestError if an entry is
-        malformed."""
+        """Decodes pieces from the entry ``number`` on, until ``most`` bytes or all pieces are
+        decoded. Returns the entries from ``number`` on, and the number of decoded bytes. Raises
+        RequestError if an entry is malformed."""
         found: list[Token] = []
         if number >= self.count:
             return found, 0

@@ -1,4 +1,4 @@
-"""Chooses the first worker of a request, and the next worker after a loss."""
+"""Chooses the first worker of a request, and the next worker if a worker of the request is lost."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Placement:
         self._prefixes = prefixes
 
     def candidates(self, role: str, model: str) -> Pool:
-        """The workers that serve a model, including busy and draining ones; raises an error if
-        there are none."""
+        """The workers that serve a model, including busy and draining workers. Raises TokenbusError
+        if no worker serves the model."""
         pool = self._pools.serving(role, model)
         if pool.workers:
             return pool
@@ -48,7 +48,7 @@ class Placement:
         )
 
     def may_continue_at(self, request: Request) -> Iterator[Worker]:
-        """The workers to which a request may move, including busy and draining ones."""
+        """The workers to which a request may move, including busy and draining workers."""
         serving = self._pools.serving(request.role, request.model)
         return (w for w in serving.workers.values() if self.fits(request, w))
 
@@ -78,8 +78,8 @@ class Placement:
                 return found if self.fits(request, found) else worker
         if any(w.state is WorkerState.READY for w in self.may_continue_at(request)):
             return None
-        # All remaining workers drain, for example because the whole system stops: one of them takes
-        # the request.
+        # All remaining workers drain, for example because the whole system stops. Even a draining
+        # worker may take the request, unless it hands its streams over.
         serving = self.may_continue_at(request)
         free = (w for w in serving if self.has_room(w) and not w.handed_over)
         return min(free, key=pool.rank, default=None)
@@ -89,9 +89,10 @@ class Placement:
         same key, or of the same user; None if the request must wait.
 
         Without this exception, the first request of a key would wait until a long stream of another
-        key ends. For such requests, each worker accepts an eighth more than its capacity. Half of
-        this room is for users, because any client can invent names of users. A worker is searched
-        before the key's sessions are examined, because there may be thousands of them.
+        key ends. For such requests, each worker accepts an eighth more than its capacity. A request
+        with a user may fill only half of this room, because any client can invent names of users.
+        The worker is chosen before the key's sessions are examined, because a key may have
+        thousands of sessions.
         """
         queue = self._state.queues.get((request.role, request.model))
         if self._state.waiting or (queue is not None and queue.priority > request.priority):
@@ -109,7 +110,7 @@ class Placement:
             return None if any(r.worker and r.fields.by == by for r in streams) else worker
         key = request.session.key
         sessions = self._state.sessions.of_key(key) if key else [request.session]
-        # Because ``waiting`` is empty, each stream that is not queued has a worker.
+        # Requests that are not queued have a worker, because ``waiting`` is empty.
         at_worker = any(len(session.streams) > session.queued for session in sessions)
         return None if at_worker else worker
 
@@ -135,7 +136,8 @@ class Placement:
 
     @staticmethod
     def fits(request: Request, worker: Worker) -> bool:
-        """Whether a request may continue at a worker: it has the same model, as far as is known."""
+        """Whether a request may continue at a worker, because the worker has the same model as far
+        as is known."""
         began_with = request.began_with
         if began_with is None:
             return True

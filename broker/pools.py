@@ -15,29 +15,29 @@ from ..protocol.worker_messages import ANY_MODULE
 from .worker import Worker, WorkerState
 
 EMBEDDED = "embedded"
-"""The default model if several are served."""
+"""The default model if different workers have different defaults, and this is one of them."""
 MAX_NAMES = 1_024
 """Maximum number of model names whose pools are cached. Clients may request any name that matches a
 pattern."""
 
 DEFAULT, STEERS = "default", "steers"
 ROLES = {DEFAULT: "gpu", STEERS: "controller"}
-"""The kinds of pools that contain only some workers of a role, and this role. A pool of the kind
-``DEFAULT`` has the workers with the default model, a pool of the kind ``STEERS`` the workers that
+"""By kind of pool: the role of its workers. A pool of the kind ``DEFAULT`` has the GPU workers
+whose default is the default model. A pool of the kind ``STEERS`` has the controller workers that
 serve a certain controller."""
 
 Rank = tuple[bool, float]
 Key = tuple[str, str, tuple[str, ...]]
-"""The key of a pool: its kind or role, a name, and the patterns that match the model. The model's
-name is empty if no worker has it loaded."""
+"""The key of a pool: its kind or role, the name of a model or controller, and the patterns that
+match the model. The name of a model that no worker has loaded is left empty."""
 
 
 class Pool:
     """Workers that serve the same requests. ``workers`` has them in the order of their
     registration, including busy and draining workers.
 
-    Workers that accept a request are grouped in levels of the same rank. A heap of the few ranks
-    finds the least filled level, and workers of a level take turns.
+    Workers that accept a request are grouped in levels: the workers of a level have the same rank.
+    A heap of the few ranks finds the best level, and the workers of a level take turns.
     """
 
     def __init__(self, model: str, accepts: Callable[[Worker], bool]) -> None:
@@ -91,12 +91,13 @@ class Pool:
                 del self._levels[rank]
 
     def rank(self, worker: Worker) -> Rank:
-        """The order of preference: workers that have the model loaded, then the least filled."""
+        """The rank of a worker; lower ranks are preferred. Workers that have the model loaded come
+        first, then the least filled ones."""
         return bool(self._model) and self._model not in worker.models, worker.fill
 
     def least_loaded(self) -> Worker | None:
-        """The next worker in turn among those of the first rank that accept a request now; None if
-        no worker accepts one."""
+        """The next worker in turn among the workers of the lowest rank that accept a request now;
+        None if no worker accepts a request."""
         while self._ranks:
             level = self._levels.get(self._ranks[0])
             if level is None:
@@ -153,7 +154,7 @@ class Pools:
         self._roles: dict[str, _Role] = {}
         self._pools: dict[Key, Pool] = {}
         self._named: dict[str, Pool] = {}
-        """Pools of the role ``gpu``, by the name in the request."""
+        """Pools of GPU workers, by the name of the model in the request."""
         self._of: dict[int, list[Pool]] = {}
         """By worker: the pools that contain it."""
         self.default_model = ""
@@ -176,7 +177,7 @@ class Pools:
                 self._join(pool, worker)
 
     def remove(self, worker: Worker) -> None:
-        """Removes a worker that is lost, or is about to be changed."""
+        """Removes a worker that is lost, or that is about to serve other names."""
         role = self._roles[worker.role]
         del role.workers[worker.id]
         for pool in self._of.pop(worker.id):
@@ -202,8 +203,8 @@ class Pools:
     # --- requests -------------------------------------------------------------------------------
 
     def serving(self, role: str, model: str) -> Pool:
-        """The GPU workers that serve a model ("": the default one). For the role ``controller``:
-        the workers that run uploaded modules."""
+        """The GPU workers that serve a model; ``""`` is the default model. For the role
+        ``controller``: the workers that run uploaded modules."""
         if role != "gpu":
             return self._pool((role, ANY_MODULE, ()))
         pool = self._named.get(model)
@@ -215,7 +216,7 @@ class Pools:
         return pool
 
     def steering(self, pattern: str) -> Pool:
-        """The controller workers that registered this name of a controller, or this pattern."""
+        """The controller workers that have registered this name or pattern of controllers."""
         role = self._roles.get("controller")
         if role is None or pattern not in role.patterns:
             return self._none
@@ -253,8 +254,8 @@ class Pools:
         pool.add(worker)
 
     def _start_over(self) -> None:
-        """Drops all pools after a name was added or is not served any more; they are rebuilt when
-        they are needed."""
+        """Drops all pools after a name was added or is not served any more. Pools are built again
+        when they are needed."""
         defaults = {name for role in self._roles.values() for name in role.defaults}
         self.has_default = bool(defaults)
         unclear = EMBEDDED if EMBEDDED in defaults else ""
@@ -276,7 +277,7 @@ class Pools:
 
 
 def _belongs(worker: Worker, key: Key) -> bool:
-    """Whether a worker belongs to a pool."""
+    """Whether a worker belongs to the pool with this key."""
     kind, name, patterns = key
     if worker.role != ROLES.get(kind, kind):
         return False

@@ -1,17 +1,18 @@
 """Finds the workers that have the beginning of a prompt in their KV cache, and decides whether to
 route a request to one of them.
 
-Workers report their pages (``PAGES``). The pages of a request count as soon as the request is sent,
-so that the next request with the same beginning goes to the same worker. A prompt of token ids has
-the same keys as the pages that workers report. The broker cannot tokenize text. So the keys of a
-text are computed from its bytes, and the index has only the texts that were sent to each worker.
+Workers report their pages (``PAGES``). The pages of a prompt count as pages of a worker as soon as
+the request is sent to this worker. So the next request with the same beginning can follow it there.
+A prompt of token ids has the same keys as the pages that workers report. The broker cannot tokenize
+text. So the keys of a text are computed from its bytes. For texts, the index has only the pages
+that the broker itself expects at a worker, because workers do not report such keys.
 
-The worker with the least cost is chosen. The cost is the number of prompt tokens that it would have
-to compute, plus ``REQUEST_TOKENS`` for each of its requests.
+The broker chooses the worker with the least cost. The cost is the number of prompt tokens that the
+worker would have to compute, plus ``REQUEST_TOKENS`` for each request that the worker has.
 
-The cost is that of NVIDIA Dynamo's KV router. The expected pages of routed requests, and bytes as
-the key of a text, follow llm-d's approximate prefix scorer. The index of reported pages follows
-llm-d's precise scorer.
+The formula of the cost is that of NVIDIA Dynamo's KV router. The expected pages of routed requests,
+and bytes as the key of a text, follow llm-d's approximate prefix scorer. The index of reported
+pages follows llm-d's precise scorer.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ REQUEST_TOKENS = 128
 """Number of prompt tokens that have the same cost as one additional request at a worker."""
 MAX_PAGES = 128
 """Maximum number of pages of a prompt that are looked up. After 32,768 common tokens, further pages
-change the cost little."""
+rarely change the choice."""
 MAX_CANDIDATES = 16
 """Maximum number of workers that are compared with the least loaded one."""
 MAX_EXPECTED = 4_096
@@ -54,7 +55,7 @@ class Prefixes:
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
         self._holders: dict[bytes, int | set[int]] = {}
-        """By page: the worker that has it, or a set of workers."""
+        """By key of a page: the id of the worker that has the page, or a set of ids."""
         self._reported: dict[int, set[bytes]] = {}
         self._expected: dict[int, OrderedDict[bytes, None]] = {}
         self._last: tuple[int, list[bytes]] = (0, [])
@@ -62,7 +63,7 @@ class Prefixes:
         self.size = 0
         """Number of entries of the index, of all workers together."""
 
-    # --- what workers have ----------------------------------------------------------------------
+    # --- the pages of workers -------------------------------------------------------------------
 
     def report(self, worker: Worker, came: list[bytes], went: list[bytes], reset: bool) -> None:
         """Records a worker's PAGES. ``reset`` means that the worker has only the pages in
@@ -95,8 +96,8 @@ class Prefixes:
         self.report(worker, split_keys(frames[3]), split_keys(frames[4]), pages.reset)
 
     def expect(self, request: Request, worker: Worker, model: str) -> None:
-        """Adds the pages of a request's prompt to the pages of the worker that receives the
-        request."""
+        """Adds the pages of a request's prompt to the expected pages of the worker that receives
+        the request."""
         keys = self._keys(request, model)
         if not keys:
             return
@@ -141,8 +142,8 @@ class Prefixes:
         seen: set[int] = set()
         for key in reversed(keys[:depth]):
             held = self._holders[key]
-            # A page that all workers have does not help the choice: the least loaded worker has it
-            # too.
+            # Only a few of the workers that have this page are looked at. If very many have the
+            # page, the least loaded worker probably has it too.
             for number in islice((held,) if isinstance(held, int) else held, MAX_CANDIDATES):
                 worker = pool.workers.get(number)
                 if number not in seen and worker is not None and pool.accepts(worker):
@@ -152,8 +153,8 @@ class Prefixes:
                 return
 
     def _cost(self, worker: Worker, keys: list[bytes], depth: int) -> int:
-        """The cost in tokens, for the pages in ``keys``. The rest of the prompt costs the same at
-        each worker."""
+        """The cost of a worker in tokens, for the pages in ``keys``. The rest of the prompt costs
+        the same at each worker."""
         while depth and not self._has(worker.id, keys[depth - 1]):
             depth -= 1
         return (len(keys) - depth) * PAGE_TOKENS + REQUEST_TOKENS * len(worker.requests)
@@ -207,8 +208,8 @@ class Prefixes:
 
 
 def _prompt_keys(request: Request, model: str) -> Iterator[bytes]:
-    """The keys of a prompt: from its token ids if they are in one attachment, else from the bytes
-    of its buffers and text."""
+    """The keys of the pages of a prompt. They are computed from the token ids if these are in one
+    attachment, else from the bytes of the buffers and the text."""
     if sum(map(len, request.frames)) < PAGE_BYTES:
         return iter(())
     try:

@@ -1,5 +1,5 @@
-"""Finds a request that kills its workers, by trials, so that the request does not end other
-streams."""
+"""Finds a request that kills its workers, by running suspects in trials, so that the request does
+not disturb other streams for long."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ from .request import Request
 SUSPECT_DEATHS = 2
 """A request is a suspect if it had no new token at this number of consecutive workers that died."""
 TRIAL_S = 10.0
-"""Seconds after which a suspect is cleared if its worker is alive."""
+"""Seconds after the start of a trial at which the suspect is cleared if its worker is still
+alive."""
 
 
 class Quarantine:
     """Counts the workers that died while a request had no new token there.
 
-    After two deaths, which may be a coincidence, the request is a suspect. If only one suspect is
-    on trial and its worker dies too, the suspect is guilty. If there are several suspects, only
-    some are tried at a time. Each further death halves their number, until the guilty request is
-    alone.
+    After two such deaths, which may be a coincidence, the request is a suspect. A suspect that runs
+    at another worker is on trial. If a worker dies while only one suspect is on trial, this suspect
+    is guilty. If there are several suspects, only some run at the same time. Each further death
+    halves the number that may run, until one suspect is tried alone.
     """
 
     def __init__(self) -> None:
         self._tried: dict[int, tuple[Request, float]] = {}
         """Suspects that run at a worker, with the start times of their trials, in seconds."""
         self._counted: dict[str, tuple[list[Request], float]] = {}
-        """By worker: the requests for which its loss was counted, and the time of the loss, in
-        seconds."""
+        """By name of a lost worker: the requests for which the loss was counted, and the time of
+        the loss in seconds."""
         self._max_tried = 1
         """Maximum number of suspects on trial at a time."""
 
     def on_loss(
         self, worker: str, idle: list[Request], others: Iterable[Request], died: bool, now: float
     ) -> list[Request]:
-        """Handles the loss of a worker; returns the requests that are guilty.
+        """Handles the loss of a worker; returns the guilty request, if it is found.
 
-        ``idle``: the worker's streams that had no new token there. ``others``: its streams that had
-        a new token. ``died``: as in ``Loss``.
+        ``idle``: the worker's streams that had no new token there. ``others``: the worker's streams
+        that had a new token. ``died``: as in ``Loss``.
         """
         for request in others:
             self._clear(request)
@@ -56,8 +57,8 @@ class Quarantine:
         return guilty
 
     def lives(self, worker: str) -> None:
-        """Handles the return of a worker whose connection had closed, or that was silent: its
-        process did not die."""
+        """Handles the return of a worker whose connection had closed, or that was silent. Its
+        process did not die, so the loss does not count."""
         requests, _ = self._counted.pop(worker, ([], 0.0))
         for request in requests:
             request.deaths = max(0, request.deaths - 1)

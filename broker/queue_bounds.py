@@ -13,8 +13,8 @@ from .session import KeyUse, Session
 from .settings import BrokerSettings
 
 MAX_WAITING = 0.5
-"""A request is refused if its expected wait is more than this part of the time that is left of its
-``timeout_s``."""
+"""A request is refused if its expected time in the queue is more than this part of the time that is
+left of its ``timeout_s``."""
 
 MAX_QUEUES = 256
 """Maximum number of models for which requests wait. A client may name any model that a worker can
@@ -22,11 +22,12 @@ load, and the broker looks at all queues whenever a request ends."""
 
 
 def room_for(priority: int, most: int) -> int:
-    """Returns the part of the bound of the queues that requests of this priority may fill.
+    """Returns how much of ``most``, a bound of the queues, may be in use before a request of this
+    priority is refused.
 
     The last eighth is reserved for priorities above 0, and the eighth before it for priorities of
-    at least 0. So a full queue still accepts more urgent requests, and accepted requests are
-    never removed for them.
+    at least 0. So a queue that is full for some requests still accepts more urgent requests, and
+    never removes accepted requests for them.
     """
     eighths = 8 if priority > 0 else 7 if priority == 0 else 6
     return max(1, most * eighths // 8) if most else 0

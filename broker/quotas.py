@@ -3,8 +3,8 @@ all of its sessions together.
 
 Usage is known only after the work is done: the broker counts tokens when it routes them, and CPU
 time when a controller worker reports it. So running requests are finished, and further requests of
-a tenant above its quota are refused until its usage has drained to the quota. As in a leaky bucket,
-usage drains at the rate of the quota.
+a tenant above its quota are refused until its level has sunk to the quota. The level is a leaky
+bucket: usage raises it, and it sinks at the rate of the quota.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .state import BrokerState
 from .worker import Worker
 
 TOKEN_BYTES = 4
-"""Bytes of a token's id in a TOKEN body in columns."""
+"""Bytes of a token id in a TOKEN body in columns."""
 MAX_PROCESSES = 4_096
 """Maximum number of controller workers whose last report is stored. The oldest reports are
 dropped."""
@@ -48,7 +48,7 @@ _Counted = list[_Entry] | _Columns
 
 
 class _Used:
-    """A tenant's usage of a resource whose quota is per minute."""
+    """A tenant's level of usage of a resource whose quota is per minute."""
 
     __slots__ = ("_amount", "_at")
 
@@ -57,7 +57,7 @@ class _Used:
         self._at = 0.0
 
     def level(self, per_minute: int, now: float) -> float:
-        """The usage that has not drained yet."""
+        """The level now: the usage, less the amount that has leaked since."""
         drained = (now - self._at) * per_minute / 60
         self._amount, self._at = max(0.0, self._amount - drained), now
         return self._amount
@@ -82,9 +82,9 @@ class Quotas:
         self._tokens: dict[str, _Used] = {}
         self._sandbox: dict[str, _Used] = {}
         self._reported: dict[tuple[str, int], Mapping[str, int]] = {}
-        """By name and process of a controller worker: the CPU time of each tenant that it last
-        reported. A report is kept after the worker's lease has ended, because the worker continues
-        to count from the same totals."""
+        """By name and pid of a controller worker: the CPU time of each tenant in milliseconds, as
+        the worker last reported it. A report is kept after the worker's lease has ended, because
+        the next report of this process includes the same time."""
 
     def check(self, session: Session, controller: bool, now: float) -> None:
         """Raises UnavailableError if the tenant of a session may not begin another request.
@@ -109,8 +109,8 @@ class Quotas:
             )
 
     def max_priority(self, key: str) -> int | None:
-        """The highest priority of a request of a client with this key; None if the broker has no
-        keys, so that the setting ``max_priority`` applies."""
+        """The highest priority that a client with this key may use. None if the broker has no keys;
+        then the setting ``max_priority`` applies."""
         if not key:
             return None
         allowed = self._keyring.client(key)
@@ -119,12 +119,14 @@ class Quotas:
         return allowed.max_priority or (100 if allowed.operator else 0)
 
     def tenant(self, key: str) -> Tenant:
-        """The tenant with this key, as the store of modules needs it."""
+        """The tenant with this key, with its quota of uploaded bytes, for the worker that stores
+        modules."""
         allowed = self._keyring.client(key)
         return Tenant(key, allowed.upload_bytes if allowed is not None else None)
 
     def variables(self, request: Request | None) -> Tenant | None:
-        """The tenant of a request with its quota, for the state worker; None without a key."""
+        """The tenant of a request, with its quota of bytes of variables, for the state worker; None
+        without a key."""
         key = request.session.key if request is not None else ""
         if not key:
             return None
@@ -171,8 +173,8 @@ class Quotas:
             used.add(_tokens_in(body), allowed.tokens_per_minute, now)
 
     def on_sandbox(self, worker: Worker, cpu_ms: Mapping[str, int], now: float) -> None:
-        """Handles the report of a controller worker: the CPU time of controllers since the worker
-        started, by key."""
+        """Handles a controller worker's report: by key, the CPU time of controllers since the
+        worker started, in milliseconds."""
         process = worker.name, worker.pid
         before = self._reported.pop(process, {})
         self._reported[process] = cpu_ms

@@ -1,15 +1,16 @@
-"""Stores the recently routed messages of all sessions in one buffer, in the order of their arrival.
+"""Stores the recently routed TOKENs of all sessions in one buffer, in the order of their arrival.
 
 A message has the bodies of many sessions. A copy of the whole message into this buffer takes 0.4
 µs. Adding each of eight bodies to its session's journal takes ten times as long, because these
 writes touch new memory.
 
-Most streams end before their bodies have to be distributed, and bodies that no live stream needs
-are dropped unread. The rest is distributed to the journals, oldest first: some of it at each tick,
-and more when the buffer is full.
+Most streams end while their bodies are in the buffer, and bodies that no live stream needs are
+dropped unread. The other bodies are distributed to the journals, oldest first: some of them at each
+tick, and more when the buffer is full.
 
-Events of journals are stored as notes between the messages. For example, the note of a request's
-start takes effect when the buffer is distributed up to this note.
+The buffer also stores notes: actions on journals that must be done between two messages. For
+example, the note of a request's start is done after all earlier messages were distributed, and
+before any later one.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ if TYPE_CHECKING:
     from .journal import Journal
 
 SEGMENT_BYTES = 2 * 1024 * 1024
-"""Bytes of a segment, the unit in which memory is reused."""
+"""Bytes of a segment. A segment is reused when all its messages are distributed or dropped."""
 SEGMENTS = 32
-"""Maximum number of segments. At any time about two segments' worth of memory is unused: the unused
-ends of all segments, and the next segment."""
+"""Maximum number of segments. The memory of about two segments is always unused: the unused ends of
+all segments, and one free segment."""
 MESSAGES = 4096
-"""Maximum number of messages in a segment. The number is bounded, because a move waits until the
-whole buffer is distributed."""
+"""Maximum number of messages in a segment. The bound limits the time of a move, which has to
+distribute the whole buffer first."""
 NOTE_BYTES = 100
 """Bytes that are counted for a note, in addition to the bytes that it refers to."""
 BODIES_AT_ONCE = 500
-"""Approximate number of bodies that one tick distributes. A body takes 1 to 2 µs if the message has
-many sessions, and twice that if the previous message has a different layout."""
+"""Approximate number of bodies that are distributed at once. Distributing a body takes 1 to 2 µs if
+the message has many sessions, and twice as long if the previous message has a different layout."""
 
 _POPULATE_WRITE = 23
 """Linux's MADV_POPULATE_WRITE, for which Python has no constant."""
@@ -55,7 +56,7 @@ Note = Callable[[], None]
 
 
 class Segment:
-    """A part of the memory with messages, and the notes between these messages."""
+    """A part of the buffer's memory: messages, and the notes between these messages."""
 
     __slots__ = ("ends", "live", "noted", "notes", "number", "read", "start")
 
@@ -69,12 +70,13 @@ class Segment:
         """The offset of the first message that is not distributed, from the start of the whole
         memory."""
         self.notes: deque[tuple[int, int, Note]] = deque()
-        """For each note: the number of the next message, the bytes that the note refers to, and its
-        action."""
+        """For each note: the number of the message after it, the bytes that count for the note, and
+        its action."""
         self.noted = 0
-        """Bytes of all notes."""
+        """Bytes that count for all notes of the segment."""
         self.live = 0
-        """Number of notes in this segment whose requests have not ended."""
+        """Number of live requests whose note of the start is in this segment and was not handled
+        yet."""
 
     @property
     def size(self) -> int:
@@ -90,11 +92,12 @@ class Segment:
 
 
 class Recent:
-    """The messages that are not distributed to journals yet, within their bounds.
+    """The buffer of messages that are not distributed to journals yet. It also checks the sizes of
+    all journals.
 
-    ``max_journal_bytes`` bounds the messages of one session, ``max_total_bytes`` those of all
-    sessions. The bounds always hold. Messages in the shared buffer count towards the bound of their
-    session and towards the total.
+    ``max_journal_bytes`` is the bound of one session, ``max_total_bytes`` the bound of all sessions
+    together. The bounds always hold, because all messages in the shared buffer count towards each
+    session's bound and towards the total.
     """
 
     def __init__(self, max_journal_bytes: int, max_total_bytes: int) -> None:
@@ -103,7 +106,7 @@ class Recent:
         """By session: the journals with a live request that began before all messages in this
         buffer."""
         self.total = 0
-        """Bytes of all journals, without those in this buffer."""
+        """Bytes of all journals, without the messages in this buffer."""
         self._max_journal, self._max_total = max_journal_bytes, max_total_bytes
         self.most = max_journal_bytes - max_journal_bytes // 8
         """Maximum size of a journal; the rest of the bound is reserved for messages in this
@@ -115,15 +118,16 @@ class Recent:
         """``_largest``: an upper bound of the size of the largest journal. ``_grown``: the largest
         size of a journal that has grown since the last complete walk."""
         self.pending: list[bytes] = []
-        """Packed TOKENs of the current event; ``settle`` is called at its end."""
+        """Packed TOKENs of the current event. ``settle`` copies them into the buffer at the end of
+        the event."""
         self._memory = _NONE
         full = min(SEGMENTS - 2, -(-max_total_bytes // SEGMENT_BYTES))
         self._max_here = full * SEGMENT_BYTES
         self._bytes = self._max_here + 2 * SEGMENT_BYTES
-        """The size of the memory."""
+        """The size of ``_memory``, in bytes."""
         self._free = list(range(full + 2))[::-1]
-        """Segments that are not in use. The last of the list, which was used most recently, is used
-        next."""
+        """Numbers of the segments that are not in use. The last one, whose memory was used most
+        recently, is used next."""
         self._segments = deque((Segment(self._free.pop()),))
         self._ends = self._segments[0].ends
         self._rolled = False
@@ -131,9 +135,9 @@ class Recent:
         self._at = 0
         """The offset at which the next message will begin."""
         self._room = 0
-        """The offset at which the space for messages ends."""
+        """The offset up to which messages may be written, in the last segment."""
         self._others = 0
-        """Bytes in this buffer, without those of the last segment's messages."""
+        """Bytes in this buffer, without the messages of the last segment."""
         self._touched: list[Journal] = []
         """Journals that receive bodies in the current distribution."""
 
@@ -151,18 +155,18 @@ class Recent:
     def reserve(self) -> None:
         """Allocates the memory of all segments now, 64 MiB in about 25 ms.
 
-        A page that is first touched when a message is written costs 2.6 µs, and a step of 64 tokens
-        fills half a page.
+        Otherwise each memory page (4 KiB) would be allocated when a message is first written to it.
+        This takes 2.6 µs, and a step of 64 tokens fills half a page.
         """
         if not self.enabled or self._memory is not _NONE:
             return
         self._memory = _map(self._bytes)
         self._set_room()
-        # A kernel without this option allocates memory when it is used.
+        # A kernel without this option allocates each memory page when it is first used.
         with contextlib.suppress(OSError, AttributeError):
             self._memory.madvise(_POPULATE_WRITE)
 
-    # --- what comes -----------------------------------------------------------------------------
+    # --- messages that arrive -------------------------------------------------------------------
 
     def settle(self) -> bool:
         """Copies all ``pending`` messages at once, because one large copy takes less time than many
@@ -184,14 +188,15 @@ class Recent:
         return False
 
     def _settle_each(self) -> None:
-        """Copies the messages one by one, if there is not enough room for all of them."""
+        """Copies the ``pending`` messages one by one, because the last segment does not have room
+        for all of them."""
         pending = self.pending[:]
         self.pending.clear()
         for message in pending:
             self._make_room(len(message))
             end = self._at + len(message)
             if end > self._room:
-                # Above the bounds, the message is distributed at once.
+                # A message that does not fit within the bounds is distributed at once.
                 self.note(len(message), partial(self._deliver_packed, message))
                 self.distribute()
                 continue
@@ -216,7 +221,7 @@ class Recent:
         return segment
 
     def _make_room(self, size: int) -> None:
-        """Makes room for a message, as far as the bounds allow."""
+        """Makes room for a message of ``size`` bytes, as far as the bounds allow."""
         if self._at + size <= self._room and len(self._ends) < MESSAGES:
             return
         while self.size > max(0, self.limit - max(size, SEGMENT_BYTES // 8)):
@@ -244,16 +249,17 @@ class Recent:
         end = (segment.number + 1) * SEGMENT_BYTES if self._memory is not _NONE else 0
         self._room = min(end, segment.start + self.limit - self._others)
 
-    # --- what goes ------------------------------------------------------------------------------
+    # --- distribution ---------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Distributes some of the oldest bodies; only few if a segment was filled since the last
-        tick, because later some of them may not be needed any more."""
+        """Distributes some of the oldest bodies. If a segment was filled since the last tick, fewer
+        are distributed, because streams may end before the rest is distributed."""
         self.distribute(BODIES_AT_ONCE // 8 if self._rolled else BODIES_AT_ONCE)
         self._rolled = False
 
     def distribute(self, most: int | None = None) -> None:
-        """Distributes the oldest bodies to the journals that need them: about ``most``, or all."""
+        """Distributes the oldest bodies to the journals that need them: about ``most`` bodies, or
+        all if it is None."""
         self.settle()
         left = most if most is not None else 1 << 62
         while left > 0 and self.size:
@@ -271,8 +277,9 @@ class Recent:
         self._set_room()
 
     def _read(self, segment: Segment, most: int) -> int:
-        """Distributes about the first ``most`` bodies of a segment, and returns their number.
-        Parsing the layout of a message counts as one more body."""
+        """Distributes about the first ``most`` bodies of a segment. Returns the work that was done,
+        counted in bodies: a note counts as one body, and parsing a layout as the bodies of one more
+        message."""
         memory, ends, notes = self._memory, segment.ends, segment.notes
         done = 0
         while done < most:
@@ -291,7 +298,8 @@ class Recent:
             start, size = segment.start, ends[segment.read] - segment.start
             head = memory[start : start + _head_size(memory, start)]
             layout = _layout(head, size)
-            # The messages of a batch have the same layout, and are distributed at once.
+            # Messages of consecutive steps often have the same layout. Such messages are
+            # distributed together.
             last = segment.read + 1 + (most - done) // (len(layout) or 1)
             last = min(last, notes[0][0] if notes else len(ends), len(ends))
             at, read = start + size, segment.read + 1
@@ -350,7 +358,7 @@ class Recent:
     # --- bounds ---------------------------------------------------------------------------------
 
     def grew(self, journal: Journal, by: int) -> None:
-        """Records that the size of a journal has increased by ``by`` bytes."""
+        """Records that the size of a journal has changed by ``by`` bytes."""
         self.total += by
         size = journal.size
         if size > self.most:
@@ -361,14 +369,15 @@ class Recent:
             self._grown = size
 
     def walked(self, largest: int) -> None:
-        """Records that all journals were checked since the last call: the largest has ``largest``
+        """Records that all journals were checked since the last call. The largest has ``largest``
         bytes."""
         self._largest, self._grown = max(largest, self._grown), 0
         self._set_room()
 
 
 def _head_size(memory: mmap.mmap, start: int) -> int:
-    """Bytes of a packed TOKEN that begins at ``start``, without its bodies (``packing.py``)."""
+    """Bytes that precede the bodies in the packed TOKEN that begins at ``start``
+    (``packing.py``)."""
     count = int.from_bytes(memory[start + 2 : start + 4], "little")
     sizes = int.from_bytes(memory[start + 4 : start + 8], "little")
     sizes += int.from_bytes(memory[start + 8 : start + 12], "little")
@@ -377,8 +386,8 @@ def _head_size(memory: mmap.mmap, start: int) -> int:
 
 @lru_cache(maxsize=256)
 def _layout(head: bytes, size: int) -> list[tuple[int, int, int]]:
-    """The bodies of a packed TOKEN of ``size`` bytes: for each, its session and its start and end
-    offsets."""
+    """The bodies of a packed TOKEN of ``size`` bytes: the session, the start offset and the end
+    offset of each."""
     count = int.from_bytes(head[2:4], "little")
     kind, *sizes = struct.unpack_from(f"<{count - 1}I", head, 4)
     sessions = decode_manifest(head[4 * count + kind :]).sessions
@@ -388,7 +397,8 @@ def _layout(head: bytes, size: int) -> list[tuple[int, int, int]]:
 
 
 def _map(size: int) -> mmap.mmap:
-    """Reserves address space; memory is allocated when it is written."""
+    """Reserves ``size`` bytes of address space. The kernel allocates memory when it is first
+    written to."""
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return mmap.mmap(-1, size)
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,12 +1,13 @@
-"""Determines how long a broker waits for workers to register: for workers of an earlier run, and
-for the last worker of a model or a controller after its loss.
+"""Determines how long a broker waits for workers to register. After a restart, it waits for the
+workers of the earlier run. After the loss of the last worker that served a model or a controller,
+it waits for this worker or a successor.
 
-A worker notices a restart within a heartbeat or two, and registers again. It takes longer if it is
-busy, or was lost at the same time. If the broker's own process was stopped, all its workers have
-closed their connections, and register again.
+A worker notices a restart of the broker within a heartbeat or two, and registers again. A worker
+that is busy, or was restarted at the same time, takes longer. If the broker's own process was
+paused, all workers have closed their connections to it, and register again.
 
-While workers may still register, a request that no registered worker serves may be valid, so it
-waits.
+While workers may still register, a request that no registered worker serves may be valid. So the
+broker does not refuse the request yet.
 """
 
 from __future__ import annotations
@@ -15,40 +16,43 @@ from ..protocol.errors import Code, TokenbusError
 from .settings import BrokerSettings
 
 MISSING = (Code.NO_WORKER, Code.UNKNOWN_MODEL, Code.UNKNOWN_CONTROLLER)
-"""Error codes of requests that no registered worker serves."""
+"""Error codes with which the broker refuses requests that no registered worker serves."""
 MISSING_OF_ROLE = {
     "gpu": (Code.NO_WORKER, Code.UNKNOWN_MODEL),
     "controller": (Code.NO_WORKER, Code.UNKNOWN_CONTROLLER),
 }
-"""Error codes of requests that a lost worker of a role may have served."""
+"""By role of a lost worker: the error codes of requests that this worker may have served."""
 
 
 class Recovery:
-    """The state of the broker's recovery. ``started``: the start of the broker, in seconds.
+    """Whether workers may still register. ``started``: the time at which the broker started, in
+    seconds.
 
-    When a broker starts, nothing shows whether it has run before. Clients that bring a session's
-    token, and workers that have registered before, show an earlier run. Each live worker sends a
-    message within ``expiry_s``.
+    When a broker starts, nothing shows whether it has run before. An earlier run is assumed when a
+    client brings a session's token, a worker reports live requests, or a connection sends a
+    worker's message without a registration. Each worker of an earlier run sends a message within
+    ``expiry_s``.
     """
 
     def __init__(self, settings: BrokerSettings, started: float) -> None:
         self.until = started + settings.recover_s
-        """When the broker stops waiting for the workers and clients of an earlier run."""
+        """The time at which the broker stops waiting for the workers and clients of an earlier run,
+        in seconds."""
         self._settled_at = min(started + settings.expiry_s, self.until)
         self._follows = False
         self._expiry_s = settings.expiry_s
         self._back_until: dict[Code | str, float] = {}
-        """By error code: the time until which requests with this error wait, because a lost worker
-        may register again."""
+        """By error code: the time until which requests that would be refused with this error wait,
+        because a lost worker may register again."""
 
     def lost(self, role: str, now: float) -> None:
-        """Records the loss of the last worker that served a model or a controller: it or its
-        successor may register within ``expiry_s``."""
+        """Records the loss of the last worker that served a model or a controller. This worker or
+        its successor may register within ``expiry_s``."""
         for code in MISSING_OF_ROLE.get(role, ()):
             self._back_until[code] = now + self._expiry_s
 
     def follow(self) -> None:
-        """Records that a client or worker was connected to an earlier run of this broker."""
+        """Records a sign that this broker has had an earlier run."""
         self._follows = True
 
     def has_ended(self, now: float) -> bool:
@@ -56,12 +60,13 @@ class Recovery:
         return now >= self.until
 
     def awaits_workers(self, error: TokenbusError, now: float) -> bool:
-        """Whether a request that is refused with ``error`` waits instead, because workers that
-        served it may still register.
+        """Whether a request that would be refused with ``error`` waits instead, because a worker
+        that serves it may still register.
 
-        After an earlier run, the request waits for ``recover_s``, and after the loss of a last
-        worker for ``expiry_s``. If nothing shows an earlier run, the request waits for
-        ``expiry_s``, and only while no worker of its role is registered.
+        After an earlier run, such requests wait until ``recover_s`` after the broker's start. After
+        the loss of the last worker that served something, they wait for ``expiry_s``. If nothing
+        shows an earlier run, they wait until ``expiry_s`` after the start, and only while no worker
+        of their role is registered.
         """
         if now < self._back_until.get(error.code, float("-inf")):
             return True

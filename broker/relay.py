@@ -1,4 +1,5 @@
-"""Forwards messages from one worker to another. The broker reads only their headers."""
+"""Forwards messages from one worker to another. The broker reads only the headers of these
+messages."""
 
 from __future__ import annotations
 

@@ -40,16 +40,18 @@ ROLES = {
     b"TAGS": "controller",
     b"DELETE": "controller",
 }
-"""The types of requests that workers answer, with the role of the worker."""
+"""By type of the requests that workers answer: the role of these workers."""
 STREAMS = frozenset((b"GENERATE", b"SCORE"))
-"""The types of requests that are answered by TOKENs. After a loss, such a request continues after
-its last entry."""
+"""The types of requests that are answered by TOKENs. If the worker of such a request is lost, the
+request continues after its last entry."""
 REPEATABLE = frozenset((b"MODEL_INFO", b"TOKENIZER", b"EMBED", b"UPLOAD", b"TAG", b"TAGS"))
-"""The types of requests that are repeated after a loss, because a repetition is safe."""
+"""The types of requests that another worker repeats after the loss of their worker. Done twice,
+they have the same effect as once."""
 
 
 class RoutingFields(Struct, kw_only=True, gc=False):
-    """The fields of a request's body that the broker decodes, once; it reads no other field."""
+    """The fields of a request's body that the broker decodes when the request arrives. Later, it
+    reads only the prompt and ``buffers`` (``prefixes.py``)."""
 
     stream_id: StreamId
     model: ModelName = ""
@@ -61,13 +63,13 @@ class RoutingFields(Struct, kw_only=True, gc=False):
     by: UserName = ""
     """The user of the request if its client serves several users, else ``""``."""
     group: GroupName = ""
-    """The secret of the group of sessions that count as one in the turns of a queue; empty if the
-    session has no group."""
+    """A secret that several sessions share. These sessions count as one in the turns of a queue.
+    Empty if the session has no group."""
     trace: TraceParent = ""
     request_id: RequestId = ""
 
     def steered_by(self, message_type: bytes) -> str:
-        """The name of the controller of a request; empty if the request has none."""
+        """The name of the controller of a request of this type; empty without a controller."""
         if message_type != b"GENERATE":
             return ""
         return controller_of(self.controller, self.heal_prompt)
@@ -78,13 +80,13 @@ class Interruption:
     """The loss of a request's worker, while the request waits for another worker."""
 
     left: str
-    """The worker that had the request."""
+    """The name of the lost worker."""
     process: int
-    """The process of that worker if the stream may continue there after it registers again, else
-    0."""
+    """The number of the lost worker's process if the stream may continue there after the process
+    registers again, else 0."""
     why: str
     at: float
-    """The time of the worker's last message, in seconds."""
+    """The time of the lost worker's last message, in seconds."""
     since: float
     """The time at which the worker was lost, in seconds."""
     sent: bytes
@@ -102,11 +104,12 @@ class Steering:
     """The worker that runs the controller, or has a place reserved for it."""
     awaited: bool = False
     """Whether the request was accepted while no worker served its controller, because such a worker
-    could still register."""
+    could still register. The flag is cleared when a worker is chosen."""
     started: bool = False
     """Whether START was sent to the worker that runs the controller."""
     served_as: str = ""
-    """The pattern of the worker that served the controller; ``""`` before the controller begins."""
+    """The name or pattern under which a worker has started the controller; ``""`` before the first
+    start."""
     adopted_at: float | None = None
     """The time at which the request was adopted, in seconds. None if this run of the broker
     accepted the request, or claimed its session."""
@@ -114,17 +117,19 @@ class Steering:
     """The error of the worker that did not know the controller, while the START waits for another
     worker; otherwise empty."""
     has_inputs: bool = False
-    """Whether an input was sent to the state worker, which then has state of the request."""
+    """Whether an input was sent to the state worker, which then stores something for the
+    request."""
 
 
 class Attachment(Enum):
-    """Whether the client of a stream receives its entries, or has to attach to it first."""
+    """Whether the client of a stream receives the stream's entries, or has to send ATTACH first."""
 
     ATTACHED = "attached"
     RESUMED = "resumed"
-    """The client has resumed the session on another connection, and has not attached yet."""
+    """The client has resumed the session on another connection, and has not attached to the stream
+    yet."""
     UNCLAIMED = "unclaimed"
-    """The stream was adopted, and its client has not attached yet."""
+    """The stream was adopted, and its client has not attached to it yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -136,8 +141,8 @@ class Request:
     type: bytes
     fields: RoutingFields
     frames: list[bytes]
-    """Body, attachments and buffers, as sent to the worker; empty if they are not stored, so that
-    the request cannot move."""
+    """Body, attachments and buffers, as sent to the worker. Empty if the broker does not store
+    them; then the request cannot move."""
     arrived: float
     deadline: float | None = None
     state: RequestState = RequestState.NEW
@@ -145,30 +150,29 @@ class Request:
     worker: Worker | None = None
     """The worker that has the request. Only ``lifecycle.py`` changes this field."""
     dispatched: float | None = None
-    """When the request was sent to its worker; None if it was not sent, because the worker's
-    connection had closed."""
+    """The time at which the request was sent to its worker, in seconds. None before, or if the send
+    failed because the worker's connection had closed."""
     steering: Steering | None = None
     """The controller of the request; None without a controller."""
     attachment: Attachment = Attachment.ATTACHED
     attaching: list[int] = field(default_factory=list)
-    """``received`` of each ATTACH that the request's worker has not answered."""
+    """``Attach.received`` of each ATTACH that the request's worker has not answered."""
     interruption: Interruption | None = None
     """The loss of the request's worker; None unless the request waits for another worker."""
     began_with: ModelInfo | None = None
-    """The model with which a moved request began, if its first worker had reported this model."""
+    """The model with which a moved request began, as its first worker reported it; None if this
+    worker had not reported the model."""
     entries: int = 0
     """Number of entries that were routed before the request was sent to its present worker."""
     moves: int = 0
-    """How often the request has continued at another worker, including earlier runs of the
-    broker."""
+    """How often the request has moved to another worker, in this and earlier runs of the broker."""
     deaths: int = 0
     """Number of consecutive workers that died before they sent a new token of the request."""
     cancelled: CancelReason | None = None
-    """The reason of the CANCEL to the request's worker; None if no CANCEL was sent. After a CANCEL,
-    the broker itself ends the request at ``deadline``."""
+    """Why the request was cancelled; None if it was not. Its worker has received a CANCEL. If the
+    worker has not ended the request at ``deadline``, the broker ends it."""
     error: str | None = None
-    """The message of the error with which the broker ended the request; None if the broker did not
-    end it."""
+    """The message of the error with which the broker ended the request, if any."""
 
     @property
     def stream_id(self) -> int:
@@ -177,7 +181,7 @@ class Request:
 
     @property
     def model(self) -> str:
-        """The model that the client named; ``""`` is the default model."""
+        """The model that the client named; ``""`` stands for the default model."""
         return self.fields.model
 
     @property
@@ -187,22 +191,22 @@ class Request:
 
     @property
     def trace(self) -> str:
-        """The trace to which the request belongs, or ``""``."""
+        """The ``traceparent`` of the request, or ``""``."""
         return self.fields.trace
 
     @property
     def role(self) -> str:
-        """The role of the workers that answer requests of its type."""
+        """The role of the workers that answer requests of this type."""
         return ROLES[self.type]
 
     @property
     def controller(self) -> str:
-        """The name of its controller, or ``""``."""
+        """The name of the request's controller, or ``""``."""
         return self.steering.name if self.steering is not None else ""
 
     @property
     def steered(self) -> Steering:
-        """The controller of a request that has a controller."""
+        """The controller of the request, which must have a controller."""
         assert self.steering is not None
         return self.steering
 
@@ -214,20 +218,20 @@ class Request:
 
     @property
     def open(self) -> bool:
-        """Whether the client still waits for the request. A closed request only waits for its
-        worker to report the end."""
+        """Whether the client still waits for the end of the request. A closed request only waits
+        for its worker to report the end."""
         return self.state in OPEN
 
     @property
     def movable(self) -> bool:
-        """Whether the request can continue at another worker, because the broker has the frames and
-        entries."""
+        """Whether the request can continue at another worker, because the broker stores its frames
+        and entries."""
         return bool(self.frames)
 
     @property
     def awaits_attach(self) -> bool:
-        """Whether the client will attach to the request. Such a client drops entries that precede
-        the answer to its ATTACH."""
+        """Whether the client has to send ATTACH, or waits for the answer to an ATTACH. Such a
+        client drops entries that precede the answer."""
         return bool(self.attaching) or self.attachment is not Attachment.ATTACHED
 
     @property
@@ -238,7 +242,7 @@ class Request:
 
     @property
     def queue(self) -> tuple[str, str]:
-        """The queue in which the request waits for a worker: the role and the model."""
+        """The key of the queue in which the request waits for a worker: the role and the model."""
         return self.role, self.fields.model
 
     @property

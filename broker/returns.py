@@ -1,8 +1,8 @@
 """Returns streams to their own worker, after the worker was cut off from the broker for a while.
 
 The worker's lease has ended, and its streams wait for another worker. When the same process
-registers again, the streams that still wait return to it. The worker reports its progress with a
-JOURNAL for each stream, before its other messages, and the client receives the new entries.
+registers again, the streams that still wait return to this process. The worker reports its progress
+with a JOURNAL for each stream, before its other messages, and the client receives the new entries.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Returns:
 
     def reported(self, worker: Worker, message: Register) -> list[int]:
         """Assigns waiting streams to their former worker, which registers again. Returns the ids of
-        these requests, whose journals the worker then sends. Called before any waiting request is
+        these requests. The worker must send their journals. Call this before any waiting request is
         started at the worker."""
         if self._state.is_hung(worker):
             return []
@@ -58,13 +58,15 @@ class Returns:
         return returned
 
     def on_journal(self, request: Request, body: Journal, sent: bytes) -> None:
-        """Handles the JOURNAL of a request, which has all entries that the worker has sent. The
-        client receives the new entries. A second JOURNAL of a request has no effect.
+        """Handles the JOURNAL of a request that returns. ``sent``: all entries that the worker has
+        sent for the request. The client receives those that were not routed yet. A second JOURNAL
+        of a request has no effect.
 
         Raises UnreadableError if the worker's entries do not continue the entries that were routed.
         """
         if request.state is RequestState.ENDED and (body.gone or body.ended):
-            # The client has left meanwhile, and the worker has already ended the request.
+            # The broker has ended the request meanwhile, for example because its client has left,
+            # and the worker has ended it too.
             self._dispatcher.forget(request)
         if request.state is not RequestState.RETURNING:
             return

@@ -2,9 +2,9 @@
 collects their answers.
 
 An update has two phases. First, all workers that have loaded the model read the new weights. If a
-worker cannot read them, no worker uses them. Then the broker records the version and orders all
-workers to use it. A worker that is lost meanwhile receives the current version when it registers
-again.
+worker cannot read the new weights, no worker uses them. Then the broker records the version and
+orders all workers to use it. A worker that is lost meanwhile receives the current version when it
+registers again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 MAX_RUNNING = 64
 """Maximum number of pauses and updates that wait for workers."""
 MAX_STATES = 1024
-"""Maximum number of models with a state."""
+"""Maximum number of models in ``BrokerState.states``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,12 +47,13 @@ class _Running:
     read: dict[str, tuple[str, str]] = field(default_factory=dict)
     """By dtype: the hash of the weights, and the first worker that reported it."""
     give_up_at: float = float("inf")
-    """The time at which an update ends with ``timeout`` if a worker has not read the weights, in
-    seconds."""
+    """The time at which an update ends with the error ``timeout`` if a worker has not read the
+    weights by then, in seconds."""
 
 
 class Rollouts:
-    """The pauses and the weights of models. ``BrokerState.states`` has their current states."""
+    """Pauses models and updates their weights. ``BrokerState.states`` has the present state of each
+    model."""
 
     def __init__(self, state: BrokerState, placement: Placement) -> None:
         self._state = state
@@ -60,7 +61,7 @@ class Rollouts:
         self._out = state.out
         self._placement = placement
         self._running: dict[int, _Running] = {}
-        """The messages that wait for workers, by the number of their order."""
+        """The operator's messages that wait for workers, by the number of their order."""
 
     # --- messages of the operator ---------------------------------------------------------------
 
@@ -151,20 +152,20 @@ class Rollouts:
         self._go_on(one)
 
     def on_lost(self, worker: Worker) -> None:
-        """Handles the loss of a worker, which is not awaited any more. It receives the current
-        states when it registers again."""
+        """Handles the loss of a worker: its answers are not awaited any more. The worker receives
+        the current states when it registers again."""
         for one in list(self._running.values()):
             one.prepared.pop(worker.id, None)
             if one.awaited.pop(worker.id, None) is not None:
                 self._go_on(one)
 
     def adopt(self, worker: Worker, states: Iterable[ModelState]) -> None:
-        """Takes over the states that a worker reports. Another broker, or an earlier run of this
-        broker, has decided them."""
+        """Takes over the states that a worker reports. They come from another broker, or from an
+        earlier run of this broker."""
         for reported in states:
             known = self._states.get(reported.model)
             if known is None and len(self._states) >= MAX_STATES:
-                log.warning("the state of the model %s was ignored", reported.model)
+                log.warning("too many models have a state: that of %s is ignored", reported.model)
                 continue
             if known is None:
                 self._states[reported.model] = reported
@@ -235,7 +236,8 @@ class Rollouts:
         self._send(order, workers)
 
     def _give_up(self, one: _Running, error: TokenbusError) -> None:
-        """Ends an update in its first phase, in which no worker has replaced its weights."""
+        """Ends an update in its first phase. No worker uses the new weights yet, and workers drop
+        those that they have read."""
         del self._running[one.order.number]
         drop = replace(one.order, action="drop")
         self._send(drop, [*one.awaited.values(), *one.prepared.values()])
@@ -243,7 +245,7 @@ class Rollouts:
         body = error_body(error, one.stream_id, b"UPDATE_WEIGHTS")
         self._out.to_session(one.session, b"ERROR", body)
 
-    # --- their details --------------------------------------------------------------------------
+    # --- parts of the phases --------------------------------------------------------------------
 
     @staticmethod
     def _compared(one: _Running, worker: Worker, done: OrderDone) -> str:
@@ -285,5 +287,5 @@ class Rollouts:
 
 
 def _changes(one: _Running) -> bool:
-    """Whether a running message is an UPDATE_WEIGHTS."""
+    """Whether the operator's message is an UPDATE_WEIGHTS."""
     return one.order.action in ("prepare", "commit")

@@ -1,7 +1,7 @@
 """The broker's process: two ROUTER sockets around the core, on one event loop.
 
-At each wake-up, the loop takes all messages of both sockets, without an await for each message, and
-passes the core's answers to the outboxes.
+At each wake-up, the loop takes the messages of both sockets in batches, without an await for each
+message, and passes the core's answers to the outboxes.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ PASS = 64
 """Maximum number of messages that are received and routed before the answers are sent. A batch of
 answers wakes ZeroMQ's thread only once."""
 MUST_FACTOR = 2
-"""Errors and answers for a client that does not read are dropped above this number times
-``max_pending_bytes``."""
+"""Errors and answers for a client that does not read are dropped if this number times
+``max_pending_bytes`` already waits for the client."""
 FLUSH_EVERY_S = 0.0003
 """Seconds between two attempts to send to full pipes while messages flow."""
 QUIET_S, MAX_QUIET_S = 0.1, 1.0
@@ -59,10 +59,10 @@ QUIET_S, MAX_QUIET_S = 0.1, 1.0
 READ_REST_S = 0.5
 """Maximum seconds for which a leaving broker reads messages that have already arrived."""
 SIGNALLED_S = 0.25
-"""Seconds after a leaving broker's own signal at which its workers have received their signals too,
-if all programs are restarted at the same time. These workers are about to drain."""
+"""Seconds that a leaving broker allows after its own signal for its workers to receive their
+signals too. If all programs are restarted together, these workers are about to drain."""
 DEADLINES_EVERY_S = 0.005
-"""Seconds between two checks of deadlines, in addition to the ticks."""
+"""Minimum seconds between two checks of deadlines by timer. Each tick checks deadlines too."""
 RETRY_S = (0.001, 0.05)
 """Shortest and longest pause before another attempt to send to a full pipe, in seconds."""
 
@@ -94,7 +94,7 @@ class BrokerServer:
 
         With ``keys``, a peer may connect only with a key that this folder allows, and all messages
         are encrypted. Raises KeyFault if the folder cannot be read. ZeroMQ allows one authenticator
-        for each context, so the broker has a separate context.
+        for each context, so each broker has its own context.
         """
         self._health = health
         self.settings = settings or BrokerSettings()
@@ -132,7 +132,8 @@ class BrokerServer:
         self._retry_s = RETRY_S[0]
         self._flushed_at = 0.0
         self._expires_at = float("inf")
-        """When deadlines are checked next, in addition to the ticks."""
+        """The time for which the timer for deadlines is set, in seconds; infinite without a
+        timer."""
         self._remade = 0
         """Number of attempts to create a socket's file again."""
 
@@ -149,7 +150,7 @@ class BrokerServer:
             raise
 
     def _takers(self, has_keys: bool) -> tuple[Take, Take]:
-        """The functions that take messages from both sockets."""
+        """The functions that take messages from the front socket and from the back socket."""
         core, clients, workers = self.core, self._clients, self._workers
         if has_keys:
             return (
@@ -162,7 +163,7 @@ class BrokerServer:
         )
 
     def reserve(self) -> None:
-        """Allocates the memory for recent messages now."""
+        """Allocates the memory for recent messages now (``recent.py``)."""
         self.core.state.recent.reserve()
 
     async def run(self) -> None:
@@ -242,7 +243,8 @@ class BrokerServer:
 
     def run_forever(self) -> None:
         """Serves in this thread, on uvloop, until a signal. SIGINT stops the broker. SIGTERM, which
-        supervisord sends before a restart, makes it leave. After SIGUSR1, SIGTERM stops it too."""
+        supervisord sends before a restart, makes the broker leave. After SIGUSR1, SIGTERM stops the
+        broker like SIGINT."""
         import uvloop
 
         async def main() -> None:
@@ -257,7 +259,8 @@ class BrokerServer:
     async def _finish(
         self, doing: str, begin: Callable[[], list[Outgoing]], over: Callable[[], bool]
     ) -> None:
-        """Waits, up to ``drain_s``, for the streams that must end first."""
+        """Sends the messages of ``begin``, and waits up to ``drain_s`` until ``over`` is true.
+        ``doing`` is the word for the log."""
         self._post(begin())
         deadline = time.monotonic() + self.settings.drain_s
         if not over():
@@ -277,13 +280,14 @@ class BrokerServer:
             taken = self._clients.taken
             await asyncio.sleep(QUIET_S)
 
-    # --- the drain loop -------------------------------------------------------------------------
+    # --- receiving and sending ------------------------------------------------------------------
 
     def _drain(self) -> None:
         """Takes and routes the messages that have arrived.
 
-        ZeroMQ's descriptor is edge-triggered, and a send can consume its socket's edge. So the loop
-        repeats until neither socket has received a message since the last send.
+        ZeroMQ's descriptor is edge-triggered, and a send can consume the edge of a message that has
+        arrived. So this method is scheduled again until no message may have arrived since the last
+        send.
         """
         self._drain_due = False
         if self._stopped:
@@ -301,8 +305,8 @@ class BrokerServer:
     def _take_all(self) -> bool:
         """Takes and routes messages of both sockets; returns whether there may be more.
 
-        The workers' socket is first: its messages are sent to clients before the clients' socket is
-        read, so that a step's tokens need only one pass.
+        The workers' socket is first: a step's tokens are sent to clients before the clients' socket
+        is read, and do not wait for the next pass.
         """
         now = time.monotonic()
         from_workers = self._take_back(now)
@@ -337,7 +341,7 @@ class BrokerServer:
 
     def _on_defect(self, doing: str) -> None:
         self.core.state.counters.internal_errors += 1
-        log.exception("a defect of the broker while %s", doing)
+        log.exception("a defect of the broker occurred while %s", doing)
 
     def _drain_soon(self) -> None:
         if not self._drain_due and self._loop is not None:
@@ -348,15 +352,15 @@ class BrokerServer:
         """Sends messages, and then the messages that each failure causes.
 
         A failure can cause the next one, for example when a request moves from one lost worker to
-        another. Failures wait in a queue instead of recursing, because thousands of workers may be
-        lost at once.
+        another. Failures are queued and not handled by recursion, because thousands of workers may
+        be lost at once.
         """
         to_front, to_back = self._to_front, self._to_back
         failed: deque[tuple[Sent, Outgoing]] = deque()
         self._send(messages, failed)
         while failed:
-            # Failures are handled last, because messages that the core sends now must not overtake
-            # earlier messages.
+            # Failures are handled after all sends, because messages that a failure causes must not
+            # overtake earlier messages.
             sent, message = failed.popleft()
             if sent is Sent.GONE:
                 more = self._on_gone(message.side, message.peer, message.frames)
@@ -377,7 +381,8 @@ class BrokerServer:
                 failed.append((sent, message))
 
     def _on_gone(self, side: Side, peer: bytes, unsent: Sequence[bytes] = ()) -> Sequence[Outgoing]:
-        """Handles a peer that has no connection any more; returns the messages that this causes."""
+        """Handles a peer that has no connection any more; returns the messages to send after this
+        loss."""
         (self._to_front if side is _FRONT else self._to_back).forget(peer)
         return self.core.on_gone(side, peer, time.monotonic(), unsent)
 

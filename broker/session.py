@@ -22,68 +22,70 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class KeyUse:
-    """The number of waiting requests, and the bytes of buffers, of all sessions of one key. Each
-    session without a key has its own ``KeyUse``."""
+    """The number and bytes of waiting requests, and the bytes of buffers, of all sessions of one
+    key. Each session without a key has its own ``KeyUse``."""
 
     queued: int = 0
     queued_bytes: int = 0
     buffer_bytes: int = 0
     lists_until: float = 0.0
-    """The time until which streams that were listed for STATUS delay further lists, in seconds
-    (``status.py``)."""
+    """The time until which the lists of streams that STATUS has returned count towards a bound, in
+    seconds (``check_lists`` in ``status.py``)."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Session:
     """The broker's record of a client, which survives the loss of the client's connection.
 
-    The first fields are those that each TOKEN needs. With many sessions, a session is rarely in the
-    processor's cache. Adjacent fields are then loaded with one access to memory.
+    The fields that each TOKEN needs come first, next to each other, so that one access to memory
+    loads them. With many sessions, a session is rarely in the processor's cache.
     """
 
     peer: bytes | None
     """The routing id of the session's connection; None without a connection."""
     alive: bool = True
-    """Whether the session is in the table."""
+    """Whether the session is in the ``SessionTable``."""
     bodies: bool = False
-    """Whether the client takes several bodies in one TOKEN."""
+    """Whether the client accepts several bodies in one TOKEN."""
     id: int
     token: str
-    """The token of the session. After a restart of the broker it is empty until the client has
-    reconnected."""
+    """The session's secret token. If workers have reported the session to a restarted broker, the
+    token is empty until the client has connected."""
     key: str
     """The client's CURVE public key; empty without CURVE."""
     encoding: Encoding
     last_seen: float
     recovering: bool = False
-    """Whether the session began in an earlier run of the broker, so that workers may report its
-    streams."""
+    """Whether the client has brought the session from an earlier run of the broker, or from another
+    broker. Workers may then report streams of the session."""
     greeted: bool = False
-    """Whether the session began with HELLO; only such a session can be taken over."""
+    """Whether the client has sent HELLO, to this broker or to the broker before. Only such a
+    session outlives its connection."""
     carries_users: bool = False
-    """Whether its client is a gateway, whose users are not the operator."""
+    """Whether the client is a gateway, whose users are not the operator."""
     recovers: bool = False
-    """Whether its client can continue the session's streams at another broker, which adopts
+    """Whether the client can continue the session's streams at another broker, which adopts
     them."""
     pings: bool = False
     """Whether the client sends PINGs. If so, a silent client counts as lost."""
     columns: bool = False
-    """Whether the client takes TOKEN in columns."""
+    """Whether the client accepts TOKEN in columns (``protocol/columns.py``)."""
     texts: bool = False
-    """Whether the client takes columns with texts."""
+    """Whether the client accepts columns that include the text of each token."""
     client: str = ""
     detached_at: float | None = None
     """The time at which the session lost its connection, in seconds; None while the session has a
     connection."""
     probed: float | None = None
-    """The value of ``last_seen`` when the connection of the silent client was last checked."""
+    """The value of ``last_seen`` when the broker last checked the connection, because the client
+    was silent."""
     cut: bool = False
-    """Whether the broker detached the connection because the client was silent. The client may
+    """Whether the broker has removed the connection because the client was silent. The client may
     still run."""
     displaced: bool = False
     """Whether another broker has claimed streams of the session while its client was connected to
-    this broker. RELEASED sets the flag. The client's next HELLO clears it, and this broker claims
-    the streams back."""
+    this broker. RELEASED sets the flag. At the client's next HELLO, this broker claims the streams
+    back and clears the flag."""
     streams: dict[int, Request] = field(default_factory=dict)
     """The session's live streams, by their ``stream_id``."""
     buffers: dict[str, bytes] = field(default_factory=dict)
@@ -94,7 +96,8 @@ class Session:
     lists_until: float = 0.0
     """As in ``KeyUse``, for a session that serves several users."""
     use: KeyUse = field(default_factory=KeyUse)
-    """The use of its key, which all sessions of the key share. ``SessionTable`` sets it."""
+    """The use of the session's key: one object for all sessions of the key. ``SessionTable`` sets
+    this field."""
     pace: Pace = field(default_factory=Pace)
     """Rate at which the session's streams end."""
     journal: Journal
@@ -102,10 +105,10 @@ class Session:
     acks: bool = False
     """Whether the session's client acknowledges the ends that it has received."""
     ends: KeptEnds = field(default_factory=KeptEnds)
-    """The ends that its client may not have received."""
+    """The ends of requests that the client may not have received."""
 
     def greet(self, hello: Hello, encoding: Encoding, now: float) -> None:
-        """Records the capabilities of the client's HELLO."""
+        """Records the contents of the client's HELLO."""
         capabilities = hello.capabilities
         self.greeted = True
         self.displaced = False
@@ -133,8 +136,8 @@ class Session:
 
     @property
     def tenant(self) -> bytes:
-        """The tenant whose modules the session may use: the client's key. It is empty for all
-        clients without a key, which share one tenant."""
+        """The tenant whose modules the session may use: the client's key. Clients without a key
+        share one tenant, whose name is empty."""
         return self.key.encode()
 
     @property
@@ -156,7 +159,7 @@ class SessionTable:
 
     def __init__(self, recent: Recent) -> None:
         self.recent = recent
-        """Recently routed messages of all sessions."""
+        """The recently routed TOKENs of all sessions."""
         self.by_id: dict[int, Session] = {}
         self.by_peer: dict[bytes, Session] = {}
         self.by_token: dict[str, Session] = {}
@@ -191,7 +194,7 @@ class SessionTable:
         self.detach(session)
 
     def claim(self, session: Session, token: str, key: str) -> None:
-        """Assigns a session of an earlier run to its client, which has reconnected."""
+        """Assigns a session that workers have reported to its client, which has connected."""
         self._remove_key(session)
         session.token, session.key = token, key
         self._add_key(session)

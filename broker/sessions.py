@@ -58,16 +58,15 @@ class Sessions:
         self._ends = ends
         self._visited = Sweep(state.sessions.by_id, SESSIONS_AT_ONCE)
         self._ending: deque[tuple[Session, Request | End]] = deque()
-        """Streams and stored ends of ended sessions that are still to be removed, if necessary in
-        later ticks."""
+        """Streams and stored ends of ended sessions. A tick removes some of them."""
         self._room = MAX_ENDED
-        """Number of streams of ended sessions that may still end before the next tick."""
+        """Number of elements of ``_ending`` that may still be removed before the next tick."""
 
     def open(
         self, peer: bytes, key: str, encoding: Encoding, now: float, chosen: str | None = None
     ) -> Session:
         """Opens a session on the connection ``peer``. ``chosen``: the token that the client
-        requests, which is used if no session has it.
+        requests. The session gets it if it is valid and no session has it.
 
         Raises ``client_limit`` if the sessions of ``key`` have reached the key's share, and
         ``queue_full`` if the table is full.
@@ -98,7 +97,8 @@ class Sessions:
         """Opens a session or takes one over, and answers with WELCOME."""
         hello: Hello = decode_as(Hello, frames[1])
         encoding = _encoding_of(hello)
-        # A session of this connection has not been at another broker, unless it is displaced.
+        # While a session has this connection, its client does not use another broker, unless the
+        # session is ``displaced``.
         here = session is not None and session.token == hello.session and not session.displaced
         hello.elsewhere = hello.elsewhere and not here
         known = self._known(hello, key, peer, now)
@@ -113,7 +113,7 @@ class Sessions:
             version=PROTOCOL_VERSION,
             encoding=encoding,
             session=session.token,
-            # A session of an earlier run or of another broker has lost its buffers.
+            # A session of an earlier run or of another broker is not resumed: its buffers are lost.
             resumed=known is not None and not recovering and not hello.elsewhere,
             streams=[*session.streams, *session.ends.by_stream] if known is not None else [],
             recovering=recovering,
@@ -146,7 +146,8 @@ class Sessions:
         """Answers a PING with PONG.
 
         The PONG makes the client send HELLO again if its session is unknown, or if another broker
-        has claimed its streams while it was connected here (``Session.displaced``).
+        has claimed the session's streams while the client was connected here
+        (``Session.displaced``).
         """
         ping: Ping = decode_as(Ping, frames[1])
         encoding = session.encoding if session is not None else encoding_of(frames[1])
@@ -167,8 +168,8 @@ class Sessions:
             self.end(session)
 
     def on_gone(self, peer: bytes, now: float) -> None:
-        """Handles the end of a connection: its session ends, or waits for some time to be taken
-        over."""
+        """Handles the end of a connection: the connection's session ends, or waits for some time
+        until its client connects again."""
         session = self._table.by_peer.get(peer)
         if session is None:
             return
@@ -180,19 +181,20 @@ class Sessions:
 
     @property
     def behind(self) -> bool:
-        """Whether streams of sessions that have ended are left for the next tick."""
+        """Whether streams or stored ends of ended sessions are left for the next tick."""
         return bool(self._ending)
 
     def renew(self, now: float) -> None:
-        """Renews all sessions after this process was stopped, because messages that their clients
-        sent during that time were not read yet."""
+        """Renews all sessions after this process was paused, because messages that clients sent
+        during the pause have not been read yet."""
         for session in self._table:
             session.last_seen = now
             if session.detached_at is not None:
                 session.detached_at = now
 
     def tick(self, now: float) -> None:
-        """Ends sessions that were not resumed in time, and those whose client is silent."""
+        """Ends sessions that are idle or were not resumed in time, and checks the connections of
+        silent clients."""
         settings = self._settings
         self._room = MAX_ENDED
         self._end_streams()
@@ -214,8 +216,9 @@ class Sessions:
     def _look(self, session: Session, silent: float, now: float) -> None:
         """Checks the connection of a silent client.
 
-        A message to a client that has exited shows that its connection has closed (``on_gone``). A
-        client that was stopped, or whose link was cut, may come back.
+        First, the client gets a PONG. If the client has exited, sending the PONG fails, which shows
+        that the connection has closed. If the client stays silent, its connection is removed and
+        its session waits: the client may be paused, or its link cut.
         """
         peer = session.peer
         if peer is None:
@@ -259,7 +262,8 @@ class Sessions:
             )
             self._out.to_session(known, b"ERROR", error_body(taken))
             known.ends.on_taken_over(self._state.now)
-        # The client attaches again to the ends that it has not received.
+        # Incomplete answers are dropped, because the client attaches again to the ends that it has
+        # not received.
         known.ends.answering.clear()
         self._table.attach(known, peer)
         known.detached_at, known.cut = None, False
@@ -268,7 +272,8 @@ class Sessions:
                 request.attachment = Attachment.RESUMED
 
     def _check_room(self, key: str) -> None:
-        """Makes room for one more session of a key; idle sessions end if the table is full."""
+        """Makes room for one more session of a key. If the table is full, or the key has its whole
+        share, idle sessions end. Raises UnavailableError if no session is idle."""
         most = self._settings.max_sessions
         own = self._table.num_of_key(key)
         if key and not fits_share(own, min(len(self._table), most - 1), most):

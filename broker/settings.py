@@ -22,19 +22,20 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     session_expiry_s: float = 10.0
     """A client with the capability ``ping`` is lost after this time without a message."""
     session_grace_s: float = 5.0
-    """Time after which a session without a connection ends, unless its client takes it over."""
+    """Time after which a session without a connection ends, unless its client connects again."""
     session_cut_s: float = 30.0
-    """Time that a silent client's session waits if the broker has not seen the connection close,
-    for example because a network link is cut."""
+    """Time for which the session of a lost client waits for a new connection if the broker has not
+    seen the old one close, for example because a network link is cut."""
     recover_s: float = 30.0
-    """Time after its start during which a broker adopts the streams of an earlier run that workers
-    report."""
+    """Time after the start of a broker during which it adopts streams of an earlier run, as workers
+    report them."""
     session_idle_s: float = 3600.0
     """Time without streams and messages after which a session ends."""
     max_priority: int = 0
-    """The highest priority of a request if the broker has no keys."""
+    """The highest priority that a request may have if the broker has no keys."""
     allow_tools: list[str] = []
-    """Tools that the programs of every client may call."""
+    """Tools that a client's programs may call, with ``*`` and ``?``. A client's key may list
+    others."""
     max_sessions: int = 10_000
     max_queued: int = 10_000
     """Maximum number of requests that wait for a worker, of all models together."""
@@ -49,18 +50,18 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     max_buffers: int = 4_096
     """Maximum number of buffers of one session."""
     max_journal_bytes: int = 128 * 1024 * 1024
-    """Maximum bytes of the journal of a session, from which its live streams can move. With 0 the
-    broker has no journals, and streams cannot move."""
+    """Maximum bytes of a session's journal, which the session's streams need to move to another
+    worker. With 0 the broker keeps no journals, and streams cannot move."""
     max_total_journal_bytes: int = 1024 * 1024 * 1024
     """Maximum bytes of the journals of all sessions."""
     max_pending_bytes: int = 4 * 1024 * 1024
-    """Maximum bytes of messages that wait for a client that does not read. Above this bound its
-    streams end."""
+    """Maximum bytes of messages that wait for a client that does not read. Above this bound, the
+    client's streams end."""
     route_by_prefix: bool = True
     """Whether the choice of a worker considers which workers have the beginning of the prompt in
     their cache. If False, each request goes to the least loaded worker."""
     drain_s: float = 30.0
-    """Time for which streams may continue after the signal to stop."""
+    """Time for which streams may continue after the broker has received a signal to stop."""
     tick_s: float = 0.25
     """Time between two checks of leases and deadlines."""
 

@@ -31,7 +31,8 @@ from .zap import number_connections, require_keys
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 2 * (MAX_BODY_BYTES + MAX_ATTACHMENT_BYTES)
-"""A larger frame closes its connection. A smaller frame above the protocol's limits is refused."""
+"""libzmq closes a connection on which a larger frame arrives. The broker refuses smaller frames
+above the protocol's limits with an ERROR."""
 MAX_PIPE_MESSAGES = 1000
 """Maximum number of a connection's messages that libzmq stores before the broker takes them."""
 HEARTBEAT_MS = 5000
@@ -80,11 +81,13 @@ def bind_router(
     key: OwnKey | None = None,
     role: Role = "client",
 ) -> Connections:
-    """A ROUTER socket whose sends fail if they cannot be delivered, bound to ``endpoint``.
+    """Binds a ROUTER socket to ``endpoint``. A send fails if its receiver has no connection, or if
+    the receiver's pipe is full.
 
     ``pipe_messages``: how many messages, of any size, ZeroMQ itself queues for each peer. ``key``:
     the broker's own key, if only peers with an allowed key of ``role`` may connect. The context
-    needs a ``Zap``, without which all connections are refused. Raises BindError.
+    must have a ``Zap``, without which all connections are refused. Raises BindError if the socket
+    cannot listen at ``endpoint``.
     """
     check_endpoint(endpoint, key is not None)
     socket = context.socket(zmq.ROUTER)
@@ -113,10 +116,11 @@ def bind_router(
 
 
 def listen_again(socket: zmq.Socket[bytes], endpoint: str, attempt: int) -> None:
-    """Listens again at the path of ``endpoint``, whose file, and possibly folder, was deleted.
+    """Listens again at the path of ``endpoint``, after the file and possibly its folder were
+    deleted.
 
-    The socket keeps its connections: it also listens at another path, which is then renamed.
-    ``attempt`` is a different number each time. Raises OSError.
+    The socket keeps its connections. It also listens at another path, and the file there is then
+    renamed to the deleted one. ``attempt`` is a different number each time. Raises OSError.
     """
     path = Path(endpoint.removeprefix("ipc://"))
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -143,10 +147,10 @@ def receive(connections: Connections, most: int) -> list[Message]:
 def receive_keyed(connections: Connections, most: int) -> list[KeyedMessage]:
     """The messages that have arrived, up to ``most``, each with the public key of its peer.
 
-    A receive without a message costs more than twice as much as a check for one (3.3 against 1.4
-    µs). So a check precedes and follows the first message; the further messages of a burst are
-    received without a check. ``User-Id`` is read with every message (0.4 µs), as a routing id may
-    have passed to another connection.
+    A receive call that finds no message takes more than twice as long as a check for messages (3.3
+    against 1.4 µs). So a check precedes and follows the first message. Further messages are
+    received without a check. ``User-Id`` is read with every message (0.4 µs), because another
+    connection may have got the routing id.
     """
     socket, by_peer = connections.socket, connections.by_peer
     messages: list[KeyedMessage] = []
@@ -191,7 +195,7 @@ def sender(socket: zmq.Socket[bytes]) -> Callable[[bytes, Sequence[bytes]], Sent
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 log.warning(
-                    "a send to %s failed, its connection counts as closed: %s", peer.hex(), error
+                    "a send failed, so the connection %s counts as closed: %s", peer.hex(), error
                 )
             return _GONE
         last = len(frames) - 1
@@ -204,6 +208,6 @@ def sender(socket: zmq.Socket[bytes]) -> Callable[[bytes, Sequence[bytes]], Sent
 
 
 def packing_sender(socket: zmq.Socket[bytes]) -> Callable[[bytes, Sequence[bytes]], Sent]:
-    """Like ``sender``, in the packed form between broker and workers."""
+    """Like ``sender``, but the message is packed for a worker (``packing.py``)."""
     send = sender(socket)
     return lambda peer, frames: send(peer, pack(frames))

@@ -1,4 +1,4 @@
-"""The span of the broker for a request that is traced."""
+"""Records the broker's span of a traced request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from .worker import Worker
 
 
 def record_span(request: Request, worker: Worker | None) -> None:
-    """Records the span of a traced request that has ended. ``worker``: its last worker."""
+    """Records the broker's span of a traced request that has ended. ``worker``: the last worker of
+    the request."""
     exporter = tracing.active()
     if exporter is None:
         return

@@ -26,7 +26,7 @@ from .worker import Worker
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the broker started."""
+    """Numbers of events since the broker started."""
 
     requests: int = 0
     refused: int = 0
@@ -40,10 +40,11 @@ class Counters:
     """Number of requests that have left a worker before their end."""
     requests_quarantined: int = 0
     errors: Tally = field(default_factory=lambda: Tally("errors", "code"))
-    """The ERRORs of the broker itself, by code."""
+    """Number of ERRORs that the broker itself has made, by error code. A worker's ERROR does not
+    count."""
 
     def totals(self) -> dict[str, int]:
-        """The counters without labels, by name."""
+        """The numbers by name, without ``errors``, which has a number for each code."""
         values = ((name, getattr(self, name)) for name in self.__slots__)
         return {name: value for name, value in values if isinstance(value, int)}
 
@@ -52,13 +53,14 @@ class BrokerState:
     """The tables, the clock, the settings and the outgoing messages of the broker."""
 
     def __init__(self, settings: BrokerSettings, *, boot: int, now: float) -> None:
-        """``boot``: the number of this run of the broker; ``now``: its start, in seconds."""
+        """``boot``: the number of this run of the broker. ``now``: the time of its start, in
+        seconds."""
         self.settings = settings
         self.started = now
         self.now = now
-        """The time of the event that is handled, in seconds."""
+        """The time of the event that the broker is handling, in seconds."""
         self.ids: Iterator[int] = counting_ids(boot)
-        """The ids of requests and workers."""
+        """Yields the ids of new requests, of new workers and of orders (``rollouts.py``)."""
         self.counters = Counters()
         self.out = Outgoings(self.counters.errors)
         self.keyring = Keyring()
@@ -69,19 +71,20 @@ class BrokerState:
         """The workers with a lease, by id."""
         self.pools = Pools(self.is_hung)
         self.requests: dict[int, Request] = {}
-        """The requests that the broker has accepted and that have not ended at their worker, by
-        id."""
+        """The requests that the broker has accepted, by id. An ended request stays here until its
+        worker has reported the end."""
         self.queues = Queues()
-        """The requests that wait for their first worker."""
+        """The requests that wait for their first worker, in a queue for each role and model."""
         self.waiting = Waiting()
-        """The requests that have lost their worker."""
+        """The requests that have lost their worker and wait for another one."""
         self.states: dict[str, ModelState] = {}
-        """The models whose weights have changed, or that are or were paused."""
+        """By model: its weights and its pause, if the weights have changed or the model is or was
+        paused."""
         self.deadlines = Deadlines()
         self.tokenizers = Counter[str]()
-        """By key: the requests for tokenizers that have not ended."""
+        """By key: the number of TOKENIZER requests that have not ended."""
         self.closing: TokenbusError | None = None
-        """The error for new requests once the broker is about to stop."""
+        """The error with which a broker that is about to stop refuses new requests; None before."""
 
     @property
     def num_queued(self) -> int:
@@ -89,13 +92,14 @@ class BrokerState:
         return sum(map(len, self.queues.values())) + len(self.waiting)
 
     def is_operator(self, session: Session) -> bool:
-        """Whether a client may perform operator actions. A client without a key may, because it is
-        on the broker's machine. A client with a key may if the key allows it. A gateway may not,
-        because its users could then perform them."""
+        """Whether a client may send the operator's messages and see the streams of all clients.
+        Without keys, every client may send them, because all clients run on the broker's machine.
+        With keys, the client's key decides. A gateway never may, because its users would have the
+        same rights."""
         allowed = self.keyring.client(session.key)
         local = not session.key
         return not session.carries_users and (local or (allowed is not None and allowed.operator))
 
     def is_hung(self, worker: Worker) -> bool:
-        """Whether a worker's current step has run for so long that it counts as hung."""
+        """Whether a worker's current step has run for longer than ``hung_step_s``."""
         return worker.step_age_s is not None and worker.step_age_s > self.settings.hung_step_s

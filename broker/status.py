@@ -23,14 +23,15 @@ from .state import BrokerState
 from .tools import Tools
 
 LISTED_S = 50e-6
-"""Seconds for which each listed stream counts towards ``MAX_LISTED_S``. Listing a stream takes the
-broker about 1 to 2 µs."""
+"""Seconds that are charged to a client for each stream in a list. Listing a stream takes the broker
+about 1 to 2 µs."""
 MAX_LISTED_S = 1.0
-"""A client may not list streams while its earlier lists count for longer than this, in seconds."""
+"""A client may not list streams while more than this number of seconds is charged to it. A charge
+is paid off as time passes."""
 
 
 class Statuses:
-    """Answers STATUS with the part of the state that the client may see."""
+    """Answers STATUS. The answer lists only those live streams that the client may see."""
 
     def __init__(self, state: BrokerState, tools: Tools) -> None:
         self._state = state
@@ -64,10 +65,10 @@ class Statuses:
             state.out.append(Outgoing(Side.FRONT, session.peer, (b"MSG", body), True))
 
     def _shown_to(self, session: Session, own: bool) -> list[Session] | None:
-        """The sessions whose streams a client may see; None means all.
+        """The sessions whose streams a client may see; None stands for all sessions.
 
         The operator sees all sessions, and another client sees the sessions of its key. A gateway,
-        or a client that asks for its ``own``, sees only its own session.
+        or a client that requests its ``own`` streams, sees only its own session.
         """
         if own or session.carries_users:
             return [session]
@@ -112,7 +113,7 @@ def status_of(state: BrokerState) -> Status:
 
 
 def add_metrics(status: Status, state: BrokerState) -> None:
-    """Adds the broker's metrics, and those of each worker's last heartbeat."""
+    """Adds the broker's own metrics, and the metrics of each worker's last heartbeat."""
     by_name = {worker.name: worker for worker in state.workers.values()}
     for shown in status.workers:
         shown.metrics = by_name[shown.name].metrics
@@ -124,11 +125,12 @@ def add_metrics(status: Status, state: BrokerState) -> None:
 
 
 def check_lists(session: Session, shown: Iterable[Session], now: float) -> None:
-    """Counts a list of the streams of the sessions ``shown`` towards the bound of a session's key.
-    A session that carries users is counted separately, because its users share a key.
+    """Charges a list of the streams of the sessions ``shown`` to the key of a session. If the
+    session carries users, the session itself is charged, because its users share a key.
 
-    Raises UnavailableError before a stream is listed. A list of thousands of streams takes the
-    broker milliseconds, and a client can request hundreds of lists at the same time.
+    Raises UnavailableError if more than ``MAX_LISTED_S`` is charged already. Without this bound, a
+    client could request hundreds of lists at the same time, and a list of thousands of streams
+    takes the broker milliseconds.
     """
     counted = session if session.carries_users else session.use
     ahead_s = counted.lists_until - now
@@ -143,12 +145,13 @@ def check_lists(session: Session, shown: Iterable[Session], now: float) -> None:
 
 
 def live_streams(state: BrokerState, sessions: Iterable[Session] | None) -> list[StreamStatus]:
-    """The live streams of these sessions in the order of their arrival. None means all sessions."""
+    """The live streams of these sessions, in the order of their arrival. None stands for all
+    sessions."""
     requests: Iterable[Request]
     if sessions is None:
         requests = state.requests.values()
     else:
-        # Only these sessions are visited, so that a client with few streams causes little work.
+        # Only the given sessions are visited, so that a client with few streams causes little work.
         own = (request for session in sessions for request in session.streams.values())
         requests = sorted(own, key=lambda request: request.arrived)
     return [

@@ -13,15 +13,16 @@ ROUND_TICKS = 16
 
 
 class Sweep(Generic[T]):
-    """Visits the values of a table again and again, ``at_once`` of them at a time.
+    """Walks over the values of a table again and again. Each part of a walk has at least
+    ``at_once`` values.
 
-    A smaller table is visited as a whole each time. Values that have left the table since a walk
-    began may still be visited.
+    A table with fewer values is visited as a whole each time. Values that have left the table since
+    the walk began are still visited.
     """
 
     def __init__(self, table: Mapping[Any, T], at_once: int, ticks: int = ROUND_TICKS) -> None:
-        """``ticks``: the maximum number of parts of a walk. The parts of a very large table are
-        therefore larger."""
+        """``ticks``: the maximum number of parts of a walk. So the parts of a very large table have
+        more than ``at_once`` values."""
         self._table = table
         self._ticks = ticks
         self._at_once = at_once

@@ -1,4 +1,5 @@
-"""The bytes that a TCP connection has received, as the kernel and as libzmq count them."""
+"""Counts the bytes that a TCP connection has received: in total, not yet read by libzmq, and of one
+message."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def bytes_received(fd: int) -> int | None:
 
 
 def bytes_unread(fd: int) -> int:
-    """The bytes that a connection has received, and libzmq has not taken."""
+    """The bytes that a connection has received and libzmq has not read yet; 0 if they cannot be
+    counted."""
     try:
         return int(_INT.unpack(ioctl(fd, FIONREAD, bytes(_INT.size)))[0])
     except OSError:
@@ -45,7 +47,7 @@ def bytes_unread(fd: int) -> int:
 
 
 def bytes_of_message(frames: Iterable[bytes], encrypted: bool) -> int:
-    """The bytes of a message on the wire."""
+    """The bytes that a message with these frames has on the wire."""
     added = CURVE_BYTES if encrypted else 0
     sizes = [len(frame) + added for frame in frames]
     return sum(size + (9 if size > SHORT_FRAME_BYTES else 2) for size in sizes)

@@ -3,7 +3,7 @@ worker, and records the end of the call.
 
 A program's controller worker sends CALL. The broker passes the call to a tool worker, and the tool
 worker's answer to the controller worker that runs the program at that time. A call that was passed
-to a tool worker is never passed to another one.
+to a tool worker is never passed to another tool worker.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from .state import BrokerState
 from .worker import RETRY_AFTER_S, Worker, WorkerState
 
 MAX_ENDED = 64
-"""Maximum number of answered calls of a request that the broker stores."""
+"""Maximum number of answered calls of a request that the broker remembers."""
 MAX_CALLS = 1_000
 """Maximum number of running calls of a request."""
 MAX_SHOWN = 20
 """Maximum number of names of tools in an error message."""
 
 CallId = tuple[int, int, int]
-"""The request, the lineage and the count of a call."""
+"""The id of a call: the request, the lineage of the sequence, and the number of the call's
+operation."""
 
 
 class _Call(Struct, array_like=True):
@@ -54,7 +55,7 @@ class _Call(Struct, array_like=True):
 
 
 class _Name(Struct, array_like=True):
-    """The fields of a CALL_ANSWER that the broker reads."""
+    """The fields of a CALL_ANSWER that the broker reads: the id of the call."""
 
     request: int
     lineage: int
@@ -132,7 +133,7 @@ class Tools:
             self._answer(request, id_, error)
 
     def end(self, request: Request) -> None:
-        """Handles the end of a request: its tool workers drop its calls."""
+        """Handles the end of a request: tool workers drop the request's calls."""
         calls = self._calls.pop(request.id, {})
         for id_, passed in calls.items():
             self._release(id_, passed)
@@ -142,19 +143,19 @@ class Tools:
                 self._out.to_worker(found, b"END", End(requests=[request.id]))
 
     def described(self, session: Session, names: Iterable[str]) -> list[Tool]:
-        """The descriptions of tools. Raises RequestError if a client's programs may not call one of
-        them, or if no worker serves it."""
+        """The descriptions of the tools with these names. Raises RequestError if a client's
+        programs may not call a tool, or if no worker serves it."""
         found = []
         for name in names:
             self._check_allowed(session, name)
             found.append(self._serving(name)[0].tools[name])
         return found
 
-    # --- inside ---------------------------------------------------------------------------------
+    # --- one call -------------------------------------------------------------------------------
 
     def _passed(self, request: Request, call: _Call) -> _Passed:
-        """Assigns a call to a tool worker, unless the call is assigned already. Raises
-        TokenbusError if the call is refused."""
+        """Assigns a call to a tool worker, or returns the earlier assignment. Raises TokenbusError
+        if the call is refused."""
         calls = self._calls.get(request.id, {})
         known = calls.get(call.id)
         if known is not None and known.worker.id in self._state.workers:
@@ -208,7 +209,8 @@ class Tools:
         return serving
 
     def _choose(self, tool: str, owner: str) -> Worker:
-        """The least filled worker that serves a tool; raises TokenbusError."""
+        """The least filled worker that serves a tool. Raises TokenbusError if no worker serves the
+        tool, or if ``owner`` may not have another call now."""
         serving = self._serving(tool)
         capacity = sum(worker.capacity for worker in serving)
         running = sum(len(worker.calls) for worker in serving)
@@ -243,7 +245,7 @@ class Tools:
             del self._running[place]
 
     def _answer(self, request: Request, id_: CallId, error: TokenbusError) -> None:
-        """Answers a call with an error of the broker."""
+        """Answers a call with an error that comes from the broker and not from the tool."""
         if request.steered_by is not None:
             answer = CallAnswer(*id_, error=error.message, code=str(error.code))
             self._out.to_worker(request.steered_by, b"CALL_ANSWER", answer)

@@ -1,19 +1,22 @@
-"""A guard against messages that never end.
+"""Closes connections whose peer sends a message that never ends.
 
 libzmq bounds a frame (``ZMQ_MAXMSGSIZE``) and the complete messages in a pipe (``ZMQ_RCVHWM``). It
-does not bound the number of frames in one message. The function ``pipe_t::write`` counts a message
-at its last frame, and stores 64 bytes even for an empty frame until then. libzmq has neither
-options nor events for such messages.
+does not bound the number of frames in one message. Its function ``pipe_t::write`` counts a message
+only at the last frame. Until then, it stores at least 64 bytes for each frame. libzmq has neither
+an option nor an event for unfinished messages.
 
-The guard asks the kernel how many bytes a TCP connection has received since its last complete
-message. With CURVE a frame has at least 35 bytes on the wire, so these bytes bound the memory.
-Without keys an empty frame has only two bytes, so the guard also observes the memory of the
-process.
+So the kernel is asked how many bytes a TCP connection has received since its last complete message.
+With CURVE a frame has at least 35 bytes on the wire, so a bound on these bytes also bounds the
+memory. Without keys an empty frame has only two bytes, so the memory of the process is measured
+too.
 
-A handshake may have properties of any number and size, which libzmq keeps as long as the
-connection. So all bytes of a connection outside its messages count as unfinished, until they have
-once been at most ``QUIET_BYTES``. A small property takes 40 times its bytes in memory. Unix sockets
-do not count bytes and are not guarded: only processes of the broker's own user can open them.
+A handshake may have properties of any number and size, which libzmq stores as long as the
+connection exists. A small property takes 40 times its bytes in memory. So all bytes that a
+connection has received outside its messages count as unfinished, until a check finds at most
+``QUIET_BYTES`` of them.
+
+Unix sockets do not count bytes, and are not checked. Only processes of the broker's own user can
+open them.
 """
 
 from __future__ import annotations
@@ -34,28 +37,29 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.05
 """Seconds between two checks, each of one part of the connections."""
 CONNECTIONS_AT_ONCE = 128
-"""Number of connections that one check visits, unless there are more than ``TICKS`` times as many
-connections."""
+"""Number of connections that one check visits. If ``TICKS`` checks would not visit all connections,
+a check visits more."""
 TICKS = 32
-"""Maximum number of parts in a walk over all connections."""
+"""Maximum number of checks in which all connections are visited once."""
 MAX_UNFINISHED_BYTES = MAX_MESSAGE_BYTES
-"""Maximum bytes of one message on the wire. Messages between the protocol's limit and this bound
-are refused with an ERROR."""
+"""Maximum bytes of one message on the wire. A complete message between the protocol's limit and
+this bound is refused with an ERROR."""
 MAX_KEY_UNFINISHED_BYTES = 256 * 1024 * 1024
 """Maximum bytes of all unfinished messages of a key. Connections that have not sent a complete
-message yet, and those without keys, count as one key."""
+message yet, and connections without a key, count as connections of one key."""
 MAX_GROWTH_BYTES = 512 * 1024 * 1024
-"""Maximum bytes by which the process may grow during one message of a peer without a key. The bound
-also applies while the bytes of a connection outside its messages count as unfinished."""
+"""Maximum bytes by which the process may grow during one unfinished message of a peer without a
+key. The bound also applies to a peer with a key, as long as the handshake counts as unfinished."""
 QUIET_BYTES_PER_S = 16
-"""A connection that has received at most this rate, plus ``QUIET_BYTES``, since its last message
-counts as idle: the bytes are ZeroMQ's heartbeats."""
+"""A connection that has received at most ``QUIET_BYTES`` plus this rate since its last message has
+no unfinished message: the bytes are ZeroMQ's heartbeats."""
 
 
 class Unfinished:
     """Closes a TCP connection whose unfinished message exceeds its bounds.
 
-    ``has_keys``: whether peers need a key. ``readable`` returns whether a complete message waits.
+    ``has_keys``: whether peers need a key. ``readable`` returns whether a complete message waits at
+    the socket.
     """
 
     def __init__(
@@ -69,19 +73,20 @@ class Unfinished:
         """By connection: the bytes of its unfinished message, less the bytes that an idle
         connection may receive."""
         self._accused: dict[Connection, tuple[int, int] | None] = {}
-        """Connections above a bound. The value is the round, and the number of messages that had
-        been taken, when the excess was found. None if the connection was shut."""
+        """By connection above a bound: the round in which the excess was found, and the number of
+        messages that had been taken from the socket by then. None after the connection was shut."""
         self._rounds = 0
-        """Number of rounds in which all connections had their turn while messages were
-        unfinished."""
+        """Number of completed rounds (``_count_rounds``). Rounds are counted only while messages
+        are unfinished."""
         self._taken = 0
-        """Number of messages that had been taken when the last round ended."""
+        """Number of messages that had been taken from the socket when the last round ended."""
         self._emptied = 0
         """The last round that ended because no message waited at the socket."""
         self._size: int | None = None
-        """Bytes of the process; None while no message is unfinished."""
+        """Bytes of memory of the process at the last check; None while no message is unfinished."""
         self._grown = 0
-        """Bytes by which the process has grown in total while messages were unfinished."""
+        """Sum of all growth of the process while messages were unfinished, in bytes. Shrinking is
+        not subtracted."""
 
     def look(self, now: float) -> None:
         """Checks the next connections, and closes connections above a bound."""
@@ -97,8 +102,8 @@ class Unfinished:
         self._judge()
 
     def _judge(self) -> None:
-        """Compares the unfinished messages with their bounds, the smallest first, so that the
-        largest ones exceed the bound of their key."""
+        """Compares the unfinished messages with their bounds, the smallest first. So if the
+        messages of a key exceed the key's bound together, the largest ones are found."""
         totals = Counter[str]()
         for connection, unfinished in sorted(self._open.items(), key=lambda item: item[1]):
             ended = connection.spoke and connection.counted is None
@@ -112,7 +117,8 @@ class Unfinished:
                 self._accused.pop(connection, None)
 
     def _visit(self, connection: Connection, now: float) -> None:
-        """Determines how many bytes of an unfinished message a connection has received."""
+        """Determines how many bytes of an unfinished message or handshake a connection has
+        received."""
         if not self._connections.has(connection):
             return
         received = bytes_received(connection.fd)
@@ -142,8 +148,8 @@ class Unfinished:
         return not bounded_by_bytes and self._grown - connection.grown > MAX_GROWTH_BYTES
 
     def _accuse(self, connection: Connection, unfinished: int) -> None:
-        """Shuts a connection above a bound when all messages that had arrived at that time have
-        been taken. Until then, the excess may belong to complete messages."""
+        """Shuts a connection above a bound, but only when all messages that had arrived by the time
+        of the excess have been taken. Until then, the excess may consist of complete messages."""
         now = self._rounds, self._connections.taken
         accused = self._accused.setdefault(connection, now)
         if accused is None or not self._has_passed(connection, *accused):
@@ -156,10 +162,13 @@ class Unfinished:
         shut(connection)
 
     def _has_passed(self, connection: Connection, rounds: int, taken: int) -> bool:
-        """Whether all messages that had arrived from a connection in a round have been taken since.
+        """Whether all messages of a connection that had arrived when its excess was found have been
+        taken since. ``rounds`` and ``taken``: the round and the number of taken messages at that
+        time.
 
-        If the bytes of its messages are not counted, one later round suffices. Otherwise the socket
-        must have been empty, or as many messages as the pipes may hold must have been taken.
+        If the bytes of the connection's messages are not counted, the end of one more round
+        suffices. Otherwise the socket must have been empty since, or as many messages as all pipes
+        may hold must have been taken.
         """
         if connection.counted is None or rounds == self._rounds:
             return rounds != self._rounds
@@ -167,8 +176,8 @@ class Unfinished:
         return self._emptied > rounds or self._connections.taken - taken > pipes
 
     def _count_rounds(self) -> None:
-        """Counts a round if no message waits at the socket, or if each connection has had its turn:
-        a ROUTER takes one message of each connection in turn."""
+        """Ends a round if no message waits at the socket, or if each connection has had its turn. A
+        ROUTER socket takes messages from its connections in turn, one at a time."""
         taken = self._connections.taken
         is_empty = not self._readable()
         if is_empty or taken - self._taken > 2 * len(self._connections.by_fd):
@@ -182,7 +191,7 @@ class Unfinished:
         self._accused.pop(connection, None)
 
     def _measure(self) -> None:
-        """Adds the growth of the process since the last check."""
+        """Adds the growth of the process's memory since the last check to ``_grown``."""
         size = memory_in_use()
         if self._size is not None:
             self._grown += max(0, size - self._size)
@@ -202,10 +211,11 @@ class _Memory(ctypes.Structure):
 
 
 def memory_in_use() -> int:
-    """Bytes that this process has allocated; resident bytes if the C library does not count
+    """Bytes that this process has allocated, or its resident bytes if the C library does not count
     allocations.
 
-    Free memory that is not returned to the system would hide the growth of a message.
+    Resident bytes include free memory that was not returned to the system. A growing message could
+    use this memory without an increase of the resident bytes.
     """
     allocated = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if allocated is not None:

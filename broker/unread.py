@@ -1,8 +1,8 @@
-"""Large answers that clients may not have read.
+"""Bounds the bytes of large answers that clients may not have read.
 
-The broker cannot see how many messages of a client's ZeroMQ pipe are unread. The pipe is bounded in
-messages and not in bytes: 256 tokenizers of 10 MB are gigabytes. So as many of the last messages to
-a connection as its pipe can hold count as unread.
+The broker cannot see how many messages in a client's ZeroMQ pipe are unread. The pipe is bounded in
+messages and not in bytes, and 256 tokenizers of 10 MB are gigabytes. So the last messages to a
+connection count as unread, as many as its pipe can hold.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from collections import OrderedDict, deque
 from ..protocol.errors import Code, SlowClientError
 
 PIPE_MESSAGES = 256
-"""Maximum number of messages in a client's ZeroMQ pipe. The number is small, because only messages
-outside the pipe are bounded in bytes."""
+"""Maximum number of messages in a client's ZeroMQ pipe. The number is small, because the messages
+in a pipe are not bounded in bytes."""
 LARGE_BYTES = 64 * 1024
-"""Minimum bytes of an answer that is counted. A full pipe of smaller answers has 16 MiB."""
+"""Minimum bytes of an answer whose bytes are counted. A pipe full of smaller answers has at most 16
+MiB."""
 UNREAD_FACTOR = 16
 """Another large answer is sent to a client only if its unread large answers have less than this
 number times ``max_pending_bytes``."""
 MAX_CONNECTIONS = 20_000
-"""Maximum number of connections that are counted. Above it, the connection with the oldest first
-answer is not counted any more."""
+"""Maximum number of connections with counts. Above it, the counts of the connection that has had
+counts for longest are dropped."""
 
 
 class UnreadAnswers:
     """An upper bound of the bytes of large answers that each connection has not read.
 
-    The bound belongs to a connection and not to a session, which can end while the pipe stays.
-    TOKEN messages do not count, neither in bytes nor as messages.
+    Counts belong to a connection and not to a session, because a session can end while its pipe
+    stays. TOKEN messages are not counted, neither in bytes nor as messages.
     """
 
     def __init__(self) -> None:
@@ -48,14 +49,14 @@ class UnreadAnswers:
             del self._by_peer[peer]
 
     def bytes_of(self, peer: bytes | None) -> int:
-        """The bytes that a connection may not have read."""
+        """The bytes of large answers that a connection may not have read."""
         unread = self._by_peer.get(peer) if peer is not None else None
         return unread.bytes if unread is not None else 0
 
     def check(self, peer: bytes | None, max_pending_bytes: int, what: str, advice: str) -> None:
         """Raises SlowClientError if a connection has too many unread bytes for another large
-        answer. ``what`` is the answer, and ``advice`` is what the client can do, both for the error
-        message."""
+        answer. For the error message, ``what`` names the answer, and ``advice`` says what the
+        client can do."""
         most = UNREAD_FACTOR * max_pending_bytes
         unread = self.bytes_of(peer)
         if unread >= most:

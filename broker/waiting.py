@@ -11,14 +11,15 @@ from .request import Request
 
 
 class Waiting:
-    """The requests that have lost their worker, by time of the loss and by the order in which they
-    continue."""
+    """The requests that have lost their worker, in two orders: by the time of the loss, and as they
+    will continue."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, Request] = {}
         """The requests, by id, in the order in which they have lost their workers."""
         self._in_order: list[tuple[int, float, int]] = []
-        """The order in which the requests continue: -priority, arrival, id."""
+        """The requests in the order in which they continue, each as the negated priority, the
+        arrival in seconds, and the id."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -46,7 +47,8 @@ class Waiting:
         return [self._by_id[request] for _, _, request in self._in_order[:number]]
 
     def lost_before(self, then: float, number: int) -> list[Request]:
-        """Among the first ``number`` requests, those that lost their worker before ``then``."""
+        """The requests that lost their worker before ``then``, among the ``number`` requests that
+        lost theirs first."""
         first = islice(self, number)
         return [r for r in first if r.interruption is not None and r.interruption.since < then]
 

@@ -1,6 +1,6 @@
-"""STARTs that wait for a controller worker, in queues by the pattern that the worker has to serve.
+"""STARTs that wait for a controller worker. Each pattern of controllers has a queue.
 
-A place that becomes free at a worker goes to the first START in the queues of the patterns that
+A place that becomes free at a worker goes to the oldest START in the queues of the patterns that
 this worker serves. The other queues are not scanned.
 """
 
@@ -24,11 +24,13 @@ class WaitingStart:
     since: float
     """The time at which the START arrived, in seconds."""
     pattern: str
-    """Its queue: the name or the pattern that a controller worker has to serve, or ``HELD``."""
+    """The queue of the START: the name or pattern that a controller worker has to serve, or
+    ``HELD``."""
 
 
 class WaitingStarts:
-    """The table of the waiting STARTs: by request, and by pattern in the order of their arrival."""
+    """The waiting STARTs by request, and by pattern in the order in which they joined the pattern's
+    queue."""
 
     def __init__(self) -> None:
         self._by_request: dict[int, WaitingStart] = {}

@@ -51,31 +51,32 @@ class Worker:
     handed_over: bool = False
     """Whether HANDOVER was sent to the worker, so that its streams move to other workers."""
     succeeded: bool = False
-    """Whether another process replaces the draining worker as soon as it has left. DRAIN sets the
-    flag."""
+    """Whether another process replaces the draining worker as soon as this worker has left. DRAIN
+    sets the flag."""
     system_ends: bool = False
-    """Whether the other workers on its host are about to drain too (``Drain.system_ends``)."""
+    """Whether the other workers on the worker's host are about to drain too
+    (``Drain.system_ends``)."""
     step_age_s: float | None = None
     stepped_at: float = float("-inf")
     """Start time of the step in the last heartbeat, or the time of that heartbeat if no step was
     running."""
     missing_layers: list[str] = field(default_factory=list)
-    """``Register.missing_layers``."""
+    """Layers of isolation that the guests of a controller worker lack, with the reasons."""
     elsewhere: int = 0
     """Number of requests or controllers of other brokers that the worker runs, as it last
     reported."""
     load: dict[str, float] = field(default_factory=dict)
     metrics: list[Series] = field(default_factory=list)
     manifest: tuple[bytes, Manifest, list[Session | None]] = NO_MANIFEST
-    """The manifest of its last TOKEN: the frame, its content, and the sessions that it names. Steps
-    of an unchanged batch have equal manifests."""
+    """The manifest of the worker's last TOKEN: its frame, its content, and the sessions that it
+    names. Steps of an unchanged batch have equal manifests, so the next one need not be decoded."""
     requests: dict[int, Request] = field(default_factory=dict)
     beyond: set[int] = field(default_factory=set)
-    """Requests that the worker received above its capacity. Ended requests may remain in the
-    set."""
+    """Ids of the requests that the worker received above its capacity. Ids of ended requests may
+    remain in the set."""
     steers: dict[int, Request] = field(default_factory=dict)
-    """At a controller worker: the requests whose controllers the worker runs or has reserved a
-    place for."""
+    """At a controller worker: the requests whose controllers run at the worker, or have a reserved
+    place there."""
     tools: dict[str, Tool] = field(default_factory=dict)
     """The functions that a tool worker serves, by name."""
     calls: set[tuple[int, int, int]] = field(default_factory=set)
@@ -83,40 +84,42 @@ class Worker:
     fences: Fences = field(default_factory=Fences)
     """The fences of the worker's attempts that the broker has given up."""
     process: int = 0
-    """Number of the worker's process, unique among processes."""
+    """The number of the worker's process. Each process has a different number."""
     registration: int = 0
     """Number of the worker's REGISTER; the REGISTERED that answers it repeats the number."""
 
     def take(self, request: Request) -> None:
-        """Adds a request that goes to the worker, or already runs there."""
+        """Adds a request that is sent to the worker, or already runs there."""
         self.requests[request.id] = request
 
     def take_beyond(self, request: Request) -> None:
-        """Counts a request as above the capacity. Call this before the worker takes the request."""
+        """Counts a request as above the capacity. Call this method before ``take``."""
         self.beyond &= self.requests.keys()
         self.beyond.add(request.id)
 
     def leaves_with(self, other: Worker) -> bool:
-        """Whether this worker is about to leave because the system of ``other`` ends."""
+        """Whether this worker leaves together with ``other``, because the system on their host
+        ends."""
         return other.system_ends and self.host == other.host
 
     def serves(self, model: str) -> bool:
-        """Whether a request for this model may go to this worker ("" is its default)."""
+        """Whether a request for this model may go to this worker. ``""`` is the worker's default
+        model."""
         if not model:
             return True
         return model in self.models or any(fnmatchcase(model, p) for p in self.patterns)
 
     @property
     def has_room(self) -> bool:
-        """Whether one more request fits, in addition to those of this broker and of others.
+        """Whether one more request fits, in addition to those of this broker and of other brokers.
         Requests above the capacity are not counted, so that queued requests get each place that
         becomes free."""
         beyond = len(self.beyond & self.requests.keys()) if self.beyond else 0
         return self._num_requests - beyond < self.capacity
 
     def has_room_beyond(self, part: int) -> bool:
-        """Whether one more request fits into the capacity and this part of it, such as an
-        eighth."""
+        """Whether one more request fits into the capacity plus one ``part``-th of the capacity. For
+        example, 8 stands for an eighth."""
         return self._num_requests < self.capacity + self.capacity // part
 
     @property
@@ -126,12 +129,14 @@ class Worker:
 
     @property
     def fill(self) -> float:
-        """The part of its capacity that this broker and others use, 0 to 1."""
+        """The part of the worker's capacity that this and other brokers use: 1 if the worker is
+        full, more with requests above the capacity."""
         return self.num_assigned / self.capacity
 
     @property
     def num_assigned(self) -> int:
-        """Number of the worker's requests, controllers and calls, of this broker and of others."""
+        """Number of the worker's requests, controllers and calls, of this broker and of other
+        brokers."""
         return len(self.requests) + len(self.steers) + len(self.calls) + self.elsewhere
 
     def names(self) -> list[str]:
@@ -142,13 +147,13 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """How the broker loses a worker, or a request that the worker had."""
+    """Why and how the broker loses a worker, or a request that the worker had."""
 
     why: str
     died: bool
     """Whether the worker did not leave as planned. If so, the loss counts against requests that had
-    no new token at the worker."""
+    no new token at the worker (``quarantine.py``)."""
     returns: bool = True
-    """Whether the requests may continue at the same process, if it registers again."""
+    """Whether the requests may continue at the same process if this process registers again."""
     replaced: bool = False
     """Whether the worker has registered again, and is about to be added."""

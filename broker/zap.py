@@ -1,10 +1,10 @@
-"""ZAP, ZeroMQ's authentication protocol (RFC 27): numbers connections, and accepts only the keys of
-the keyring.
+"""Numbers the connections of a socket, and accepts only the keys of the keyring. Both use ZAP,
+ZeroMQ's authentication protocol (RFC 27).
 
-For each handshake, ZeroMQ sends one ZAP request over a socket within the process. The answer
-becomes the metadata ``User-Id`` of each message of the connection: a number that no other
-connection has, and the peer's public key if the broker has keys. ZeroMQ itself encrypts the
-messages (CURVE, RFC 26).
+For each handshake, ZeroMQ sends one ZAP request over a socket within the process. The answer has
+the *User-Id*: a number that no other connection has, and the peer's public key if the broker has
+keys. ZeroMQ adds this text to each message of the connection as the metadata ``User-Id``. ZeroMQ
+itself encrypts the messages (CURVE, RFC 26).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ log = logging.getLogger(__name__)
 ENDPOINT = "inproc://zeromq.zap.01"
 VERSION = b"1.0"
 FRAMES = 6
-"""Number of frames of a request without CURVE: version, request id, domain, address, routing id,
-mechanism. CURVE adds the key."""
+"""Number of frames of a ZAP request without CURVE: version, request id, domain, address, routing
+id, mechanism. With CURVE, the peer's public key follows."""
 
 
 class Zap:
-    """Answers the authentication requests of one ZeroMQ context. ``answer`` is called when ``fd``
-    is readable."""
+    """Answers the authentication requests of one ZeroMQ context. Call ``answer`` when the
+    descriptor ``fd`` is readable."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], keyring: Keyring | None = None
@@ -75,7 +75,7 @@ class Zap:
 
 
 def number_of(user: str) -> int:
-    """The number of the connection with a ``User-Id``: later connections have larger ones."""
+    """The number of the connection with a ``User-Id``. Later connections have larger numbers."""
     return int(user.partition(" ")[0])
 
 
