@@ -18,7 +18,7 @@ MAX_TOKENIZERS = 4
 MB."""
 MAX_TOKENIZERS_OF_KEY = 16
 """Maximum number of unanswered TOKENIZER requests of all sessions of one key. A worker copies each
-answer between two steps, which delays its streams."""
+answer between two steps, which delays the worker's streams."""
 
 
 class Admission:

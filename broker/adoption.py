@@ -40,7 +40,7 @@ MAX_CANCELLED = 262_144
 """Maximum number of cancelled streams that the broker remembers, of all sessions together, because
 a worker may still report them."""
 MAX_ENDED = 250
-"""Maximum number of requests without a client that one tick ends."""
+"""Maximum number of adopted requests that one tick ends because no client has attached to them."""
 
 
 class Adoption:
@@ -77,7 +77,8 @@ class Adoption:
         self._unclaimed: dict[int, Request] = {}
         """Adopted requests whose clients have not attached yet."""
         self._cancelled: dict[int, set[int]] = {}
-        """By session: streams that its client cancelled before a worker reported them."""
+        """By session: the streams that the session's client has cancelled before a worker reported
+        them."""
         self._num_cancelled = 0
         self._due: deque[tuple[float, int]] = deque()
         """The requests that were adopted after a CLAIM, earliest first: the time in seconds at
@@ -276,7 +277,7 @@ class Adoption:
         """The session of a client that comes from another broker, on the connection ``peer``.
 
         Even if this broker has the session, its streams are withdrawn and the workers report them
-        again, because they may have continued at another broker."""
+        again, because these streams may have continued at another broker."""
         if not is_session_token(token):
             return None
         session = self._claimed(token, key, now)
@@ -328,8 +329,8 @@ class Adoption:
             self._claims.on_registered(worker, here)
 
     def on_claimed(self, worker: Worker, frames: list[bytes]) -> None:
-        """Handles a worker's CLAIMED: the worker has sent all its streams of a session, or it has
-        dropped an earlier attempt of a request."""
+        """Handles a worker's CLAIMED: the worker has sent all its streams of a session. With
+        session 0, the worker has dropped an attempt that the broker has given up."""
         claimed: Claimed = decode_as(Claimed, frames[2], "msgpack")
         session = claimed.session
         worker.fences.answered(session, self._state.now)
@@ -340,12 +341,12 @@ class Adoption:
         self._begin_claims(self._state.now)
 
     def on_lost(self, worker: Worker) -> None:
-        """Handles the loss of a worker: it will not answer claims any more."""
+        """Handles the loss of a worker, which will not answer claims any more."""
         self._finish_claims(self._claims.on_lost(worker))
         self._begin_claims(self._state.now)
 
     def on_ended(self, session: Session) -> None:
-        """Handles the end of a session: its streams are not needed any more."""
+        """Handles the end of a session, whose streams are not needed any more."""
         self._claims.on_ended(session.id)
         self._forget_cancelled(session.id)
         self._attaches.drop_held(session.id)
@@ -423,8 +424,9 @@ class Adoption:
     # --- time -----------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Begins claims that wait. When ``recover_s`` is over, refuses held ATTACHes, ends requests
-        without a client, and makes state workers drop the variables of unknown requests."""
+        """Begins claims that wait. When ``recover_s`` is over, refuses held ATTACHes, ends adopted
+        requests to which no client has attached, and makes state workers drop the variables of
+        unknown requests."""
         self._begin_claims(now)
         if self._variables and self._ended and not self._may_adopt():
             self._drop_variables()
@@ -453,7 +455,8 @@ class Adoption:
         self._variables.clear()
 
     def _end_unclaimed(self, now: float) -> None:
-        """Ends requests without a client, at most ``MAX_ENDED`` in each tick."""
+        """Ends adopted requests to which no client has attached in time, at most ``MAX_ENDED`` in
+        each tick."""
         ended: list[int] = []
         while self._due and self._due[0][0] <= now and len(ended) < MAX_ENDED:
             ended.append(self._due.popleft()[1])

@@ -26,7 +26,7 @@ from .worker import RETRY_AFTER_S
 MAX_HELD = 262_144
 """Maximum number of held ATTACHes of all sessions together."""
 MAX_ATTACHING = 64
-"""Maximum number of ATTACHes for one stream that its worker has not answered."""
+"""Maximum number of ATTACHes to one stream that the stream's worker has not answered."""
 MAX_ANSWERED = 8
 """Maximum number of ATTACHes to one stream that are answered with entries while the stream waits
 for another worker. Each of these answers decodes the stream's entries."""

@@ -56,8 +56,8 @@ class Claims:
         return self._by_session.keys()
 
     def add(self, session: int, peer: bytes) -> None:
-        """Adds a claim, which waits for its turn. ``peer``: the connection of the session's
-        client."""
+        """Adds a claim of a session. The claim waits for its turn. ``peer``: the connection of the
+        session's client."""
         claim = self._by_session.setdefault(session, _Claim(peer))
         self._stop_waiting(session, claim)
         claim.peer = peer

@@ -2,8 +2,8 @@
 
 A routing id does not identify the sender. A peer may choose its id (``ZMQ_ROUTING_ID``), and libzmq
 gives the id of a closed connection to the next peer that chooses it. So the number that ZAP gave to
-a connection (``zap.py``) identifies the sender of a message, and a routing id belongs to one
-connection only.
+a connection (``zap.py``) identifies the sender of a message, and the broker accepts a routing id
+from one connection at a time.
 
 libzmq's monitor reports only the descriptor of a closed connection. The first message of each
 connection shows both its descriptor and its routing id, so the broker knows which routing id has
@@ -175,7 +175,7 @@ class Connections:
         owner = self.by_peer.get(peer)
         if owner is not None or connection.refused:
             if not connection.refused:
-                log.warning("a connection chose the id of another connection, %s", peer.hex())
+                log.warning("a connection was shut: it chose the id %s of another", peer.hex())
             if owner is not None:
                 self._end(owner)
             connection.refused = True

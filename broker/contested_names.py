@@ -53,7 +53,7 @@ class ContestedNames:
         return contender
 
     def on_gone(self, peer: bytes) -> None:
-        """Handles the end of a contender's connection."""
+        """Handles the end of a connection: drops the contender on this connection, if any."""
         for name in [name for name, one in self._by_name.items() if one.peer == peer]:
             del self._by_name[name]
 

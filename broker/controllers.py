@@ -64,8 +64,8 @@ class Controllers:
         request is refused.
 
         Workers that registered the name take precedence over workers that run any module.
-        ``served_as``: the pattern under which a controller was started that now needs another
-        worker. Only workers with this pattern are considered, because other workers may have a
+        ``served_as``: the pattern under which another worker has already started the controller, if
+        any. Then only workers with this pattern are considered, because other workers may have a
         different controller of the same name.
         """
         pools = self._pools
@@ -89,7 +89,7 @@ class Controllers:
 
     def _served_as(self, name: str, pattern: str) -> Pool:
         """The workers at which a controller that has begun can continue; raises UnavailableError if
-        there are none."""
+        no such worker is registered."""
         serving = self._pools.steering(pattern)
         if not serving.workers:
             raise UnavailableError(
@@ -131,7 +131,7 @@ class Controllers:
         return self._state.now - left_at < self._settings.move_wait_s
 
     def reserve(self, request: Request) -> None:
-        """Reserves a place for a request's controller if a worker has one.
+        """Reserves a place for a request's controller if a worker has a free place.
 
         If no worker has a place, ``start`` chooses a worker later, or refuses the request.
         """
@@ -271,8 +271,8 @@ class Controllers:
                 self.start(request, waiting.body, waiting.since)
 
     def fill(self, worker: Worker) -> None:
-        """Starts waiting controllers on a worker as long as it has room. Looks only at the STARTs
-        that it takes from their queues."""
+        """Starts waiting controllers on a worker as long as the worker has room. Examines only the
+        STARTs that it takes from the queues, and not all waiting STARTs."""
         while worker.role == "controller" and self._pools.has_place(worker):
             waiting = self._waiting.first(worker.patterns)
             if waiting is None:
@@ -412,7 +412,7 @@ class Controllers:
         return list(self._pools.steering(ANY_MODULE).workers.values())
 
     def state_worker(self) -> Worker | None:
-        """The state worker, which stores the variables; None if none is registered."""
+        """The state worker, which stores the variables; None if no state worker is registered."""
         workers = self._pools.of_role("state").values()
         return min(workers, key=lambda w: w.id, default=None)
 

@@ -164,8 +164,8 @@ class Broker:
         return self._taken()
 
     def on_keyed_clients(self, messages: Iterable[KeyedMessage], now: float) -> list[Outgoing]:
-        """Handles several messages of clients if the broker has keys. A revoked key's messages are
-        refused."""
+        """Handles several messages of clients if the broker has keys. A message with a revoked key
+        is refused."""
         self._at(now)
         admits = self.state.keyring.admits
         for peer, frames, key in messages:
@@ -176,8 +176,8 @@ class Broker:
         return self._taken()
 
     def on_keyed_workers(self, messages: Iterable[KeyedMessage], now: float) -> list[Outgoing]:
-        """Handles several messages of workers if the broker has keys. A revoked key's worker is
-        lost."""
+        """Handles several messages of workers if the broker has keys. A worker with a revoked key
+        counts as lost."""
         admits = self.state.keyring.admits
         served = []
         for peer, frames, key in messages:
@@ -248,7 +248,7 @@ class Broker:
         return self.state.deadlines.first
 
     def expire(self, now: float) -> list[Outgoing]:
-        """Ends requests whose deadline has passed, between two ticks."""
+        """Ends requests whose deadline has passed. Call it between ticks, at ``due_at``."""
         self._at(now)
         self._guarded(self.dispatcher.expire, now)
         return self._taken()
@@ -304,7 +304,7 @@ class Broker:
 
     @property
     def drained(self) -> bool:
-        """Whether no request is left, and no incomplete answer to an ATTACH."""
+        """Whether all requests have ended, and all answers to ATTACHes are complete."""
         return not self.state.requests and not self._ends.answers.behind
 
     def stop(self) -> list[Outgoing]:

@@ -26,7 +26,7 @@ class Deadlines:
         return len(self._heap)
 
     def add(self, request: Request) -> None:
-        """Adds a request that may have a deadline."""
+        """Adds the deadline of a request, if it has a deadline."""
         if request.deadline is not None:
             self._live.add(request.id)
             heapq.heappush(self._heap, (request.deadline, request.id))

@@ -115,7 +115,7 @@ class Dispatcher:
         self._moves.sent(request, sent)
 
     def withdraw(self, request: Request) -> None:
-        """Removes a request of which another broker or another worker has the valid copy. Its
+        """Removes a request of which another broker or another worker has the valid copy. The
         client is not notified."""
         self._controllers.withdraw(request)
         worker = request.worker
@@ -123,8 +123,8 @@ class Dispatcher:
         self._on_gone(request, worker)
 
     def cancel(self, request: Request, now: float, reason: CancelReason) -> None:
-        """Ends a request at its client's request, or because its time is up. The last TOKEN entry
-        of the request has the reason.
+        """Ends a request because its client has sent CANCEL, or because its time is up. The last
+        TOKEN entry of the request has the reason.
 
         The worker of the request sends this entry. The broker sends it if the request has no
         worker, or if the worker does not send it in time, for example because its step hangs.
@@ -190,7 +190,7 @@ class Dispatcher:
         log.error("a defect of the broker: %s failed", where, exc_info=error)
         if isinstance(error, NoTransitionError):
             failure = ServiceError(
-                Code.INTERNAL, "the broker failed to continue this stream; its log says why"
+                Code.INTERNAL, "the broker cannot continue this stream; the broker's log says why"
             )
             self.abandon(error.request, failure)
 
@@ -242,7 +242,7 @@ class Dispatcher:
 
     def move(self, request: Request, why: str) -> None:
         """Moves a request that its worker does not have any more. The request continues from its
-        journal, at another worker or at the same one."""
+        journal, at another worker or at the same worker."""
         assert request.worker is not None
         self._take_from(request.worker, [request], Loss(why, died=False, returns=False))
         self.rebalance()
@@ -350,7 +350,7 @@ class Dispatcher:
         self._moves.keep_bounds()
 
     def worker_lives(self, name: str) -> None:
-        """Handles the return of a worker that was lost: its process did not die."""
+        """Handles the return of a worker that was lost: the worker's process did not die."""
         self._moves.worker_lives(name)
 
     def resume(self, worker: Worker) -> None:
@@ -394,7 +394,7 @@ class Dispatcher:
             self.forget(request)
 
     def refill(self, worker: Worker) -> None:
-        """Starts waiting requests on a worker while it has room.
+        """Starts waiting requests on a worker as long as the worker has room.
 
         Moved requests go first if any worker has room for them, then requests by descending
         priority. Queues whose next requests have the same priority take turns.
@@ -438,8 +438,7 @@ class Dispatcher:
         """Sends requests whose worker was lost to other workers, as long as the other workers have
         room. If ``worker`` is given, stops when this worker has no room."""
         full: set[tuple[str, str, int]] = set()
-        """By role, model and first model of a request: the requests for which no worker has
-        room."""
+        """The role, the model and ``began_with`` of requests for which no worker has room."""
         started = 0
         for request in self._state.waiting.first(MAX_LOOKED_AT):
             if worker is not None and not self._placement.has_room(worker):

@@ -1,8 +1,8 @@
 """Ends requests for their clients. Each request ends exactly once.
 
 An end is the last entry of a stream, an ERROR or a MSG. The broker may notice late that a
-connection has failed, so an end that it sends may be lost. It stores each end until the client
-acknowledges the end or attaches to it, or until the end expires.
+connection has failed, so an end that it sends may be lost. The broker stores each end until the
+client acknowledges the end or attaches to it, or until the end expires.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Ends:
         return b"ERROR", encode_body(error_body(lost, stream_id), session.encoding)
 
     def drop(self, session: Session, stream_id: int) -> None:
-        """Drops the end of a stream, because the client of its session does not need it any
+        """Drops the end of a stream, because the session's client does not need this end any
         more."""
         session.ends.answering.pop(stream_id, None)
         end = session.ends.by_stream.get(stream_id)
@@ -201,8 +201,8 @@ class Ends:
         session.journal.end(end.request)
 
     def tick(self, session: Session) -> None:
-        """Sends the ends whose messages were dropped again, and removes the ends that the client
-        has neither acknowledged nor attached to in time."""
+        """Repeats the ends whose messages were dropped, and removes the ends that the client has
+        neither acknowledged nor attached to in time."""
         if session.peer is None:
             return
         ends = session.ends
@@ -259,7 +259,8 @@ class Ends:
         return True
 
     def _was_sent(self, session: Session, end: End) -> None:
-        """Records that an end was sent. Only an acknowledgement shows whether it arrived."""
+        """Records that an end was sent. Only an acknowledgement shows whether the end arrived. If
+        the client does not send acknowledgements, the end is dropped now."""
         session.ends.answering.pop(end.stream_id, None)
         if session.acks:
             session.ends.on_sent(end)

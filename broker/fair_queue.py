@@ -134,8 +134,8 @@ class FairQueue:
         the queue yet.
 
         All requests of higher priorities precede the new request. Then its key gets a number of
-        turns until the new request is next, and for each of these turns every other key gets at
-        most one.
+        turns until the new request is next, and for each of these turns, each other key gets at
+        most one turn.
         """
         higher = sum(n for priority, n in self._lengths.items() if priority > request.priority)
         level = self._levels.get(request.priority, OrderedDict())

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .worker import Worker
 
 NO_SESSION = 0
-"""The session of a CLAIM that does not request streams, and of its CLAIMED."""
+"""The session in a CLAIM that does not request streams, and in the CLAIMED that answers it."""
 
 
 @dataclass(slots=True, eq=False)

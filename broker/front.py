@@ -86,7 +86,7 @@ class Front:
             shown = message_type[:40].decode("ascii", "backslashreplace")
             self._dispatcher.on_defect(f"a client's message {shown}", error)
             defect = ServiceError(
-                Code.INTERNAL, "the broker failed to handle this message; its log says why"
+                Code.INTERNAL, "the broker failed to handle this message; the broker's log says why"
             )
             self.refuse(peer, frames, defect)
 
@@ -101,7 +101,7 @@ class Front:
             )
 
     def refuse(self, peer: bytes, frames: list[bytes], error: TokenbusError) -> None:
-        """Answers a message with the ERROR that says why it is refused."""
+        """Answers a message with an ERROR that says why the message is refused."""
         self._state.counters.refused += 1
         message_type = frames[0] if frames else b""
         body = frames[1] if len(frames) > 1 else b""

@@ -41,7 +41,7 @@ class _Passed:
     """An input that was passed to the state worker, and has no answer."""
 
     owner: str
-    """The client's key; without a key, the id of its session."""
+    """The client's key; without a key, the id of the client's session."""
     size: int = 0
     """The bytes of all messages that passed the input on."""
     at: float = 0.0
@@ -49,7 +49,8 @@ class _Passed:
 
 
 class Inputs:
-    """Passes the inputs of clients to the state worker, and its answers back."""
+    """Passes the inputs of clients to the state worker, and the worker's answers back to the
+    clients."""
 
     def __init__(self, state: BrokerState, controllers: Controllers, quotas: Quotas) -> None:
         self._state = state
@@ -64,11 +65,12 @@ class Inputs:
         """The id of the state worker to which the unanswered inputs were passed."""
 
     def on_input(self, session: Session, frames: list[bytes]) -> None:
-        """Handles the INPUT of a client. Raises RequestError if it is malformed."""
+        """Handles the INPUT of a client. Raises RequestError if the message is malformed."""
         message: Input = decode_as(Input, frames[1])
         worker = self._controllers.state_worker()
         if worker is not None and worker.id != self._worker_id:
-            # The former state worker does not answer any more.
+            # The former state worker does not answer any more, so the inputs that it received are
+            # forgotten.
             self._worker_id = worker.id
             self._passed.clear()
             self._bytes.clear()

@@ -39,7 +39,7 @@ _LINES = msgspec.json.Decoder(list[Token])
 
 @dataclass(slots=True)
 class _Chunk:
-    """Bodies in one encoding, concatenated; in JSON each is a line."""
+    """Bodies in one encoding, concatenated. In JSON, each body is a line."""
 
     encoding: Encoding
     first: int
@@ -142,7 +142,7 @@ class Journal:
         """Adds a request that is sent to a worker, or an end that is stored. ``size``: bytes of the
         request's frames, or of the end, which count as long as the request is in this journal.
 
-        ``sent``: the entries of a moved request so far, as a body.
+        ``sent``: the entries of a moved request that were routed so far, as a body of TOKEN.
         """
         self.end(request)
         place = self._begun[request] = _Place(stream_id, size)
@@ -269,8 +269,9 @@ class Journal:
         """Reads the entries of requests in parts, so that the caller can continue later. Yields for
         each part the number of bytes that were read, and the entries, each with its request.
 
-        The caller must read only requests that have ended, unless it reads all parts at once.
-        Raises RequestError if a body cannot be decoded.
+        The caller must read only requests that have ended, unless it reads all parts at once: a
+        live request may get entries between two parts. Raises RequestError if a body cannot be
+        decoded.
         """
         reached: list[bool] = []
         self._recent.note(0, partial(reached.append, True))
@@ -291,7 +292,7 @@ class Journal:
 
 
 class _Routed:
-    """The entries of a request, while bodies are read."""
+    """Selects the entries of a request while bodies are read."""
 
     def __init__(self, request: int, place: _Place) -> None:
         self._request = request

@@ -1,4 +1,4 @@
-"""The ends of a session's requests that its client may not have received.
+"""The ends of a session's requests that the session's client may not have received.
 
 Each end has a position on the connection on which it was sent. A client with the capability ``ack``
 acknowledges positions with PING. An end that was sent on an earlier connection, or was not sent,

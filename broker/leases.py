@@ -36,8 +36,8 @@ BEATS_AT_ONCE = 1_000
 
 
 class Leases:
-    """Handles the registrations, heartbeats and losses of workers. The workers with a lease are
-    here by connection and by name."""
+    """Handles the registrations, heartbeats and losses of workers. Has the workers with a lease, by
+    connection and by name."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class Leases:
         the same, from the current walk so far."""
         self._asked: dict[bytes, float] = {}
         """By connection without a worker: the time at which the broker last requested a
-        registration. The broker requests at most one in ``heartbeat_s``, because each registration
-        begins a new lease."""
+        registration. The broker requests at most one registration in ``heartbeat_s``, because each
+        registration begins a new lease."""
         self._lost: dict[str, tuple[int, float]] = {}
         """By name of a worker that was silent or whose connection closed: the number of its
         process, which may still run, and the time of the loss."""

@@ -27,8 +27,8 @@ def log_end(
     """Logs the end of a worker's lease: a warning, unless the worker drained and then left.
 
     ``streams``: the requests that were open at the worker. ``live``: all requests that have not
-    ended, by id. Live streams of the worker that have not got another worker wait for at most
-    ``wait_s`` seconds.
+    ended, by id. Those of ``streams`` that are live and have no worker now wait for another one,
+    for at most ``wait_s`` seconds.
     """
     # A state worker has no requests to finish, so it leaves without a drain.
     planned = not loss.died and (worker.state is WorkerState.DRAINING or worker.role == "state")

@@ -87,7 +87,8 @@ class Moves:
             request.session.journal.end(request.id)
 
     def settle(self) -> None:
-        """Stores the messages that were routed in the current event."""
+        """Adds the TOKENs that were routed in the current event to the buffer of recent
+        messages."""
         if self._recent.settle():
             self.keep_bounds()
 

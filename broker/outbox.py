@@ -38,7 +38,7 @@ class Outbox:
 
     The queue of a peer has at most ``max_pending_bytes``. A message that ``must`` be sent may
     exceed this bound. Such a message is dropped only if the messages before it in the queue have
-    ``max_must_bytes`` or more; with None it is never dropped.
+    ``max_must_bytes`` or more. If ``max_must_bytes`` is None, it is never dropped.
     """
 
     def __init__(

@@ -53,7 +53,8 @@ class Placement:
         return (w for w in serving.workers.values() if self.fits(request, w))
 
     def can_continue_elsewhere(self, request: Request, worker: Worker) -> bool:
-        """Whether another registered worker can take a request over."""
+        """Whether a registered worker other than ``worker`` can continue a request, now or when it
+        has room."""
         name = request.model or worker.default
         loaded = worker.models.get(name)
         for other in self.may_continue_at(request):
@@ -121,7 +122,7 @@ class Placement:
         return self._prefixes.choose(request, pool, self._model_of(request), worker)
 
     def on_lost(self, worker: Worker) -> None:
-        """Handles the loss of a worker, whose cached pages are lost with it."""
+        """Handles the loss of a worker, which includes the loss of its cached pages."""
         self._prefixes.lost(worker)
 
     def expect(self, request: Request, worker: Worker) -> None:

@@ -33,8 +33,8 @@ match the model. The name of a model that no worker has loaded is left empty."""
 
 
 class Pool:
-    """Workers that serve the same requests. ``workers`` has them in the order of their
-    registration, including busy and draining workers.
+    """Workers that serve the same requests. ``workers`` has all of them, including busy and
+    draining workers, in the order of their registration.
 
     Workers that accept a request are grouped in levels: the workers of a level have the same rank.
     A heap of the few ranks finds the best level, and the workers of a level take turns.
@@ -156,10 +156,10 @@ class Pools:
         self._named: dict[str, Pool] = {}
         """Pools of GPU workers, by the name of the model in the request."""
         self._of: dict[int, list[Pool]] = {}
-        """By worker: the pools that contain it."""
+        """By worker: the pools that contain the worker."""
         self.default_model = ""
-        """The model of a request that does not name a model; empty if the workers' defaults
-        differ."""
+        """The model of a request that does not name a model; empty if the workers' defaults differ
+        and ``EMBEDDED`` is not one of them."""
         self.has_default = False
         """Whether any worker has a default model."""
 

@@ -2,10 +2,10 @@
 route a request to one of them.
 
 Workers report their pages (``PAGES``). The pages of a prompt count as pages of a worker as soon as
-the request is sent to this worker. So the next request with the same beginning can follow it there.
-A prompt of token ids has the same keys as the pages that workers report. The broker cannot tokenize
-text. So the keys of a text are computed from its bytes. For texts, the index has only the pages
-that the broker itself expects at a worker, because workers do not report such keys.
+the request is sent to this worker. So the next request with the same beginning can go to the same
+worker. A prompt of token ids has the same keys as the pages that workers report. The broker cannot
+tokenize text. So the keys of a text are computed from its bytes. For texts, the index has only the
+pages that the broker itself expects at a worker, because workers do not report such keys.
 
 The broker chooses the worker with the least cost. The cost is the number of prompt tokens that the
 worker would have to compute, plus ``REQUEST_TOKENS`` for each request that the worker has.
@@ -59,15 +59,16 @@ class Prefixes:
         self._reported: dict[int, set[bytes]] = {}
         self._expected: dict[int, OrderedDict[bytes, None]] = {}
         self._last: tuple[int, list[bytes]] = (0, [])
-        """The last request that was looked up, and the keys of the pages of its prompt."""
+        """The id of the last request that was looked up, and the keys of the pages of its
+        prompt."""
         self.size = 0
         """Number of entries of the index, of all workers together."""
 
     # --- the pages of workers -------------------------------------------------------------------
 
     def report(self, worker: Worker, came: list[bytes], went: list[bytes], reset: bool) -> None:
-        """Records a worker's PAGES. ``reset`` means that the worker has only the pages in
-        ``came``."""
+        """Records a worker's PAGES. ``came`` and ``went`` are the keys of added and of removed
+        pages. ``reset`` means that the worker has only the pages in ``came``."""
         if not self._enabled:
             return
         if reset:
@@ -137,8 +138,8 @@ class Prefixes:
         return best
 
     def _holding(self, keys: list[bytes], depth: int, pool: Pool) -> Iterator[Worker]:
-        """Workers that have the first pages, up to ``depth`` of them; workers with more pages come
-        first."""
+        """Workers that have some of the first ``depth`` pages of a prompt. Workers with more of
+        these pages come first."""
         seen: set[int] = set()
         for key in reversed(keys[:depth]):
             held = self._holders[key]

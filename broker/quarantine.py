@@ -19,9 +19,9 @@ class Quarantine:
     """Counts the workers that died while a request had no new token there.
 
     After two such deaths, which may be a coincidence, the request is a suspect. A suspect that runs
-    at another worker is on trial. If a worker dies while only one suspect is on trial, this suspect
-    is guilty. If there are several suspects, only some run at the same time. Each further death
-    halves the number that may run, until one suspect is tried alone.
+    at another worker is on trial. If a suspect is on trial alone and its worker dies too, the
+    suspect is guilty. If there are several suspects, only some are on trial at the same time. Each
+    further death halves their number, until one suspect is on trial alone.
     """
 
     def __init__(self) -> None:
@@ -57,8 +57,8 @@ class Quarantine:
         return guilty
 
     def lives(self, worker: str) -> None:
-        """Handles the return of a worker whose connection had closed, or that was silent. Its
-        process did not die, so the loss does not count."""
+        """Handles the return of a worker whose connection had closed, or that was silent. The
+        worker's process did not die, so the loss does not count."""
         requests, _ = self._counted.pop(worker, ([], 0.0))
         for request in requests:
             request.deaths = max(0, request.deaths - 1)

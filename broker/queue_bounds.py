@@ -46,8 +46,8 @@ class QueueBounds:
 
     def check(self, request: Request, number: int, now: float) -> None:
         """Raises an error if a new request cannot wait: ``queue_full``, or ``client_limit`` if the
-        request would exceed the share of its key or of its session. ``number``: number of waiting
-        requests."""
+        request would exceed the share of its key or of its session. ``number``: the number of
+        requests of all models that wait for a worker."""
         settings, session = self._settings, request.session
         size = sum(queue.bytes for queue in self._queues.values())
         most = room_for(request.priority, settings.max_queued)

@@ -2,9 +2,9 @@
 all of its sessions together.
 
 Usage is known only after the work is done: the broker counts tokens when it routes them, and CPU
-time when a controller worker reports it. So running requests are finished, and further requests of
-a tenant above its quota are refused until its level has sunk to the quota. The level is a leaky
-bucket: usage raises it, and it sinks at the rate of the quota.
+time when a controller worker reports it. So a quota per minute works as a leaky bucket: usage
+raises the tenant's level, and the level sinks at the rate of the quota. Running requests are
+finished. Further requests of the tenant are refused until the level is below the quota.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Used:
         return self._amount
 
     def add(self, amount: float, per_minute: int, now: float) -> None:
-        """Adds usage."""
+        """Adds usage to the level."""
         self._amount = self.level(per_minute, now) + amount
 
     def full_s(self, per_minute: int, now: float) -> float:
@@ -119,7 +119,7 @@ class Quotas:
         return allowed.max_priority or (100 if allowed.operator else 0)
 
     def tenant(self, key: str) -> Tenant:
-        """The tenant with this key, with its quota of uploaded bytes, for the worker that stores
+        """The tenant with this key, with its quota of uploaded bytes, for requests that concern
         modules."""
         allowed = self._keyring.client(key)
         return Tenant(key, allowed.upload_bytes if allowed is not None else None)
@@ -190,14 +190,14 @@ class Quotas:
 def _used_up(name: str, state: str, quota: int, retry_after_s: float) -> UnavailableError:
     return UnavailableError(
         Code.CLIENT_LIMIT,
-        f"the quota {name} of this key is used up: {state}, of {quota}; try again later",
+        f"the quota {name} of this key is used up: {state}; the quota is {quota}; try again later",
         retry_after_s=round(max(retry_after_s, 0.1), 3),
     )
 
 
 def _tokens_in(body: bytes) -> int:
-    """The number of tokens in a body of TOKEN. 0 if it cannot be decoded: the broker routes such a
-    body too."""
+    """The number of tokens in a body of TOKEN. 0 if the body cannot be decoded, because the broker
+    routes bodies without decoding them."""
     try:
         counted: _Counted = decode_as(_Counted, body)
     except TokenbusError:

@@ -40,7 +40,7 @@ MESSAGES = 4096
 """Maximum number of messages in a segment. The bound limits the time of a move, which has to
 distribute the whole buffer first."""
 NOTE_BYTES = 100
-"""Bytes that are counted for a note, in addition to the bytes that it refers to."""
+"""Bytes that are counted for a note, in addition to the bodies that its action adds to journals."""
 BODIES_AT_ONCE = 500
 """Approximate number of bodies that are distributed at once. Distributing a body takes 1 to 2 µs if
 the message has many sessions, and twice as long if the previous message has a different layout."""
@@ -92,8 +92,8 @@ class Segment:
 
 
 class Recent:
-    """The buffer of messages that are not distributed to journals yet. It also checks the sizes of
-    all journals.
+    """The buffer of messages that are not distributed to journals yet. This object also checks the
+    sizes of all journals.
 
     ``max_journal_bytes`` is the bound of one session, ``max_total_bytes`` the bound of all sessions
     together. The bounds always hold, because all messages in the shared buffer count towards each
@@ -103,8 +103,8 @@ class Recent:
     def __init__(self, max_journal_bytes: int, max_total_bytes: int) -> None:
         self.enabled = max_journal_bytes > 0
         self.journals: dict[int, Journal] = {}
-        """By session: the journals with a live request that began before all messages in this
-        buffer."""
+        """By session: the journals to which bodies are distributed, because the note of the start
+        of one of their requests was handled."""
         self.total = 0
         """Bytes of all journals, without the messages in this buffer."""
         self._max_journal, self._max_total = max_journal_bytes, max_total_bytes
@@ -210,7 +210,7 @@ class Recent:
 
     def note(self, size: int, do: Note) -> Segment:
         """Adds an action on a journal after all messages so far; returns the segment that has the
-        note. ``size``: bytes that the note refers to."""
+        note. ``size``: bytes of the bodies that the action adds to journals."""
         self.settle()
         segment = self._segments[-1]
         size += NOTE_BYTES
@@ -291,7 +291,7 @@ class Recent:
             if segment.read == len(ends):
                 break
             if not self.journals:
-                # No live request begins before the next note.
+                # No journal needs the messages before the next note.
                 segment.read = notes[0][0] if notes else len(ends)
                 segment.start = ends[segment.read - 1]
                 continue

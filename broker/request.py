@@ -40,13 +40,13 @@ ROLES = {
     b"TAGS": "controller",
     b"DELETE": "controller",
 }
-"""By type of the requests that workers answer: the role of these workers."""
+"""By type of request: the role of the workers that answer such a request."""
 STREAMS = frozenset((b"GENERATE", b"SCORE"))
 """The types of requests that are answered by TOKENs. If the worker of such a request is lost, the
 request continues after its last entry."""
 REPEATABLE = frozenset((b"MODEL_INFO", b"TOKENIZER", b"EMBED", b"UPLOAD", b"TAG", b"TAGS"))
-"""The types of requests that another worker repeats after the loss of their worker. Done twice,
-they have the same effect as once."""
+"""The types of requests that another worker repeats after the loss of their worker. The repetition
+of such a request does no harm."""
 
 
 class RoutingFields(Struct, kw_only=True, gc=False):
@@ -186,7 +186,7 @@ class Request:
 
     @property
     def priority(self) -> int:
-        """Requests with a higher priority leave a queue first."""
+        """The priority of the request. Requests with a higher priority leave a queue first."""
         return self.fields.priority
 
     @property

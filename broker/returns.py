@@ -1,8 +1,9 @@
-"""Returns streams to their own worker, after the worker was cut off from the broker for a while.
+"""Returns streams to their former worker, which was cut off from the broker for a while.
 
 The worker's lease has ended, and its streams wait for another worker. When the same process
 registers again, the streams that still wait return to this process. The worker reports its progress
-with a JOURNAL for each stream, before its other messages, and the client receives the new entries.
+with a JOURNAL for each stream, before its other messages, and the client receives the entries that
+were not routed yet.
 """
 
 from __future__ import annotations

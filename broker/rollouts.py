@@ -85,7 +85,7 @@ class Rollouts:
         self._states[model] = state
 
     def update(self, session: Session, frames: list[bytes]) -> None:
-        """Handles UPDATE_WEIGHTS: begins its first phase."""
+        """Handles UPDATE_WEIGHTS: begins the first phase of the update."""
         message: UpdateWeights = decode_as(UpdateWeights, frames[1])
         model = self._model(message.model)
         state = self._state_of(model)
@@ -160,12 +160,12 @@ class Rollouts:
                 self._go_on(one)
 
     def adopt(self, worker: Worker, states: Iterable[ModelState]) -> None:
-        """Takes over the states that a worker reports. They come from another broker, or from an
-        earlier run of this broker."""
+        """Takes over the states that a worker reports. These states come from another broker, or
+        from an earlier run of this broker."""
         for reported in states:
             known = self._states.get(reported.model)
             if known is None and len(self._states) >= MAX_STATES:
-                log.warning("too many models have a state: that of %s is ignored", reported.model)
+                log.warning("too many models have a state; that of %s is ignored", reported.model)
                 continue
             if known is None:
                 self._states[reported.model] = reported
@@ -176,7 +176,7 @@ class Rollouts:
                 self._send(self._order("commit", reported), self._serving(reported.model, worker))
 
     def tick(self, now: float) -> None:
-        """Gives up updates whose time is over."""
+        """Gives up updates that are still in the first phase when their time is over."""
         for one in list(self._running.values()):
             if one.order.action == "prepare" and now > one.give_up_at:
                 names = ", ".join(sorted(w.name for w in one.awaited.values()))
@@ -232,7 +232,7 @@ class Rollouts:
         one.order = order = replace(order, action="commit")
         workers = self._serving(order.model)
         one.awaited = {worker.id: worker for worker in workers}
-        log.info("%s: version %d is in %s", order.model, order.version, order.folder)
+        log.info("the weights of %s have version %d: %s", order.model, order.version, order.folder)
         self._send(order, workers)
 
     def _give_up(self, one: _Running, error: TokenbusError) -> None:
@@ -272,7 +272,7 @@ class Rollouts:
             self._out.to_worker(worker, b"ORDER", order)
 
     def _model(self, name: str) -> str:
-        """The model that a message names; raises an error if no worker serves it."""
+        """The model that a message names; raises TokenbusError if no worker serves this model."""
         name = name or self._state.pools.default_model
         self._placement.candidates("gpu", name)
         return name

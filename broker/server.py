@@ -138,7 +138,7 @@ class BrokerServer:
         """Number of attempts to create a socket's file again."""
 
     def _bind(self, front: str, back: str, key: OwnKey | None) -> tuple[Connections, Connections]:
-        """Binds both sockets, or none; raises BindError."""
+        """Binds both sockets, or neither of them; raises BindError."""
         clients = bind_router(
             self._context, front, pipe_messages=PIPE_MESSAGES, key=key, role="client"
         )
@@ -259,8 +259,8 @@ class BrokerServer:
     async def _finish(
         self, doing: str, begin: Callable[[], list[Outgoing]], over: Callable[[], bool]
     ) -> None:
-        """Sends the messages of ``begin``, and waits up to ``drain_s`` until ``over`` is true.
-        ``doing`` is the word for the log."""
+        """Sends the messages of ``begin``, and waits up to ``drain_s`` until ``over`` returns True.
+        ``doing``: the word for the log."""
         self._post(begin())
         deadline = time.monotonic() + self.settings.drain_s
         if not over():
@@ -349,7 +349,7 @@ class BrokerServer:
             self._loop.call_soon(self._drain)
 
     def _post(self, messages: Sequence[Outgoing]) -> None:
-        """Sends messages, and then the messages that each failure causes.
+        """Sends messages. If a send fails, also sends the messages that the failure causes.
 
         A failure can cause the next one, for example when a request moves from one lost worker to
         another. Failures are queued and not handled by recursion, because thousands of workers may
@@ -429,8 +429,8 @@ class BrokerServer:
         except Exception:
             self._on_defect("looking for messages without an end")
         self._loop.call_later(LOOK_EVERY_S, self._guard)
-        # The check may have consumed the edge of the socket's descriptor, so the sockets are
-        # drained.
+        # The check may have consumed the edge of the socket's descriptor, so the messages that have
+        # arrived are taken now.
         self._drain_soon()
 
     def _watch_deadlines(self) -> None:

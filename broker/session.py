@@ -29,8 +29,8 @@ class KeyUse:
     queued_bytes: int = 0
     buffer_bytes: int = 0
     lists_until: float = 0.0
-    """The time until which the lists of streams that STATUS has returned count towards a bound, in
-    seconds (``check_lists`` in ``status.py``)."""
+    """The time at which the charges for lists of streams are paid off, in seconds (``check_lists``
+    in ``status.py``)."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -59,8 +59,8 @@ class Session:
     """Whether the client has brought the session from an earlier run of the broker, or from another
     broker. Workers may then report streams of the session."""
     greeted: bool = False
-    """Whether the client has sent HELLO, to this broker or to the broker before. Only such a
-    session outlives its connection."""
+    """Whether the client has sent HELLO to this or an earlier broker. Only such a session outlives
+    its connection."""
     carries_users: bool = False
     """Whether the client is a gateway, whose users are not the operator."""
     recovers: bool = False

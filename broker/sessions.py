@@ -34,7 +34,8 @@ SESSIONS_AT_ONCE = 500
 MAX_SEARCHED = 256
 """Maximum number of sessions that one HELLO searches for idle ones if the table is full."""
 MAX_ENDED = 250
-"""Maximum number of streams that end with their sessions between two ticks."""
+"""Maximum number of streams and stored ends of ended sessions that are removed between two
+ticks."""
 
 
 class Sessions:
@@ -66,7 +67,7 @@ class Sessions:
         self, peer: bytes, key: str, encoding: Encoding, now: float, chosen: str | None = None
     ) -> Session:
         """Opens a session on the connection ``peer``. ``chosen``: the token that the client
-        requests. The session gets it if it is valid and no session has it.
+        requests. The session gets this token if the token is valid and no session has it.
 
         Raises ``client_limit`` if the sessions of ``key`` have reached the key's share, and
         ``queue_full`` if the table is full.
@@ -125,7 +126,7 @@ class Sessions:
         self._out.to_session(session, b"WELCOME", welcome)
 
     def _known(self, hello: Hello, key: str, peer: bytes, now: float) -> Session | None:
-        """The session that a HELLO takes over; None if the client begins a new one."""
+        """The session that a HELLO takes over; None if the client begins a new session."""
         if not hello.session:
             return None
         known = self._table.by_token.get(hello.session)
@@ -244,7 +245,7 @@ class Sessions:
         self._end_streams()
 
     def _end_streams(self) -> None:
-        """Ends streams of sessions that have ended."""
+        """Removes streams and stored ends of sessions that have ended."""
         while self._ending and self._room > 0:
             self._room -= 1
             session, ending = self._ending.popleft()

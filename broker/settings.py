@@ -67,7 +67,7 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, settings: Settings) -> BrokerSettings:
-        """The settings that concern the broker."""
+        """Selects the broker's settings from the settings of the system."""
         names = {field.name for field in msgspec.structs.fields(Settings)}
         own = [f.name for f in msgspec.structs.fields(cls) if f.name in names]
         return cls(**{name: getattr(settings, name) for name in own})

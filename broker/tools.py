@@ -73,7 +73,7 @@ class _Passed:
 
 
 class Tools:
-    """The calls of the requests of this broker."""
+    """Passes the calls of requests to tool workers, and the answers back to controller workers."""
 
     def __init__(self, state: BrokerState) -> None:
         self._state = state

@@ -81,7 +81,7 @@ class Unfinished:
         self._taken = 0
         """Number of messages that had been taken from the socket when the last round ended."""
         self._emptied = 0
-        """The last round that ended because no message waited at the socket."""
+        """The number of the last round that ended because no message waited at the socket."""
         self._size: int | None = None
         """Bytes of memory of the process at the last check; None while no message is unfinished."""
         self._grown = 0

@@ -36,7 +36,7 @@ class UnreadAnswers:
         self._by_peer: OrderedDict[bytes, _Unread] = OrderedDict()
 
     def add(self, peer: bytes, size: int) -> None:
-        """Counts a message of ``size`` bytes to a connection."""
+        """Counts a message of ``size`` bytes that is sent to a connection."""
         unread = self._by_peer.get(peer)
         if unread is None:
             if size < LARGE_BYTES:

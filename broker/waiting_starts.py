@@ -43,7 +43,7 @@ class WaitingStarts:
         return len(self._by_request)
 
     def __iter__(self) -> Iterator[WaitingStart]:
-        """A copy of the waiting STARTs."""
+        """Iterates over a copy, so that STARTs can be removed meanwhile."""
         return iter(list(self._by_request.values()))
 
     def add(self, request: Request, body: bytes, since: float, pattern: str) -> None:

@@ -69,7 +69,8 @@ class Worker:
     metrics: list[Series] = field(default_factory=list)
     manifest: tuple[bytes, Manifest, list[Session | None]] = NO_MANIFEST
     """The manifest of the worker's last TOKEN: its frame, its content, and the sessions that it
-    names. Steps of an unchanged batch have equal manifests, so the next one need not be decoded."""
+    names. Steps of an unchanged batch have equal manifests. An equal manifest is not decoded
+    again."""
     requests: dict[int, Request] = field(default_factory=dict)
     beyond: set[int] = field(default_factory=set)
     """Ids of the requests that the worker received above its capacity. Ids of ended requests may
