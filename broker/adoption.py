@@ -37,8 +37,8 @@ from .worker import Worker
 log = logging.getLogger(__name__)
 
 MAX_CANCELLED = 262_144
-"""Maximum number of cancelled streams that the broker remembers, of all sessions together, because
-a worker may still report them."""
+"""Maximum number of cancelled streams that the broker records, of all sessions together, because a
+worker may still report them."""
 MAX_ENDED = 250
 """Maximum number of adopted requests that one tick ends because no client has attached to them."""
 
@@ -211,8 +211,9 @@ class Adoption:
             # request.
             return None
         if session is not None:
-            # The broker knows all streams of a session that began here. If a worker that was cut
-            # off reports another stream of the session, this stream has moved or was delivered.
+            # All streams of a session that began here are in the broker's tables. If a worker that
+            # was cut off reports another stream of the session, this stream has moved or was
+            # delivered.
             begun_before = session.recovering or not session.token
             known = stream_id in session.streams or stream_id in session.ends.by_stream
             return session if begun_before and not known else None

@@ -58,8 +58,8 @@ class Answers:
         return bool(self._waiting)
 
     def begin(self, session: Session, end: End, received: Sequence[int]) -> None:
-        """Begins to answer ATTACHes to a stored end. ``received``: ``Attach.received`` of each of
-        them. The entries follow the answer to the last ATTACH, from its ``received`` on, in place
+        """Begins to answer ATTACHes to a stored end. ``received``: ``Attach.received`` of each
+        ATTACH. The entries follow the answer to the last ATTACH, from its ``received`` on, in place
         of an incomplete earlier answer."""
         if session.peer is None or not received:
             return
@@ -163,7 +163,7 @@ class Answers:
         self._out.to_session(session, b"ERROR", error_body(error, end.stream_id))
 
     def send_closing(self, session: Session, closing: Sequence[bytes]) -> None:
-        """Sends the message that ends a request, in the present encoding of its client."""
+        """Sends the message that ends a request, in the present encoding of the session."""
         if session.peer is None:
             return
         message_type, body, *attached = closing

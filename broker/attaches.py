@@ -3,8 +3,8 @@
 Usually the worker of the stream answers, because it stores the entries that it has sent. If the
 stream has no worker, or has ended, the broker answers from its own journal.
 
-After a restart of the broker, or when a client comes from another broker, the broker may not know
-the stream yet. It then holds the ATTACH until a worker reports the stream, and answers from the
+After a restart of the broker, or when a client comes from another broker, the stream may be unknown
+to the broker. It then holds the ATTACH until a worker reports the stream, and answers from the
 report.
 """
 

@@ -131,8 +131,8 @@ class Claims:
         return found
 
     def on_ended(self, session: int) -> None:
-        """Handles the end of a session: its claim is dropped, unless a worker has still to answer
-        it, or its CLAIM must be sent because a fence ends with the answer."""
+        """Handles the end of a session: drops its claim, unless a worker has not answered the CLAIM
+        yet, or a CLAIM must still be sent because a fence ends with the answer."""
         claim = self._by_session.get(session)
         if claim is None or claim.asked:
             return

@@ -6,8 +6,8 @@ a connection (``zap.py``) identifies the sender of a message, and the broker acc
 from one connection at a time.
 
 libzmq's monitor reports only the descriptor of a closed connection. The first message of each
-connection shows both its descriptor and its routing id, so the broker knows which routing id has
-lost its connection.
+connection shows both its descriptor and its routing id, so the broker can find the routing id of a
+closed connection.
 """
 
 from __future__ import annotations
@@ -223,8 +223,8 @@ class Connections:
         return fits
 
     def _accept(self, connection: Connection) -> None:
-        """Adds an accepted connection. If there are too many connections, the oldest one that has
-        not sent a message is shut; it may be the new one."""
+        """Adds an accepted connection. If there are too many connections, the oldest connection
+        that has not sent a message is shut, even if this is the new one."""
         before = self.by_fd.get(connection.fd)
         if before is not None:
             self._forget(before)

@@ -105,12 +105,12 @@ class Fences:
         return self.by_session.get(session, {}).get(stream_id, ())
 
     def unasked(self, session: int) -> list[Fence]:
-        """The fences of a session without a CLAIM whose answer ends them."""
+        """The fences of a session whose CLAIM was not sent yet (``Fence.end`` is None)."""
         streams = self.by_session.get(session, {}).values()
         return [fence for fences in streams for fence in fences if fence.end is None]
 
     def all_unasked(self) -> list[Fence]:
-        """The fences of all sessions without a CLAIM whose answer ends them."""
+        """The fences of all sessions whose CLAIM was not sent yet (``Fence.end`` is None)."""
         return [fence for fence in self._by_request.values() if fence.end is None]
 
     def asked(self, fences: list[Fence], now: float, session: int = NO_SESSION) -> int:

@@ -222,7 +222,7 @@ class _StreamIdOnly(Struct):
 
 
 class _Closing(Struct):
-    """The fields of an ERROR or a MSG that show which stream it ends."""
+    """The fields of an ERROR or a MSG that show which stream the message ends."""
 
     stream_id: StreamId | None = None
     attached: int | None = None

@@ -15,7 +15,7 @@ from itertools import islice
 from .pieces import Pieces
 
 MAX_ENDS = 16_384
-"""Maximum number of stored ends of a session. Above it, the oldest end is dropped."""
+"""Maximum number of stored ends of a session. Above this number, the oldest end is dropped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,8 +39,8 @@ class End:
     since: float = 0.0
     """When the end was stored, or the session was last resumed, in seconds."""
     position: int = 0
-    """Position of the end on the present connection. 0 if the end was not sent on this connection,
-    and waits for ATTACH."""
+    """Position of the end on the present connection. 0 if the end was not sent on this connection;
+    the end then waits for an ATTACH."""
     next: int = 0
     """Number of the first entry that was not yet sent in answer to the last ATTACH."""
 
@@ -86,7 +86,7 @@ class KeptEnds:
         self.lost[end.stream_id] = end
 
     def of(self, request: int, stream_id: int) -> End | None:
-        """The end of a request, if it is stored."""
+        """The stored end of a request, if any."""
         end = self.by_stream.get(stream_id)
         return end if end is not None and end.request == request else None
 

@@ -278,8 +278,8 @@ class Leases:
 
     def _contend(self, holder: Worker, peer: bytes, frames: list[bytes], now: float) -> None:
         """Handles another process that registers with the name of the worker ``holder``. The
-        process receives the name when the holder is lost. It is refused if the holder has sent a
-        message since the process first registered."""
+        process receives the name when the holder is lost. The process is refused if the holder has
+        sent a message since the process first registered."""
         contender = self._names.contend(holder.name, peer, frames, now)
         if holder.last_seen <= contender.since:
             # If the holder's connection has closed, this send fails, and the holder's lease ends.

@@ -38,7 +38,7 @@ class Outbox:
 
     The queue of a peer has at most ``max_pending_bytes``. A message that ``must`` be sent may
     exceed this bound. Such a message is dropped only if the messages before it in the queue have
-    ``max_must_bytes`` or more. If ``max_must_bytes`` is None, it is never dropped.
+    ``max_must_bytes`` or more. If ``max_must_bytes`` is None, such a message is never dropped.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Outbox:
         """Number of messages that were sent after they had waited in a queue."""
 
     def post(self, message: Outgoing) -> Sent:
-        """Sends a message, or queues it after those that wait for its peer."""
+        """Sends a message, or queues it after the messages that wait for the same peer."""
         peer, frames = message.peer, message.frames
         queue = self.waiting.get(peer)
         if queue is None:

@@ -41,7 +41,7 @@ MAX_CANDIDATES = 16
 MAX_EXPECTED = 4_096
 """Maximum number of pages that are expected at one worker. The oldest are dropped first."""
 MAX_KEYS = 4_000_000
-"""Maximum number of entries of the index. Above it, no further pages are added."""
+"""Maximum number of entries of the index. Above this number, no further pages are added."""
 
 
 class _PromptFields(msgspec.Struct):
@@ -50,7 +50,7 @@ class _PromptFields(msgspec.Struct):
 
 
 class Prefixes:
-    """The index of pages, and the choice of a worker from it."""
+    """The index of pages, and the choice of a worker from this index."""
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled

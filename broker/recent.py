@@ -259,7 +259,7 @@ class Recent:
 
     def distribute(self, most: int | None = None) -> None:
         """Distributes the oldest bodies to the journals that need them: about ``most`` bodies, or
-        all if it is None."""
+        all bodies if ``most`` is None."""
         self.settle()
         left = most if most is not None else 1 << 62
         while left > 0 and self.size:

@@ -60,8 +60,8 @@ class Returns:
 
     def on_journal(self, request: Request, body: Journal, sent: bytes) -> None:
         """Handles the JOURNAL of a request that returns. ``sent``: all entries that the worker has
-        sent for the request. The client receives those that were not routed yet. A second JOURNAL
-        of a request has no effect.
+        sent for the request. The client receives the entries that were not routed yet. A second
+        JOURNAL of a request has no effect.
 
         Raises UnreadableError if the worker's entries do not continue the entries that were routed.
         """

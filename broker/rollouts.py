@@ -45,7 +45,8 @@ class _Running:
     prepared: dict[int, Worker] = field(default_factory=dict)
     """The workers that have read the weights."""
     read: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """By dtype: the hash of the weights, and the first worker that reported it."""
+    """By dtype: the hash of the weights, and the name of the first worker that reported this
+    hash."""
     give_up_at: float = float("inf")
     """The time at which an update ends with the error ``timeout`` if a worker has not read the
     weights by then, in seconds."""
@@ -215,7 +216,7 @@ class Rollouts:
         self._out.to_session(one.session, b"MSG", Msg(stream_id=one.stream_id, result=one.result))
 
     def _commit(self, one: _Running) -> None:
-        """Begins the second phase: the new weights are the current ones from now on."""
+        """Begins the second phase. From now on, the new weights are the model's current weights."""
         order, current = one.order, self._state_of(one.order.model)
         if not one.prepared:
             why = f"all workers of {order.model} were lost; the weights have not changed"

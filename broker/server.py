@@ -207,7 +207,8 @@ class BrokerServer:
         self.close()
 
     def close(self) -> None:
-        """Closes the sockets of a broker that does not run; ``run`` calls it at its end."""
+        """Closes the sockets of a broker that does not run; ``run`` calls this method at its
+        end."""
         self._closed = True
         for _, connections in self._sides():
             connections.close()

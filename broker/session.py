@@ -177,7 +177,7 @@ class SessionTable:
         return iter(list(self.by_id.values()))
 
     def add(self, session: Session) -> None:
-        """Adds a new session, with the connection that it has."""
+        """Adds a new session, and its connection if it has one."""
         self.by_id[session.id] = session
         self._add_key(session)
         if session.token:

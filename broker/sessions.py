@@ -305,8 +305,8 @@ class Sessions:
 
 
 def _encoding_of(hello: Hello) -> Encoding:
-    """The encoding of a client's session; raises RequestError if the broker does not speak the
-    versions or the encodings of the client."""
+    """The encoding of a client's session; raises RequestError if the broker supports none of the
+    client's versions or encodings."""
     if PROTOCOL_VERSION not in hello.versions:
         raise RequestError(
             Code.UNSUPPORTED_VERSION,

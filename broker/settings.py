@@ -15,7 +15,7 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     expiry_s: float = 5.0
     """A worker is lost after this time without a message, and its streams move."""
     hung_step_s: float = 60.0
-    """A worker is lost if its current step has run for longer than this."""
+    """A worker is lost if its current step has run for longer than this time."""
     move_wait_s: float = 120.0
     """Maximum time that an accepted request waits while no worker serves its model."""
     ping_s: float = 2.0

@@ -28,7 +28,7 @@ from .state import BrokerState
 from .worker import RETRY_AFTER_S, Worker, WorkerState
 
 MAX_ENDED = 64
-"""Maximum number of answered calls of a request that the broker remembers."""
+"""Maximum number of answered calls of a request that the broker records."""
 MAX_CALLS = 1_000
 """Maximum number of running calls of a request."""
 MAX_SHOWN = 20

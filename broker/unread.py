@@ -21,8 +21,8 @@ UNREAD_FACTOR = 16
 """Another large answer is sent to a client only if its unread large answers have less than this
 number times ``max_pending_bytes``."""
 MAX_CONNECTIONS = 20_000
-"""Maximum number of connections with counts. Above it, the counts of the connection that has had
-counts for longest are dropped."""
+"""Maximum number of connections with counts. Above this number, the counts of the connection that
+has had counts for longest are dropped."""
 
 
 class UnreadAnswers:

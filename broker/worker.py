@@ -87,7 +87,8 @@ class Worker:
     process: int = 0
     """The number of the worker's process. Each process has a different number."""
     registration: int = 0
-    """Number of the worker's REGISTER; the REGISTERED that answers it repeats the number."""
+    """Number of the worker's REGISTER; the REGISTERED that answers this message repeats the
+    number."""
 
     def take(self, request: Request) -> None:
         """Adds a request that is sent to the worker, or already runs there."""
