@@ -1,7 +1,8 @@
 """Structures for the forms in which models write thinking and tool calls.
 
-Each family of models was trained on one form, which its chat template shows. A structure
-constrains an answer and finds the parts of the answer (``protocol.structure``).
+Each family of models was trained on one form, which its chat template shows. A *structure*
+describes the parts of an answer as phases and tags (``protocol.structure``). The controller worker
+computes masks from it, and the gateway uses it to split the answer into its parts.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ _SEP = _mark("tool sep")
 
 @dataclass(frozen=True)
 class Family:
-    """The form of calls: ``opening head NAME middle ARGUMENTS tail between … closing``."""
+    """The form in which a family of models writes tool calls: ``opening``, then for each call
+    ``head NAME middle ARGUMENTS tail`` with ``between`` before each further call, then
+    ``closing``."""
 
     head: str
     middle: str
     tail: str
     between: str
     trigger: str
-    """The text after which a call must follow; a prefix of ``opening + head``."""
+    """A prefix of ``opening + head``. If an answer contains this text where a call may begin, the
+    rest of a call must follow."""
     opening: str = ""
     """Text before the first call."""
     closing: str = ""
@@ -45,10 +49,10 @@ class Family:
     first_only: bool = False
     """Whether calls may begin only at the beginning of the answer."""
     quoted: bool = True
-    """Whether names are JSON strings."""
+    """Whether the name of the called function is written as a JSON string."""
     never: tuple[str, ...] = ()
-    """Texts that must not occur in free text or arguments, because the family's parsers search for
-    them."""
+    """Texts that an answer may not contain in free text or arguments, because parsers of this form
+    search for them."""
 
 
 HERMES = Family(
@@ -80,7 +84,7 @@ MISTRAL_LIST = Family(
 )
 """The form of Mistral's tokenizers before version 11."""
 MISTRAL_SPACED_LIST = replace(MISTRAL_LIST, opening="[TOOL_CALLS] [")
-"""Mistral's list for SentencePiece tokenizers, which write a space after special tokens."""
+"""``MISTRAL_LIST`` for SentencePiece tokenizers, which write a space after special tokens."""
 MISTRAL = Family(
     head="[TOOL_CALLS]",
     middle="[ARGS]",
@@ -122,8 +126,8 @@ HARMONY = Family(
 
 
 def family_of(chat_template: str) -> Family:
-    """The family whose form a template uses; ``HERMES`` if the template has no form of another
-    family."""
+    """The family whose form of calls a chat template contains; ``HERMES`` if it contains none of
+    the other forms."""
     if "<|channel|>" in chat_template and "<|message|>" in chat_template:
         return HARMONY
     if "[TOOL_CALLS]" in chat_template:
@@ -143,8 +147,8 @@ answer continues thinking that the prompt has begun."""
 
 
 def thinking_of(chat_template: str, prompt_end: str) -> Thinking:
-    """The place of thinking in the answer to a prompt. ``prompt_end``: the end of the
-    prompt's text."""
+    """Whether and where the answers of a model contain thinking. ``prompt_end``: the end of the
+    prompt's text, which may have begun the thinking."""
     if family_of(chat_template) is HARMONY:
         return "first"
     if THOUGHT not in chat_template:
@@ -161,11 +165,12 @@ class Function(NamedTuple):
 
 @dataclass
 class Rest:
-    """The constraint of an answer's text outside thinking and calls."""
+    """The constraint on an answer's text outside thinking and calls."""
 
     controller: str = ""
     """The name of the built-in constraint; empty: the text is free."""
     arg: str | dict[str, Any] | list[Any] | None = None
+    """The argument of the built-in constraint."""
 
 
 @dataclass
@@ -174,7 +179,7 @@ class Wanted:
 
     functions: Sequence[Function] = ()
     rest: Rest | None = field(default_factory=Rest)
-    """The text outside thinking and calls; None: the answer has only calls."""
+    """The constraint on the text outside thinking and calls; None: such text is not allowed."""
     parallel: bool = True
     """Whether several calls are allowed."""
     thinking: Thinking = "none"
@@ -182,13 +187,14 @@ class Wanted:
 
 
 def structure_of(family: Family, wanted: Wanted) -> Structure:
-    """The structure of the answers of a family."""
+    """The structure of an answer with the parts ``wanted``, in the form of a family."""
     return _Harmony(wanted).made() if family is HARMONY else _Building(family, wanted).made()
 
 
 class _Building:
-    """Builds the structure of most families. Its phases are the beginning, the text after thinking,
-    the text after a call, the end, and the empty line between thinking and a constrained text."""
+    """Builds a structure for all families except gpt-oss. Its phases are the beginning, the text
+    after thinking, the text after a call, the end, and the empty line between thinking and a
+    constrained text."""
 
     BEGIN, ANSWER, CALLED, END, SPACED = range(5)
 
@@ -210,8 +216,8 @@ class _Building:
         if family.closing and wanted.functions:
             more.append(self._tag(Tag(begin=family.closing, content="none", then=self.END)))
         called = Phase(first=more, may_end=not family.closing)
-        # Some constraints do not allow the empty line after thinking as a part of the text, so the
-        # empty line has its own tag.
+        # Some constraints do not allow a text that begins with an empty line, so the empty line
+        # after thinking has its own tag.
         line = self._tag(Tag(begin="\n\n", content="none", then=self.ANSWER))
         phases = [begin, answer, called, Phase(may_end=True), Phase(first=[line])]
         inside = think[0] if wanted.thinking == "inside" else None
@@ -251,9 +257,9 @@ class _Building:
         )
 
     def _calls(self, before: str, whole: bool = False) -> list[int]:
-        """Adds a tag for calls of each function; returns the tags' indices. ``whole``: a call is
-        recognized only by the whole text before its arguments, because a constrained text may
-        begin in the same way."""
+        """Adds one tag for the calls of each function; returns the tags' indices. ``before``: the
+        text before the call. ``whole``: only the whole text before the arguments begins a call,
+        because a constrained text may begin with a part of it."""
         family = self._family
         trigger = 0 if whole else len(family.trigger)
         if not whole and before == family.between:
@@ -276,8 +282,8 @@ class _Building:
         ]
 
     def _marks(self) -> list[str]:
-        """The markers of thinking, which parsers search for anywhere in an answer. Empty if the
-        answer has no thinking."""
+        """The markers of thinking, which must not occur in free text or arguments, because parsers
+        search for them anywhere in an answer. Empty if the answer has no thinking."""
         return [THINK, THOUGHT] if self._wanted.thinking != "none" else []
 
     def _name(self, function: Function) -> str:
@@ -289,7 +295,7 @@ class _Building:
 
 
 class _Harmony:
-    """Builds the structure of gpt-oss. Its phases are the first message, a later message, the final
+    """Builds a structure for gpt-oss. Its phases are the first message, a later message, the final
     text, and the end after a call."""
 
     FIRST, LATER, FINAL, CALLED = range(4)
@@ -324,8 +330,8 @@ class _Harmony:
         )
 
     def _others(self, before: str) -> list[int]:
-        """Adds a tag for the beginning of the final text, and a tag for calls of each function;
-        returns the tags' indices."""
+        """Adds one tag for the beginning of the final text, and one for the calls of each function;
+        returns the tags' indices. ``before``: the text before the message."""
         found = []
         if self._wanted.rest is not None:
             begin = f"{before}<|channel|>final<|message|>"

@@ -1,7 +1,7 @@
 """Splits an answer into text, thinking and tool calls while it arrives.
 
-The text is parsed by the automaton from which the controller worker computes the token masks
-(``protocol.structure``).
+``protocol.structure`` parses the text. The controller worker computes the masks of the answer with
+the same code.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from .models import ServedModel
 
 
 class AnswerForm:
-    """The structure of the answers to one request to a model."""
+    """The structure of the answers to one request, and the model's special tokens."""
 
     def __init__(self, structure: Structure, special_tokens: dict[int, str]) -> None:
         """``special_tokens``: the special tokens by id. The text of an entry does not contain
-        them."""
+        special tokens."""
         self.automaton = Automaton(structure, special_tokens.values())
         self._marks = {
             number: special(name).decode("utf-8", "surrogateescape")
@@ -29,16 +29,17 @@ class AnswerForm:
 
     @classmethod
     def of(cls, model: ServedModel, structure: Structure) -> AnswerForm:
-        """The form of a model's answers."""
+        """The form that consists of ``structure`` and the special tokens of ``model``."""
         return cls(structure, model.special_names)
 
     def text_of(self, entry: Token, text: str) -> str:
-        """The text of an entry, as ``PartReader.feed`` expects it: ``text``, and the text of the
-        entry's special token if it has one."""
+        """The text of an entry, as ``PartReader.feed`` expects it: ``text``, then the name of the
+        entry's token if the structure uses this special token."""
         return text + self._marks.get(entry.token, "") if entry.token is not None else text
 
     def whole_text(self, model: ServedModel, sequence: GeneratedSequence) -> str:
-        """The text of a sequence for ``PartReader.feed``, with its special tokens."""
+        """The text of a sequence for ``PartReader.feed``, including the special tokens that the
+        structure uses."""
         if not self._marks:
             return sequence.text
         data = b"".join(
@@ -55,7 +56,7 @@ class Part(NamedTuple):
 
     kind: Kind
     text: str
-    """The text; for a call, its arguments as JSON text."""
+    """The new text; in a call, the new part of the arguments' JSON text."""
     called: str | None = None
     """The name of the function whose call begins; the text is then empty."""
 
@@ -69,22 +70,22 @@ class PartReader:
         self._called = False
         """Whether a call has begun."""
         self._space = ""
-        """White space at the current end of a text or thinking part. It is not reported yet,
-        because it is dropped if the part ends there."""
+        """White space at the current end of a text or thinking part. It is reported with the next
+        text of this part, or dropped if another part follows."""
         self._spoke = False
         """Whether the current part contains more than white space."""
         self._kind: Kind = "text"
         self._after_tag = self._structure.inside is not None
-        """Whether a part of another kind precedes the text. If so, white space at the beginning of
-        the text is dropped."""
+        """Whether the current part follows another part or a tag. If so, white space at the
+        beginning of the current part is dropped."""
 
     def feed(self, text: str) -> list[Part]:
         """Adds ``text`` to the answer; returns the new texts of its parts."""
         return self._parts(self._reader.feed(text.encode("utf-8", "surrogateescape")))
 
     def end(self) -> list[Part]:
-        """Ends the answer; returns the remaining texts of its parts. An incomplete tag becomes
-        text."""
+        """Ends the answer; returns the remaining texts of its parts. An incomplete beginning of a
+        tag becomes text."""
         parts = self._parts(self._reader.end())
         begun = self._spoke or not self._after_tag
         if self._space and begun and not self._called and self._kind == "text":

@@ -55,8 +55,8 @@ def routes() -> list[BaseRoute]:
 
 
 class Application(Starlette):
-    """Starlette's application, with ``Traffic`` outside the error handlers, so that ``Traffic``
-    also counts the answers to errors."""
+    """Starlette's application. ``Traffic`` wraps the error handlers, so that it also counts the
+    answers that they make."""
 
     def build_middleware_stack(self) -> ASGIApp:
         """Called by Starlette, once."""
@@ -64,8 +64,8 @@ class Application(Starlette):
 
 
 def build(settings: Settings, keys: ApiKeys | None) -> Starlette:
-    """The application of one gateway process. ``keys``: the accepted API keys; None: a request
-    needs no key."""
+    """The application of one gateway process. ``keys``: the accepted API keys, or None if requests
+    need no key."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

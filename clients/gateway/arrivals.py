@@ -1,7 +1,7 @@
 """Receives the messages of a WebSocket, even while the gateway waits for another event.
 
-Starlette reports the end of a WebSocket only to a caller that receives. So a wait that does not
-receive would not notice that its client has disconnected.
+Starlette reports the end of a WebSocket only to a caller of ``receive``. If the gateway waited for
+another event without receiving, it would not notice that the client has disconnected.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 MAX_EARLY_CHARS = 65_536
-"""A wait stops receiving when the unread messages have this number of characters."""
+"""``Arrivals.during`` stops receiving when the unread messages have this number of characters."""
 MAX_EARLY = 64
-"""A wait stops receiving when this number of messages is unread."""
+"""``Arrivals.during`` stops receiving when this number of messages is unread."""
 NO_STATUS = 1005
 """Close code of a WebSocket that was closed without a code (RFC 6455)."""
 
@@ -29,9 +29,9 @@ class Arrivals:
     def __init__(self, websocket: WebSocket) -> None:
         self._websocket = websocket
         self._early: deque[Message] = deque()
-        """Messages that arrived during a wait."""
+        """Messages that ``during`` has received and ``next`` has not returned yet."""
         self._receiving: asyncio.Task[Message] | None = None
-        """The task that receives the next message, if a wait has started it."""
+        """The task that receives the next message, if ``during`` has started one."""
 
     async def next(self) -> Message:
         """The next message; the last one has the type ``websocket.disconnect``."""
@@ -44,8 +44,9 @@ class Arrivals:
         return message
 
     async def during(self, work: Coroutine[Any, Any, None]) -> None:
-        """Waits until ``work`` is done, and raises what it raises. If the client disconnects
-        first, cancels ``work`` and raises WebSocketDisconnect."""
+        """Waits until ``work`` is done, and receives messages meanwhile. Raises the error of
+        ``work`` if it fails. If the client disconnects first, cancels ``work`` and raises
+        WebSocketDisconnect."""
         working = asyncio.create_task(work)
         try:
             while not working.done() and self._has_room:
@@ -63,7 +64,7 @@ class Arrivals:
             working.cancel()
 
     async def close(self) -> None:
-        """Cancels the task that a wait has started to receive a message."""
+        """Cancels the receiving task, if ``during`` has left one."""
         if self._receiving is not None:
             self._receiving.cancel()
             with contextlib.suppress(asyncio.CancelledError, RuntimeError):

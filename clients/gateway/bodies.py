@@ -21,20 +21,23 @@ from .turns import current_user
 from .wrong_values import refusal
 
 SMALL_BODY_BYTES = 256 * 1024
-"""The values of a body are counted only if the body has more than this number of bytes."""
+"""A body with at most this number of bytes is decoded at once: without counting its values, and
+without waiting for a turn."""
 MAX_STRINGS = 65_536
-"""Maximum number of strings in a body, including field names. The event loop is blocked while it
-creates the objects of the strings."""
+"""Maximum number of strings in a body, including field names. Decoding creates a Python object for
+each string, and blocks the event loop meanwhile."""
 MAX_VALUES = 1_048_576
 """Maximum number of values in a body, such as token ids."""
 MAX_CONTAINERS = 65_536
-"""Maximum number of lists and objects in a body. They cost the event loop more than numbers."""
+"""Maximum number of lists and objects in a body. Decoding a list takes longer than a number."""
 _STRUCTURE = b",[{"
-"""Each value follows one of these characters; in an object, the value's name follows it."""
+"""Outside strings, one of these characters precedes each element of a list and each field of an
+object. Counting the characters therefore counts the values."""
 
 
 class Body(Struct, kw_only=True):
-    """The base of all bodies. ``leniency`` decides about fields that are not declared."""
+    """The base of the structs of all request bodies. ``leniency.py`` decides whether a field that a
+    struct does not declare is ignored or refused."""
 
 
 B = TypeVar("B", bound=Body)
@@ -42,8 +45,8 @@ B = TypeVar("B", bound=Body)
 
 async def read_bytes(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
     """The body of a request, decompressed. Raises ApiError 413 if the body is longer than ``limit``
-    bytes, 415 if its encoding is unknown, and UnavailableError if the gateway's memory for bodies
-    is used up."""
+    bytes, and 415 if its encoding is unknown. Raises UnavailableError if the gateway's or the
+    user's memory for bodies is used up."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(int(declared), limit)
@@ -69,9 +72,11 @@ async def read_bytes(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
 
 
 async def decoded(request: Request, limit: int) -> AsyncIterator[bytes]:
-    """The parts of a body after decompression. Other requests run between the pieces of a part.
-    Raises ApiError 413 if the compressed body is longer than ``limit`` bytes. Compressed blocks may
-    be empty, so a bound on the size after decompression is not enough."""
+    """The body of a request in decompressed pieces, between which other requests are served.
+
+    Raises ApiError 413 if the compressed body is longer than ``limit`` bytes. A compressed body may
+    have any number of empty blocks, so the caller's bound on the decompressed size is not enough.
+    """
     decoder = decoder_of(request.headers.get("content-encoding", ""))
     received = 0
     async for part in request.stream():
@@ -87,7 +92,7 @@ async def decoded(request: Request, limit: int) -> AsyncIterator[bytes]:
 
 async def read_body(request: Request, kind: type[B], ignored: Ignored | None = None) -> B:
     """The JSON body of a request as a ``kind``. ``ignored`` receives the names of fields that have
-    no effect; without it, unknown fields are refused.
+    no effect. If ``ignored`` is None, unknown fields are refused.
 
     Raises ApiError 415 if the content type is not JSON, 413 if the body is too large, and 400 if
     the body is not a valid ``kind``. The error 400 has the path of the faulty field.
@@ -97,14 +102,14 @@ async def read_body(request: Request, kind: type[B], ignored: Ignored | None = N
 
 
 def ignored_of(request: Request) -> Ignored:
-    """A new collection for the names of the parts of ``request`` that have no effect."""
+    """A new ``Ignored``, which collects the names of the request's fields that have no effect."""
     return Ignored(gateway_of(request).settings.strict_fields)
 
 
 def check_json(request: Request) -> None:
-    """Raises ApiError 415 if the body of a request is not declared as JSON. The type that curl
-    declares by default is accepted in requests without an ``Origin`` header, which browsers send
-    for pages."""
+    """Raises ApiError 415 if the content type of a request is not JSON. The type that curl declares
+    by default is accepted too, unless the request has an ``Origin`` header: browsers send this
+    header with the requests of web pages."""
     declared = request.headers.get("content-type", "")
     kind = declared.partition(";")[0].strip().lower()
     if kind == "application/x-www-form-urlencoded" and "origin" not in request.headers:
@@ -121,12 +126,13 @@ def check_json(request: Request) -> None:
 async def decode_in_turn(
     gateway: Gateway, body: bytes, kind: type[B], ignored: Ignored | None = None
 ) -> B:
-    """Decodes ``body`` as ``decode_body`` does. In each pass of the event loop, at most one large
-    body is decoded. Users take turns."""
+    """Decodes ``body`` as ``decode_body`` does. Large bodies wait for their turn: the event loop
+    decodes at most one in each pass, and users take turns."""
     if len(body) <= SMALL_BODY_BYTES:
         return decode_body(body, kind, ignored)
     async with gateway.large_bodies.of(current_user.get()):
-        # Without this pause, bodies that find no other body waiting share one pass.
+        # Without this pause, several requests could decode large bodies in the same pass, if each
+        # of them finds the lock free.
         await asyncio.sleep(0)
         return decode_body(body, kind, ignored)
 
@@ -146,8 +152,8 @@ def decode_body(body: bytes, kind: type[B], ignored: Ignored | None = None) -> B
 
 
 def check_inner(texts: Sequence[str]) -> None:
-    """Raises ApiError 413 if JSON texts inside a body have more values than the event loop can
-    decode in time."""
+    """Raises ApiError 413 if JSON texts in the string fields of a body have too many values.
+    Decoding them would block the event loop for too long."""
     if sum(map(len, texts)) <= SMALL_BODY_BYTES:
         return
     counts = [_counts(text.encode(errors="surrogatepass")) for text in texts]
@@ -157,9 +163,10 @@ def check_inner(texts: Sequence[str]) -> None:
 
 
 def _check_values(body: bytes) -> None:
-    """Raises ApiError 413 if a body has more values than the event loop can decode in time.
+    """Raises ApiError 413 if a body has too many values.
 
-    The values are counted in the raw bytes, because decoding them would already take too long.
+    Decoding them would block the event loop for too long. The values are therefore counted in the
+    raw bytes.
     """
     num_strings, num_values, num_containers = _counts(body)
     if num_strings > MAX_STRINGS:
@@ -171,9 +178,9 @@ def _check_values(body: bytes) -> None:
 
 
 def _counts(body: bytes) -> tuple[int, int, int]:
-    """The numbers of strings, of values, and of lists and objects in a JSON text. Beyond
-    MAX_STRINGS strings, only the strings are counted."""
-    # Without the escaped quotes, every string is the text between two quotes.
+    """The numbers of strings, of values, and of lists and objects in a JSON text. The last two
+    numbers are 0 if the text has more than MAX_STRINGS strings."""
+    # After the escaped quotes are removed, every string is the text between two quotes.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
     num_strings = plain.count(b'"') // 2
     if num_strings > MAX_STRINGS:

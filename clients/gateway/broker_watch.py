@@ -1,7 +1,7 @@
-"""Detects that the broker was restarted or does not answer, for connections without PINGs.
+"""Detects for tunnels (``tunnels.py``) that the broker was restarted or does not answer.
 
-ZeroMQ reconnects by itself. A client that does not send PINGs would therefore wait forever for
-streams that a restarted broker does not have.
+ZeroMQ connects again by itself. A WebSocket client that does not send PINGs would therefore wait
+forever for streams that a restarted broker does not have.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ...transport.dealer import Context
 log = logging.getLogger(__name__)
 
 PING_S = 1.0
-"""Interval between PINGs before the broker has set the interval, in seconds."""
+"""Interval between PINGs until the broker's WELCOME sets the interval, in seconds."""
 
 
 class BrokerWatch:
-    """Watches the broker at ``front`` by a session of its own. When the session ends, ``lost`` is
-    called with ``front`` and the reason.
+    """Watches the broker at ``front`` in a separate session. When this session ends, the watch
+    calls ``lost`` with ``front`` and the reason, and begins a new session.
 
-    The session ends if another broker answers, if the broker is silent for the ``expiry_s`` of its
-    WELCOME, or if no broker answers within ``patience_s`` seconds. ``key``: the key for the
-    connection, or None.
+    The session ends if the broker answers that it does not have this session, or if the broker is
+    silent for ``expiry_s`` seconds (from its WELCOME). Before the first WELCOME, the session ends
+    after ``patience_s`` seconds of silence. ``key``: the CURVE key for the connection, or None.
     """
 
     def __init__(
@@ -44,14 +44,15 @@ class BrokerWatch:
         self._context = context
         self.front = front
         self.answers = True
-        """Whether the broker answers. True at the start, and False after a session has ended until
-        the broker answers again."""
+        """Whether the broker answers. False from the end of a session until the next WELCOME, and
+        otherwise True, also before the first session."""
         self._patience_s = patience_s
         self._lost = lost
         self._key = key
         self._task: asyncio.Task[None] | None = None
         self._begun = asyncio.Event()
-        """Set when the broker answers in the current session, or when the session ends."""
+        """Set when the broker has sent WELCOME in the current session, or when the session has
+        ended. Each session has a new event."""
 
     def start(self) -> None:
         """Starts the watch unless it has started."""
@@ -59,11 +60,11 @@ class BrokerWatch:
             self._task = asyncio.create_task(self._run())
 
     async def begun(self) -> None:
-        """Waits until the broker has answered the watch, or until ``lost`` was called. Raises
-        TimeoutError if neither happens, because the watch cannot connect or its HELLO is refused.
+        """Waits until the broker has sent WELCOME, or until ``lost`` was called. Raises
+        TimeoutError if neither happens in time, for example because the HELLO is refused.
 
-        A tunnel sends its first message only after this wait. If the broker were restarted after a
-        first message and before the watch has begun, the watch would not report the restart.
+        A tunnel sends its first message only after this wait. If it sent a message earlier and the
+        broker were then restarted, the watch would not report the restart.
         """
         async with asyncio.timeout(self._patience_s + 3 * PING_S):
             await self._begun.wait()
@@ -92,7 +93,7 @@ class BrokerWatch:
                 await asyncio.sleep(PING_S)
 
     async def _session(self, dealer: AsyncDealer) -> str:
-        """Runs one session; returns the reason of its end."""
+        """Runs one session until it ends; returns the reason in words."""
         hello = Hello(client="tokenbus gateway", capabilities=["ping"])
         await dealer.send([b"HELLO", encode_body(hello, "json")])
         ping_s, expiry_s = PING_S, self._patience_s

@@ -1,9 +1,11 @@
-"""Checks and marks the messages of users, which a tunnel sends with the gateway's rights.
+"""Checks and marks the messages of users, which a tunnel (``tunnels.py``) sends to the broker over
+the gateway's connection.
 
-The gateway's connection may have more rights than its users: on the broker's machine, or with the
-key of that machine, a client is the operator. Messages that only the operator may send are
-therefore refused. Messages whose answer depends on the sender's rights are marked as a user's. On a
-new connection the broker does not have the marks of earlier messages, so each message is marked.
+The gateway's connection may have more rights than the users: the broker treats a client on its own
+machine, or with the key of that machine, as the operator. Messages that only the operator may send
+are therefore refused. HELLO and STATUS have effects that depend on the sender's rights, and are
+marked as a user's. The mark of a HELLO is valid only for its connection. If ZeroMQ has connected
+again, the broker does not have this mark, so each STATUS has its own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Serves the chat page at ``/`` and its files, and converts a chat to a request to the bus.
 
-The page sends its conversations to ``/v1/chat/completions``, as any other client.
+The page sends its conversations to ``/v1/chat/completions``, like any other client.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ FOLDER = Path(__file__).parent.parent / "chat"
 """The folder with the files of the page."""
 PAGE = "index.html"
 SHARED = ("base.css", "dom.js", "icon.svg")
-"""Files of the console that this page uses too."""
+"""Files of the console's folder that the chat page also uses."""
 
 
 class BusRequest(msgspec.Struct):
-    """A request for a chat's answer, in the form that the bus accepts."""
+    """The request to the bus that generates the answer to a chat."""
 
     text: str
     """The text of the prompt, with special tokens."""
     generate: dict[str, Any]
-    """The fields of the ``GENERATE``."""
+    """The fields of the ``GENERATE`` message."""
 
 
 def routes() -> list[BaseRoute]:
@@ -63,8 +63,8 @@ def _root() -> Any:
 
 
 async def bus_request(request: Request) -> Response:
-    """Converts a chat completion to a request to the bus, with which the console generates the
-    answer again."""
+    """Converts the body of a chat completion to a request to the bus. The console sends this
+    request to generate the answer again."""
     ignored = ignored_of(request)
     body = await read_body(request, ChatRequest, ignored)
     body.check()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from .errors import ApiError
 
 PIECE_BYTES = 256 * 1024
-"""Maximum bytes that are decompressed without a pause. A small body can become very long."""
+"""Maximum number of bytes in a decompressed piece. A small compressed body can become very long."""
 _GZIP = 16 + zlib.MAX_WBITS
 
 

@@ -21,7 +21,7 @@ from .user_shares import SharedClient, UserShares
 
 
 class Gateway:
-    """One gateway process. Created inside the event loop that serves it."""
+    """The state of one gateway process. Created inside the process's event loop."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -29,10 +29,10 @@ class Gateway:
         self.programs = self.shares.programs
         self._own = SharedClient(settings.front_endpoint, self.shares, settings.max_unread)
         self._tenants: dict[str, SharedClient] = {}
-        """The clients of tenants, by the public key of the tenant's bus key."""
+        """The bus clients of tenants, by the public part of the tenant's CURVE key."""
         self._operators: dict[str, AsyncClient] = {}
-        """The clients for the operator's requests, by the public key of the tenant's bus key. An
-        empty string stands for the gateway's own key. WebSockets do not use these clients."""
+        """The bus clients for the operator's HTTP requests, by the public part of the CURVE key
+        with which they connect. An empty string stands for the gateway's own key."""
         self.named = NamedRequests(settings)
         self.models = ModelTable(self._own, Aliases(settings.served_model_name))
         self.traffic = Counts()
@@ -43,16 +43,16 @@ class Gateway:
         self.tunnels = Tunnels(settings, self.shares)
         """The WebSockets of LMTP, each with its own connection to the broker."""
         self.draining = False
-        """Whether the process finishes its requests and then ends."""
+        """Whether the process has received a signal to end, and finishes its requests first."""
         self.probed = False
-        """Whether a load balancer polls ``/ready``."""
+        """Whether ``/ready`` was requested, which a load balancer does."""
         self.drain_seen = asyncio.Event()
         """Set when ``/ready`` has been answered with 503 during the drain."""
 
     @property
     def client(self) -> SharedClient:
-        """The bus client that all HTTP requests of a tenant share. The tenant is that of the
-        current task's API key, or the gateway itself if the API key has no tenant."""
+        """The bus client for the current task's request. All HTTP requests of a tenant share one
+        client. Requests whose API key has no tenant share the client with the gateway's own key."""
         key = current_tenant.get()
         if key is None:
             return self._own
@@ -64,8 +64,9 @@ class Gateway:
         return client
 
     def operator_client(self, key: OwnKey | None) -> AsyncClient:
-        """The client with ``key`` for requests of the operator; None: the gateway's own key. The
-        broker decides by the key whether it accepts the requests."""
+        """The bus client for requests of the operator. It connects with ``key``, or with the
+        gateway's own key if ``key`` is None. The broker decides by this key whether it accepts the
+        requests."""
         name = "" if key is None else key.public
         client = self._operators.get(name)
         if client is None:
@@ -74,8 +75,9 @@ class Gateway:
         return client
 
     async def close(self) -> None:
-        """Ends the sessions at the broker, which ends all running streams. Responses in the
-        background are left to other gateways."""
+        """Ends the sessions of these clients at the broker, and thereby their running streams. The
+        streams of background responses have their own sessions, and continue for another
+        gateway."""
         await self.stored.close()
         await self.templates.close()
         await self.tunnels.close()

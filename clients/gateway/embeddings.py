@@ -27,8 +27,7 @@ clients."""
 assert BATCH_TEXTS <= MAX_INPUTS
 
 ANSWER_BYTES = 6
-"""Number of bytes that an answer occupies for each byte of its vectors: the vectors themselves, and
-their JSON."""
+"""Memory of an answer, in bytes for each byte of its vectors: the vectors, and their JSON text."""
 TURN_VECTORS = 8
 """Number of vectors that are scaled, compared or encoded before other requests have their turn."""
 
@@ -52,8 +51,8 @@ class Texts:
 async def tokenized(
     model: ServedModel, field: str, texts: Sequence[str | list[int]], truncate: int | None = None
 ) -> Texts:
-    """The token ids of some texts. ``truncate``: the number of first tokens of each text that are
-    kept (-1: as many as the model takes; None: all). Raises ApiError."""
+    """The token ids of some texts. If ``truncate`` is not None, only the first ``truncate`` tokens
+    of each text are kept, or as many as the model accepts if it is -1. Raises ApiError."""
     if len(texts) > MAX_TEXTS:
         what = f"{field} has {len(texts)} texts; at most {MAX_TEXTS} are allowed"
         raise invalid_field(field, what)
@@ -111,7 +110,8 @@ async def vectors(
         except TokenbusError as error:
             raise _named(error, texts.field, number * BATCH_TEXTS) from None
         gateway.shares.take_bytes(ANSWER_BYTES * len(answer.vectors))
-        # Copying the vectors of 64 texts takes less than a millisecond.
+        # ``split`` copies the vectors of at most 64 texts, which blocks the event loop for less
+        # than a millisecond.
         found += split(answer)
         await asyncio.sleep(0)
     return found
@@ -126,8 +126,8 @@ def split(answer: Embedded) -> list[array[float]]:
 
 
 def _named(error: TokenbusError, field: str, first: int) -> ApiError:
-    """Converts an error of the bus about a text. ``first``: the number of the
-    request's texts before the part that was sent to the bus."""
+    """Converts an error of the bus about a text to an ApiError that names the text in the HTTP
+    request. ``first``: the number of the request's texts before those that were sent to the bus."""
     named = from_tokenbus(error)
     param = named.param or ""
     if param.startswith("inputs["):
@@ -139,7 +139,8 @@ async def shortened(
     model: ServedModel, found: list[array[float]], dimensions: int | None
 ) -> list[array[float]]:
     """The first ``dimensions`` components of each vector, scaled to the length 1 (Matryoshka
-    embeddings); None: all components. Raises ApiError 400 if the vectors have fewer components."""
+    embeddings). If ``dimensions`` is None, the vectors are unchanged. Raises ApiError 400 if the
+    vectors have fewer components."""
     if dimensions is None:
         return found
     size = len(found[0])

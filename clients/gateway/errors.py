@@ -32,8 +32,8 @@ _STATUS: dict[str, int] = {
     Code.TIMEOUT: 504,
     Code.INTERNAL: 500,
 }
-"""HTTP status by error code of the bus. All other codes are the request's fault and have the status
-400."""
+"""The HTTP status for each error code of the bus. The codes that are missing here report a fault of
+the request, and have the status 400."""
 
 _TYPES = {
     401: "authentication_error",
@@ -50,7 +50,7 @@ _CODES: dict[str, str] = {
     Code.UNKNOWN_MODEL: "model_not_found",
     Code.PROMPT_TOO_LONG: "context_length_exceeded",
 }
-"""OpenAI's name of a code, if it differs from the code's name on the bus."""
+"""OpenAI's names of error codes that have another name on the bus."""
 
 
 class UserLimitError(UnavailableError):
@@ -208,7 +208,7 @@ _FORMS: tuple[tuple[type[_Form], tuple[str, ...]], ...] = (
     (UpdateError, ("/update_weights_from_disk",)),
     (AiciError, ("/v1/run", "/v1/controllers", "/v1/aici_modules")),
 )
-"""The interfaces, by path, that have their own form of errors."""
+"""The forms of errors other than OpenAI's, each with the paths that use it."""
 
 
 def from_tokenbus(error: TokenbusError) -> ApiError:

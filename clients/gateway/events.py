@@ -1,4 +1,4 @@
-"""Server-sent events. If the client disconnects, the stream that the events report is cancelled."""
+"""Sends server-sent events. If the HTTP client disconnects, the stream on the bus is cancelled."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
     numbers = True
-    """Whether the events of a request with an idempotency key have numbers."""
+    """Whether the events get an ``id:`` with their number if the request has an idempotency key."""
 
     def __init__(
         self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None
@@ -51,7 +51,7 @@ class EventStream(Response):
         self.raw_headers = [h for h in self.raw_headers if h[0] != b"content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events until they or the connection end."""
+        """Sends the events until the generator ends or the client disconnects."""
         sending = asyncio.ensure_future(self._send(send))
         leaving = asyncio.ensure_future(_disconnected(receive))
         try:

@@ -103,5 +103,5 @@ def stops_of(given: str | list[str] | None) -> list[str]:
 
 
 def seed_of(seed: int) -> int:
-    """A non-negative seed for the bus."""
+    """A seed without its sign bit, because the bus accepts only non-negative seeds."""
     return seed & 0x7FFF_FFFF_FFFF_FFFF

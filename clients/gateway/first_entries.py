@@ -1,5 +1,5 @@
-"""Waits for the first entries of a stream before the HTTP answer begins, so that a refusal
-determines the HTTP status."""
+"""Waits for the first entries of a stream before the HTTP answer begins. If the bus refuses the
+request, the answer can then have an error status."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ async def first_entries(
 ) -> list[Token]:
     """The first entries of the stream that answers ``request``.
 
-    Raises TokenbusError if the stream fails before its first token. Errors with a code in ``shown``
-    are not raised, because the answer itself reports them. Raises ClientDisconnect if the client
-    disconnects. Both errors close the stream.
+    Raises TokenbusError if the stream fails before its first token, unless the error's code is in
+    ``shown``: the body of the answer reports such errors. Raises ClientDisconnect if the client
+    disconnects. If an error is raised, the stream is closed.
     """
     try:
         first = await unless_disconnected(request.receive, stream.arrived())

@@ -1,7 +1,7 @@
 """``/live``, ``/ready`` and ``/health``, for load balancers and Kubernetes.
 
 ``/live`` returns 200 while the process runs. ``/ready`` and ``/health`` return 503 while the
-gateway drains, while the broker does not answer, and while no worker serves a model.
+gateway drains, while the broker does not answer, and while no GPU worker is ready.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .json import json_response
 from .openapi import Operation
 
 ASK_S = 2.0
-"""Maximum time until the broker answers, in seconds."""
+"""Maximum time to wait for the broker's answer, in seconds."""
 
 
 def routes() -> list[BaseRoute]:
-    """The three paths."""
+    """The routes ``/live``, ``/ready`` and ``/health``."""
     return [
         Route("/live", live, methods=["GET"]),
         Route("/ready", ready, methods=["GET"]),

@@ -21,24 +21,26 @@ MAX_HEAD_BYTES = 64 * 1024
 """Maximum number of bytes in a request's headers and trailers. The first line has approximately the
 same bound."""
 HEADER_COST = 32
-"""Number of bytes that each header counts in addition to its text."""
+"""Number of bytes that each header counts towards ``MAX_HEAD_BYTES`` in addition to its text."""
 HEAD_S = 30.0
 """Maximum time from the first byte of a request's headers to the last, in seconds. It also bounds
-the time until the first byte of a connection."""
+the time from the opening of a connection to its first byte."""
 BODY_S = 30.0
-"""Maximum time of a body, in seconds, in addition to the time that ``BODY_BYTES_S`` allows."""
+"""Time in which a body must arrive, in seconds. Each ``BODY_BYTES_S`` received bytes extend it by
+one second."""
 BODY_BYTES_S = 1024
-"""Minimum rate of a long body, in bytes per second."""
+"""Minimum rate at which a long body must arrive, in bytes per second."""
 UNREAD_S = 300.0
 """Time after which a client that does not read its answer is disconnected, in seconds."""
 RESERVE = 64
-"""Number of connections above the maximum that are accepted for probes."""
+"""Number of connections above the maximum that are accepted, but may only request ``PROBES``."""
 
 _REFUSAL = b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection. If it exceeds a bound, it is closed, if possible after a 431, 408 or 503."""
+    """One connection. If the client exceeds a bound, the connection is closed. Before that, the
+    client receives a 431, 408 or 503, unless another answer has begun and is not complete."""
 
     max_connections = 10_000
     """Maximum number of connections of one process, including WebSockets."""
@@ -48,14 +50,17 @@ class BoundedHttp(HttpToolsProtocol):
     _unfinished_bytes = 0
     """Number of received bytes of an incomplete first line or header."""
     _finished = False
+    """Whether the parser has reported an event, such as a header, for the data that it parses."""
     _late: asyncio.TimerHandle | None = None
-    """The timer that refuses late headers."""
+    """The timer that closes the connection if headers arrive too late."""
     _body_late: asyncio.TimerHandle | None = None
+    """The timer that closes the connection if the body arrives too late."""
     _body_due = 0.0
     """The time by which the rest of the body must have arrived, by the event loop's clock."""
     _in_body = False
     """Whether the headers of the current request are complete but its body is not."""
     _unread: asyncio.TimerHandle | None = None
+    """The timer that closes the connection of a client that does not read."""
     _upgraded = False
 
     # --- the connection -------------------------------------------------------------------------
@@ -106,8 +111,8 @@ class BoundedHttp(HttpToolsProtocol):
             self._refuse(b"431 Request Header Fields Too Large")
         open_request = self.cycle is not None and not self.cycle.response_complete
         if self._late is None and not (self._in_body or open_request or self._upgraded):
-            # Line breaks between two requests are skipped. uvicorn's timer for idle connections
-            # ends with any data.
+            # The client may have sent only line breaks, which the parser skips. They end uvicorn's
+            # timer for idle connections, so a new timer is necessary.
             self._late = self.loop.call_later(HEAD_S, self._check_head)
         if self._in_body and self._body_late is None:
             self._body_due += self.loop.time() + BODY_S
@@ -156,8 +161,8 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_message_complete()
 
     def _is_pipelined(self) -> bool:
-        """Whether a request waits for the answers to earlier requests. Nothing more is read until
-        it is started."""
+        """Whether a received request waits for the answers to earlier requests of this connection.
+        While a request waits, the connection is not read."""
         return bool(self.pipeline)
 
     def _in_time(self) -> None:
@@ -191,7 +196,8 @@ class BoundedHttp(HttpToolsProtocol):
     # --- sent data ------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
-        """Handles the end of an answer, after which the next request is started."""
+        """Handles the end of an answer: starts the next request of the connection, and continues to
+        read."""
         super().on_response_complete()
         self._reading.proceed()
 
@@ -214,7 +220,8 @@ class BoundedHttp(HttpToolsProtocol):
     # --- refusals -------------------------------------------------------------------------------
 
     async def _probes_only(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers the requests of a connection above the maximum; only probes are served."""
+        """The application for a connection above the maximum: serves probes, and answers other
+        requests with 503."""
         if scope["path"] in PROBES:
             await self.config.loaded_app(scope, receive, send)
             return
@@ -238,5 +245,5 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 def http_protocol(max_connections: int) -> type[BoundedHttp]:
-    """The protocol of a gateway with a maximum number of connections."""
+    """The protocol class for a gateway process with at most ``max_connections`` connections."""
     return type("GatewayHttp", (BoundedHttp,), {"max_connections": max_connections})

@@ -9,9 +9,8 @@ A gateway that serves the repetition takes the session over and attaches to the 
 need state from the first gateway. If a client sends the key of another user, the gateway
 computes a different token.
 
-If the broker does not have the stream any more, the request runs again. A request without a seed
-receives a seed that is computed like the session's token, so that the repetition generates the same
-tokens.
+If the broker does not have the stream any more, the request runs again. If the request has no seed,
+a seed is computed like the session's token, so that the repetition generates the same tokens.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ MAX_NAMED = 256
 """Maximum number of named requests of a gateway that have their own session and thread. Further
 named requests use the shared session, and run again if they are repeated."""
 STREAM_BITS, TRY_BITS = 12, 8
-"""A stream id has three fields. The lowest ``TRY_BITS`` bits are the number of the attempt. The
-next ``STREAM_BITS`` bits are the number of the stream within the request. The 32 bits above are a
-digest of the path and the body."""
+"""A stream id has three fields. The lowest ``TRY_BITS`` bits count how often the gateway has sent
+the stream's request again (``Call.base``). The next ``STREAM_BITS`` bits are the number of the
+stream within the HTTP request. The 32 bits above are a digest of the path and the body."""
 
 
 class NamedRequest:
@@ -61,7 +60,7 @@ class NamedRequest:
 
     def __init__(self, key: str, last_event: int, rooms: NamedRequests) -> None:
         self.last_event = last_event
-        """The number of the last event that the client has received. Later events are sent."""
+        """The number of the last event that the client has received; only later events are sent."""
         self._key = key
         self._rooms = rooms
         self._user = ""
@@ -82,7 +81,7 @@ class NamedRequest:
 
     def read(self, path: str, body: bytes) -> None:
         """Stores the current task's user, and a digest of the path and the body. The session's
-        token and the stream ids are computed from them."""
+        token is computed from the user, and the stream ids are computed from the digest."""
         self._user = current_user.get()
         self._digest = hashlib.sha256(path.encode() + b"\0" + body).digest()
 
@@ -92,7 +91,8 @@ class NamedRequest:
         return prefix + self._derived(f"id {self._ids}").hex()[:24]
 
     def begin(self, call: Call, seed: int | None) -> int:
-        """Sets the stream ids of a call; returns its seed."""
+        """Sets the stream ids of a call; returns its seed, which is computed if ``seed`` is
+        None."""
         call.base = self.base + (self._streams << TRY_BITS)
         call.repeated = self.last_event > 0
         self._streams += 1
@@ -116,8 +116,8 @@ class NamedRequest:
         return self._client
 
     async def close(self, leave: bool) -> None:
-        """Called when the answer was sent or the client has disconnected. ``leave``: the broker
-        keeps the streams for some time, because the next gateway may need them."""
+        """Called when the answer was sent or the client has disconnected. ``leave``: the session
+        remains open for some time, so that its streams continue for a repeated request."""
         client, self._client = self._client, None
         if client is not None:
             self._rooms.leave(self.token, self._user)
@@ -138,8 +138,8 @@ class NamedRequests:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._open: dict[str, tuple[int, int]] = {}
-        """By session token: the first stream id of a named request, and the number of HTTP requests
-        with its key that are being served."""
+        """For each session token, the first stream id of the named request, and the number of HTTP
+        requests for it that this process serves now."""
         self._users = Counter[str]()
         """Number of named requests of each user."""
 
@@ -150,12 +150,13 @@ class NamedRequests:
             return _secret(self._settings)
         except OSError as error:
             log.warning(
-                "idempotency keys work only within this gateway: no shared secret: %s", error
+                "idempotency keys work only within this gateway; no shared secret: %s", error
             )
             return secrets.token_bytes(32)
 
     def of(self, key: str | None, last_event: str | None) -> NamedRequest | None:
-        """The request with these headers; None without a key. Raises ApiError 400."""
+        """The named request of an HTTP request with these two headers; None if it has no key.
+        Raises ApiError 400."""
         if key is None:
             if last_event is not None:
                 raise _fault(f"{LAST_EVENT} is given without {HEADER}; send both")
@@ -167,13 +168,14 @@ class NamedRequests:
         return NamedRequest(key.strip('"'), int(last_event or 0), self)
 
     def of_background(self, id: str, last_event: int) -> NamedRequest:
-        """The request for a response in the background, so that another gateway can continue its
-        stream. ``last_event``: number of its stored events."""
+        """The named request of a background response, so that another gateway can continue its
+        stream. ``id``: the response's id. ``last_event``: the number of its stored events."""
         return NamedRequest(f"background {id}", last_event, self)
 
     def enter(self, token: str, base: int, user: str) -> bool:
-        """Adds a request of ``user`` with its own session. Returns False if the request has to use
-        the shared session. Raises ApiError 409."""
+        """Adds a request of ``user`` with its own session. Returns False if too many such requests
+        are open; the request then has to use the shared session. Raises ApiError 409 if the key is
+        in use for another request."""
         other, count = self._open.get(token, (base, 0))
         if other != base:
             raise reused()
@@ -194,7 +196,7 @@ class NamedRequests:
 
 
 class NamedClient(AsyncClient):
-    """The session of one named request."""
+    """The bus client of one named request, with the session of this request."""
 
     def __init__(
         self,
@@ -204,7 +206,8 @@ class NamedClient(AsyncClient):
         session: str,
         leaves: Callable[[], bool],
     ) -> None:
-        """``leaves`` returns whether closed streams continue at the broker."""
+        """``session``: the session's token. ``leaves`` returns whether a stream continues at the
+        broker after ``close``."""
         super().__init__(
             front, max_unread=max_unread, wait_for_room=False, key=key, session=session
         )
@@ -212,7 +215,7 @@ class NamedClient(AsyncClient):
         self.leaves = leaves
 
     def end(self, leave: bool) -> None:
-        """Ends the session; with ``leave``, only the connection. Blocks."""
+        """Ends the session, or only its connection if ``leave`` is True. Blocks."""
         self._connection.close(keep=leave)
 
     def begin(self, call: Call) -> AsyncStream:
@@ -228,18 +231,18 @@ class NamedClient(AsyncClient):
 
 
 class NamedStream(AsyncStream):
-    """A stream that is read entry by entry, so that the events of a repeated answer are the same
-    even if entries arrive together."""
+    """A stream that is read entry by entry. Each entry then makes its own event, so that a repeated
+    answer has the same events, however many entries arrive together."""
 
     async def arrived(self) -> list[Token]:
-        """The next entry; ``[]`` after the last one."""
+        """A list with the next entry; ``[]`` after the last entry."""
         try:
             return [await anext(self)]
         except StopAsyncIteration:
             return []
 
     def close(self) -> None:
-        """Cancels the request, or leaves the stream to the next gateway."""
+        """Cancels the request, or lets the stream continue at the broker for a repeated request."""
         client = self._client
         if isinstance(client, NamedClient) and client.leaves() and not self._finished:
             self._finished = self._closed = True
@@ -267,7 +270,7 @@ class NumberedEvents:
         return cls(named.last_event) if named is not None else None
 
     def write(self, part: bytes) -> bytes:
-        """Adds numbers to complete events."""
+        """Numbers the complete events in ``part``; returns those that the client does not have."""
         return b"".join(map(self._event, part.split(b"\n\n")[:-1]))
 
     def _event(self, event: bytes) -> bytes:
@@ -295,8 +298,8 @@ def _fault(what: str) -> ApiError:
 
 
 def _secret(settings: Settings) -> bytes:
-    """The secret that the gateways of a system share: their key for the bus; without a key, a file
-    in the run directory."""
+    """The secret that the gateways of a system share. It is computed from their CURVE key, or read
+    from a file in the run directory if they have no key."""
     own = own_key(settings, "client")
     if own is not None:
         return hashlib.sha256(b"gateway " + bytes.fromhex(own.secret)).digest()

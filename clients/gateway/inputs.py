@@ -1,7 +1,8 @@
-"""``POST /v1/streams/{id}/input``: an input for the program that a request over HTTP runs.
+"""``POST /v1/streams/{id}/input`` sends an input to the program that a running HTTP request has as
+its controller.
 
-``id`` is the ``x-request-id`` of the request, which its client may choose. Only the user of the
-request may send inputs, to the gateway process that serves the request.
+``id`` is the ``x-request-id`` of the running request, which its client may choose. Only the user
+who has sent this request may send inputs, and only to the gateway process that serves it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class InputBody(Body):
 
 
 def routes() -> list[BaseRoute]:
-    """The route."""
+    """The route of ``PATH``."""
     return [Route(PATH, give_input, methods=["POST"])]
 
 

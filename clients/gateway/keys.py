@@ -20,13 +20,13 @@ class KeyFileError(ValueError):
 
 
 class ApiKeys:
-    """The API keys of a file. Each line has the holder's name and the hexadecimal SHA-256 of a key.
-    If the holder is a tenant of the bus, the path of the tenant's key file follows, relative to
-    this file. ``+operator`` instead of a path: the key may send the operator's requests over HTTP,
-    with the gateway's own key of the bus.
+    """The API keys of a file. Each line has the holder's name and the hexadecimal SHA-256 of an API
+    key. If the holder is a tenant of the bus, the path of the file with the tenant's CURVE key
+    follows, relative to this file. The word ``+operator`` instead of a path means that the holder
+    may send the operator's requests over HTTP, which the gateway sends with its own CURVE key.
 
-    The keys, 256 random bits each, are not in the file. Empty lines and lines that begin with ``#``
-    are skipped.
+    The API keys themselves, 256 random bits each, are not in the file. Empty lines and lines that
+    begin with ``#`` are skipped.
     """
 
     def __init__(
@@ -37,13 +37,14 @@ class ApiKeys:
     ) -> None:
         self._names = names
         self._tenants = tenants or {}
-        """The tenants' keys of the bus, by the holder's name."""
+        """The tenants' CURVE keys, by the holder's name."""
         self._operators = operators
-        """The hashes of the keys with ``+operator``. Their holders may also have other keys."""
+        """The hashes of the API keys with ``+operator``. A holder may also have API keys without
+        it."""
 
     @classmethod
     def read(cls, path: Path) -> ApiKeys:
-        """Reads the keys of a file; raises KeyFileError with the faulty line."""
+        """Reads a file of API keys; raises KeyFileError, which names the faulty line."""
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -82,7 +83,7 @@ class ApiKeys:
         return hash_of(key) in self._operators
 
     def tenant_of(self, name: str) -> OwnKey | None:
-        """The key of the bus for the requests of a holder; None: the gateway's own key."""
+        """The CURVE key with which requests of a holder are sent; None for the gateway's own."""
         return self._tenants.get(name)
 
 

@@ -81,10 +81,11 @@ CHANGES_ANSWER = {
     "prompt_embeds": "prompts are text or token ids",
     "use_beam_search": "sequences are sampled; leave use_beam_search out",
 }
-"""Unknown fields at the top level that are always refused, because the answer would not be the
-requested one."""
+"""Unknown fields at the top level that are refused even without ``strict_fields``, because without
+them the answer would not be the requested one. The values are the ends of the error messages."""
 REFERENCES = frozenset({"item_reference"})
-"""Types of elements that are never left out, because they stand for parts of the conversation."""
+"""Types of elements that are never left out, because they stand for parts of the conversation. If
+an interface does not support such a type, it refuses the request."""
 
 
 class Ignored:
@@ -110,7 +111,7 @@ class Ignored:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The header that lists the names; empty without names."""
+        """The header that lists the collected names; empty if no name was collected."""
         names = [_printable(name) for name in list(self.names)[:MAX_NAMES]]
         if len(self.names) > MAX_NAMES:
             names.append(f"and {len(self.names) - MAX_NAMES} more")
@@ -147,7 +148,7 @@ def decode(data: bytes, kind: type[K], ignored: Ignored) -> K:
 
 @cache
 def _fields(kind: Hashable) -> frozenset[str]:
-    """The names of the fields of a body."""
+    """The names of the fields that the struct of a body declares."""
     info = type_of(kind)
     assert isinstance(info, inspect.StructType)
     return frozenset(field.encode_name for field in info.fields)
@@ -160,8 +161,9 @@ def _repaired(data: bytes, kind: type[K], ignored: Ignored) -> K:
 
 
 def _walk(value: Any, kind: inspect.Type, path: str, ignored: Ignored) -> Any:
-    """A value without its unknown elements and fields. A whole number with a decimal point becomes
-    an int if the type is int. ``path``: the place of the value in the body."""
+    """A value without its unknown elements and fields. ``kind``: the declared type of the value.
+    ``path``: the place of the value in the body. A number such as ``1.0`` becomes an int if the
+    declared type is int."""
     if isinstance(value, float) and value.is_integer():
         kinds = {type(one) for one in kinds_of(kind)}
         return int(value) if inspect.IntType in kinds and inspect.FloatType not in kinds else value

@@ -1,9 +1,9 @@
 """Lets the successor of a gateway start before the gateway's last stream has ended.
 
-supervisord starts the successor when the gateway's process has exited. That process therefore only
-waits for a child process, which serves. On SIGUSR2 the child stops listening and the parent exits;
-the successor then listens on the same port, and the child finishes its streams within ``linger_s``.
-On SIGTERM both processes end within ``drain_s``.
+supervisord starts the successor when the gateway's process has exited. This process therefore only
+starts a child process, which serves the requests, and waits for it. On SIGUSR2 the child stops
+listening and the parent exits; the successor then listens on the same port, and the child finishes
+its streams within ``linger_s``. On SIGTERM both processes end within ``drain_s``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LEFT = b"l"
 
 
 class Leaving:
-    """Makes the parent of the serving process exit."""
+    """The serving process's means to make its parent exit."""
 
     def __init__(self, pipe: int) -> None:
         """``pipe``: the write end of a pipe that the parent reads."""
@@ -29,8 +29,8 @@ class Leaving:
         self._end_with_parent(signal.SIGKILL)
 
     def leave(self) -> None:
-        """Makes the parent exit. Afterwards, this process does not depend on the parent any
-        more."""
+        """Makes the parent exit. Before that, this process ends if the parent ends; afterwards it
+        continues."""
         self._end_with_parent(0)
         # Signals to the process group of the successor must not reach this process.
         os.setsid()
@@ -39,8 +39,8 @@ class Leaving:
 
     @staticmethod
     def _end_with_parent(number: int) -> None:
-        """Sets the signal that this process receives when its parent ends; 0: no signal. Linux
-        only."""
+        """Sets the signal that this process receives when its parent ends. With ``number`` 0, this
+        process receives no signal. Has an effect only on Linux."""
         try:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
         except (OSError, AttributeError):
@@ -49,8 +49,9 @@ class Leaving:
 
 def run(serve: Callable[[Leaving], int]) -> int:
     """Runs ``serve`` in a child process. In the child, this function returns the result of
-    ``serve``. In the parent, it waits until the child ends or calls ``leave``, and returns the
-    child's exit code or 0. Must be called before the first thread starts."""
+    ``serve``. In the parent, it waits until the child ends and returns the child's exit code, or
+    until the child calls ``Leaving.leave`` and returns 0. Must be called before the first thread
+    starts."""
     reader, writer = os.pipe()
     parent = os.getpid()
     serving = os.fork()

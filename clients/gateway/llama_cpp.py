@@ -74,7 +74,7 @@ class LlamaRequest(Body, kw_only=True):
 
     @property
     def constraint(self) -> Constraint | None:
-        """The constraint of the text. Raises ApiError 400."""
+        """The constraint on the text. Raises ApiError 400."""
         if self.grammar:
             what = "grammar: GBNF is not supported; use json_schema, or /v1/completions with a yacc"
             raise invalid_field("grammar", f"{what} or lark grammar as controller")
@@ -149,7 +149,7 @@ class LlamaAnswer(Struct, kw_only=True):
 
 @dataclass
 class Job:
-    """One request."""
+    """A request with its model, its streams on the bus, and its counts of tokens."""
 
     body: LlamaRequest
     model: ServedModel
@@ -161,7 +161,7 @@ class Job:
 
 
 def routes() -> list[BaseRoute]:
-    """The path, in both of llama.cpp's spellings."""
+    """The routes of the two paths that llama.cpp uses for completions."""
     paths = ("/completion", "/completions")
     return [Route(path, completion, methods=["POST"]) for path in paths]
 
@@ -199,7 +199,8 @@ async def _begin(gateway: Gateway, body: LlamaRequest) -> Job:
 
 
 async def _texts(job: Job) -> AsyncGenerator[tuple[str, Token], None]:
-    """The new text of the answer, and the last entry so far. Raises ApiError."""
+    """For each batch of entries, the new text of the answer and the batch's last entry. Raises
+    ApiError if the stream fails."""
     choices = GrowingChoices()
     async for _, entries in job.generations.batches():
         job.first = job.first or time.monotonic()

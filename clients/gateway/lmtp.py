@@ -1,4 +1,5 @@
-"""LMTP over WebSocket, at ``/``: each text message is one line, ``<TYPE> <JSON>``."""
+"""LMTP (docs/protocol.md) over WebSocket, at ``/``. Each text message is one line,
+``<TYPE> <JSON>``."""
 
 from __future__ import annotations
 

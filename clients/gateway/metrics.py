@@ -1,8 +1,8 @@
 """``/metrics`` for Prometheus: the metrics of the broker, its workers and this gateway.
 
-The gateway asks the broker at each scrape, so that all gateways report the same values. A metric of
-vLLM has vLLM's name with the prefix ``tokenbus:`` instead of ``vllm:``. docs/observability.md lists
-all metrics.
+At each scrape, the gateway requests the metrics of the broker and its workers from the broker, so
+that all gateways report the same values. A metric that vLLM has too has vLLM's name, with the
+prefix ``tokenbus:`` instead of ``vllm:``. docs/observability.md lists all metrics.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .openapi import Operation
 
 PREFIX = "tokenbus:"
 ASK_S = 5.0
-"""Maximum time until the broker answers, in seconds."""
+"""Maximum time to wait for the broker's answer, in seconds."""
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -209,7 +209,7 @@ def of_status(status: Status | None) -> Iterator[Series]:
 
 
 def _labelled(series: Iterable[Series], worker: str) -> Iterator[Series]:
-    """Adds to series the label of the worker that counted them."""
+    """Adds to each series the label ``worker``, which names the process that counted it."""
     for one in series:
         yield Series(one.name, {**one.labels, "worker": worker}, one.value, one.histogram)
 
@@ -232,7 +232,8 @@ def _metric(name: str, family: Family, series: list[Series]) -> Metric:
 
 
 def _buckets(one: Series) -> list[tuple[str, float]]:
-    """The counts in Prometheus's form, in which each bucket includes all smaller buckets."""
+    """The buckets of a histogram in Prometheus's form: each count includes those of all smaller
+    buckets."""
     assert one.histogram is not None
     bounds = [*map(floatToGoString, one.histogram.bounds), "+Inf"]
     total, buckets = 0, []

@@ -26,7 +26,7 @@ SHORT_TEXT = 4096
 """Maximum length of a text, in characters or tokens, that is encoded or decoded in the event
 loop."""
 MAX_REASON = 500
-"""Maximum characters of the reason why a tokenizer cannot be read."""
+"""Maximum number of characters of the error message for a tokenizer that cannot be read."""
 LOAD_S = 600.0
 """Maximum time to load a model on demand, in seconds."""
 
@@ -39,11 +39,12 @@ class ServedModel:
     files: TokenizerFiles
     tokenizer: Tokenizer
     tokenization: Tokenization = field(default_factory=Tokenization)
-    """The tokenization lanes that all models of the gateway share."""
+    """Runs the tokenization of long texts on threads. All models of the gateway share this
+    object."""
     token_size: TokenSize = TokenSize(1_000_000)  # noqa: RUF009
-    """The amount of text that a token can represent."""
+    """The maximum amount of text that one token can represent."""
     _texts: dict[int, str] = field(default_factory=dict)
-    """Cached texts of tokens for ``text_of``."""
+    """The texts that ``text_of`` has computed, by token id."""
 
     @property
     def name(self) -> str:
@@ -63,12 +64,13 @@ class ServedModel:
         return {number: token.content for number, token in added.items() if token.special}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of ``text``. ``special``: the tokenizer adds special tokens, such as BOS."""
+        """Token ids of ``text``. ``special``: whether special tokens are added, such as BOS."""
         return self.tokenizer.encode(text, add_special_tokens=special).ids
 
     async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
-        """Encodes ``text``; a long text, or many short ones, do not delay other requests. Raises
-        RequestError if the text is too long for the model."""
+        """Token ids of ``text``. A long text is encoded on a thread. Before a short text is
+        encoded, the event loop serves other requests. Raises RequestError if the text is too long
+        for the model."""
         if len(text) <= SHORT_TEXT:
             await asyncio.sleep(0)
             return self.encode(text, special=special)
@@ -99,10 +101,11 @@ class ServedModel:
             )
 
     async def detokenize(self, ids: list[int]) -> str:
-        """Decodes token ids; a long list does not delay other requests."""
+        """The text of token ids. A long list is decoded on a thread, so that other requests are
+        served meanwhile."""
         if len(ids) <= SHORT_TEXT:
             return self.decode(ids)
-        # A batch does not hold the interpreter's lock.
+        # ``decode_batch`` does not hold the interpreter's lock; ``decode`` does.
         texts = await self.tokenization.run(
             len(ids), lambda: self.tokenizer.decode_batch([ids], skip_special_tokens=False)
         )
@@ -173,7 +176,8 @@ class ModelSource(Protocol):
 
 
 class ModelTable:
-    """Requests models from the bus and caches the answers. Tokenizers are cached by fingerprint."""
+    """Requests descriptions and tokenizers of models from the bus, and caches them. Tokenizers are
+    cached by the model's fingerprint."""
 
     def __init__(self, client: ModelSource, aliases: Aliases) -> None:
         self._client = client
@@ -233,7 +237,7 @@ class ModelTable:
         kept = self._tokenizers.get(fingerprint)
         if kept is None:
             files = await self._client.tokenizer(name)
-            # Reading a vocabulary of 130,000 tokens takes a second.
+            # A vocabulary of 130,000 tokens takes a second to read, so a thread reads it.
             try:
                 tokenizer = await asyncio.to_thread(Tokenizer.from_str, files.json)
                 size = await asyncio.to_thread(lambda: size_of_tokenizer(json.loads(files.json)))

@@ -1,4 +1,4 @@
-"""The programs that the HTTP requests of a gateway process run, by the ids of these requests."""
+"""Finds the stream of a running program by the ``x-request-id`` of its HTTP request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .turns import current_tenant, current_user
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A request over HTTP, and the streams of its programs."""
+    """An HTTP request and its streams that have a controller. ``id``: the ``x-request-id``."""
 
     id: str
     user: str = ""
@@ -31,7 +31,8 @@ class OpenPrograms:
 
     @contextmanager
     def request(self, id: str) -> Iterator[None]:
-        """Wraps a request. ``stream`` finds the streams of the request until the request ends."""
+        """Wraps an HTTP request with this ``x-request-id``. ``stream`` finds the streams of the
+        request until the end of the block."""
         running = _Running(id)
         token = self._current.set(running)
         try:
@@ -55,8 +56,8 @@ class OpenPrograms:
         running.streams.append(stream)
 
     def stream(self, id: str) -> AsyncStream:
-        """The stream of a request of the current task's user. Raises ApiError 404 if the user runs
-        no program under this id, and 409 if several streams have this id."""
+        """The stream of the current task's user whose request has this id. Raises ApiError 404 if
+        the user has no such stream, and 409 if the user has several."""
         who = current_user.get(), _tenant()
         own = [one for one in self._running.get(id, ()) if (one.user, one.tenant) == who]
         streams = [stream for one in own for stream in one.streams]

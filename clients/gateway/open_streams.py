@@ -1,5 +1,5 @@
 """Tracks the unanswered requests of a WebSocket. A draining gateway closes the WebSocket when all
-of them are answered."""
+requests are answered."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ class _Named(Struct):
 
 
 class _About(Struct):
+    """The fields of a MSG or ERROR that show whether the message ends its stream."""
+
     stream_id: StreamId | None = None
     attached: Any = UNSET
     input: Any = UNSET
@@ -39,8 +41,9 @@ class _About(Struct):
 
     @property
     def is_end(self) -> bool:
-        """Whether a MSG or an ERROR ends its stream. An ERROR does not end a live stream if it
-        refuses another message with the stream's id."""
+        """Whether the message ends the stream with its ``stream_id``. Exceptions: a MSG that only
+        confirms an ATTACH or an input, and an ERROR that refuses a further message, such as an
+        input, while the stream continues."""
         if self.type is None:
             return self.attached is UNSET and self.input is UNSET
         if self.type == "ATTACH":
@@ -71,7 +74,7 @@ class OpenStreams:
         return named.stream_id
 
     def sent(self, kind: bytes, stream: int | None) -> None:
-        """Handles a message to the broker, of the type ``kind`` and for the stream ``stream``."""
+        """Handles a client's message of the type ``kind``, which was sent to the broker."""
         if kind in ANSWERED and stream is not None:
             self._open.add(stream)
 
@@ -90,7 +93,7 @@ class OpenStreams:
 
     def _ended(self, body: bytes) -> None:
         tokens: TokenBody = decode_as(TokenBody, body)
-        # Columns contain only entries that do not end a stream.
+        # The rows of columns have no ``finish_reason``, so only ``entries`` can end a stream.
         entries = tokens.entries if isinstance(tokens, TokenColumns) else tokens
         ended = (e for e in entries if e.finish_reason is not None and e.live == 0)
         self._open.difference_update(entry.stream_id for entry in ended)

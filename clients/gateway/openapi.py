@@ -1,4 +1,5 @@
-"""``GET /openapi.json``: describes the gateway's paths, bodies and answers, from their structs."""
+"""``GET /openapi.json`` describes the gateway's paths, and their bodies and answers as schemas that
+are made from the structs."""
 
 from __future__ import annotations
 
@@ -22,11 +23,12 @@ REFUSALS = {
     404: "The model or the controller does not exist.",
     413: "The body is too large.",
     415: "The content type of the body is wrong.",
-    429: "The queue is full; Retry-After has the seconds until another attempt.",
-    503: "No worker is available; Retry-After has the seconds until another attempt.",
+    429: "The user has too many open requests; Retry-After has the seconds to wait.",
+    503: "No worker is available, or the queue is full; Retry-After has the seconds to wait.",
     504: "The request took too long.",
 }
-"""The error statuses of all operations. A 500 would be a defect of the gateway."""
+"""The error statuses that the document lists for each operation. It does not list 500, because a
+500 is a defect of the gateway."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Operation:
     error: Any = ErrorAnswer
     """The type of the errors; None: the errors do not have a JSON body."""
     statuses: dict[int, str] = field(default_factory=dict)
-    """Further statuses with their meanings."""
+    """Further error statuses of this operation, with their meanings."""
     query: dict[str, Any] = field(default_factory=dict)
     """The types of the optional query parameters."""
 

@@ -1,4 +1,5 @@
-"""Parses the received data of a connection in small pieces, between which other connections run.
+"""Parses the received data of a connection in small pieces, between which the event loop serves
+other connections.
 
 uvloop delivers up to 256 KB at once. These may be thousands of requests, headers, chunks or pings,
 and Python code runs for each.
@@ -12,16 +13,17 @@ from time import perf_counter
 from typing import Any
 
 PIECE_BYTES = 1024
-"""Maximum size of a piece in bytes. A piece contains at most 56 requests."""
+"""Maximum size of a piece in bytes. The shortest request has 18 bytes, so a piece contains at most
+56 requests."""
 PARSE_S = 0.0005
-"""Time after which a connection leaves the event loop to others, in seconds. A piece that was begun
-is parsed to its end, and a long body is parsed in many pieces at once."""
+"""Time for which a connection's pieces are parsed before the event loop serves others, in seconds.
+The time is checked after each piece. In this time, many pieces of a long body are parsed."""
 
 
 class PacedTransport:
     """A connection's transport, and the received data that is not parsed yet.
 
-    The kernel buffers further data as long as some is not parsed.
+    While there is such data, the transport does not read, and the kernel buffers further data.
     """
 
     def __init__(
@@ -31,8 +33,8 @@ class PacedTransport:
         parse: Callable[[bytes], None],
         held: Callable[[], bool],
     ) -> None:
-        """Data is not parsed while ``held`` returns True. The owner calls ``proceed`` when the
-        result may have changed."""
+        """``parse`` receives the pieces. Data is not parsed while ``held`` returns True. The owner
+        calls ``proceed`` when the result of ``held`` may have changed."""
         self.transport = transport
         self._loop = loop
         self._parse = parse
@@ -42,7 +44,7 @@ class PacedTransport:
         self._paused = False
         """Whether the protocol has paused reading."""
         self._stopped = False
-        """Whether the transport does not read."""
+        """Whether this object has paused the transport."""
         self._next: asyncio.Handle | None = None
         """The next call of ``_parse_pieces``."""
 
@@ -51,7 +53,7 @@ class PacedTransport:
 
     @property
     def waits(self) -> bool:
-        """Whether data from the client would not be parsed now."""
+        """Whether parsing is stopped, by ``pause_reading`` or by ``held``."""
         return self._paused or self._held()
 
     def pause_reading(self) -> None:
@@ -71,7 +73,8 @@ class PacedTransport:
             self._parse_pieces()
 
     def proceed(self) -> None:
-        """Parses the rest of the data soon, and reads more data when all is parsed."""
+        """Schedules the parsing of the remaining data. Lets the transport read only if all data is
+        parsed and parsing is not stopped."""
         if self.transport.is_closing():
             self._rest = memoryview(b"")
             return
@@ -86,8 +89,8 @@ class PacedTransport:
         self._stopped = stop
 
     def detach(self) -> asyncio.Transport:
-        """The transport, for another protocol. Drops the data that is not parsed. Afterwards, this
-        object does not pause the transport."""
+        """Returns the transport, for use by another protocol, and drops the data that is not
+        parsed. Afterwards, this object does not pause the transport."""
         self._rest = memoryview(b"")
         self._paused = False
         self._held = lambda: False

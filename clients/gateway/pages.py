@@ -1,7 +1,7 @@
-"""Serves the files of the gateway's pages, unchanged, without a build step or other servers.
+"""Serves the files of the gateway's pages (the chat page and the console), without a build step.
 
-The files have no data of users, so they need no API key. The pages send the key with their
-requests.
+The files have no data of users, so they are served without an API key. The pages send the key with
+their requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TYPES = {
     ".wasm": "application/wasm",
 }
 HEADERS = {
-    # A page may load only its own files, and scripts may not build HTML from text.
+    # A page may load only files of this gateway, and scripts may not build HTML from text.
     "content-security-policy": "; ".join(
         (
             "default-src 'none'",
@@ -46,9 +46,9 @@ HEADERS = {
 }
 
 FOLDERS = ("/chat/", "/console/")
-"""The paths of the pages' files."""
+"""The paths of the folders with the pages' files."""
 PAGES = ("/", "/console")
-"""The paths of the pages, for a client that accepts HTML."""
+"""The paths of the pages themselves, if the client accepts HTML."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -59,8 +59,8 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def serve_file(path: Path, **headers: str) -> Endpoint:
-    """Serves one file, or status 304 if the browser's copy is current. The file is read once.
-    ``headers``: further headers of the answer."""
+    """The endpoint that answers with one file, or with status 304 if the browser's copy is current.
+    The file is read once, in this call. ``headers``: further headers of the answer."""
     content = path.read_bytes()
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     all_headers = {**HEADERS, **headers, "etag": etag}

@@ -62,7 +62,7 @@ class PlainLmtp:
         """Converts a message from the broker to a line; None for a SYSTEM, which LMQL's client does
         not use.
 
-        An ERROR without a stream is sent, because LMQL's client shows it in a warning.
+        An ERROR without a stream id is sent unchanged: LMQL's client shows it in a warning.
         """
         match frames[0]:
             case b"MSG":

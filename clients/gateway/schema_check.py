@@ -10,16 +10,17 @@ from referencing import Registry
 
 FORMATS = Draft202012Validator.FORMAT_CHECKER
 LOCAL: Registry[Any] = Registry()
-"""Resolves references inside a schema, and no others. By default, jsonschema would open the URLs of
-other references."""
+"""A registry without other schemas, so that only references within a schema are resolved. By
+default, jsonschema would open the URLs of other references."""
 
 
 def states_of(schema: dict[str, Any], value: Any, keywords: list[str]) -> dict[str, str]:
     """For each keyword, whether the value passes it: ``checked``, ``failed`` or ``not checked``."""
     checked = dict.fromkeys(keywords, "checked")
     if "format" in checked:
-        # A format is checked here if llguidance does not implement it. jsonschema does not
-        # implement most of these formats either, and then reports no error.
+        # The keyword ``format`` is checked here only for formats that llguidance does not
+        # implement. jsonschema ignores most of them too, so a missing error does not show that the
+        # value passes.
         checked["format"] = "not checked"
     try:
         validator = Draft202012Validator(schema, registry=LOCAL, format_checker=FORMATS)

@@ -61,7 +61,7 @@ class RequireKey:
 
 
 def keys_of(scope: Scope, headers: Headers) -> list[str]:
-    """Every key in a request."""
+    """All API keys that a request contains; an element may be empty."""
     found = [headers.get("x-api-key", ""), headers.get("api-key", "")]
     scheme, _, value = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":

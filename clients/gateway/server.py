@@ -28,13 +28,13 @@ BACKLOG = 2048
 MAX_WEBSOCKET_BYTES = 24 * 1024 * 1024
 """Maximum size of a WebSocket message. A controller module of 16 MiB fits in base64."""
 IDLE_MARGIN_S = 0.5
-"""Time in seconds for which a draining gateway waits for idle connections after uvicorn's
-keep-alive limit."""
+"""Additional time for which a draining gateway waits for idle connections, after the time in which
+uvicorn closes them (``timeout_keep_alive``), in seconds."""
 CHECK_S = 0.05
 """Interval between checks for open connections, in seconds."""
 READY_SEEN_S = 10.0
-"""Maximum time for which a draining gateway waits until a load balancer has received the 503, in
-seconds."""
+"""Maximum time for which a draining gateway waits until a load balancer has received a 503 from
+``/ready``, in seconds."""
 
 
 class BindError(Exception):
@@ -116,7 +116,7 @@ class GatewayServer(uvicorn.Server):
         self._leaves = False
         """Whether SIGUSR2 was received."""
         self._shares_port = settings.gateways > 1
-        """Whether several gateways share the port, so that a probe may reach another process."""
+        """Whether several gateways share the port. If so, another process may answer a probe."""
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -140,8 +140,8 @@ class GatewayServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shuts down without failing a request. Connections that the kernel has accepted are
-        served. The next answer on an open connection has ``connection: close``, and the connection
-        is closed after it."""
+        served. The next answer on an open connection has ``connection: close``, and after this
+        answer the connection is closed."""
         began = self._loop.time()
         await self._stop_listening(sockets or [])
         gateway: Gateway = self._app.state.gateway
@@ -151,12 +151,12 @@ class GatewayServer(uvicorn.Server):
             log.info("the successor may start; finishing the running requests")
             self._leaving.leave()
             self._drain_s = self._linger_s
-        # uvicorn has closed each idle connection by this time.
+        # After this time, uvicorn has closed all idle connections.
         idle_s = min(self._drain_s, self.config.timeout_keep_alive + IDLE_MARGIN_S)
         waited_s = 0.0
         while not self.force_exit and waited_s < self._drain_s:
-            # The pause comes before the check, because a connection is listed in ``connections``
-            # only shortly after uvloop has accepted it.
+            # The pause precedes the first check, because a connection that uvloop has accepted is
+            # not yet in ``connections``.
             await asyncio.sleep(CHECK_S)
             waited_s = self._loop.time() - began
             if not self.server_state.connections:

@@ -2,8 +2,9 @@
 
 A template is a program from the publisher of the model or from a client. It runs in this separate
 process, in Jinja's sandbox, with bounded memory and CPU time. Requests arrive on stdin and answers
-are written to stdout, as JSON after its length. The environment of a template (filters, globals,
-extensions, namespace attributes) is that of transformers' ``apply_chat_template``.
+are written to stdout. Each of them is JSON, with its number of bytes before it. The environment of
+a template (filters, globals, extensions, namespace attributes) is that of transformers'
+``apply_chat_template``.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ MEMORY_BYTES = 1024**3
 MAX_BYTES = 16 * 1024 * 1024
 """Maximum bytes of a rendered text."""
 MAX_FAULT = 2000
-"""Maximum number of characters in an error message, which a template can choose."""
+"""Maximum number of characters in an error message. A template can raise any message."""
 KEPT = 32
 """Maximum number of cached compiled templates."""
 LENGTH = struct.Struct("<I")
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Marks the end of the message to continue. The final space is missing if the template strips white
-space."""
+"""Text that is added to the message to continue, so that the end of this message can be found in
+the rendered text. If the template strips white space, the final space of the tag is missing."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Field names of a message's reasoning in the templates of different models."""
 
@@ -50,7 +51,7 @@ class TemplateFault(Exception):
 
 
 class TemplateLimitFault(TemplateFault):
-    """A rendering exceeds a bound. Another order of the messages would not help."""
+    """A rendering exceeds a bound. The gateway then tries no other order of the messages."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -69,7 +70,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-    """``dict`` for templates, which have access only to the constructor."""
+    """``dict`` for templates, which have access only to the constructor and ``fromkeys``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -79,7 +80,7 @@ class _Dict:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """``namespace`` for templates, without names that begin with an underscore."""
+    """``namespace`` for templates, without attributes whose names begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, given = args[0], dict(*args[1:], **kwargs)
@@ -197,8 +198,9 @@ def _cut_at_tag(text: str) -> str:
 
 
 def answer_of(request: dict[str, Any]) -> dict[str, str]:
-    """The answer to a request: the text of a rendered template, or the reason why the template
-    cannot be rendered; for a request with ``keywords``, the states of ``states_of``."""
+    """The answer to a request. It has the text of the rendered template, or the reason why the
+    template cannot be rendered. If the request has ``keywords``, the answer is the result of
+    ``states_of``."""
     if "keywords" in request:
         # jsonschema takes 100 ms to import, and few requests need it.
         from .schema_check import states_of

@@ -1,6 +1,7 @@
 """Renders messages to the text of a prompt with chat templates, in a separate process.
 
-Templates have the form that transformers defines. The options have vLLM's names and effects.
+Templates have the form that transformers defines. The options of ``Templates.render`` have vLLM's
+names and effects.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from .template_process import CPU_S, LENGTH, answer_of
 from .turns import Turns, current_user
 
 WALL_S = 120.0
-"""Seconds after which a rendering counts as hung. ``CPU_S`` bounds the CPU time of a template. On
-an overloaded machine, this CPU time and the start of the process may take much longer."""
+"""Maximum duration of a rendering, in seconds. It is much longer than ``CPU_S``, because on an
+overloaded machine the process starts slowly and gets little CPU time."""
 MAX_WAITING = 256
-"""Maximum number of renderings that wait for one process."""
+"""Maximum number of unfinished renderings of one process, most of which wait for their turn."""
 MAX_OF_ONE = 32
-"""Maximum number of waiting renderings of one user."""
+"""Maximum number of one user's unfinished renderings at a process."""
 MAX_TEMPLATE = 256 * 1024
 """Maximum number of characters of a template in a request."""
 
@@ -38,9 +39,9 @@ MAX_TEMPLATE = 256 * 1024
 class Templates:
     """Renders the conversations of all requests of a gateway.
 
-    One process renders the models' templates, and another process the templates in requests. A
-    client's template therefore delays only other clients' templates, each client by one turn at
-    most. Each process starts when it is first needed.
+    One process renders the models' templates, and another process the templates in requests. A slow
+    template in a request therefore delays only other users' templates in requests, each user by at
+    most one rendering. Each process starts when it is first needed.
     """
 
     def __init__(self, trust_requests: bool = False) -> None:
@@ -137,11 +138,11 @@ class TemplateError(ApiError):
 
 
 class TemplateRefusalError(TemplateError):
-    """The template itself has raised an error, for example about the order of the messages."""
+    """The template has failed with these messages, for example because it refuses their order."""
 
 
 class Renderer(Protocol):
-    """Renders templates."""
+    """Answers the requests that ``template_process`` defines."""
 
     async def ask(self, request: bytes) -> dict[str, str]:
         """The answer of ``template_process`` to a request; raises ApiError."""
@@ -168,17 +169,19 @@ class _InProcess:
 
 
 class RenderingProcess:
-    """One rendering process, restarted after a template has ended it."""
+    """A process that renders templates. If a template has ended the process, the next request
+    starts a new one."""
 
     def __init__(self) -> None:
         self._process: Process | None = None
         self._turns = Turns()
         self._asked: set[asyncio.Task[dict[str, str]]] = set()
         self._users = Counter[str]()
-        """Number of waiting renderings by user."""
+        """Number of unfinished renderings by user."""
 
     async def ask(self, request: bytes) -> dict[str, str]:
-        """Sends a request to the process; raises ApiError if it ends or takes too long."""
+        """The process's answer to a request. Raises ApiError if too many requests wait, or if the
+        process ends or takes too long."""
         user = current_user.get()
         full = len(self._asked) >= MAX_WAITING
         if full or self._users[user] >= MAX_OF_ONE:

@@ -1,6 +1,7 @@
-"""Tokenizes long texts on threads, one text at a time. Users take turns.
+"""Tokenizes long texts on threads. Users take turns.
 
-Two lanes ensure that a text of a few kilobytes does not wait for a text of several megabytes.
+There are two lanes, each of which tokenizes one text at a time. A text of a few kilobytes and a
+text of several megabytes use different lanes, so the first does not wait for the second.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ T = TypeVar("T")
 
 
 class Tokenization:
-    """The lanes of one gateway process."""
+    """The two lanes of one gateway process."""
 
     def __init__(self) -> None:
         self._lanes = (Turns(), Turns())
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """Runs ``work`` on a thread in the current user's turn; returns its result. ``size``: the
-        number of characters to encode or tokens to decode.
+        number of characters that ``work`` encodes, or of tokens that it decodes.
 
-        If the client disconnects, work that has not begun is dropped. Begun work occupies its lane
-        until its end, so that a client that reconnects cannot run two texts at once.
+        If the client disconnects, work that has not begun is dropped. Begun work cannot be stopped,
+        and occupies its lane until it is done. A client that connects again therefore cannot occupy
+        several threads of a lane.
         """
         turns = self._lanes[size > SEGMENT_CHARS]
         user = current_user.get()

@@ -29,12 +29,13 @@ log = logging.getLogger(__name__)
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 """Matches the values of ``x-request-id`` that the gateway accepts from a client."""
 PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})
-"""Paths whose requests are logged at the level ``debug`` and are not traced."""
+"""Paths that load balancers and Prometheus poll. Requests for these paths are logged at the level
+``debug`` and are not traced."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
 class Counts:
-    """The counters of a gateway."""
+    """The HTTP metrics of a gateway process."""
 
     def __init__(self) -> None:
         self._name = os.environ.get("SUPERVISOR_PROCESS_NAME") or f"gateway-{os.getpid()}"
@@ -53,7 +54,7 @@ class Counts:
         histogram.observe(duration_s)
 
     def series(self) -> list[Series]:
-        """All counters. The label ``gateway`` distinguishes the processes that share a port."""
+        """All metrics. The label ``gateway`` distinguishes the processes that share a port."""
         own = {"gateway": self._name}
         found = [
             Series("http_requests_in_progress", own, self.in_progress),
@@ -97,7 +98,8 @@ class Traffic:
                 headers = MutableHeaders(scope=message)
                 headers.setdefault("x-request-id", request.id)
                 if gateway.draining:
-                    # The client opens a new connection, to another process, for its next request.
+                    # After this header, the client opens a new connection for its next request,
+                    # which reaches another process.
                     headers["connection"] = "close"
             await send(message)
 
@@ -133,8 +135,8 @@ class Traffic:
 
 
 class _Request:
-    """The id and the span of one HTTP request or WebSocket. Its ``with`` block sets the origin of
-    the bus client's calls."""
+    """The id and the trace span of one HTTP request or WebSocket. In its ``with`` block, the bus
+    client's calls carry this id and the client's trace context."""
 
     def __init__(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
@@ -156,7 +158,8 @@ class _Request:
         self._ids = self.id, f"{context.trace_id:032x}" if context else ""
 
     def _started(self, headers: Headers) -> Span | None:
-        """The server's span, if this process exports spans."""
+        """A new span for the request; None if this process does not export spans, or for a
+        probe."""
         exporter = tracing.active()
         if exporter is None or self._probe:
             return None
@@ -212,7 +215,7 @@ class _Request:
 
 def route_path(scope: Scope) -> str:
     """The path of a request's route, such as ``/v1/models/{model}``. Metrics have this path as a
-    label instead of the request's path, because each value of a label is a further series."""
+    label, because a label with the requests' own paths would make too many series."""
     if "endpoint" not in scope:
         return OTHER
     path: str = scope["path"]

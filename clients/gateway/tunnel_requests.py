@@ -18,9 +18,9 @@ from .open_streams import ANSWERED, OpenStreams
 from .user_shares import MAX_NAME, UserShares, check_priority
 
 QUEUED = frozenset({b"GENERATE", b"SCORE", b"MODEL_INFO", b"TOKENIZER", b"EMBED"})
-"""Requests that wait in a queue in which users take turns."""
+"""Types of requests that wait in the broker's queue, in which users take turns."""
 STORED = frozenset({b"UPLOAD", b"TAG", b"TAGS", b"DELETE"})
-"""Requests that change modules. Their ``by`` names the user who makes the change."""
+"""Types of requests about modules and tags. Their ``by`` is the name of the API key."""
 _SPACE = b" \t\r\n"
 
 
@@ -32,8 +32,8 @@ class TunnelRequests:
     """The open requests of one WebSocket.
 
     ``user``: the user to whom the requests count. ``name``: the name of the API key; empty without
-    a key. ``ranks``: whether the API key has a key of the bus, by which the broker checks the
-    priorities; otherwise the gateway checks them.
+    a key. ``ranks``: whether the WebSocket's connection has a tenant's CURVE key. If so, the broker
+    checks the priorities of requests by this key; otherwise this class checks them.
     """
 
     def __init__(self, shares: UserShares, user: str, name: str, ranks: bool) -> None:
@@ -45,7 +45,8 @@ class TunnelRequests:
         self._taken = 0
 
     def sent(self, frames: Frames) -> Frames:
-        """Converts a client's message to the form for the broker; raises TokenbusError."""
+        """Counts a client's message if it begins a stream, and returns the frames to send to the
+        broker; raises TokenbusError."""
         kind = frames[0]
         if kind not in ANSWERED:
             return frames

@@ -1,9 +1,10 @@
-"""Tunnels from WebSockets to the broker, which send LMTP messages without decoding them.
+"""Tunnels from WebSockets to the broker. A tunnel passes on LMTP messages, and decodes only the
+fields that it needs.
 
 A WebSocket has its own connection to the broker from its first message on. All of LMTP therefore
 works as on ZeroMQ, and each client has its own session. A client that has not sent ``HELLO``
-receives LMQL's form (``plain_lmtp.py``). A client sends text. It receives binary messages if it has
-requested tokens in columns, which are msgpack.
+receives messages in LMQL's form (``plain_lmtp.py``). A client sends text messages. It receives
+binary messages if its ``HELLO`` has requested msgpack.
 
 While a client does not read, its tunnel does not read from the broker, and the broker's bound for
 slow clients applies. While the broker does not read, the tunnel does not read from the client.
@@ -48,14 +49,14 @@ log = logging.getLogger(__name__)
 MAX_SOCKETS = 16_384
 """Maximum number of tunnels of one gateway process. A broker allows 10,000 sessions by default."""
 LAST_MESSAGE_S = 5.0
-"""Maximum time to send the notice of a closed WebSocket to the broker, in seconds."""
+"""Maximum time to send BYE to the broker after a WebSocket was closed, in seconds."""
 
 INTERNAL_ERROR, SERVICE_RESTART, TRY_AGAIN_LATER = 1011, 1012, 1013
 """Close codes of the gateway's WebSockets (IANA's registry)."""
 
 
 class Tunnels:
-    """The WebSockets of one gateway process. Created inside the event loop that serves it."""
+    """The tunnels of one gateway process. Created inside the process's event loop."""
 
     def __init__(self, settings: Settings, shares: UserShares) -> None:
         self._shares = shares
@@ -84,8 +85,8 @@ class Tunnels:
             self._rested(tunnel)
 
     def _rested(self, tunnel: Tunnel) -> None:
-        """Closes a WebSocket without open requests if the gateway drains. Called after an answer
-        that may be the last."""
+        """Closes a WebSocket if it has no open requests and the gateway drains. Called when the
+        drain starts, and when all requests of a WebSocket were answered."""
         if self._draining and not tunnel.requests.open:
             self._later(close(tunnel.websocket, SERVICE_RESTART, "the gateway is restarted"))
 
@@ -146,7 +147,7 @@ class Tunnels:
         requests = TunnelRequests(self._shares, user, name, ranks=tenant is not None)
         tunnel = Tunnel(websocket, dealer, self._rested, requests, several)
         tunnel.user, tunnel.front = user, front
-        # A tenant's key itself determines the rights of its holder.
+        # With a tenant's key, the connection has the rights of the tenant, not of the gateway.
         tunnel.marks_users = tenant is None
         self._open.add(tunnel)
         return tunnel
@@ -183,11 +184,12 @@ class Tunnel:
         requests: TunnelRequests,
         several: bool,
     ) -> None:
-        """``rested`` is called after an answer that may be the last. ``several``: whether the
-        system has several brokers."""
+        """``rested`` is called when all requests of the WebSocket were answered. ``several``:
+        whether the system has several brokers."""
         self._several = several
         self.marks_users = True
-        """Whether the connection has the gateway's rights, which the user does not have."""
+        """Whether the connection has the gateway's rights. If so, the user's messages are checked
+        and marked (``carried.py``)."""
         self.websocket = self._websocket = websocket
         self.requests = requests
         self._rested = rested
@@ -220,7 +222,7 @@ class Tunnel:
         await self._dealer.send(frames)
 
     async def _refuse(self, error: TokenbusError, frames: Frames) -> None:
-        """Answers a refused request in the broker's form."""
+        """Answers a client's message with an ERROR, as the broker would."""
         is_decoded = len(frames[1]) <= max_body_bytes(frames[0])
         stream = OpenStreams.named(frames[1]) if is_decoded else None
         body = error_body(error, stream, frames[0])
@@ -230,15 +232,16 @@ class Tunnel:
         await self._pass_on(refusal)
 
     async def lost(self, what: str) -> None:
-        """Ends a WebSocket whose streams the broker has lost."""
+        """Reports to the client that the broker was restarted or does not answer, and closes the
+        WebSocket. ``what``: this reason in words."""
         error = ConnectionLostError(Code.CONNECTION_LOST, what)
         with contextlib.suppress(RuntimeError, WebSocketDisconnect):
             await self._websocket.send_text(error_line(error, ""))
         await close(self._websocket, SERVICE_RESTART, what)
 
     async def close(self) -> None:
-        """Handles the end of the WebSocket. An anonymous session ends with its streams. A session
-        that began with HELLO can be resumed."""
+        """Handles the end of the WebSocket. If the client has not sent HELLO, the broker ends its
+        session and its streams. A session that began with HELLO can be resumed."""
         self._delivery.cancel()
         self.requests.close()
         try:
@@ -286,7 +289,7 @@ async def close(websocket: WebSocket, code: int, reason: str) -> None:
 
 
 def _from_elsewhere(frames: Frames) -> Frames:
-    """Marks a HELLO, because the session may have been at another broker before."""
+    """Marks a HELLO that resumes a session, because the session may be at another broker."""
     try:
         hello: Hello = decode_as(Hello, frames[1])
     except RequestError:

@@ -15,7 +15,8 @@ current_user: ContextVar[str] = ContextVar("tokenbus_user", default="")
 """The user of the current task's request: the name of an API key, or the address of a client."""
 
 current_tenant: ContextVar[OwnKey | None] = ContextVar("tokenbus_tenant", default=None)
-"""The key of the bus for the current task's request; None: the gateway's own."""
+"""The CURVE key with which the current task's request is sent to the broker. None stands for the
+gateway's own key."""
 
 
 class Turns:
@@ -25,7 +26,7 @@ class Turns:
     def __init__(self) -> None:
         self._taken = False
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """The waiting requests of each user. The next user is first."""
+        """The waiting requests of each user. The first user has the next turn."""
 
     @asynccontextmanager
     async def of(self, user: str) -> AsyncIterator[None]:

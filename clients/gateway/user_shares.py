@@ -1,9 +1,11 @@
 """Counts and bounds the open requests of each user of a gateway.
 
-All requests over HTTP share one session at the broker, and each WebSocket has its own session.
-Users are identified by their API key, otherwise by their address. All users share the streams and
-the memory for bodies. A user with too many open requests receives a 429, while other users are
-served. If all streams or all memory is used, requests receive a 503.
+The HTTP requests of a tenant share a session at the broker, except requests with an idempotency
+key. Each WebSocket has its own session.
+Users are identified by the name of their API key, otherwise by their address. All users share a
+maximum number of streams and a maximum amount of memory for bodies. A user with too many open
+requests receives a 429, while other users are served. If the maximum is reached, requests receive a
+503.
 """
 
 from __future__ import annotations
@@ -51,17 +53,17 @@ class _User:
 
 
 class UserShares:
-    """The users of one gateway process, which has ``max_streams`` streams at the broker."""
+    """The users of one gateway process, which may have ``max_streams`` streams at the broker."""
 
     def __init__(self, max_streams: int, max_body_bytes: int = MAX_BODIES_BYTES) -> None:
         self.group = secrets.token_hex(16)
-        """The name of the group of this process's sessions. The broker gives the whole group one
-        turn."""
+        """The field ``group`` of all requests of this process. In the broker's queue, these
+        requests take turns with those of other clients as if they belonged to one session."""
         self.programs = OpenPrograms()
         """The programs that run for requests over HTTP."""
         self.leaving = False
-        """Whether the process ends and leaves its streams to its successor. ``server.py`` sets this
-        flag."""
+        """Whether the process is about to end, so that the streams of named requests continue at
+        the broker for its successor. ``server.py`` sets this flag."""
         self._max_streams = max_streams
         self._max_bytes = max_body_bytes
         self._streams = 0
@@ -70,7 +72,8 @@ class UserShares:
         self._users: dict[str, _User] = {}
         """The users with open requests."""
         self._held: ContextVar[list[tuple[str, int, int]] | None] = ContextVar("held", default=None)
-        """The counted parts of the current task's request: user, streams and bytes."""
+        """All counts for the current task's request, each with the user, the number of streams and
+        the number of bytes."""
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -92,8 +95,8 @@ class UserShares:
         self._take(name, user, 1, 0)
 
     def give_back_stream(self) -> None:
-        """Gives back the share of a stream of the current request, which has ended before the
-        request. No effect if the request has no such share."""
+        """Stops counting one stream of the current request, because this stream has ended before
+        the request. No effect if no stream of the request is counted."""
         held = self._held.get() or []
         taken = next((share for share in reversed(held) if share[1]), None)
         if taken is not None:
@@ -111,7 +114,8 @@ class UserShares:
             self._give_back(name, count, 0)
 
     def _fitting(self, name: str) -> _User:
-        """The user ``name``. Raises UnavailableError if the user may not begin another stream."""
+        """The counts of the user ``name``. Raises UnavailableError if the user may not begin
+        another stream."""
         user = self._users.get(name) or _User()
         if self._streams >= self._max_streams:
             raise UnavailableError(
@@ -130,7 +134,8 @@ class UserShares:
         return user
 
     def take_bytes(self, size: int) -> None:
-        """Counts a part of a request's body or answer; raises UnavailableError."""
+        """Counts ``size`` bytes of a request's body or answer until the request ends; raises
+        UnavailableError."""
         if not size:
             # The last part of a body may be empty.
             return
@@ -177,8 +182,8 @@ class UserShares:
 
 
 class SharedClient(AsyncClient):
-    """The bus client that all requests over HTTP share. Each call counts towards the share of its
-    user, and users take turns at the broker."""
+    """A bus client that HTTP requests of many users share. Each call counts towards the share of
+    its user, and users take turns at the broker."""
 
     def __init__(
         self, front: str, shares: UserShares, max_unread: int, key: OwnKey | None = None
@@ -188,8 +193,8 @@ class SharedClient(AsyncClient):
         self._shares = shares
         self._make_named = partial(self._named, max_unread, key)
         self._ranks = key is not None
-        """Whether the client has a key of the bus, by which the broker checks priorities; otherwise
-        this class checks them."""
+        """Whether the client has a tenant's CURVE key. If so, the broker checks the priorities of
+        requests by this key; otherwise this class checks them."""
 
     def generate(
         self,
@@ -199,7 +204,7 @@ class SharedClient(AsyncClient):
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
         """Begins a stream, as ``AsyncClient.generate``. Raises UnavailableError if the user's share
-        is used up, and RequestError if a user without a key of the bus raises the priority."""
+        is used up, and RequestError if a client without a tenant's key raises the priority."""
         if not self._ranks:
             check_priority(options.get("priority", 0))
         self._shares.take_stream()
@@ -259,7 +264,7 @@ def check_priority(priority: int) -> None:
     if priority > 0:
         raise RequestError(
             Code.NOT_ALLOWED,
-            "only an API key with a key of the bus may have a priority above that of all other "
+            "only an API key with its own tenant may have a priority above that of all other "
             "users; lower the priority or leave it out",
             path="$.priority",
         )

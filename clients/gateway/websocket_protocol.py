@@ -19,19 +19,19 @@ MAX_CONTROL_FRAMES = 64
 MAX_FRAGMENTS = 1024
 """Maximum number of fragments of a message whose fragments are small."""
 MIN_FRAGMENT_BYTES = 512
-"""Minimum average size of the fragments of a message with more fragments, in bytes. It is half of
-the size that the reason of the refusal names, because a first or last fragment may be short."""
+"""Minimum average size of the fragments of a message with at least ``MAX_FRAGMENTS`` fragments, in
+bytes. The refusal recommends twice this size, because single fragments may be shorter."""
 POLICY_VIOLATION = 1008
 """Close code (RFC 6455, section 7.4.1)."""
 
 
 class BoundedWebSocket(WebSocketsSansIOProtocol):
-    """One WebSocket. If it exceeds a bound, it is closed with 1008."""
+    """One WebSocket. If the client exceeds a bound, the WebSocket is closed with 1008."""
 
     _control_frames = 0
     """Number of pings and pongs since ``_counted_since``."""
     _counted_since = 0.0
-    """A time of the event loop's clock."""
+    """The time from which pings and pongs are counted, by the event loop's clock."""
 
     def connection_made(self, transport: BaseTransport) -> None:
         """Handles the upgrade of a connection to a WebSocket."""
@@ -78,7 +78,7 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         super().data_received(data)
 
     def _is_unread(self) -> bool:
-        """Whether the client must read before the gateway reads more."""
+        """Whether the client has too many unread messages. If so, the gateway does not read."""
         return not self.writable.is_set()
 
     def _count_control_frame(self) -> None:

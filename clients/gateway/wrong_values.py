@@ -1,4 +1,4 @@
-"""Errors about the values of fields, in plain words."""
+"""Converts msgspec's errors about wrong values of fields to errors in plain words."""
 
 from __future__ import annotations
 
