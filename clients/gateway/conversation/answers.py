@@ -22,7 +22,8 @@ class Piece(NamedTuple):
     part: AnswerPart
     """The part, which may have received more text since this change."""
     text: str
-    """The new text of the part. A call begins with an empty text; its arguments follow."""
+    """The new text of the part. The piece that begins a call has no text, and further pieces have
+    the text of the call's arguments."""
     begins: bool
     """Whether the part is new."""
     number: int
@@ -39,7 +40,7 @@ class Answer:
     """The parts of one sequence. ``feed`` and ``end`` return the changes that they make."""
 
     def __init__(self, form: AnswerForm | None, call_prefix: str = "call_") -> None:
-        """``form``: the form of the answer; None: the answer is one text. ``call_prefix``: the
+        """``form``: the form of the answer, or None if the answer is one text. ``call_prefix``: the
         beginning of the ids of calls."""
         self.form = form
         self.parts: list[AnswerPart] = []
@@ -53,7 +54,7 @@ class Answer:
         return self._num_calls > 0
 
     def feed(self, text: str) -> list[Piece]:
-        """Adds text of the sequence, which ``entry_text`` returned."""
+        """Adds text of the sequence, in the form that ``entry_text`` returns."""
         if self._reader is None:
             return [self._write(Text, text)] if text else []
         return [self._take(part) for part in self._reader.feed(text)]

@@ -25,8 +25,8 @@ class Constraint:
     field: str
     """The field of the body that requested the constraint, for errors."""
     strict: bool = True
-    """Whether a schema with keywords that masks cannot enforce is refused. Otherwise these keywords
-    are checked after the end."""
+    """Whether a schema with keywords that masks cannot enforce is refused. If not, the finished
+    answer is checked against these keywords."""
 
     @property
     def options(self) -> GenerateOptions:
@@ -44,8 +44,8 @@ def json_object(name: str) -> Constraint:
 
 
 def json_schema(schema: Schema | None, name: str, strict: bool | None) -> Constraint:
-    """The constraint that the text is a value that ``schema`` allows; None: any JSON object.
-    ``name``: the field that requested the constraint."""
+    """The constraint that the text is a JSON value that ``schema`` allows, or any JSON object if
+    ``schema`` is None. ``name``: the field that requested the constraint."""
     arg = {"type": "object"} if schema is None else schema
     return Constraint("json_schema", "json_schema", arg, name, bool(strict))
 
@@ -61,8 +61,8 @@ class Receipt(Struct, kw_only=True, omit_defaults=True):
     """``complete``: the text is a complete value. ``closed``: the shortest completion was appended
     before the token limit. ``cut``: the text ends inside a value."""
     keywords: dict[str, KeywordState] = field(default_factory=dict)
-    """The outcome of each keyword that masks did not enforce. The finished text was checked
-    instead."""
+    """The outcome of each schema keyword that masks did not enforce. The finished text was checked
+    against these keywords."""
     logs: str = ""
     """The log of the controller."""
     storage: list[Any] = field(default_factory=list)
@@ -72,14 +72,15 @@ class Receipt(Struct, kw_only=True, omit_defaults=True):
     tool_calls: list[MadeCall] = field(default_factory=list)
     """The calls of the bus's tools, with their results."""
     tool_messages: list[dict[str, Any]] = field(default_factory=list)
-    """If the client has to continue after calls of its functions: these calls as messages, which
-    precede the answer's message in the next request."""
+    """``tool_calls`` as messages, if the answer also calls functions of the client. In its next
+    request, the client sends these messages before the answer's message."""
     error: str = ""
     """The error of this choice, if other choices did not fail or the gateway has called tools."""
     code: str = ""
+    """The code of ``error``."""
     exact: bool | None = None
-    """Whether each step of the answer was exact: its bits do not depend on batches and workers.
-    Missing if a worker of an earlier release does not report it."""
+    """Whether each step of the answer was exact: the bits of the step's results do not depend on
+    the batch and the worker. Missing if a worker of an earlier release does not report it."""
     backtrack: int = 0
     """Number of characters that a client must remove from the text before it adds the chunk's
     text. Only in chunks."""

@@ -19,8 +19,8 @@ class GrowingChoice:
         self.storage: list[object] = []
 
     def take(self, entry: Token, text: str) -> int:
-        """Adds an entry and its text; returns the number of characters that the entry
-        removes."""
+        """Adds an entry and its text; returns the number of characters that the entry removes from
+        the earlier text."""
         removed = 0
         if entry.backtrack:
             cut = max(0, len(self.pieces) - entry.backtrack)
@@ -36,16 +36,18 @@ class GrowingChoice:
 
 
 class GrowingChoices:
-    """The choices of one prompt's stream, by their sequences."""
+    """The growing texts of all sequences of one stream."""
 
     def __init__(self, form: AnswerForm | None = None) -> None:
         self._form = form
         self._by_seq: dict[int, GrowingChoice] = {}
 
     def take(self, entry: Token) -> tuple[int, str, GrowingChoice]:
-        """Adds an entry; returns the number of removed characters, the new text, and the choice.
+        """Adds an entry; returns the number of characters that the client must remove, the new
+        text, and the choice.
 
-        The text of a fork begins with that of the sequence from which it was forked.
+        With its first entry, a forked sequence also gets the text that it has in common with the
+        sequence from which it was forked.
         """
         choice = self._by_seq.get(entry.seq)
         inherited = ""

@@ -15,18 +15,18 @@ class MadeCall(Struct, kw_only=True, omit_defaults=True):
     id: str
     name: str
     arguments: str
-    """JSON text."""
+    """The arguments as JSON text."""
     result: Raw | UnsetType = UNSET
     """The value that the tool has returned."""
     error: str = ""
     """The message of the error if the call has failed."""
     code: str = ""
-    """With ``error``: the code of the error."""
+    """The code of the error if the call has failed."""
 
     @property
     def text(self) -> str:
-        """The text for the model: the result, or the error. A result that is a text is given
-        without quotes."""
+        """The text for the model: the result as JSON, or the error. A result that is a string is
+        given without its quotes."""
         if isinstance(self.result, UnsetType):
             return self.error
         data = bytes(self.result)

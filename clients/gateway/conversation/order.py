@@ -1,9 +1,8 @@
-"""Arranges the turns of a conversation for templates that refuse their order.
+"""Arranges the turns of a conversation for templates that refuse the order of the turns.
 
 Agents send a system message in the middle, several system messages, or consecutive messages of one
 role. Many templates refuse such orders. A conversation is first rendered unchanged. If the template
-refuses its order, the turns are arranged in three steps; each step follows only if the template
-refuses the previous arrangement.
+refuses this order, the turns are rearranged in up to three steps, until the template accepts them.
 """
 
 from __future__ import annotations
@@ -14,13 +13,15 @@ from dataclasses import replace
 from .parts import Result, Role, Text, Turn, of_kind, text_of
 
 BREAK = "\n\n"
-"""The text between two messages that become one."""
+"""The text that is inserted between the texts of two messages that are joined."""
 
 
 def arrangements(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
-    """Yields the turns unchanged; then with one system message at the beginning; then with the
-    user's text moved into the last result before it; then without a system message. Leaves out an
-    arrangement that equals the previous one."""
+    """Yields the turns unchanged, and then up to three arrangements, each made from the previous
+    one. The first has one system message, at the beginning, and joins consecutive turns of a role.
+    The second moves a user's text after results of calls into the last of these results. The third
+    has a user's message in place of the system message. An arrangement that equals the previous one
+    is left out."""
     given = list(turns)
     yield given
     merged = _merged(_hoisted(given))
@@ -50,8 +51,8 @@ def _hoisted(turns: list[Turn]) -> list[Turn]:
 
 
 def _merged(turns: list[Turn]) -> list[Turn]:
-    """The turns after consecutive turns of one role were joined. The results of calls stay before
-    the texts that follow them."""
+    """The turns after consecutive turns of one role were joined. A turn with results of calls is
+    not joined to earlier turns, so that results precede all texts of their turn."""
     rows: list[list[Turn]] = []
     for turn in turns:
         if rows and rows[-1][0].role == turn.role and not of_kind(turn.parts, Result):
@@ -62,7 +63,8 @@ def _merged(turns: list[Turn]) -> list[Turn]:
 
 
 def _one(row: list[Turn]) -> Turn:
-    """Joins consecutive turns of one role. Several texts become one text after the other parts."""
+    """Joins consecutive turns of one role. If several turns have text, their texts become one text
+    after the other parts."""
     if len(row) == 1:
         return row[0]
     parts = [part for turn in row for part in turn.parts]
@@ -80,7 +82,8 @@ def _folded(turns: list[Turn]) -> list[Turn]:
 
 
 def _in_result(turn: Turn) -> Turn:
-    """A turn whose text after the results of calls has become the end of the last result."""
+    """The turn with its text moved to the end of its last result of a call. A turn without results
+    or without text is not changed."""
     results, text = of_kind(turn.parts, Result), text_of(turn.parts)
     if not results or not text:
         return turn

@@ -33,7 +33,7 @@ class Call:
     id: str
     name: str
     arguments: str | dict[str, Any]
-    """JSON text, unchanged from the model's output, or the decoded object."""
+    """The arguments, as JSON text that is unchanged from the model's output, or as an object."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Result:
     call_id: str
     parts: Sequence[Text]
     name: str | None = None
-    """The name of the called function; None: the name is that of the call."""
+    """The name of the called function. If it is None, the name in the call is used."""
     failed: bool = False
     """Whether the call failed. The text of a failed call begins with ``Error: `` in the prompt."""
 
@@ -84,13 +84,15 @@ class Rendering:
 
 @dataclass
 class Fitting:
-    """How a prompt is shortened."""
+    """Whether and how the prompt is shortened."""
 
     reserve: int | None = None
-    """Number of tokens for which the context must have room after the prompt. The oldest turns are
-    left out to make room. None: a conversation that does not fit is refused."""
+    """Number of tokens for which the context must have room after the prompt. If there is less
+    room, the oldest turns are left out. If it is None, no turns are left out, and a conversation
+    that does not fit is refused."""
     last_tokens: int | None = None
-    """Number of tokens at the end of the prompt to keep; -1: as many as fit into the context."""
+    """Number of tokens to keep at the end of the prompt, if ``reserve`` is None; -1: as many as fit
+    into the context; None: all."""
 
 
 @dataclass
@@ -98,19 +100,20 @@ class AnswerRules:
     """The requested form of an answer."""
 
     choice: str = "auto"
-    """``none``, ``auto``, ``required``, or a colon and the name of the function to call."""
+    """Whether the answer calls functions: ``none``, ``auto``, ``required``, or a colon and the name
+    of the function to call."""
     parallel: bool = True
     """Whether an answer may have several calls."""
     constraint: Constraint | None = None
-    """The constraint of the text outside thinking and calls."""
+    """The constraint on the text outside thinking and calls."""
     max_thinking_tokens: int | None = None
     thinking_field: str = "max_thinking_tokens"
     """The name of the field that bounds thinking, for errors."""
     thinking_is_optional: bool = False
-    """Whether the bound of thinking has no effect on a model without thinking. Otherwise such a
-    request is refused."""
+    """Whether ``max_thinking_tokens`` is ignored if the model's template does not support thinking.
+    If not, the request is refused."""
     separate_reasoning: bool = True
-    """Whether thinking is a separate part of the answer."""
+    """Whether thinking becomes a separate part of the answer, not a part of its text."""
 
 
 @dataclass
@@ -135,7 +138,7 @@ def text_of(parts: Iterable[Part]) -> str:
 
 
 def thinking_of(parts: Iterable[Part]) -> str | None:
-    """The thinking in some parts, joined by line breaks; None without thinking."""
+    """The thinking in some parts, joined by line breaks; None if no part is thinking."""
     found = of_kind(parts, Thinking)
     return "\n".join(part.text for part in found) if found else None
 

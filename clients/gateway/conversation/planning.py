@@ -26,7 +26,8 @@ WITH_PARTS = frozenset(
 """Built-in constraints that can apply to a part of an answer: its text outside thinking and
 calls."""
 PROMPT_END = 8
-"""Number of tokens at the end of a prompt that are searched for the beginning of thinking."""
+"""Number of tokens at the end of a prompt that are decoded to see whether the prompt ends with
+``<think>``."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Prepared:
     ids: list[int]
     """The token ids of the prompt."""
     form: AnswerForm | None
-    """The form of the answer; None: the answer is one text."""
+    """The form of the answer, or None if the answer is one text."""
     constraint: Constraint | None
     checks: Checks
 
@@ -107,8 +108,8 @@ def _form(
     wanted: Wanted,
     ignored: Ignored,
 ) -> AnswerForm | None:
-    """The form of the answer to the prompt ``ids``; None if the answer is one text. ``wanted``
-    receives the kind of thinking that the template of the prompt supports."""
+    """The form of the answer to the prompt ``ids``; None if the answer is one text. Sets the fields
+    of ``wanted`` about thinking to what the chat template supports."""
     rules, template = conversation.rules, conversation.rendering.chat_template
     template = template_of(model) if template is None else template
     family = family_of(template)
@@ -130,7 +131,8 @@ def _form(
 def _of_form(
     form: AnswerForm, wanted: Wanted, rules: AnswerRules, own: Constraint | None
 ) -> Constraint | None:
-    """The constraint that enforces a form; None if the answer is only split into its parts."""
+    """The constraint that makes an answer have this form. None if the request does not ask for a
+    constraint; the gateway then only splits the answer into its parts."""
     if wanted.functions:
         label, field = "tools", "tools"
     elif own is not None:

@@ -21,8 +21,8 @@ from .resources import Resources
 async def prompt_ids(
     resources: Resources, model: ServedModel, conversation: Conversation, ignored: Ignored
 ) -> list[int]:
-    """The token ids of a conversation. Its turns are arranged if the template refuses their order.
-    Raises ApiError 400 if the template refuses every arrangement."""
+    """The token ids of a conversation. If the template refuses the order of the turns, they are
+    rearranged (``order.py``). Raises ApiError 400 if the template refuses every arrangement."""
     text, _ = await rendered(resources.templates, model, conversation, ignored)
     return await model.tokenize(text, special=conversation.rendering.special)
 
@@ -30,7 +30,7 @@ async def prompt_ids(
 async def rendered(
     templates: Templates, model: ServedModel, conversation: Conversation, ignored: Ignored
 ) -> tuple[str, list[Turn]]:
-    """The text of a conversation, and the arrangement of its turns that the template accepts."""
+    """The prompt's text, and the first arrangement of the turns that the template accepts."""
     how = conversation.rendering
     if how.add_generation_prompt and how.continue_final_message:
         raise invalid_field(
@@ -73,8 +73,8 @@ def _variables(template: str, how: Rendering, ignored: Ignored) -> dict[str, Any
 
 
 def for_template(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Converts the turns to messages for templates. Each content is a text, and arguments are
-    objects. Raises ApiError 413 if the arguments have too many values."""
+    """Converts the turns to messages for templates. The content of each message is a text, and the
+    arguments of calls are objects. Raises ApiError 413 if the arguments have too many values."""
     calls = [call for turn in turns for call in of_kind(turn.parts, Call)]
     check_inner([call.arguments for call in calls if isinstance(call.arguments, str)])
     names = {call.id: call.name for call in calls}
@@ -118,8 +118,8 @@ def _call(call: Call) -> dict[str, Any]:
 
 
 def _arguments(given: str | dict[str, Any]) -> Any:
-    """The arguments as an object, which templates format themselves. Text that is not a JSON
-    object, such as that of a cut answer, is not changed."""
+    """The arguments of a call as an object, because templates format arguments themselves. A text
+    that is not a JSON object, for example in an answer that was cut, is returned unchanged."""
     if isinstance(given, dict):
         return given
     try:

@@ -1,5 +1,5 @@
-"""The parts of a gateway that prepare an answer. ``clients/chats.py`` has the same parts for a
-Python client."""
+"""The objects that the preparation of an answer needs. ``Gateway`` has them for HTTP requests, and
+``Chats`` in ``clients/chats.py`` has them for a Python client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..templates import Templates
 
 
 class Resources(Protocol):
-    """The models and their templates."""
+    """The models of the bus, and the renderer of their templates."""
 
     models: ModelTable
     templates: Templates

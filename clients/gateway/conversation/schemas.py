@@ -1,4 +1,4 @@
-"""Checks the keywords of schemas that token masks cannot enforce.
+"""Checks finished answers against the keywords of their schemas that token masks cannot enforce.
 
 Masks are computed from the schema without these keywords. Another process checks the finished text
 with ``jsonschema``, and the receipt reports the outcome of each keyword.
@@ -42,10 +42,10 @@ _SCHEMAS = ("items", "additionalProperties", "additionalItems")
 MAX_DEPTH = 200
 """Maximum depth to which schemas are searched; deeper parts are not changed."""
 MAX_SCHEMA_BYTES = 256 * 1024
-"""Maximum size of a checked schema as JSON, in bytes. The event loop sends the schema with each
-value that is checked."""
+"""Maximum size of a checked schema as JSON, in bytes. For each value that is checked, the event
+loop sends the schema to another process, and serves no requests meanwhile."""
 MAX_CHECKED_BYTES = 16 * 1024 * 1024
-"""Maximum size of the schemas and values of all checks of one request, in bytes."""
+"""Maximum sum of the sizes of the schema and the value in all checks of a request, in bytes."""
 
 
 def enforceable(schema: Schema) -> tuple[Schema, list[str]]:
@@ -111,15 +111,15 @@ class Checks:
     """Checks the finished sequences of one request."""
 
     templates: Templates
-    """Has the separate process in which values are checked, because a client's schema may be
-    expensive to check."""
+    """Checks the values. A gateway does this in a separate process, because a client's schema may
+    need much CPU time."""
     form: AnswerForm | None
     text: Checked | None = None
-    """The schema of the text outside calls."""
+    """The schema of the text outside calls; None: this text is not checked."""
     functions: dict[str, Checked] = field(default_factory=dict)
-    """The schemas of arguments by the names of functions."""
+    """The schemas of arguments by the names of functions. Other arguments are not checked."""
     outcomes: dict[int, dict[str, KeywordState]] = field(default_factory=dict)
-    """The outcome of each keyword by sequence."""
+    """The outcome of each keyword, by the number of the sequence."""
     _choices: GrowingChoices = field(init=False)
     _bytes_left: int = MAX_CHECKED_BYTES
     """Bytes that may still be checked; 0 after a check that took too long."""
@@ -141,7 +141,7 @@ class Checks:
                 await self.check(entry.seq, "".join(choice.pieces))
 
     async def check(self, seq: int, text: str) -> None:
-        """Checks the whole text of a sequence, which ``entry_text`` returned."""
+        """Checks the whole text of a finished sequence, in the form that ``entry_text`` returns."""
         if not self._has_schemas:
             return
         answer = Answer(self.form)
@@ -172,8 +172,8 @@ class Checks:
             return not_checked
 
     def _may_check(self, checked: Checked, text: str) -> bool:
-        """Counts a check; returns whether the schema, and all checks of the request, are within
-        their bounds."""
+        """Counts the bytes of a check. Returns False if the schema is too large, or if the checks
+        of the request would have too many bytes."""
         try:
             schema_bytes = len(checked.encoded)
         except (OverflowError, RecursionError):

@@ -16,17 +16,18 @@ from .resources import Resources
 async def fitting_ids(
     resources: Resources, model: ServedModel, conversation: Conversation, ignored: Ignored
 ) -> list[int]:
-    """The token ids of a conversation, shortened as its ``fitting`` says. Raises ApiError 400."""
+    """The token ids of a conversation, which is shortened as ``conversation.fitting`` requests.
+    Raises ApiError 400."""
     how, context = conversation.fitting, model.info.context_length
     if how.reserve is None:
         whole = await prompt_ids(resources, model, conversation, ignored)
         return last_tokens(whole, how.last_tokens, context)
-    # At most half of the context is reserved, so that the conversation has the other half.
+    # At most half of the context is reserved for the answer, so the conversation has at least half.
     room = context - min(how.reserve if how.reserve > 0 else 1, max(1, context // 2))
     begins = exchanges(conversation.turns)
 
     async def ids_without(count: int) -> list[int] | None:
-        """The token ids without the ``count`` oldest exchanges; None if they do not fit."""
+        """The token ids without the ``count`` oldest exchanges; None if these ids are too many."""
         rest = without(conversation, begins, count)
         try:
             fitting = await prompt_ids(resources, model, rest, ignored)
@@ -38,8 +39,8 @@ async def fitting_ids(
 
     if (found := await ids_without(0)) is not None:
         return found
-    # A binary search finds the smallest number of exchanges to leave out, because the prompt gets
-    # shorter with each exchange that is left out.
+    # A binary search finds the smallest number of exchanges to leave out. It is possible because
+    # the prompt gets shorter with each exchange that is left out.
     count = len(begins) - 1
     first = min(1, count)
     while first < count:
@@ -57,8 +58,9 @@ async def fitting_ids(
 
 
 def exchanges(turns: Sequence[Turn]) -> list[int]:
-    """The places of the turns with which exchanges begin: turns of the user that have no result.
-    The conversation before the first of them is a part of the first exchange."""
+    """The index of the first turn of each exchange. An exchange is a turn of the user without
+    results of calls, and all turns up to the next such turn. Turns before the first such turn
+    belong to the first exchange."""
     begins = [
         place
         for place, turn in enumerate(turns)
@@ -68,7 +70,8 @@ def exchanges(turns: Sequence[Turn]) -> list[int]:
 
 
 def without(conversation: Conversation, begins: Sequence[int], count: int) -> Conversation:
-    """A conversation without its ``count`` oldest exchanges. System and developer messages stay."""
+    """A conversation without its ``count`` oldest exchanges, but with all system and developer
+    messages. ``begins``: the result of ``exchanges``."""
     start = begins[count]
     turns = conversation.turns
     kept = [turn for turn in turns[:start] if turn.role in ("system", "developer")]
@@ -76,8 +79,8 @@ def without(conversation: Conversation, begins: Sequence[int], count: int) -> Co
 
 
 def last_tokens(ids: list[int], count: int | None, context: int) -> list[int]:
-    """The last ``count`` tokens of a prompt; -1: as many as leave room for one further token; None:
-    all tokens."""
+    """The last ``count`` tokens of a prompt, or all if ``count`` is None. If ``count`` is -1, the
+    context keeps room for one token after the prompt."""
     if count is None:
         return ids
     keep = context - 1 if count < 0 else count
