@@ -23,13 +23,15 @@ MAX_RESPONSES_OF_ONE = 4096
 MAX_CONTEXT_BYTES = 8 * 1024 * 1024
 """Maximum bytes of the items that earlier responses add to one input."""
 OVERHEAD_BYTES = 512
-"""Bytes that count for a response, an item and a group of events in addition to their data."""
+"""Number of bytes that are counted for each response, each item and each group of events in
+addition to its data."""
 EVENT_GROUPS, EVENT_BYTES = 64, 1024 * 1024
 """Maximum number of groups of events that are read at a time, and the number of bytes after which
 no further group is read."""
 LEASE_S = 15.0
-"""Duration of a lease in seconds. If the gateway that generates a response has not renewed its
-lease for this time, another gateway may continue the response."""
+"""Duration of a lease in seconds. The gateway that generates a background response has a lease of
+the response. If it does not renew the lease for this time, another gateway may continue the
+response."""
 ACTIVE = ("queued", "in_progress")
 """The statuses of a response that is not finished."""
 
@@ -41,7 +43,7 @@ class Item(Struct, frozen=True):
     data: bytes
     """The item as JSON."""
     given: bool
-    """Whether the item belongs to the input."""
+    """Whether the item belongs to the response's input, not to its output."""
 
 
 class Stored(Struct):
@@ -52,6 +54,7 @@ class Stored(Struct):
     answer: bytes
     """The response as JSON."""
     previous: str | None = None
+    """The id of the response that this response continues, if any."""
     background: bool = False
     body: bytes | None = None
     """The request's body, while a background response is unfinished; otherwise None."""
@@ -87,7 +90,7 @@ class ContextTooLargeError(Exception):
 
 
 class Database:
-    """One connection. Its calls must not overlap."""
+    """One connection to the database. Only one call may run at a time, on any thread."""
 
     def __init__(self, folder: Path) -> None:
         self._connection = connect(folder)
@@ -99,8 +102,9 @@ class Database:
     def save(
         self, user: str, response: Stored, items: Sequence[Item], owner: str | None = None
     ) -> bool:
-        """Stores a response in place of an older one with its id. ``owner``: the gateway that
-        generates the response. Returns whether the response fits into the user's share."""
+        """Stores a response; replaces an older one with the same id. ``owner``: the gateway that
+        generates the response, or None if the response is finished. Returns False if the response
+        is larger than ``MAX_BYTES_OF_ONE``, and is therefore not stored."""
         size = len(response.answer) + len(response.body or b"") + OVERHEAD_BYTES + _size_of(items)
         if size > MAX_BYTES_OF_ONE:
             return False
@@ -129,8 +133,8 @@ class Database:
         return True
 
     def find(self, user: str, id: str, contents: bool = True) -> Stored | None:
-        """The response of a user with this id; without ``contents``, its answer and body are
-        empty."""
+        """The response of a user with this id; None if it is not stored. If ``contents`` is False,
+        the answer and the body are left empty, because they may be large."""
         answer, body = ("answer", "body") if contents else ("x''", "NULL")
         join = "JOIN contents ON response = number" if contents else ""
         row = self._connection.execute(
@@ -154,8 +158,9 @@ class Database:
             return run.execute(sql, (user, id)).rowcount > 0
 
     def items(self, user: str, ids: Sequence[str]) -> dict[str, bytes]:
-        """The stored items of a user with these ids. If several items have one id, an item of an
-        answer takes precedence over an item of an input."""
+        """The stored items of a user with these ids, by id. If several items have the same id, an
+        item of an output takes precedence over an item of an input. Raises
+        ContextTooLargeError."""
         found: dict[str, bytes] = {}
         sql = (
             "SELECT data FROM items JOIN responses ON response = number"
@@ -172,7 +177,7 @@ class Database:
         return found
 
     def context(self, user: str, id: str) -> list[bytes]:
-        """The items of a finished response and of all responses before it, in their order.
+        """The items of a finished response and of the responses that it continues, oldest first.
 
         Raises NotStoredError, UnfinishedError and ContextTooLargeError.
         """
@@ -202,7 +207,7 @@ class Database:
         return [data for found in rows for (data,) in found]
 
     def given(self, user: str, id: str) -> list[bytes]:
-        """The items of a response's own input."""
+        """The items of a response's input, without those of earlier responses."""
         return [
             data
             for (data,) in self._connection.execute(
@@ -213,8 +218,9 @@ class Database:
         ]
 
     def append(self, user: str, id: str, owner: str, first: int, events: bytes, count: int) -> bool:
-        """Adds ``count`` events, of which the first has the number ``first``, and renews the lease
-        of ``owner``. Returns False if ``owner`` does not generate the response any more."""
+        """Adds a group of ``count`` events, the first of which has the number ``first``, and renews
+        the lease of ``owner``. Returns False if ``owner`` may not generate the response any
+        more."""
         with self._transaction() as run:
             number = self._owned(user, id, owner)
             if number is None:
@@ -237,8 +243,8 @@ class Database:
         events: bytes,
         count: int,
     ) -> bool:
-        """Stores the answer, the items and the last events of a background response.
-        Returns False if ``owner`` does not generate the response any more."""
+        """Stores the answer, the items and the last group of events of a finished background
+        response. Returns False if ``owner`` may not generate the response any more."""
         with self._transaction() as run:
             number = self._owned(user, response.id, owner)
             if number is None:
@@ -281,7 +287,8 @@ class Database:
             return found
 
     def release(self, user: str, id: str, owner: str) -> None:
-        """Ends the lease of ``owner``, so that another gateway may continue at once."""
+        """Ends the lease of ``owner``, so that another gateway may continue the response at
+        once."""
         with self._transaction() as run:
             run.execute(
                 "UPDATE responses SET lease = 0 WHERE user = ? AND id = ? AND owner = ?",
@@ -289,7 +296,8 @@ class Database:
             )
 
     def cancel(self, user: str, id: str) -> Stored | None:
-        """Cancels a response that is not finished; returns the response."""
+        """Cancels a response unless it is finished; returns the response, or None if it is not
+        stored."""
         with self._transaction() as run:
             found = self.find(user, id)
             if found is None or not found.active:
@@ -306,8 +314,9 @@ class Database:
             return found
 
     def events(self, user: str, id: str, after: int) -> list[tuple[int, bytes]]:
-        """The next groups of events after the event with the number ``after``: for each group,
-        the number of its first event and its events."""
+        """The groups of events after the event with the number ``after``. For each group, returns
+        the number of its first event, and its events. The first group may also contain earlier
+        events."""
         rows = self._connection.execute(
             "SELECT first, data FROM events JOIN responses ON response = number"
             " WHERE user = :user AND id = :id AND responses.events > :next AND first >= (SELECT"
@@ -350,7 +359,7 @@ class Database:
         return int(size)
 
     def _shrink(self, user: str) -> None:
-        """Deletes responses until the bounds are met."""
+        """Deletes responses until those of ``user``, and those of all users, are within bounds."""
         run = self._connection
         while True:
             row = run.execute(

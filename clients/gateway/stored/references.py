@@ -1,4 +1,4 @@
-"""Inputs that refer to stored items."""
+"""Replaces references in inputs by the stored items, and loads the items of earlier responses."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .responses import StoredResponses
 
 
 async def resolved(stored: StoredResponses, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """An input with items in place of references. Raises ApiError 400 for an unknown item, or if
-    the items are too large together.
+    """An input with the current user's stored items in place of references. Raises ApiError 400 if
+    an item is not stored, or if the items are too large together.
 
-    Some clients send back only the id of a reasoning item. If the item is stored, its thinking is
-    added.
+    Some clients send back a reasoning item without its text. If the item is stored, it is replaced
+    by the stored item, otherwise it is left as it is.
     """
     ids = [id for item in given if isinstance(id := item.get("id"), str) and _refers(item)]
     found: dict[str, bytes] = {}
@@ -60,8 +60,8 @@ def replaced(
 
 
 async def context_of(stored: StoredResponses, previous: str) -> list[dict[str, Any]]:
-    """The items of the response ``previous`` and of all responses before it. Raises ApiError
-    400."""
+    """The items of the response ``previous`` and of the responses that it continues. Raises
+    ApiError 400."""
     try:
         found = await stored.call(lambda database, user: database.context(user, previous))
     except UnfinishedError as error:
@@ -92,7 +92,7 @@ def _too_large(param: str) -> ApiError:
 
 
 def _refers(item: dict[str, Any]) -> bool:
-    """Whether an item stands for a stored item."""
+    """Whether an item of an input is a reference, or a reasoning item without its text."""
     kind = item.get("type")
     return kind == "item_reference" or (kind == "reasoning" and not _has_text(item))
 

@@ -1,5 +1,5 @@
-"""The stored responses for the event loop: users take turns at the database, which a thread
-reads and writes."""
+"""Gives the event loop access to the stored responses. A thread reads and writes the database, and
+users take turns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class StoredResponses:
 
     def __init__(self, folder: Path) -> None:
         self.owner = secrets.token_hex(8)
-        """The name of this process among the gateways that generate responses."""
+        """A random name of this process, by which the database identifies the gateway that
+        generates a response."""
         self.running = Running()
         self._folder = folder
         self._turns = Turns()
@@ -62,7 +63,8 @@ class StoredResponses:
         return work(self._database, user)
 
     async def close(self) -> None:
-        """Leaves running responses to other gateways and closes the database."""
+        """Stops the tasks that generate responses, so that other gateways continue the responses,
+        and closes the database."""
         await self.running.close()
         if self._database is not None:
             await asyncio.to_thread(self._database.close)

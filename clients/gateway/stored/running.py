@@ -1,4 +1,4 @@
-"""The responses in the background that one gateway process generates."""
+"""The background responses that one gateway process generates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class Running:
         self._begun: dict[tuple[str, str], asyncio.Future[bytes]] = {}
         """Each response as it is stored before its first token, by user and id."""
         self._changed: dict[tuple[str, str], asyncio.Event] = {}
-        """Set when a response has new events or has ended. Each event is set once."""
+        """For each response, the flag that its readers wait for. It is set, and removed from this
+        dict, when the response has new events or has ended."""
 
     def start(
         self, user: str, id: str, work: Coroutine[Any, Any, None], begun: asyncio.Future[bytes]
@@ -33,13 +34,13 @@ class Running:
         return self._begun.get((user, id))
 
     def changes(self, user: str, id: str) -> asyncio.Event | None:
-        """An event that is set at the next change of a response; None if this process does not
-        generate the response."""
+        """A flag that is set when the response has new events or has ended; None if this process
+        does not generate the response."""
         key = user, id
         return self._changed.setdefault(key, asyncio.Event()) if key in self._tasks else None
 
     def notify(self, user: str, id: str) -> None:
-        """Wakes the readers of a response."""
+        """Wakes the tasks that wait for new events of a response."""
         changed = self._changed.pop((user, id), None)
         if changed is not None:
             changed.set()
@@ -51,7 +52,7 @@ class Running:
             task.cancel()
 
     async def close(self) -> None:
-        """Cancels all tasks, and waits for their ends."""
+        """Cancels all tasks, and waits until they have ended."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

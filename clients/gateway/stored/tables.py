@@ -11,12 +11,12 @@ log = logging.getLogger(__name__)
 
 FILE = "responses.sqlite"
 VERSION = 2
-"""The version of the tables, which the file has as ``user_version``."""
+"""The version of the tables, which the file stores as ``user_version``."""
 BUSY_S = 10.0
 """Maximum time for which a write waits for another gateway's write, in seconds."""
 
-# The large columns have their own table, because SQLite reads and writes whole rows: the rows of
-# ``responses`` are updated and searched often.
+# SQLite reads and writes whole rows. The rows of ``responses`` are updated and searched often, so
+# the large columns are in the separate table ``contents``.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY,
@@ -71,8 +71,8 @@ END;
 
 
 def connect(folder: Path) -> sqlite3.Connection:
-    """The database of a run directory, which is created if it does not exist. If the file cannot be
-    used, the database is in memory, and only this process has it."""
+    """A connection to the database in a run directory. The database is created if it does not
+    exist. If the file cannot be used, the database is in the memory of this process."""
     try:
         return _opened(folder / FILE)
     except (OSError, sqlite3.Error) as error:
@@ -86,7 +86,7 @@ def connect(folder: Path) -> sqlite3.Connection:
 
 def _opened(path: Path) -> sqlite3.Connection:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # SQLite gives its further files the permissions of this one.
+    # SQLite gives the other files of the database, such as the log, the permissions of this file.
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     connection = _connection(str(path))
     try:
@@ -98,7 +98,7 @@ def _opened(path: Path) -> sqlite3.Connection:
 
 
 def _connection(path: str) -> sqlite3.Connection:
-    # The calls of a connection take turns, on any thread.
+    # Calls come from different threads, but only one at a time (``StoredResponses.call``).
     connection = sqlite3.connect(
         path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
     )
