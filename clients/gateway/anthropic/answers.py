@@ -1,4 +1,5 @@
-"""Collects the blocks of an answer while it grows, and makes the response objects."""
+"""Collects the content blocks of an answer while its tokens arrive, and makes the response
+objects."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from ..conversation.planning import Prepared
 from ..new_ids import new_id
 
 SIGNATURE = "tokenbus"
-"""The signature of thinking. Clients do not send back thinking that has no signature."""
+"""The signature of all thinking blocks. Clients send back only thinking with a signature."""
 
 
 class TextAnswer(Struct, tag="text", tag_field="type"):
@@ -56,7 +57,7 @@ class Usage(Struct):
 
 
 class Ended(Struct):
-    """The reason why a message ended. Both fields are null until its end."""
+    """The reason why a message ended. Both fields are null until the message ends."""
 
     stop_reason: str | None
     stop_sequence: str | None
@@ -77,7 +78,7 @@ class MessageAnswer(Struct):
 
 
 class GrowingMessage:
-    """A message and its costs, from the entries of its stream."""
+    """Builds a message, and counts its tokens, from the entries of its stream."""
 
     def __init__(self, prepared: Prepared, max_tokens: int) -> None:
         self.answer = Answer(prepared.form, "toolu_")
@@ -90,7 +91,7 @@ class GrowingMessage:
         self._end: Token | None = None
 
     def add(self, entries: Iterable[Token]) -> list[Piece]:
-        """Adds entries; returns the changes of the parts."""
+        """Adds entries; returns the changes of the answer's parts."""
         pieces: list[Piece] = []
         for entry in entries:
             self._prompt = self._prompt or entry
@@ -118,7 +119,7 @@ class GrowingMessage:
 
     @property
     def usage(self) -> Usage:
-        """The cost of the message."""
+        """The cost of the message so far, in tokens."""
         assert self._prompt is not None
         return _usage(self._prompt, self._output)
 
@@ -158,8 +159,8 @@ class GrowingMessage:
 
 
 def block_of(part: AnswerPart, empty: bool = False) -> AnswerBlock:
-    """The block of a part. ``empty``: the block has no text or input, as in the event that begins
-    the block."""
+    """The content block for a part of an answer. ``empty``: the block has no text or input, as in
+    the event that begins the block."""
     match part:
         case Text(text):
             return TextAnswer("" if empty else text)

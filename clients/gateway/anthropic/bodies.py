@@ -14,7 +14,7 @@ ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,128}$")]
 
 
 class Block(Body, kw_only=True):
-    """The base of all blocks of a content."""
+    """The base of all content blocks."""
 
 
 class TextBlock(Block, kw_only=True, tag="text", tag_field="type"):
@@ -101,7 +101,7 @@ class OutputConfig(Body):
 
     format: JsonFormat | None = None
     effort: str | None = None
-    """Passed to templates that have the variable ``reasoning_effort``."""
+    """The amount of thinking. It is passed to templates with the variable ``reasoning_effort``."""
 
 
 class Thinking(Body):
@@ -110,7 +110,7 @@ class Thinking(Body):
 
     type: Literal["disabled", "adaptive", "enabled"]
     budget_tokens: MaxThinkingTokens | None = None
-    """Maximum number of thinking tokens, after which thinking is closed."""
+    """Maximum number of thinking tokens. After this number, the thinking is ended."""
 
 
 class Messages(Body):
@@ -125,8 +125,8 @@ class Messages(Body):
     output_config: OutputConfig | None = None
     thinking: Thinking | None = None
     thread: Any = None
-    """Refused unless it is null, because messages are not stored: later turns of a thread have only
-    new messages."""
+    """Refused unless it is null. Later requests of a thread contain only new messages, but this
+    gateway does not store the earlier ones."""
 
 
 class CountTokens(Messages):

@@ -116,7 +116,7 @@ async def _events(
 
 
 async def _arrived(stream: AsyncStream) -> list[Token] | None:
-    """The next entries; None if no entry arrives within ``PING_S``."""
+    """The next entries of a stream; None if no entry arrives within ``PING_S`` seconds."""
     try:
         async with asyncio.timeout(PING_S):
             return await stream.arrived()
@@ -143,7 +143,7 @@ class _Blocks:
         return b"".join(parts)
 
     def end(self) -> bytes:
-        """The event that ends the open block; empty without an open block."""
+        """The events that end the open block; empty if no block is open."""
         if self._open < 0:
             return b""
         stop = _event({"type": "content_block_stop", "index": self._open})
