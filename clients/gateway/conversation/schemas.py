@@ -1,7 +1,8 @@
 """Checks finished answers against the keywords of their schemas that token masks cannot enforce.
 
 Masks are computed from the schema without these keywords. Another process checks the finished text
-with ``jsonschema``, and the receipt reports the outcome of each keyword.
+with ``jsonschema``, and the answer's receipt (``constraints.py``) reports the outcome of each
+keyword.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Checks:
     need much CPU time."""
     form: AnswerForm | None
     text: Checked | None = None
-    """The schema of the text outside calls; None: this text is not checked."""
+    """The schema of the text outside calls, or None if this text is not checked."""
     functions: dict[str, Checked] = field(default_factory=dict)
     """The schemas of arguments by the names of functions. Other arguments are not checked."""
     outcomes: dict[int, dict[str, KeywordState]] = field(default_factory=dict)

@@ -21,7 +21,7 @@ class Tool:
     name: str
     description: str | None = None
     parameters: Schema | None = None
-    """The JSON schema of the arguments; None: the function has no arguments."""
+    """The JSON schema of the arguments, or None if the function has no arguments."""
     strict: bool | None = None
     """Whether a schema with keywords that masks cannot enforce is refused."""
 
@@ -38,7 +38,7 @@ class Calling:
 
 
 def calling(tools: Sequence[Tool], choice: str, parallel: bool) -> Calling | None:
-    """The functions that an answer may call; None if it may not call a function.
+    """The functions that an answer may call; None if the answer may not call a function.
 
     ``choice`` is ``none``, ``auto``, ``required``, or a function's name after a colon. Raises
     ApiError 400.
