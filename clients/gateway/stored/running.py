@@ -1,4 +1,5 @@
-"""The background responses that one gateway process generates."""
+"""The background responses that one gateway process generates. A background response is generated
+by a task, even if no client is connected."""
 
 from __future__ import annotations
 
