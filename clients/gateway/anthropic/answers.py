@@ -40,7 +40,7 @@ class CallAnswer(Struct, tag="tool_use", tag_field="type"):
     name: str
     id: str
     input: dict[str, Any]
-    """The input; empty if the answer was cut inside it."""
+    """The input of the tool; empty if the answer was cut inside the input."""
 
 
 AnswerBlock = TextAnswer | ThinkingAnswer | CallAnswer

@@ -106,7 +106,7 @@ class OutputConfig(Body):
 
 class Thinking(Body):
     """Settings of thinking. A request can bound thinking, but only the model's template can enable
-    it."""
+    thinking."""
 
     type: Literal["disabled", "adaptive", "enabled"]
     budget_tokens: MaxThinkingTokens | None = None
@@ -117,7 +117,7 @@ class Messages(Body):
     """The conversation to continue: the common fields of ``CountTokens`` and ``CreateMessage``."""
 
     model: str
-    """The model; empty: the default model."""
+    """The name of the model. If it is empty, the default model is used."""
     messages: Annotated[list[Message], Meta(min_length=1)]
     system: str | list[TextBlock] | None = None
     tools: list[Tool] | None = None
