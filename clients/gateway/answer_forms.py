@@ -1,8 +1,9 @@
 """Structures for the forms in which models write thinking and tool calls.
 
 Each family of models was trained on one form, which its chat template shows. A *structure*
-describes the parts of an answer as phases and tags (``protocol.structure``). The controller worker
-computes masks from it, and the gateway uses it to split the answer into its parts.
+(``protocol.structure``) describes an answer: its *tags* are marked parts, such as a call, and its
+*phases* determine which text and tags may follow. The controller worker computes masks from the
+structure, and the gateway splits the answer into its parts with it.
 """
 
 from __future__ import annotations
@@ -126,8 +127,8 @@ HARMONY = Family(
 
 
 def family_of(chat_template: str) -> Family:
-    """The family whose form of calls a chat template contains; ``HERMES`` if it contains none of
-    the other forms."""
+    """The family whose form of calls a chat template contains; ``HERMES`` if the template contains
+    no other form."""
     if "<|channel|>" in chat_template and "<|message|>" in chat_template:
         return HARMONY
     if "[TOOL_CALLS]" in chat_template:
@@ -168,7 +169,7 @@ class Rest:
     """The constraint on an answer's text outside thinking and calls."""
 
     controller: str = ""
-    """The name of the built-in constraint; empty: the text is free."""
+    """The name of the built-in constraint. If it is empty, the text is free."""
     arg: str | dict[str, Any] | list[Any] | None = None
     """The argument of the built-in constraint."""
 
@@ -179,7 +180,8 @@ class Wanted:
 
     functions: Sequence[Function] = ()
     rest: Rest | None = field(default_factory=Rest)
-    """The constraint on the text outside thinking and calls; None: such text is not allowed."""
+    """The constraint on the text outside thinking and calls. None means that such text is not
+    allowed."""
     parallel: bool = True
     """Whether several calls are allowed."""
     thinking: Thinking = "none"

@@ -29,7 +29,8 @@ each string, and blocks the event loop meanwhile."""
 MAX_VALUES = 1_048_576
 """Maximum number of values in a body, such as token ids."""
 MAX_CONTAINERS = 65_536
-"""Maximum number of lists and objects in a body. Decoding a list takes longer than a number."""
+"""Maximum number of lists and objects in a body. Decoding one of them takes longer than decoding a
+number."""
 _STRUCTURE = b",[{"
 """Outside strings, one of these characters precedes each element of a list and each field of an
 object. Counting the characters therefore counts the values."""

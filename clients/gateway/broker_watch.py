@@ -61,10 +61,10 @@ class BrokerWatch:
 
     async def begun(self) -> None:
         """Waits until the broker has sent WELCOME, or until ``lost`` was called. Raises
-        TimeoutError if neither happens in time, for example because the HELLO is refused.
+        TimeoutError if neither happens in time, because the watch's socket cannot be opened.
 
-        A tunnel sends its first message only after this wait. If it sent a message earlier and the
-        broker were then restarted, the watch would not report the restart.
+        A tunnel sends its first message only after this wait. If the tunnel sent a message earlier
+        and the broker were then restarted, the watch would not report the restart.
         """
         async with asyncio.timeout(self._patience_s + 3 * PING_S):
             await self._begun.wait()

@@ -75,9 +75,9 @@ class Gateway:
         return client
 
     async def close(self) -> None:
-        """Ends the sessions of these clients at the broker, and thereby their running streams. The
-        streams of background responses have their own sessions, and continue for another
-        gateway."""
+        """Closes the stored responses, the template processes, the tunnels and the bus clients. The
+        streams of the bus clients end. The streams of background responses have their own sessions,
+        and continue for another gateway."""
         await self.stored.close()
         await self.templates.close()
         await self.tunnels.close()

@@ -20,9 +20,9 @@ from .errors import invalid_field
 Temperature = Annotated[float, Meta(ge=0, le=100)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 TopPOrZero = Annotated[float, Meta(ge=0, le=1)]
-"""0 keeps only the most probable token, as ``top_k`` 1 does."""
+"""``top_p``. The value 0 keeps only the most probable token, as ``top_k`` 1 does."""
 TopK = Annotated[int, Meta(ge=-1, le=0xFFFF_FFFF)]
-"""0 and -1 keep all tokens."""
+"""``top_k``. The values 0 and -1 keep all tokens."""
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
@@ -32,12 +32,12 @@ MaxTokens = Annotated[int, Meta(ge=1, le=0x7FFF_FFFF)]
 MinTokens = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)]
 MaxThinkingTokens = Annotated[int, Meta(ge=0)]
 RestOfContext = Annotated[int, Meta(ge=-1, le=0x7FFF_FFFF)]
-"""Maximum number of tokens; -1: the rest of the context."""
+"""Maximum number of tokens of an answer; -1 stands for the rest of the context."""
 PromptTokens = Annotated[int, Meta(ge=-1, le=0x7FFF_FFFF)]
-"""Number of tokens that are kept at the end of a prompt; -1: as many as fit into the context."""
+"""Number of tokens that are kept at the end of a prompt; -1 keeps as many as the context allows."""
 Stops = Annotated[list[StopString], Meta(max_length=MAX_STOP)]
 MaybeStop = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
-"""A stop string; an empty one has no effect."""
+"""A stop string; an empty string has no effect."""
 MaybeStops = Annotated[list[MaybeStop], Meta(max_length=MAX_STOP)]
 StopIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -46,7 +46,7 @@ FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:-]{1,128}$")]
 
 
 def kept_tokens(top_p: float | None, top_k: int | None) -> GenerateOptions:
-    """The options that bound the tokens from which the next token is sampled."""
+    """The options that select the tokens from which the next token is sampled."""
     if top_p == 0:
         return {"top_k": 1}
     options: GenerateOptions = {}

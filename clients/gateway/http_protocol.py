@@ -40,7 +40,7 @@ _REFUSAL = b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 class BoundedHttp(HttpToolsProtocol):
     """One connection. If the client exceeds a bound, the connection is closed. Before that, the
-    client receives a 431, 408 or 503, unless another answer has begun and is not complete."""
+    client receives a 431, 408 or 503, unless another answer is not complete yet."""
 
     max_connections = 10_000
     """Maximum number of connections of one process, including WebSockets."""

@@ -22,8 +22,8 @@ class KeyFileError(ValueError):
 class ApiKeys:
     """The API keys of a file. Each line has the holder's name and the hexadecimal SHA-256 of an API
     key. If the holder is a tenant of the bus, the path of the file with the tenant's CURVE key
-    follows, relative to this file. The word ``+operator`` instead of a path means that the holder
-    may send the operator's requests over HTTP, which the gateway sends with its own CURVE key.
+    follows, relative to this file. The word ``+operator`` instead of a path means that the API key
+    allows the operator's requests over HTTP. The gateway sends them with its own CURVE key.
 
     The API keys themselves, 256 random bits each, are not in the file. Empty lines and lines that
     begin with ``#`` are skipped.

@@ -225,7 +225,7 @@ def _types(structs: Iterable[inspect.StructType]) -> Iterator[str]:
 
 
 def _struct_of(value: dict[str, Any], kind: inspect.Type) -> inspect.StructType | None:
-    """The struct that ``value`` is decoded as; None if it is not decoded as a struct."""
+    """The struct to which ``value`` is decoded; None if the value is not decoded to a struct."""
     structs = [one for one in kinds_of(kind) if isinstance(one, inspect.StructType)]
     if len(structs) == 1 and (tag_field := structs[0].tag_field) is not None:
         return structs[0] if value.get(tag_field, structs[0].tag) == structs[0].tag else None

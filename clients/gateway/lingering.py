@@ -29,8 +29,8 @@ class Leaving:
         self._end_with_parent(signal.SIGKILL)
 
     def leave(self) -> None:
-        """Makes the parent exit. Before that, this process ends if the parent ends; afterwards it
-        continues."""
+        """Makes the parent exit, and this process continue without its parent. If the parent ended
+        earlier, this process would be killed."""
         self._end_with_parent(0)
         # Signals to the process group of the successor must not reach this process.
         os.setsid()

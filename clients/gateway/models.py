@@ -200,8 +200,8 @@ class ModelTable:
             return await self._client.model_info(name, timeout_s=LOAD_S)
 
     async def get(self, name: str = "") -> ServedModel:
-        """The model of this name or alias; empty: the default model. A model that is served on
-        demand is loaded first.
+        """The model with this name or alias, or the default model if ``name`` is empty. A model
+        that is served on demand is loaded first.
 
         Raises TokenbusError: ``unknown_model`` if no model is served under this name.
         """

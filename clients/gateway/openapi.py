@@ -41,13 +41,13 @@ class Operation:
     tag: str
     """The interface to which the operation belongs."""
     body: Any = None
-    """The type of the JSON body; ``bytes``: raw data; None: no body."""
+    """The type of the JSON body. ``bytes`` stands for raw data, and None for no body."""
     answer: Any = None
-    """The type of the JSON answer; ``str``: plain text; None: any JSON."""
+    """The type of the JSON answer. ``str`` stands for plain text, and None for any JSON."""
     stream: bool = False
     """Whether the operation can also answer with server-sent events."""
     error: Any = ErrorAnswer
-    """The type of the errors; None: the errors do not have a JSON body."""
+    """The type of the errors. None means that the errors do not have a JSON body."""
     statuses: dict[int, str] = field(default_factory=dict)
     """Further error statuses of this operation, with their meanings."""
     query: dict[str, Any] = field(default_factory=dict)

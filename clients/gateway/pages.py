@@ -1,4 +1,4 @@
-"""Serves the files of the gateway's pages (the chat page and the console), without a build step.
+"""Serves the files of the gateway's pages (the chat page and the console) unchanged.
 
 The files have no data of users, so they are served without an API key. The pages send the key with
 their requests.

@@ -59,8 +59,8 @@ class PlainLmtp:
                 self._awaited.add(stream_id)
 
     def line(self, frames: Sequence[bytes]) -> str | None:
-        """Converts a message from the broker to a line; None for a SYSTEM, which LMQL's client does
-        not use.
+        """Converts a message from the broker to a line. Returns None for a SYSTEM, because LMQL's
+        client does not use this message.
 
         An ERROR without a stream id is sent unchanged: LMQL's client shows it in a warning.
         """

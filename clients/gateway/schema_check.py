@@ -15,7 +15,8 @@ default, jsonschema would open the URLs of other references."""
 
 
 def states_of(schema: dict[str, Any], value: Any, keywords: list[str]) -> dict[str, str]:
-    """For each keyword, whether the value passes it: ``checked``, ``failed`` or ``not checked``."""
+    """For each keyword of ``keywords``, the outcome of the check of ``value`` against ``schema``:
+    ``checked`` (the value passes), ``failed`` or ``not checked``."""
     checked = dict.fromkeys(keywords, "checked")
     if "format" in checked:
         # The keyword ``format`` is checked here only for formats that llguidance does not

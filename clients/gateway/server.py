@@ -84,8 +84,8 @@ class GatewayServer(uvicorn.Server):
 
     After the first signal, ``/ready`` answers 503. If a load balancer polls ``/ready``, connections
     are accepted until the load balancer has received the 503, so that it does not send requests to
-    a closed port. SIGUSR2 has the same effect, but a successor takes over and this process may take
-    longer (``lingering.py``).
+    a closed port. SIGUSR2 has the same effect as SIGTERM, except that a successor takes over the
+    port, and this process has more time to finish its requests (``lingering.py``).
     """
 
     def __init__(self, app: Starlette, settings: Settings, leaving: Leaving | None = None) -> None:

@@ -41,7 +41,7 @@ class Templates:
 
     One process renders the models' templates, and another process the templates in requests. A slow
     template in a request therefore delays only other users' templates in requests, each user by at
-    most one rendering. Each process starts when it is first needed.
+    most one rendering. Each process is started for its first request.
     """
 
     def __init__(self, trust_requests: bool = False) -> None:
@@ -108,8 +108,9 @@ class Templates:
     async def validate(
         self, schema: bytes, value: Any, keywords: Sequence[str]
     ) -> dict[str, KeywordState]:
-        """For each keyword, whether a value passes it. ``schema``: a JSON schema, encoded as JSON.
-        Raises ApiError if the check takes too long."""
+        """For each of ``keywords``, the outcome of the check of a value against a JSON schema
+        (``schema_check.py``). ``schema``: the schema, encoded as JSON. Raises ApiError if the check
+        takes too long."""
         rest = json.dumps({"value": value, "keywords": keywords}).encode()
         answer = await self._of_requests.ask(b'{"schema":%b,%b' % (schema, rest[1:]))
         return {name: cast(KeywordState, state) for name, state in answer.items()}

@@ -31,9 +31,10 @@ class _Ranked(Struct):
 class TunnelRequests:
     """The open requests of one WebSocket.
 
-    ``user``: the user to whom the requests count. ``name``: the name of the API key; empty without
-    a key. ``ranks``: whether the WebSocket's connection has a tenant's CURVE key. If so, the broker
-    checks the priorities of requests by this key; otherwise this class checks them.
+    ``user``: the user to whom the requests count. ``name``: the name of the API key, or an empty
+    string if there is no key. ``ranks``: whether the WebSocket's connection has a tenant's CURVE
+    key. If so, the broker checks the priorities of requests by this key; otherwise this class
+    checks them.
     """
 
     def __init__(self, shares: UserShares, user: str, name: str, ranks: bool) -> None:
@@ -45,8 +46,8 @@ class TunnelRequests:
         self._taken = 0
 
     def sent(self, frames: Frames) -> Frames:
-        """Counts a client's message if it begins a stream, and returns the frames to send to the
-        broker; raises TokenbusError."""
+        """Counts a client's message if it begins or resumes a stream, and returns the frames to
+        send to the broker; raises TokenbusError."""
         kind = frames[0]
         if kind not in ANSWERED:
             return frames

@@ -62,8 +62,8 @@ class UserShares:
         self.programs = OpenPrograms()
         """The programs that run for requests over HTTP."""
         self.leaving = False
-        """Whether the process is about to end, so that the streams of named requests continue at
-        the broker for its successor. ``server.py`` sets this flag."""
+        """Whether the process is about to end. If so, streams with an idempotency key continue at
+        the broker for the successor. ``server.py`` sets this flag."""
         self._max_streams = max_streams
         self._max_bytes = max_body_bytes
         self._streams = 0
