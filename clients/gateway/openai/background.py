@@ -1,9 +1,10 @@
 """Responses in the background: a task generates a response and stores its events, which any
-gateway of the run directory can read.
+gateway with the same run directory can read.
 
-The task has a lease. If its gateway ends, the next gateway that is asked for the response takes the
-lease over. The response is a request with an idempotency key (``idempotency.py``), so the next
-gateway generates the same events. It skips the events that are stored.
+The task has a lease of the response, which it renews in the database. If its gateway ends, the
+lease expires. The next gateway that a client asks for the response then takes over the lease. It
+generates the response with the same idempotency key (``idempotency.py``), so it gets the same
+events, and skips those that are already stored.
 """
 
 from __future__ import annotations
@@ -39,18 +40,19 @@ log = logging.getLogger(__name__)
 
 PATH = "/v1/responses"
 RENEW_S = 1.0
-"""Time in seconds after which a task renews its lease if it has no events."""
+"""Time in seconds after which a task without new events renews its lease."""
 SAVE_S = 0.1
 """Minimum time in seconds between two writes of one response's events."""
 POLL_S = 0.25
-"""Interval at which the events of another gateway's response are read, in seconds."""
+"""Interval in seconds at which this gateway reads new events of a response that another gateway
+generates."""
 
 
 async def background_response(
     request: Request, data: bytes, body: ResponsesRequest, ignored: Ignored
 ) -> Response:
-    """Begins a response in the background, and answers with it or with its events. A repeated
-    request with an idempotency key receives the existing response."""
+    """Begins a response in the background, and answers with the response or, in a stream, with its
+    events. If a request with an idempotency key is repeated, it receives the existing response."""
     gateway = gateway_of(request)
     id = new_id("resp_")
     found = await gateway.stored.call(lambda database, user: database.find(user, id))
@@ -70,7 +72,7 @@ async def background_response(
 
 
 async def adopt(gateway: Gateway, found: Stored) -> None:
-    """Continues a response if the gateway that generated it does not run any more."""
+    """Continues a response whose lease has expired, unless this gateway drains."""
     if not found.expired or gateway.draining:
         return
     owner = gateway.stored.owner
@@ -98,7 +100,7 @@ async def stored_events(gateway: Gateway, id: str, after: int) -> AsyncGenerator
         groups = await stored.call(partial(_groups, id, after))
         size = sum(len(data) for _, data in groups)
         try:
-            # If the client reads slowly, these events stay in the memory.
+            # Events stay in memory until the client reads them, so they count towards its share.
             gateway.shares.take_bytes(max(0, size - held))
         except TokenbusError as error:
             yield event(from_tokenbus(error).body())
@@ -133,9 +135,9 @@ class _Unsaved:
     """The events of a response that are not stored yet."""
 
     first: int = 0
-    """The number of the first element of ``events`` within the response."""
+    """The number that the first event of ``events`` has within the response."""
     skipped: int = 0
-    """Number of the next events that are skipped, because an earlier gateway has stored them."""
+    """Number of events that are still to be skipped, because an earlier gateway stored them."""
     events: list[bytes] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -148,7 +150,7 @@ class _Unsaved:
         self.arrived.set()
 
     def add_failure(self, answer: dict[str, Any]) -> None:
-        """Adds the event of a failed response."""
+        """Adds the event ``response.failed``. ``answer``: the failed response."""
         number = self.first + len(self.events)
         self.skipped = 0
         fields = {"type": "response.failed", "sequence_number": number, "response": answer}
@@ -164,7 +166,7 @@ class _Unsaved:
 
 
 class BackgroundTask:
-    """Generates one response for the user of the current task."""
+    """Generates one response, for the user of the HTTP request that begins or continues it."""
 
     def __init__(self, gateway: Gateway, id: str, data: bytes, taken: Stored | None = None) -> None:
         """``data``: the body of the request. ``taken``: the response, if another gateway has begun
@@ -190,7 +192,7 @@ class BackgroundTask:
         return self.begun
 
     async def _run(self, body: ResponsesRequest, given: ResponseInput, ignored: Ignored) -> None:
-        """Generates the response to its end."""
+        """Generates the response until it is finished, has failed or is cancelled."""
         named = self._gateway.named.of_background(self._id, self._unsaved.first)
         named.read(PATH, self._data)
         current_named.set(named)
@@ -222,8 +224,8 @@ class BackgroundTask:
         if not await self._stored.call(lambda db, user: db.save(user, stored, items, owner)):
             raise ApiError(
                 413,
-                f"the request has more than {MAX_BYTES_OF_ONE} bytes with its stored items; send "
-                "less, or leave out background",
+                f"the request and its input items have more than {MAX_BYTES_OF_ONE} bytes together; "
+                "send less, or leave out background",
                 code="too_large",
             )
         self.begun.set_result(stored.answer)
@@ -273,7 +275,7 @@ class BackgroundTask:
             raise LeaseLostError
 
     async def _fail(self, error: Exception) -> None:
-        """Reports an error to the request, or in the response if the request was answered."""
+        """Reports an error to the HTTP request, or in the response if the request was answered."""
         if self._taken is None and not self.begun.done():
             self.begun.set_exception(error)
             return
@@ -300,6 +302,6 @@ class BackgroundTask:
 
 
 class _Head(Struct):
-    """The field of a stored response that a later gateway repeats."""
+    """The part of a stored response that a gateway needs to continue the response."""
 
     created_at: int

@@ -1,8 +1,9 @@
-"""The tools of the bus: their descriptions, and the calls that the gateway makes for a model.
+"""The tools of the bus, which tool workers serve: requests their descriptions, and makes the calls
+that a model's answer contains.
 
-A call is a request with the built-in program ``call_tool``, so that the rules for programs hold
-unchanged: allow-lists, shares, time-outs, and at most one call. A message type of its own would
-need a second path for all of them.
+The gateway makes a call by sending a request with the built-in program ``call_tool``. The rules for
+calls by programs therefore apply: allow-lists, shares, time-outs, and that a call is made at most
+once. A separate message type would need a second implementation of these rules.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ..errors import ApiError, from_tokenbus, invalid_field
 from ..idempotency import HEADER, current_named
 
 MAX_CALLS = 16
-"""Maximum number of calls of one turn that are made. They run at the same time."""
+"""Maximum number of calls that the gateway makes for one turn. They run at the same time."""
 
 
 async def described(gateway: Gateway, names: Sequence[str]) -> dict[str, Tool]:
@@ -57,7 +58,7 @@ async def described(gateway: Gateway, names: Sequence[str]) -> dict[str, Tool]:
     if len(found) != len(names):
         raise ApiError(
             503,
-            "the broker is of an earlier release and does not describe tools; start the new one",
+            "the broker is of an earlier release, which cannot describe tools; start a new broker",
             code="unsupported",
             param="tools",
         )
@@ -68,7 +69,7 @@ class _Running:
     """One call that runs on the bus."""
 
     def __init__(self, gateway: Gateway, prepared: Prepared, call: Call) -> None:
-        """Begins the call. An error is stored, because it becomes the result of the call."""
+        """Begins the call. If the call cannot begin, the error becomes the result of the call."""
         self._gateway = gateway
         self._made = MadeCall(id=call.id, name=call.name, arguments=str(call.arguments))
         self._stream: AsyncStream | None = None
@@ -91,7 +92,7 @@ class _Running:
         return self._made
 
     def close(self) -> None:
-        """Cancels the call if it still runs, and gives back its share."""
+        """Cancels the call if it still runs, and stops counting it towards the user's share."""
         if self._stream is not None:
             self._stream.close()
             self._gateway.shares.give_back_stream()
@@ -104,7 +105,7 @@ class _Running:
             controller=CALL_TOOL,
             controller_arg=msgspec.json.encode(call).decode(),
             max_tokens=1,
-            # A request that is sent again would call the tool again.
+            # If the client sent a failed request again, the tool would be called again.
             retry_s=0.0,
         )
 
@@ -113,8 +114,8 @@ class _Running:
 
 
 async def make_calls(gateway: Gateway, prepared: Prepared, calls: Sequence[Call]) -> list[MadeCall]:
-    """Makes the calls of a turn at the same time, and waits for all of them. ``prepared`` is the
-    turn."""
+    """Makes the first ``MAX_CALLS`` calls of a turn at the same time, and waits for their results;
+    reports the other calls as not made. ``prepared``: the conversation that the turn answers."""
     running = [_Running(gateway, prepared, call) for call in calls[:MAX_CALLS]]
     try:
         made = [await call.made() for call in running]
@@ -126,7 +127,7 @@ async def make_calls(gateway: Gateway, prepared: Prepared, calls: Sequence[Call]
 
 
 def not_made(calls: Sequence[Call], why: str) -> list[MadeCall]:
-    """Calls that are not made, because of ``why``."""
+    """Reports calls that the gateway does not make. ``why`` becomes the error of each call."""
     return [
         MadeCall(
             id=call.id, name=call.name, arguments=str(call.arguments), error=why, code="not_called"

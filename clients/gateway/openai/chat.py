@@ -51,7 +51,7 @@ class ChatJob:
     counter: Counter
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     tool_turns: ToolTurns | None = None
-    """The turns of the answer, if the request has tools of the bus."""
+    """The turns of the answer if the request has tools of the bus, otherwise None."""
     id: str = field(default_factory=lambda: new_id("chatcmpl-"))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -81,7 +81,7 @@ async def _begin(gateway: Gateway, body: ChatRequest, ignored: Ignored) -> ChatJ
         check_alternatives(counter.alternatives)
     options = body.options(prepared.constraint)
     generations = chat_generations(gateway, prepared, options, counter, {"prompt": "messages"})
-    # The names of special tokens inside an answer with parts would be read as tags.
+    # In an answer with parts, the reader of the parts would take names of special tokens for tags.
     generations.shown = body.shown_text(prepared.model, special=prepared.form is None)
     job = ChatJob(body, prepared, generations, counter)
     if served:
@@ -174,7 +174,7 @@ def _choice_of_turns(job: ChatJob, turns: ToolTurns) -> ChatChoice:
 
 
 def message_of(prepared: Prepared, sequence: GeneratedSequence) -> AnsweredMessage:
-    """The message of a whole sequence."""
+    """The message that a finished sequence contains."""
     answer = Answer(prepared.form)
     answer.feed(prepared.whole_text(sequence))
     answer.end()

@@ -74,7 +74,7 @@ MAX_TOOL_TURNS = 64
 
 
 def to_tools(given: list[ChatTool] | None) -> list[Tool]:
-    """The functions of a request."""
+    """The functions of a request as tools of the conversation."""
     return [to_tool(tool.function) for tool in given or ()]
 
 
@@ -94,7 +94,7 @@ class TemplateFields(Protocol):
 
 
 def rendering_of(fields: TemplateFields) -> Rendering:
-    """The template of the request and its variables."""
+    """The chat template of the request, the template's variables, and where the prompt ends."""
     variables = dict(fields.chat_template_kwargs or {})
     if fields.documents is not None:
         variables["documents"] = fields.documents
@@ -110,23 +110,23 @@ class ChatRequest(SampledRequest, kw_only=True):
     max_tokens: RestOfContext | None = None
     """The older name of ``max_completion_tokens``."""
     max_completion_tokens: RestOfContext | None = None
-    """Default: the rest of the context."""
+    """Maximum number of tokens of the answer. Default, and -1: the rest of the context."""
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     """Number of alternatives that are reported with each token. Requires ``logprobs``."""
     tools: list[ChatTool | BusTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | NamedBusTool | None = None
-    """Default: ``auto``. With tools of the bus, a choice that requires a call applies to the first
-    turn."""
+    """Default: ``auto``. If the request has tools of the bus, a choice that requires a call applies
+    only to the first turn of the answer."""
     functions: list[FunctionTool] | None = None
-    """The older form of ``tools``. The answer then has ``function_call``."""
+    """The older form of ``tools``. The answer then has ``function_call``, not ``tool_calls``."""
     function_call: Literal["none", "auto"] | FunctionChoice | None = None
     """The older form of ``tool_choice``."""
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several calls. Default: true."""
     modalities: list[Literal["text"]] | None = None
     reasoning_effort: str | None = None
-    """Passed to templates that have this variable."""
+    """Passed to the chat template if the template has the variable ``reasoning_effort``."""
 
     # Fields that vLLM adds.
     chat_template: str | None = None
@@ -173,7 +173,7 @@ class ChatRequest(SampledRequest, kw_only=True):
             self._check_with_bus_tools()
 
     def _check_with_bus_tools(self) -> None:
-        """Raises ApiError 400 if a field applies only to an answer of one turn."""
+        """Raises ApiError 400 if a field is given that applies only to an answer of one turn."""
         wrong = {
             "n": (self.n or 1) > 1,
             "continue_final_message": self.continue_final_message,
@@ -199,8 +199,8 @@ class ChatRequest(SampledRequest, kw_only=True):
         return [tool.name for tool in self.tools or () if isinstance(tool, BusTool)]
 
     def to_conversation(self, served: Mapping[str, Tool] | None = None) -> Conversation:
-        """The conversation to continue. ``served``: the descriptions of the tools of the bus; None:
-        the request may not have such tools. Raises ApiError 400."""
+        """The conversation to continue. ``served``: the descriptions of the request's tools of the
+        bus by name, or None if the interface does not allow such tools. Raises ApiError 400."""
         tools = self._tools(served)
         parallel = self.parallel_tool_calls
         if self.functions:
@@ -230,7 +230,7 @@ class ChatRequest(SampledRequest, kw_only=True):
 
     @property
     def _choice(self) -> str | None:
-        """The value of ``AnswerRules.choice``; None: ``auto``."""
+        """The value of ``AnswerRules.choice``, or None for ``auto``."""
         if isinstance(self.tool_choice, NamedBusTool):
             return f":{self.tool_choice.name}"
         if isinstance(self.tool_choice, NamedTool):
@@ -240,8 +240,8 @@ class ChatRequest(SampledRequest, kw_only=True):
         return self.tool_choice or self.function_call
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
-        """The options of ``generate`` for these fields. ``max_tokens`` is missing if it was not
-        given."""
+        """The options of ``generate`` for these fields. The option ``max_tokens`` is missing if the
+        request does not bound the answer."""
         options = super().options(constraint)
         options["n"] = self.n or 1
         limit = self.max_completion_tokens or self.max_tokens
@@ -257,7 +257,7 @@ class AnsweredFunction(Struct):
 
     name: str
     arguments: str
-    """JSON that the function's schema allows, unless ``finish_reason`` is ``length``."""
+    """JSON that the function's schema allows; cut off if ``finish_reason`` is ``length``."""
 
 
 class AnsweredCall(Struct):
@@ -303,7 +303,7 @@ class ChatCompletion(Struct):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
-    """``return_token_ids``: the tokens of the prompt."""
+    """If the request has ``return_token_ids``: the token ids of the prompt."""
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
@@ -353,4 +353,4 @@ class ChatChunk(Struct):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None
     prompt_token_ids: list[int] | UnsetType = UNSET
-    """``return_token_ids``: the tokens of the prompt, in the first chunk."""
+    """In the first chunk, if the request has ``return_token_ids``: the token ids of the prompt."""

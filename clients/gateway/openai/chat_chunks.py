@@ -1,4 +1,5 @@
-"""Encodes the chunks of a streamed chat. A chunk with only text is assembled from bytes."""
+"""Encodes the chunks of a streamed chat. A chunk that has only text is assembled from prepared
+bytes, which is faster."""
 
 from __future__ import annotations
 
@@ -49,13 +50,13 @@ class ChatChunks:
         self._usage: UnsetType | None = None if body.include_usage else UNSET
         self._reports = TokenReports(body)
         self._prompt = prepared.ids if self._reports.ids else None
-        """The tokens of the prompt, until the first chunk is sent."""
+        """The token ids of the prompt if the first chunk has to report them; then None."""
         self._whole_entries = self._tops is not None or bool(self._reports)
         """Whether each token has its own chunk."""
         self._plain = prepared.constraint is None and not self._whole_entries
-        """Whether all entries before the last have only text."""
+        """Whether all entries of a sequence except its last entry have only text."""
         self._heads: dict[int, bytes] = {}
-        """The bytes of a chunk before its text, by sequence."""
+        """The prepared bytes of a chunk before its text, by sequence."""
         self._tail = b'},"logprobs":null,"finish_reason":null}]' + (
             b',"usage":null}\n\n' if body.include_usage else b"}\n\n"
         )
@@ -121,7 +122,9 @@ class ChatChunks:
         return [self._chunk(seq, delta) for delta in self._deltas_of(self._of(seq).feed(text))]
 
     def _whole(self, entry: Token, text: str, removed: int, choice: GrowingChoice) -> bytes:
-        """The chunks of an entry with more than text."""
+        """The chunks of an entry that has more than text. ``text``: the text of earlier entries
+        that is not sent yet, and of this entry. ``removed``: number of characters that the entry
+        removes."""
         logprobs = reason = receipt = None
         if self._tops is not None and entry.token is not None:
             sampled = Sampled()

@@ -26,7 +26,7 @@ class Indexes:
         self._forks: dict[tuple[int, int], int] = {}
 
     def of(self, place: int, seq: int) -> int:
-        """The number of sequence ``seq`` of the prompt at ``place``."""
+        """The number of the choice for sequence ``seq`` of the prompt with the index ``place``."""
         if seq < self._counts[place]:
             return self._first[place] + seq
         number = self._forks.get((place, seq))
@@ -37,8 +37,8 @@ class Indexes:
 
 
 def finish_reason(reason: str | None, called: bool = False, older: bool = False) -> str:
-    """OpenAI's name of a finish reason. ``called``: the sequence has called a tool. ``older``: the
-    request has the older form of tools, ``functions``."""
+    """OpenAI's name of a finish reason. ``called``: whether the sequence has called a tool.
+    ``older``: whether the request has the older form of tools, ``functions``."""
     name = FINISH_REASONS.get(reason or "", "stop")
     if not called or name != "stop":
         return name
@@ -73,7 +73,7 @@ def receipt_of(
 
 
 def check_some_succeeded(sequences: Sequence[GeneratedSequence]) -> None:
-    """Raises ApiError 400 if every sequence failed, with the reason of the first one."""
+    """Raises ApiError 400 with the error of the first sequence if every sequence failed."""
     if sequences and all(s.finish_reason == "error" for s in sequences):
         first = sequences[0]
         raise ApiError(

@@ -32,16 +32,18 @@ class CompletionRequest(SampledRequest, kw_only=True):
     prompt: str | PromptList
     """A text, token ids, or a list of texts or of lists of token ids."""
     max_tokens: RestOfContext | None = None
-    """Default: 16. 0 is valid only with ``echo``."""
+    """Maximum number of tokens of each choice. Default: 16; -1: the rest of the context. 0 is valid
+    only with ``echo``."""
     best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
-    """Number of generated choices. The answer has the ``n`` with the highest log-probability."""
+    """Number of choices that are generated for each prompt. The answer has the ``n`` choices with
+    the highest sum of log-probabilities."""
     echo: bool | None = None
-    """Whether the text begins with the prompt."""
+    """Whether the text of each choice begins with the prompt."""
     logprobs: TopLogprobs | None = None
     """Number of alternatives that are reported with each token's log-probability."""
     heal_prompt: bool | None = None
-    """Whether the prompt may end in the middle of a word: the prompt's last token is removed, and
-    the answer must begin with the text of this token. Only Tokenbus has this field."""
+    """Whether the prompt may end in the middle of a word. If true, the prompt's last token is
+    removed, and the answer must begin with its text. Only Tokenbus has this field."""
     suffix: str | None = None
     """The text after the gap that the model fills. Requires a tokenizer whose tokens mark a gap."""
 
@@ -67,7 +69,7 @@ class CompletionRequest(SampledRequest, kw_only=True):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The prompts; raises ApiError 400 if there are too many or they are of several kinds."""
+        """The prompts. Raises ApiError 400 if there are too many, or both texts and token ids."""
         given = self.prompt
         if isinstance(given, str):
             return [given]
@@ -100,7 +102,7 @@ class CompletionRequest(SampledRequest, kw_only=True):
 
 
 class CompletionChoice(TokenFields):
-    """A choice of a completion, or of a chunk of one."""
+    """A choice of a completion, or of a chunk of a completion."""
 
     index: int
     text: str

@@ -1,4 +1,5 @@
-"""Encodes the chunks of a streamed completion. A chunk with only text is assembled from bytes."""
+"""Encodes the chunks of a streamed completion. A chunk that has only text is assembled from
+prepared bytes, which is faster."""
 
 from __future__ import annotations
 
@@ -52,12 +53,12 @@ class CompletionChunks:
         self._indexes = Indexes([body.n or 1] * len(prompts))
         self._choices = [GrowingChoices() for _ in prompts]
         self._offsets: dict[int, int] = {}
-        """The length of each choice's text so far, for the offsets in log-probabilities."""
+        """The length in characters of each choice's text so far, to compute ``text_offset``."""
         self._usage: UnsetType | None = None if body.include_usage else UNSET
         self._whole_entries = body.logprobs is not None or bool(self._reports)
         """Whether each token has its own chunk."""
         self._plain = not self._whole_entries and self._constraint is None
-        """Whether all entries before the last have only text."""
+        """Whether all entries of a sequence except its last entry have only text."""
         self._heads: dict[tuple[int, int], bytes] = {}
         self._tail = b',"logprobs":null,"finish_reason":null}]' + (
             b',"usage":null}\n\n' if body.include_usage else b"}\n\n"
@@ -88,8 +89,8 @@ class CompletionChunks:
         return b"".join(parts)
 
     def echo(self, place: int, text: str, sampled: Sampled | None, ended: str | None) -> bytes:
-        """A prompt as the first chunk of each of its choices. ``ended``: the finish reason if the
-        chunk is the only one, otherwise None."""
+        """A prompt as the first chunk of each of its choices. ``sampled``: the prompt's tokens, if
+        the request has ``logprobs``. ``ended``: the finish reason if no further chunk follows."""
         parts = []
         for seq in range(self._n):
             index = self._indexes.of(place, seq)
@@ -112,7 +113,7 @@ class CompletionChunks:
             return self._chunk(self._indexes.of(place, seq), text, None, None, None)
         head = self._heads.get((place, seq))
         if head is None:
-            # The head has the bytes of a chunk before the text of its choice.
+            # The head has the prepared bytes of a chunk before its text.
             whole = self._chunk(self._indexes.of(place, seq), "", None, None, None)
             head = self._heads[place, seq] = whole.partition(b'"text":')[0] + b'"text":'
         return head + encode(text) + self._tail
@@ -120,7 +121,9 @@ class CompletionChunks:
     def _whole(
         self, place: int, entry: Token, text: str, removed: int, choice: GrowingChoice
     ) -> bytes:
-        """The chunk of an entry with more than text."""
+        """The chunk of an entry that has more than text. ``text``: the text of earlier entries that
+        is not sent yet, and of this entry. ``removed``: number of characters that the entry
+        removes."""
         index = self._indexes.of(place, entry.seq)
         logprobs = None
         if self._logprobs is not None:

@@ -59,10 +59,10 @@ class Job:
     model: ServedModel
     echoes: list[Echo]
     generations: Generations | None
-    """The streams; None: the request asks only for the prompts."""
+    """The streams of the request, or None if the request asks only for its prompts."""
     counter: Counter
     prompts: list[Prompt]
-    """The prompts; token ids if the answer repeats them."""
+    """The prompts, as token ids if the answer repeats them."""
     id: str = field(default_factory=lambda: new_id("cmpl-"))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -70,7 +70,7 @@ class Job:
 async def completions(request: Request) -> Response:
     """Answers with completions, as one object or as a stream of chunks.
 
-    AICI's earlier form uses the same path.
+    Requests in AICI's earlier form use the same path.
     """
     check_json(request)
     raw = await read_bytes(request)
@@ -164,7 +164,7 @@ async def _echoes(
 async def _scored(
     gateway: Gateway, body: CompletionRequest, model: ServedModel, ids: list[int]
 ) -> Sampled:
-    """The tokens of a prompt. All tokens except the first have a log-probability."""
+    """The tokens of a prompt with their log-probabilities, which the first token does not have."""
     logprobs: list[float | None] = [None] * len(ids)
     tops: list[dict[int, float]] = [{}] * len(ids)
     if len(ids) > 1:

@@ -1,4 +1,5 @@
-"""The constraint of a request: ``response_format``, ``structured_outputs`` or ``controller``."""
+"""The constraint that a request gives in ``response_format``, ``structured_outputs`` or
+``controller``."""
 
 from __future__ import annotations
 

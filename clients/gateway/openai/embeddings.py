@@ -30,18 +30,18 @@ class EmbeddingsRequest(Body, kw_only=True):
     """A text, token ids, or a list of texts or of lists of token ids."""
     model: str = ""
     encoding_format: Literal["float", "base64"] | None = None
-    """``base64``: little-endian float32. Default: ``float``."""
+    """The form of the vectors. ``base64``: little-endian float32 as text. Default: ``float``."""
     dimensions: Annotated[int, Meta(ge=1)] | None = None
-    """Number of first components that are kept; the shorter vector is scaled to the length 1."""
+    """Number of first components of each vector to keep. The result is scaled to the length 1."""
     user: str | None = None
 
     # Fields that vLLM adds.
     truncate_prompt_tokens: Truncation | None = None
-    """Number of first tokens of each text that are kept; -1: as many as the model takes."""
+    """Number of tokens to keep at the beginning of each text; -1: as many as the model takes."""
 
     # Fields that only Tokenbus has.
     pooling: Pooling | None = None
-    """Default: the pooling of the model."""
+    """How the vector of a text is computed from its tokens. Default: the pooling of the model."""
 
     def texts(self) -> list[str | list[int]]:
         """The texts. Raises ApiError 400 if ``input`` mixes ids and texts, or is empty."""
@@ -67,7 +67,7 @@ class Embedding(Struct):
 
 
 class EmbeddingUsage(Struct):
-    """The tokens of a request."""
+    """The number of tokens of the texts of a request."""
 
     prompt_tokens: int
     total_tokens: int
@@ -107,7 +107,7 @@ async def _answer(gateway: Gateway, body: EmbeddingsRequest) -> EmbeddingList:
 
 
 def usage_of(*texts: Texts) -> EmbeddingUsage:
-    """The tokens of all texts."""
+    """The number of tokens of all texts."""
     count = sum(one.num_tokens for one in texts)
     return EmbeddingUsage(count, count)
 

@@ -80,12 +80,12 @@ class TextRequest(Body):
 
     # Fields that only Tokenbus has.
     controller: Name | None = None
-    """A module id, a tag, or the name of a built-in."""
+    """The program that controls the answer: a module id, a tag, or the name of a built-in."""
     controller_arg: str | dict[str, Any] | list[Any] | None = None
 
     @property
     def format_constraint(self) -> Constraint | None:
-        """The constraint of the requested text format; None: the text is free."""
+        """The constraint of the requested text format; None if any text is allowed."""
         raise NotImplementedError
 
     @property
@@ -110,7 +110,7 @@ class TextRequest(Body):
         )
 
     def answer_rules(self, choice: str | None, parallel: bool | None, calls: bool) -> AnswerRules:
-        """The requested form of the answer. ``choice`` is as in ``AnswerRules``; None means
+        """The requested form of the answer. ``choice``: ``AnswerRules.choice``, or None for
         ``auto``. ``calls``: whether the request has tools. Raises ApiError 400."""
         given = {"structured_outputs": self.structured, "controller": self.controller}
         for name, value in given.items():
@@ -148,7 +148,7 @@ class SampledRequest(TextRequest):
     frequency_penalty: Penalty | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    """Whether choices have the ids of their tokens and of the prompt, as in vLLM."""
+    """Whether choices have the ids of their tokens and of the prompt's tokens, as in vLLM."""
     processed_logprobs: bool | None = None
     """Whether choices have the log-probability of each token under the distribution that it was
     drawn from. Only Tokenbus has this field and ``kept``."""
@@ -158,11 +158,12 @@ class SampledRequest(TextRequest):
 
     # Fields that vLLM adds.
     min_tokens: MinTokens | None = None
-    """Number of tokens before which the text does not end, unless its constraint ends it."""
+    """Minimum number of generated tokens. The text ends earlier only if its constraint ends it."""
     truncate_prompt_tokens: PromptTokens | None = None
     """Number of tokens at the end of the prompt to keep; -1: as many as fit into the context."""
     prompt_logprobs: TopLogprobs | None = None
-    """Number of alternatives that are reported with each token of the prompt. Not in a stream."""
+    """Number of alternatives that are reported with each token of the prompt. Not available in a
+    stream."""
     include_stop_str_in_output: bool | None = None
     """Whether the text has the stop string that ended it. Default: false."""
     skip_special_tokens: bool | None = None

@@ -31,12 +31,12 @@ FORMS = (
 )
 """All forms. A tokenizer has the tokens of at most one form."""
 ENDS = ("<|endoftext|>", "<|file_sep|>", "<|fim_pad|>", "<file_sep>", "<fim_pad>", "▁<EOT>")
-"""Tokens that end a filled text, in addition to the end-of-sequence tokens of the model."""
+"""Tokens that end the text in a gap, in addition to the end-of-sequence tokens of the model."""
 
 
 async def filled(model: ServedModel, prompt: Prompt, suffix: str) -> list[int]:
-    """The token ids of a prompt and a suffix, between which the model writes. Raises ApiError 400
-    if the tokenizer has no tokens that mark a gap."""
+    """The token ids of a text with a gap: ``prompt`` is the text before the gap, and ``suffix`` the
+    text after it. Raises ApiError 400 if the tokenizer has no tokens that mark a gap."""
     form = form_of(model)
     if form is None:
         raise invalid_field(
@@ -56,7 +56,7 @@ async def filled(model: ServedModel, prompt: Prompt, suffix: str) -> list[int]:
 
 
 def form_of(model: ServedModel) -> Form | None:
-    """The form whose tokens the tokenizer has."""
+    """The form whose tokens the tokenizer has; None if there is no such form."""
     has = model.tokenizer.token_to_id
     for form in FORMS:
         if all(has(name) is not None for name in form[:3] if name):
@@ -65,7 +65,7 @@ def form_of(model: ServedModel) -> Form | None:
 
 
 def ends_of(model: ServedModel) -> list[int]:
-    """The ids of the tokens that end a filled text."""
+    """The ids of the tokens that end the text in a gap."""
     form = form_of(model)
     names = (*ENDS, *(name for name in (form[:3] if form is not None else ()) if name))
     found = (model.tokenizer.token_to_id(name) for name in names)

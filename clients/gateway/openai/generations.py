@@ -30,7 +30,8 @@ Batch = tuple[int, list[Token]]
 class Generations:
     """Begins a stream for each prompt, and reads all streams.
 
-    ``fields`` maps the bus's field names to the names in the request's body, for errors.
+    ``fields`` maps the bus's field names to the names in the request's body, which errors then
+    report.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Generations:
             self._fields |= {"controller": "controller", "controller_arg": constraint.field}
         self.counter = counter
         self.shown: ShownText | None = None
-        """Text to add to the answers, set before they are read."""
+        """Text to add to the answers. The caller sets this field before it reads the streams."""
         self.streams: list[AsyncStream] = []
         for prompt in prompts:
             try:
@@ -69,8 +70,8 @@ class Generations:
         return self.finished()
 
     def finished(self) -> list[list[GeneratedSequence]]:
-        """The sequences of each prompt, after all streams have been read to their ends. Called
-        once."""
+        """The sequences of each prompt, with the text of ``shown``. Must be called only once, after
+        all streams have been read to their ends."""
         found = [stream.sequences for stream in self.streams]
         if self.shown is not None:
             for sequence in (one for sequences in found for one in sequences):
@@ -125,7 +126,7 @@ class Generations:
                 task.cancel()
 
     def _named(self, error: TokenbusError) -> ApiError:
-        """An error of the bus, with the field's name in the body of this request."""
+        """Converts an error of the bus, with the name that the field has in the request's body."""
         named = from_tokenbus(error)
         param = named.param
         if param is None and error.code == Code.INVALID_FIELD:
@@ -147,7 +148,7 @@ def chat_generations(
     """Begins the answer to a conversation. Without ``max_tokens``, the answer may take the rest of
     the context.
 
-    ``fields`` maps the bus's field names to the names in the request's body.
+    ``fields``: as in ``Generations``.
     """
     ids, constraint = prepared.ids, prepared.constraint
     options["model"] = prepared.model.name
@@ -161,8 +162,8 @@ def rest_of_context(prepared: Prepared) -> int:
 
 
 async def _next(stream: AsyncStream) -> list[Token]:
-    """The next entries of a stream. Raises TokenbusError immediately if the stream ends with an
-    error."""
+    """The next entries of a stream; ``[]`` at its end. If the stream has failed, raises its
+    TokenbusError instead of returning the last entries."""
     entries = await stream.arrived()
     if entries and entries[-1].error is not None and not entries[-1].live:
         await stream.arrived()
@@ -175,7 +176,7 @@ async def begun(
     """Waits for the first event, then returns an answer with all ``events``.
 
     An error before the first event is raised, so that it determines the HTTP status. A later error
-    is sent as the last event.
+    becomes the last event.
     """
     first = await unless_disconnected(request.receive, anext(events))
     return EventStream(_until_error(first, events), headers)

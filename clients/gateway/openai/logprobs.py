@@ -54,7 +54,8 @@ class Sampled:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
-    """The log-probability of each token; None for an appended or given token."""
+    """The log-probability of each token; None for a token that a controller appended, and for the
+    first token of a prompt."""
     tops: list[dict[int, float]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
 
@@ -82,7 +83,8 @@ class Sampled:
             self.texts.append(text)
 
     def likeliest(self, place: int, count: int) -> list[tuple[int, float]]:
-        """The ``count`` most likely tokens at a place, in order of likelihood."""
+        """The ``count`` most likely alternatives to the token with the index ``place``, with their
+        log-probabilities. The likeliest is first."""
         return sorted(self.tops[place].items(), key=lambda item: -item[1])[:count]
 
 
@@ -163,5 +165,5 @@ def cumulative(sequence: GeneratedSequence) -> float:
 
 
 def reported(values: Sequence[float]) -> list[float | None]:
-    """Log-probabilities of a SCORE, with None for values that JSON cannot represent."""
+    """Log-probabilities of a SCORE, with None in place of NaN, which JSON cannot represent."""
     return [None if math.isnan(value) else value for value in values]

@@ -78,9 +78,9 @@ class AssistantMessage(Body, tag="assistant", tag_field="role"):
     name: str | None = None
     tool_calls: list[MessageCall] | None = None
     reasoning_content: str | None = None
-    """Passed to the template."""
+    """The thinking of the message, which is passed to the chat template."""
     refusal: str | None = None
-    """The content for the model if ``content`` is missing."""
+    """The text that the model sees if ``content`` is missing."""
     audio: None = None
     function_call: CalledFunction | None = None
     """The older form of ``tool_calls``."""
@@ -108,7 +108,7 @@ def _turn(message: Message) -> Turn:
             result = Result(message.tool_call_id, _texts(message.content), message.name)
             return Turn("user", [result])
         case FunctionMessage(name=name):
-            # The older form has no ids of calls.
+            # Calls in the older form do not have ids, so the function's name serves as the id.
             return Turn("user", [Result(name, _texts(message.content), name)])
         case AssistantMessage():
             if not message.content and message.refusal:

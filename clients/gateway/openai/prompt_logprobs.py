@@ -14,17 +14,18 @@ from .logprobs import UNLIKELY, compose
 
 
 class PromptLogprob(Struct):
-    """A token at a place of a prompt."""
+    """A token that the prompt has, or might have, at one position."""
 
     logprob: float
     rank: int | None
-    """1 plus the number of more likely tokens; null if the token is not among the most likely."""
+    """1 plus the number of more likely tokens; null if the token is not among the requested number
+    of most likely tokens."""
     decoded_token: str
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each token of the prompt, the token itself and the most likely tokens, by their ids; null for
-the first token."""
+"""For each token of the prompt: by token id, this token and the most likely tokens at its position;
+null for the first token."""
 
 
 async def prompt_logprobs(

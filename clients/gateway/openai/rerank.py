@@ -1,6 +1,6 @@
 """``POST /v1/rerank`` and ``POST /score``: how similar texts are, by the cosine of their vectors.
 
-The forms are those of vLLM, which follow Cohere and Jina.
+Requests and answers have vLLM's forms, which follow Cohere and Jina.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RerankRequest(Body, kw_only=True):
     documents: TextList
     model: str = ""
     top_n: Annotated[int, Meta(ge=0)] | None = None
-    """Number of the best documents in the answer. Default, and 0: all."""
+    """Maximum number of documents in the answer, the most similar first. Default, and 0: all."""
     return_documents: bool | None = None
     """Whether results have the texts of the documents. Default: true, as in vLLM."""
     truncate_prompt_tokens: Truncation | None = None
@@ -65,7 +65,8 @@ class ScoreRequest(Body, kw_only=True):
     """The body of ``POST /score``."""
 
     text_1: str | TextList
-    """A text, which is compared with each of ``text_2``, or as many texts as ``text_2`` has."""
+    """One text, which is compared with each text of ``text_2``; or as many texts as ``text_2`` has,
+    each of which is compared with the text at its place in ``text_2``."""
     text_2: str | TextList
     model: str = ""
     truncate_prompt_tokens: Truncation | None = None

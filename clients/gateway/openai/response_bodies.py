@@ -74,7 +74,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
     instructions: str | None = None
     """A system message before the input."""
     max_output_tokens: RestOfContext | None = None
-    """Default: the rest of the context."""
+    """Maximum number of tokens of the answer. Default, and -1: the rest of the context."""
     text: TextSettings | None = None
     tools: list[AnyTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | NamedCustom | None = None
@@ -83,7 +83,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
     """Number of alternatives that are reported with each token. Requires
     ``message.output_text.logprobs`` in ``include``."""
     include: list[str] | None = None
-    """Further parts of the answer: ``message.output_text.logprobs``. Other parts have no effect."""
+    """Names of further parts of the answer. Only ``message.output_text.logprobs`` has an effect."""
     reasoning: ReasoningSettings | None = None
     max_thinking_tokens: MaxThinkingTokens | None = None
     truncation: Literal["disabled", "auto"] | None = None
@@ -92,13 +92,13 @@ class ResponsesRequest(TextRequest, kw_only=True):
     """Whether the response is stored, so that later requests may refer to it or to its items.
     Default: true, unless the response would copy too much from its request."""
     background: bool | None = None
-    """Whether the response is generated without an open connection."""
+    """Whether the response is generated even if the client closes its connection."""
     previous_response_id: str | None = None
     """The stored response whose conversation ``input`` continues."""
     metadata: dict[str, Any] | None = None
     """Copied to the response; has no effect."""
     conversation: str | dict[str, Any] | None = None
-    """Refused unless it is null."""
+    """Not supported: the request is refused unless this field is null."""
 
     def check(self) -> None:
         """Raises ApiError 400 if fields contradict each other or are not supported."""
@@ -186,8 +186,8 @@ class ResponsesRequest(TextRequest, kw_only=True):
         return Conversation(turns, tools, rules, rendering, fitting)
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
-        """The options of ``generate`` for these fields. ``max_tokens`` is missing if it was not
-        given."""
+        """The options of ``generate`` for these fields. The option ``max_tokens`` is missing if the
+        request does not bound the answer."""
         options = super().options(constraint)
         if self.max_output_tokens is not None and self.max_output_tokens > 0:
             options["max_tokens"] = self.max_output_tokens
@@ -259,7 +259,7 @@ class InputDetails(Struct):
     """``input_tokens_details``."""
 
     cached_tokens: int
-    """Tokens of the prompt that were in the worker's cache."""
+    """Number of tokens of the prompt that were in the GPU worker's KV cache."""
 
 
 class OutputDetails(Struct):

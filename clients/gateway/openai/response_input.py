@@ -91,7 +91,7 @@ class InputReasoning(Body, tag="reasoning", tag_field="type"):
 
     content: list[ReasoningText] | None = None
     summary: list[SummaryText] | None = None
-    """The thinking if ``content`` is missing."""
+    """Used as the thinking if ``content`` is missing."""
 
 
 InputItem = (
@@ -152,9 +152,10 @@ def to_turns(
 
 
 def _answered(turns: list[Turn], parts: Sequence[Part], ends: tuple[type[Part], ...]) -> None:
-    """Adds parts to the assistant's turn at the end. A new turn begins if the last turn is not the
-    assistant's, or if its last part is of a kind in ``ends``. Thinking precedes text, and text
-    precedes calls."""
+    """Adds parts of an answer to the last turn. They begin a new turn of the assistant if the last
+    turn is not the assistant's, or if its last part is of a kind in ``ends``. In one answer,
+    thinking precedes text, and text precedes calls; ``ends`` has the kinds that cannot precede
+    ``parts``."""
     last = turns[-1] if turns else None
     ended = last is not None and bool(last.parts) and isinstance(last.parts[-1], ends)
     if last is None or last.role != "assistant" or ended:

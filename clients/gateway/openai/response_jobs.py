@@ -1,4 +1,5 @@
-"""A request for a response while it is answered: its conversation, its events and its answer."""
+"""One request for a response, while the gateway answers it: the conversation, the events and the
+answer."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ class ResponseInput:
     given: list[dict[str, Any]]
     """The items of the request, with ids."""
     items: InputItems
-    """All items, decoded: those of ``previous_response_id`` and of the responses before it come
-    first."""
+    """All items, decoded: first those of the response ``previous_response_id`` and of the responses
+    before it, then those of the request."""
 
     @classmethod
     def of(
@@ -52,7 +53,7 @@ class ResponseInput:
     ) -> ResponseInput:
         """Decodes the items. Raises ApiError 400."""
         own = read_items(given, ignored)
-        # The items of earlier responses were checked with their own requests.
+        # Earlier answers have reported the fields of these items that have no effect.
         earlier = read_items(context, Ignored()).input if context else []
         items = InputItems([*earlier, *own.input])
         return cls([_identified(item) for item in given], items)
@@ -71,7 +72,7 @@ class ResponseJob:
     id: str
     created: int = field(default_factory=lambda: int(time.time()))
     last: Token | None = None
-    """The last entry of the answer."""
+    """The last entry of the answer's sequence, after it has arrived."""
     stored: bool = True
     """Whether the response is stored."""
 
@@ -99,8 +100,9 @@ class ResponseJob:
         return job
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events up to the end of the last item. Events of a response in the background do not
-        depend on which entries arrive together, so that another gateway can continue them."""
+        """The events up to the end of the last item. Each entry of a response in the background has
+        its own events, even if several entries arrive together. Another gateway therefore generates
+        the same events, and can continue them."""
         output = self.output
         head = self._first_events()
         if self.body.background:
@@ -171,7 +173,8 @@ class ResponseJob:
         )
 
     def stored_answer(self, answer: ResponseAnswer, body: bytes | None = None) -> Stored:
-        """The response for the database. ``body``: the body of a request in the background."""
+        """The response for the database. ``body``: the request's body, if the response is generated
+        in the background."""
         return Stored(
             self.id,
             answer.status,
@@ -239,7 +242,8 @@ def _identified(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(last: Token) -> None:
-    """Raises ApiError if the answer's sequence failed, even if other sequences did not fail."""
+    """Raises ApiError if the answer's sequence failed. ``last``: the last entry of this sequence.
+    Other sequences of the stream, which are forks, are not part of the answer."""
     if last.finish_reason == "error":
         raise ApiError(
             400, last.error or "the sequence failed", code=last.code or "controller_failed"

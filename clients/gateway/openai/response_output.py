@@ -1,4 +1,4 @@
-"""Collects the items of a response while it grows, and makes the events for them."""
+"""Collects the items of a response while it grows, and makes the events that report them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ Status = Literal["completed", "incomplete"]
 
 
 class Output:
-    """The items of one response. Each method returns the events of its changes."""
+    """The items of one response. ``feed`` and ``end`` change the items, and return the events that
+    report the changes."""
 
     def __init__(
         self, prepared: Prepared, logprobs: int | None, offered: OfferedTools | None = None
@@ -47,7 +48,7 @@ class Output:
         self._answer = Answer(prepared.form)
         self._logprobs = logprobs
         self._plain = prepared.constraint is None and logprobs is None
-        """Whether all entries before the last have only text."""
+        """Whether all entries of a sequence except its last entry have only text."""
         self._choices = GrowingChoices(prepared.form)
         self._number = 0
         self.growing = False
@@ -61,7 +62,7 @@ class Output:
         return event(fields, kind)
 
     def feed(self, entries: Sequence[Token]) -> bytes:
-        """Adds entries of the stream. The first sequence of the stream is the answer."""
+        """Adds entries of the stream. Only the entries of sequence 0 belong to the answer."""
         parts = []
         text = ""
         for entry in entries:
@@ -108,7 +109,7 @@ class Output:
                 yield from self._finish("completed")
                 yield self._begin(self._called(piece.part))
             case Call() if isinstance(self.items[-1], OutputCustomCall):
-                # The input is decoded from the arguments at their end.
+                # ``_finish_custom`` decodes the input when all arguments have arrived.
                 pass
             case Call():
                 call = self._call
@@ -140,8 +141,8 @@ class Output:
     def _thought(self, text: str) -> Iterator[bytes]:
         if not self.growing or not isinstance(self.items[-1], OutputReasoning):
             yield from self._finish("completed")
-            # The first event has no content: some clients would keep an empty text of this event,
-            # and send it back.
+            # The item's first event does not have content. Some clients would store an empty text
+            # and send it in a later request.
             thought = OutputReasoning(new_id("rs_"), "in_progress", [])
             yield self._begin(thought)
             thought.content.append(ReasoningText(""))

@@ -21,7 +21,7 @@ TEXT_INPUT: Schema = {
     "required": ["input"],
     "additionalProperties": False,
 }
-"""The arguments of a tool whose input is a text."""
+"""The schema of the arguments that the model writes for a tool whose input is a text."""
 
 
 class ResponseTool(Body, tag="function", tag_field="type"):
@@ -68,11 +68,11 @@ class OfferedTools:
 
     tools: list[Tool] = field(default_factory=list)
     places: dict[str, ToolPlace] = field(default_factory=dict)
-    """The tools' names in the request by the names that the model sees."""
+    """The namespace and name of each tool in the request, by the name that the model sees."""
     custom: set[str] = field(default_factory=set)
-    """The names, for the model, of tools whose input is a text."""
+    """The names that the model sees of the tools whose input is a text."""
     _shown: dict[ToolPlace, str] = field(default_factory=dict)
-    """The names that the model sees, by the tools' names in the request."""
+    """The name that the model sees, by the tool's namespace and name in the request."""
 
     @classmethod
     def of(cls, given: Sequence[AnyTool], ignored: Ignored) -> OfferedTools:
@@ -111,7 +111,7 @@ def _each(given: Sequence[AnyTool]) -> Iterator[tuple[str | None, ResponseTool |
 
 
 def text_input(call: Call) -> str:
-    """The input of a call of a tool whose input is a text; empty if the call was cut."""
+    """The input of a call of a tool whose input is a text; empty if the call was cut off."""
     try:
         found = msgspec.json.decode(str(call.arguments), type=dict[str, str])
     except msgspec.MsgspecError:

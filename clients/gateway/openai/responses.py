@@ -58,7 +58,7 @@ async def _events(gateway: Gateway, job: ResponseJob) -> AsyncGenerator[bytes, N
 
 
 async def _store(gateway: Gateway, job: ResponseJob) -> None:
-    """Stores a finished response. If this fails, the answer says that it is not stored."""
+    """Stores a finished response. If storing fails, the field ``store`` of the answer is false."""
     if not job.stored:
         return
     stored = job.stored_answer(job.answer(job.status))

@@ -71,7 +71,7 @@ async def _loaded(gateway: Gateway) -> list[str]:
 
 
 async def _model(gateway: Gateway, name: str, loaded: list[str]) -> Model | None:
-    """A model or one of its further names; None if the model is not loaded."""
+    """The answer for the name of a model or a further name; None if the model is not loaded."""
     root = gateway.models.aliases.model(name)
     if root not in loaded and (root or not loaded):
         return None

@@ -106,7 +106,7 @@ def _input_of(database: Database, user: str, response: Stored) -> list[bytes]:
     try:
         return [*database.context(user, response.previous), *given]
     except (NotStoredError, ContextTooLargeError):
-        # An earlier response was deleted, or the earlier responses are too large.
+        # An earlier response was deleted, or the earlier responses are too large together.
         return given
 
 

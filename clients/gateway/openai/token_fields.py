@@ -22,9 +22,9 @@ class WeightSpan(Struct, omit_defaults=True):
     """The arithmetic, such as ``AVX512``, if the bits of the results do not depend on the batch;
     empty if they may."""
     version: int = 0
-    """The number of the last update of the weights; left out before the first one."""
+    """The number of the last update of the weights; left out before the first update."""
     kept_cache: bool = False
-    """Whether the sequence kept keys and values of earlier weights."""
+    """Whether the sequence kept keys and values that were computed with earlier weights."""
 
     @classmethod
     def of(cls, first: int, span: Span) -> WeightSpan:
@@ -33,7 +33,7 @@ class WeightSpan(Struct, omit_defaults=True):
 
     @property
     def label(self) -> str:
-        """``weight_version`` of SGLang's answers."""
+        """The value of ``weight_version`` in SGLang's answers."""
         return weights_label(self.version, self.weights)
 
 
@@ -46,21 +46,21 @@ class TokenFields(Struct, kw_only=True):
     """Optional fields of a choice; unset if the request does not ask for them."""
 
     token_ids: list[int] | UnsetType = UNSET
-    """``return_token_ids``: the new tokens. In a chunk, the tokens of the chunk."""
+    """With ``return_token_ids``: the ids of the new tokens; in a chunk, of the chunk's tokens."""
     prompt_token_ids: list[int] | UnsetType = UNSET
-    """``return_token_ids``: the tokens of the prompt; in a stream, in the first chunk of the
-    choice."""
+    """With ``return_token_ids``: the token ids of the prompt. In a stream, only the first chunk of
+    a choice has them."""
     processed_logprobs: list[float | None] | UnsetType = UNSET
     """The log-probability of each new token under the distribution that it was drawn from."""
     kept: list[int | list[int] | None] | UnsetType = UNSET
-    """The ids of the candidates of each new token. If more than 1,024 tokens or the whole
-    vocabulary are candidates, their number."""
+    """For each new token, the ids of the candidates that it was drawn from. If more than 1,024
+    tokens or the whole vocabulary were candidates, the number of candidates instead."""
     spans: list[WeightSpan] | UnsetType = UNSET
-    """``return_token_ids``: how the tokens were computed. In a chunk, the spans that begin
-    there."""
+    """With ``return_token_ids``: how the tokens were computed. A chunk has a span only if the
+    span begins with its token."""
     removed_tokens: int | UnsetType = UNSET
-    """``return_token_ids``: in a chunk, the number of tokens that a client must remove before it
-    adds the chunk's tokens."""
+    """In a chunk, with ``return_token_ids``: the number of tokens that the client must remove
+    before it adds the chunk's tokens."""
 
 
 class TokenReports:

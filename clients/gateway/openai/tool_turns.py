@@ -78,7 +78,7 @@ class ToolTurns:
         """Yields the entries of all turns as they arrive, each with its turn.
 
         Raises ApiError if an error occurs before the first call of a tool. A later error ends the
-        answer, so that the client receives the calls that were made.
+        answer without an exception, so that the client receives the calls that were made.
         """
         more = True
         while more:
@@ -154,7 +154,7 @@ class ToolTurns:
         self._end = Receipt(error=error.message, code=error.code or "")
 
     def _tokens_left(self) -> int | None:
-        """Number of tokens that further turns may have; None: as many as the context."""
+        """Number of tokens that further turns may have; None if only the context bounds them."""
         limit = self._body.max_completion_tokens or self._body.max_tokens
         if limit is None or limit < 0:
             return None
@@ -169,7 +169,7 @@ class ToolTurns:
         conversation.turns += [Turn("assistant", [*turn.parts]), Turn("user", results)]
         conversation.rules.choice = "auto"
         model = turn.prepared.model.name
-        # The first turn has reported the parts of the request that have no effect.
+        # ``prepare`` has already reported, for the first turn, the fields that have no effect.
         prepared = await prepare(self._gateway, model, conversation, Ignored())
         options = body.options(prepared.constraint)
         options.pop("min_tokens", None)

@@ -16,8 +16,8 @@ from .usage import Counter
 
 
 class TurnChunks(ChatChunks):
-    """Encodes the entries of one turn. Calls of the bus's tools have no chunks. The end of the
-    answer, and not of the turn, has a finish reason and a receipt (``last``)."""
+    """Encodes the entries of one turn. Chunks do not report calls of the bus's tools. Only the last
+    chunk of the answer (``last``) has a finish reason and a receipt."""
 
     def __init__(
         self,
@@ -29,16 +29,17 @@ class TurnChunks(ChatChunks):
         is_served: Callable[[str], bool],
         before: TurnChunks | None,
     ) -> None:
-        """``is_served``: whether a call is one of the bus's tools. ``before``: the chunks of the
-        turn before this one."""
+        """``is_served``: returns whether the bus has a tool of this name. ``before``: the chunks of
+        the previous turn."""
         super().__init__(id, created, body, turn.prepared, counter)
         self.turn = turn
         self._is_served = is_served
         self._is_first = before is None
         self._earlier: frozenset[type] = frozenset() if before is None else before._kinds
-        """The kinds of parts, text or thinking, that earlier turns have."""
+        """The kinds of parts (text, thinking) that earlier turns have and this turn does not have
+        yet."""
         self._kinds: frozenset[type] = self._earlier
-        """The kinds of parts that this turn and earlier turns have."""
+        """The kinds of parts that this turn or earlier turns have."""
         self._numbers: dict[str, int] = {}
         """The numbers of the client's calls by their ids."""
 

@@ -13,7 +13,7 @@ class PromptDetails(Struct):
     """``prompt_tokens_details``."""
 
     cached_tokens: int
-    """Tokens of the prompt that were in the worker's cache."""
+    """Number of tokens of the prompt that were in the GPU worker's KV cache."""
 
 
 class Usage(Struct):
@@ -26,7 +26,7 @@ class Usage(Struct):
 
 
 class Counter:
-    """Counts the entries of all streams of a request."""
+    """Counts the tokens of all streams of a request."""
 
     def __init__(self) -> None:
         self.prompt = self.cached = self.completion = 0
@@ -34,7 +34,7 @@ class Counter:
         """Number of log-probabilities of alternatives to tokens."""
 
     def add(self, entries: Iterable[Token]) -> None:
-        """Counts entries. Removed tokens do not count."""
+        """Adds the tokens of ``entries``, and subtracts the tokens that these entries remove."""
         for entry in entries:
             if entry.prompt_tokens:
                 self.prompt += entry.prompt_tokens
@@ -46,8 +46,8 @@ class Counter:
             self.completion += (entry.token is not None) - entry.backtrack
 
     def add_ids(self, count: int) -> None:
-        """Counts 8 token ids of the answer as one alternative. Ids cost less, because they have no
-        text."""
+        """Adds ``count`` token ids of the answer to ``alternatives``. 8 ids count as one, because
+        an id without text costs less."""
         self.alternatives += count // 8
 
     def usage(self) -> Usage:
