@@ -224,8 +224,8 @@ class BackgroundTask:
         if not await self._stored.call(lambda db, user: db.save(user, stored, items, owner)):
             raise ApiError(
                 413,
-                f"the request and its input items have more than {MAX_BYTES_OF_ONE} bytes together; "
-                "send less, or leave out background",
+                f"the request and its items have more than {MAX_BYTES_OF_ONE} bytes together; send "
+                "less, or leave out background",
                 code="too_large",
             )
         self.begun.set_result(stored.answer)

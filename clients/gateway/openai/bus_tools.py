@@ -32,8 +32,8 @@ MAX_CALLS = 16
 
 async def described(gateway: Gateway, names: Sequence[str]) -> dict[str, Tool]:
     """The tools of the bus with these names. Raises ApiError: 403 if the user's programs may not
-    call one of them, 503 if no worker serves it, and 400 if there are too many names or if the
-    request has an idempotency key."""
+    call one of these tools, and 503 if no worker serves one of them. Also raises ApiError 400 if
+    there are too many names, or if the request has an idempotency key."""
     if current_named.get() is not None:
         raise ApiError(
             400,
