@@ -40,28 +40,28 @@ from ..new_ids import new_id
 from .streams import Fork, Run, Usage, controller_options, finish_reason, prompt_for
 
 PATH = "/v1/aici_modules"
-"""Errors are answered in the form that they have at this path (``errors.py``)."""
+"""The path by which ``errors.py`` selects AICI's form of errors."""
 
 
 class Marked(Struct):
-    """The field that only AICI's bodies have. It may be null."""
+    """Decodes the field that only AICI's bodies have. The field may be null."""
 
     aici_module: Any = UNSET
 
 
 class AiciCompletion(Body):
-    """The body of a request. An optional field that is None has its default."""
+    """The body of a request. An optional field that is null has its default value."""
 
     prompt: str | list[TokenId | str | list[TokenId]]
     """A text or a list of token ids, or a list whose only element is a text or a list of token
     ids."""
     aici_module: Name | None
-    """The name of the controller; None: the request has no controller."""
+    """The name of the controller; null if the request does not have a controller."""
     aici_arg: Any = None
     model: str | None = ""
-    """Empty or ``*``: the default model."""
+    """The name of the model; empty or ``*`` for the default model."""
     max_tokens: MaxTokens | None = None
-    """Default: 16."""
+    """Maximum number of tokens of each sequence. Default: 16."""
     n: Choices | None = None
     stream: bool | None = None
     temperature: Temperature | None = None
@@ -83,7 +83,9 @@ class Choice(Fork):
 
 
 class CompletionUsage(Struct):
-    """The cost so far. The fields have OpenAI's names and AICI's meaning."""
+    """The cost of a request so far. The fields have OpenAI's names and AICI's meaning:
+    ``completion_tokens`` counts sampled tokens, and ``prompt_tokens`` computed tokens (``Usage``).
+    """
 
     completion_tokens: int
     prompt_tokens: int

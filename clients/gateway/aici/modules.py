@@ -73,7 +73,7 @@ async def set_tags(request: Request) -> Response:
 
 
 async def get_tags(request: Request) -> Response:
-    """All tags, the most recently assigned first."""
+    """Answers with all tags, the most recently assigned first."""
     stored = await gateway_of(request).client.controllers()
     tags = [described(module, tag) for module in stored for tag in module.tags]
     tags.sort(key=lambda tag: -tag.updated_at)
@@ -81,7 +81,7 @@ async def get_tags(request: Request) -> Response:
 
 
 def described(stored: StoredModule, tag: str) -> TagInfo:
-    """A tag of a module."""
+    """The description of the tag ``tag`` of a module."""
     tagged = stored.tagged.get(tag, Tagged(at=stored.uploaded))
     return TagInfo(
         tag,

@@ -23,7 +23,7 @@ from .streams import NO_CONTROLLER, Fork, Run, controller_options, prompt_for
 
 
 class RunRequest(Body):
-    """The body of a run. An optional field that is None has its default."""
+    """The body of a run. An optional field that is null has its default value."""
 
     controller: Name
     controller_arg: Any = ""
@@ -32,9 +32,9 @@ class RunRequest(Body):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
-    """0 and -1 do not restrict the tokens."""
+    """Number of most likely tokens that may be sampled; 0 and -1: all tokens."""
     max_tokens: MaxTokens | None = None
-    """Default: up to the context length."""
+    """Maximum number of tokens of each sequence. Default: the context length."""
     seed: Seed | None = None
 
 
@@ -58,7 +58,7 @@ class RunUsage(Struct):
 
 
 class RunPart(Struct):
-    """Each further object of a run: the new parts of the sequences."""
+    """Each further object of a run. It has the new part of a sequence."""
 
     object: Literal["run"]
     forks: list[Fork]
@@ -66,7 +66,8 @@ class RunPart(Struct):
 
 
 async def run(request: Request) -> Response:
-    """Runs a controller: ``initial-run``, then a ``run`` for each change, then ``[DONE]``."""
+    """Runs a controller. Answers with the events ``initial-run``, ``run`` for each entry of the
+    stream, and ``[DONE]``."""
     body = await read_body(request, RunRequest)
     gateway = gateway_of(request)
     model = await unless_disconnected(request.receive, gateway.models.get(body.model or ""))

@@ -1,4 +1,4 @@
-"""A stream of tokens in AICI's terms, shared by both forms of the interface."""
+"""Converts a stream of tokens to AICI's terms, for both forms of the interface."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Usage:
 
     @property
     def cost(self) -> int:
-        """The cost in AICI's measure."""
+        """The cost in AICI's unit: 2 for each sampled token, and 1 for each processed token."""
         return 2 * self.sampled + self.processed
 
 
@@ -183,8 +183,8 @@ def finish_reason(ended: Token | GeneratedSequence) -> str | None:
 
 
 def controller_options(controller: str | None, arg: Any) -> GenerateOptions:
-    """The options for a controller and its argument. A text is passed unchanged, any other value as
-    JSON."""
+    """The options for a controller and its argument. A text is passed unchanged, any other argument
+    as JSON."""
     if controller is None or controller == NO_CONTROLLER:
         return {}
     if arg is None or isinstance(arg, str):
