@@ -1,4 +1,4 @@
-"""Ollama's interface at ``/api``, for its clients."""
+"""Ollama's interface at ``/api``, for clients that were written for Ollama."""
 
 from __future__ import annotations
 

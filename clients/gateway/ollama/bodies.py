@@ -44,15 +44,16 @@ class Options(Body, kw_only=True):
     min_p: TopPOrZero | None = None
     seed: Seed | None = None
     num_predict: int | None = None
-    """Maximum number of tokens; a negative number, the default: the rest of the context."""
+    """Maximum number of tokens of the answer. Default, and any negative number: the rest of the
+    context."""
     stop: MaybeStop | MaybeStops | None = None
     repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
 
     def generate(self, model: str, constraint: Constraint | None) -> GenerateOptions:
-        """The options of ``generate``. ``max_tokens`` is missing for the rest of the context.
-        Raises ApiError 400."""
+        """The options of ``generate``. The option ``max_tokens`` is missing if the answer may take
+        the rest of the context. Raises ApiError 400."""
         options: GenerateOptions = {
             "model": model,
             "text": True,
@@ -126,10 +127,11 @@ class OllamaRequest(Body, kw_only=True):
     stream: bool | None = None
     """Default: true."""
     format: Literal["json", ""] | Schema | None = None
-    """``json``, or a JSON schema."""
+    """The form of the answer's text: ``json`` for any JSON object, or a JSON schema."""
     options: Options | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
-    """Passed to the template as ``enable_thinking``, or as ``reasoning_effort``."""
+    """Passed to the chat template: true and false as ``enable_thinking``, a text as
+    ``reasoning_effort``."""
     keep_alive: str | float | None = None
     """Has no effect: the operator decides which models are loaded."""
 
@@ -187,7 +189,8 @@ class GenerateRequest(OllamaRequest, kw_only=True):
 
 def to_turns(messages: list[Message], ignored: Ignored) -> list[Turn]:
     """The turns of a conversation. A result without the id of a call belongs to the first call that
-    has no result yet, or to the first such call of its ``tool_name``."""
+    does not have a result yet. If the result has a ``tool_name``, it belongs to the first such call
+    of this function."""
     turns = []
     open_calls = _OpenCalls()
     for number, message in enumerate(messages):
@@ -217,7 +220,7 @@ class _OpenCalls:
         self._ids: OrderedDict[str, str] = OrderedDict()
         """The name of each call's function, by the id of the call."""
         self._of_name: dict[str, OrderedDict[str, None]] = {}
-        """The ids of the calls of each function."""
+        """The ids of the calls of each function, by the name of the function."""
 
     def add(self, call: CallPart) -> None:
         """Adds a call after the others."""
@@ -268,11 +271,11 @@ class OllamaAnswer(Struct, kw_only=True):
     model: str
     created_at: str
     message: AnsweredMessage | UnsetType = UNSET
-    """Only of ``/api/chat``."""
+    """Only in answers of ``/api/chat``."""
     response: str | UnsetType = UNSET
-    """Only of ``/api/generate``."""
+    """The text of the answer. Only in answers of ``/api/generate``."""
     thinking: str | UnsetType = UNSET
-    """Only of ``/api/generate``."""
+    """Only in answers of ``/api/generate``."""
     done: bool
     done_reason: str | UnsetType = UNSET
     """``stop`` or ``length``. Only the last line has this field and the fields after it."""

@@ -41,7 +41,7 @@ from .names import served_name
 
 @dataclass
 class Job:
-    """One request of either form."""
+    """One request to ``/api/chat`` or ``/api/generate``."""
 
     name: str
     """The name of the model in the request."""
@@ -100,7 +100,7 @@ async def _begin(gateway: Gateway, body: ChatRequest | GenerateRequest, ignored:
 
 async def _pieces(job: Job) -> AsyncGenerator[tuple[list[tuple[AnswerPart, str]], Token], None]:
     """The new texts of the answer's parts, and the last entry so far. Calls are reported when the
-    answer has ended, because Ollama's form has the arguments as an object."""
+    answer has ended, because Ollama's clients expect the whole arguments as an object."""
     answer = Answer(job.prepared.form)
     async for _, entries in job.generations.batches():
         job.first = job.first or time.monotonic_ns()
@@ -168,7 +168,7 @@ def _calls(parts: Iterator[AnswerPart]) -> Iterator[AnsweredCall]:
 
 
 def _arguments(given: str | dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call; empty if the answer was cut inside them."""
+    """The arguments of a call as an object; empty if the answer was cut off inside them."""
     if isinstance(given, dict):
         return given
     try:

@@ -9,8 +9,8 @@ LATEST = ":latest"
 
 
 async def served_name(gateway: Gateway, name: str) -> str:
-    """The name under which a model is served: ``name``, or ``name`` without ``:latest`` if a model
-    is loaded only under the name without ``:latest``."""
+    """The name of the model that ``name`` means. This is ``name`` without ``:latest`` if a model is
+    loaded under that name and none under ``name`` itself; otherwise ``name``."""
     if not name.endswith(LATEST):
         return name
     loaded = await loaded_names(gateway)
