@@ -1,5 +1,5 @@
-"""Pauses of models and updates of their weights, for the operator's trainers. Some paths are those
-of vLLM and SGLang."""
+"""Requests that pause a model or replace its weights, for the operator's trainers. Some of the
+paths are vLLM's and SGLang's."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from .bodies import (
 )
 
 VERSION_PATHS = ("/model_info", "/get_weight_version", "/weight_version")
-"""The paths for the version of the weights in SGLang's releases."""
+"""The paths under which SGLang's releases report the version of the weights."""
 
 
 def routes() -> list[BaseRoute]:
-    """The routes of the operator's requests, and of the states that they change."""
+    """The routes for the operator's requests, and for reading the states that these requests
+    change."""
     return [
         Route("/pause", own.pause, methods=["POST"]),
         Route("/resume", own.resume, methods=["POST"]),

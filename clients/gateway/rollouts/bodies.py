@@ -31,16 +31,16 @@ class ResumeBody(Body):
     """The body of ``POST /resume``."""
 
     model: str | None = None
-    """Default: the default model."""
+    """The name of the model. If it is missing, the request is for the default model."""
     timeout_s: Timeout | None = None
-    """Maximum time until the workers have answered. Default: 600."""
+    """Seconds after which the request fails if a worker has not answered. Default: 600."""
 
 
 class PauseBody(ResumeBody):
     """The body of ``POST /pause``."""
 
     mode: PauseMode | None = None
-    """Default: ``keep``."""
+    """How the live streams of the model are treated, as in PAUSE. Default: ``keep``."""
 
 
 class UpdateBody(ResumeBody, kw_only=True):
@@ -49,9 +49,10 @@ class UpdateBody(ResumeBody, kw_only=True):
     folder: Folder
     version: WeightsVersion | None = None
     mode: UpdateMode | None = None
-    """Default: ``recompute``."""
+    """How the KV cache of live streams is treated, as in UPDATE_WEIGHTS. Default:
+    ``recompute``."""
     update_info: Any = None
-    """vLLM's transfer between processes; refused."""
+    """vLLM's description of a transfer between processes. Refused, because it is not supported."""
 
     def check(self) -> None:
         """Raises ApiError 400 for a field that is not supported."""
@@ -68,17 +69,18 @@ class PauseQuery(Struct, kw_only=True):
 
     model: str | None = None
     mode: PauseMode | None = None
-    """Default without a body: ``abort``."""
+    """The mode if the body does not have one. Default: ``abort`` without a body, otherwise
+    ``keep``."""
     wait_for_inflight_requests: bool | None = None
-    """An older form of the mode ``wait``."""
+    """An older field for the mode ``wait``. If it is true, ``mode`` of the query has no effect."""
 
 
 class PauseGenerationBody(ResumeBody):
     """The body of SGLang's ``POST /pause_generation``."""
 
     mode: Literal["abort", "in_place", "retract"] | None = None
-    """Default: ``abort``. The other modes mean ``keep``: an update of the weights decides
-    whether keys and values are computed again."""
+    """Default: ``abort``. Each of the other two modes means ``keep``, because the later update of
+    the weights decides whether keys and values are computed again."""
 
 
 class ContinueBody(ResumeBody):
@@ -89,23 +91,25 @@ class DiskBody(ResumeBody, kw_only=True):
     """The body of SGLang's ``POST /update_weights_from_disk``."""
 
     model_path: Folder
-    """The folder of UPDATE_WEIGHTS."""
+    """The folder of the new weights, as in UPDATE_WEIGHTS."""
     weight_version: str | int | None = None
-    """The version, as a number or as a text of digits."""
+    """The number of the new version, also as text. Default: the next number."""
     flush_cache: bool | None = None
-    """False: the mode ``keep``. Default: ``recompute``."""
+    """False means the mode ``keep`` of UPDATE_WEIGHTS, true the mode ``recompute``. Default:
+    true."""
     abort_all_requests: bool | None = None
     """Whether live streams of the model end before the update."""
 
     @property
     def version(self) -> int:
-        """The version of UPDATE_WEIGHTS; raises ApiError 400 if it is not a number."""
+        """The version for UPDATE_WEIGHTS; 0 for the next number. Raises ApiError 400 if
+        ``weight_version`` is not a number above 0."""
         if self.weight_version is None:
             return 0
         try:
             given = msgspec.convert(self.weight_version, WeightsVersion, strict=False)
         except msgspec.ValidationError:
-            given = 0  # The error is below.
+            given = 0  # The check below raises the error.
         if not given:
             raise invalid_field(
                 "weight_version",
@@ -159,12 +163,12 @@ class WeightVersion(Struct):
 
     model: str
     weight_version: str
-    """The number of the last update, or a hash before the first one."""
+    """The number of the last update of the weights, or a hash of them before the first update."""
 
 
 async def read_optional(request: Request, kind: type[B]) -> tuple[B, Ignored, bool]:
-    """The body of a request whose fields are all optional, the fields without effect, and whether
-    there was a body."""
+    """Reads a request's body, which may be empty, because all of its fields are optional. Returns
+    the body, its fields that have no effect, and whether the body was not empty."""
     ignored = ignored_of(request)
     content = await read_bytes(request, MAX_BODY)
     if not content:
@@ -183,5 +187,5 @@ def query_of(request: Request) -> PauseQuery:
 
 
 def query_types(kind: type[Struct]) -> dict[str, Any]:
-    """The parameters of a query, for the OpenAPI document."""
+    """The types of a query's parameters by name, for the OpenAPI document."""
     return {field.encode_name: field.type for field in msgspec.structs.fields(kind)}

@@ -1,7 +1,7 @@
 """``/pause``, ``/resume``, ``/is_paused`` and ``/update_weights``.
 
 A JSON body has the fields of PAUSE, RESUME and UPDATE_WEIGHTS, with their defaults. A request
-without a body has vLLM's query and vLLM's default mode.
+without a body may have vLLM's query parameters, and has vLLM's default mode.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ async def pause(request: Request) -> Response:
 
 
 async def resume(request: Request) -> Response:
-    """Answers when the workers continue."""
+    """Answers when the workers have resumed the model."""
     operator = operator_of(request)
     query = query_of(request)
     body, ignored, _ = await read_optional(request, ResumeBody)
@@ -74,7 +74,7 @@ async def is_paused(request: Request) -> Response:
 
 
 def named(request: Request, body: ResumeBody, query: PauseQuery | None = None) -> str:
-    """The model that a request names; empty: the default model."""
+    """The name of a request's model, in place of an alias; empty for the default model."""
     name = body.model or (query.model if query is not None else None) or ""
     return gateway_of(request).models.aliases.model(name)
 

@@ -1,9 +1,10 @@
 """Decides whether an HTTP request comes from the operator.
 
-If the gateway requires API keys, the API key must be the operator's: a key that ``tokenbus api-key
-NAME --operator`` made, or whose tenant is the operator's key of the bus. Otherwise the setting
-``operator_over_http`` must be on. Only this module uses the gateway's session that may send the
-operator's messages.
+If the gateway requires API keys, the API key must be the operator's: it was made by ``tokenbus
+api-key NAME --operator``, or its tenant is the operator's key of the bus. Otherwise the setting
+``operator_over_http`` must be on, and the request must not have the header ``Origin``, which
+browsers send for pages. Only this module uses the gateway's session that may send the operator's
+messages.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ MAKE_KEY = "make an API key with 'tokenbus api-key NAME --operator'"
 
 
 def operator_of(request: Request) -> AsyncOperator:
-    """The operator's calls for a request; raises ApiError 403 if the request does not come from the
-    operator. If the API key has a tenant, the broker checks the tenant's key at the call."""
+    """An object that makes the operator's calls for a request. Raises ApiError 403 if the request
+    does not come from the operator. If the API key has a tenant, the broker checks the tenant's key
+    when it receives the call."""
     gateway, tenant = gateway_of(request), current_tenant.get()
     if tenant is None and "api_key_name" in request.scope:
         if not request.scope["api_key_operator"]:

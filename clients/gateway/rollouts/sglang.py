@@ -1,5 +1,5 @@
-"""SGLang's names: ``/pause_generation``, ``/continue_generation``, ``/update_weights_from_disk``,
-``/flush_cache`` and ``/get_weight_version``."""
+"""The requests under SGLang's names: ``/pause_generation``, ``/continue_generation``,
+``/update_weights_from_disk``, ``/flush_cache`` and ``/get_weight_version``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def pause_generation(request: Request) -> Response:
 
 
 async def continue_generation(request: Request) -> Response:
-    """Answers when the workers continue."""
+    """Answers when the workers have resumed the model."""
     operator = operator_of(request)
     body, ignored, _ = await read_optional(request, ContinueBody)
     model, timeout_s = named(request, body), body.timeout_s or DRAIN_S
@@ -87,12 +87,13 @@ async def _without_streams(request: Request, operator: AsyncOperator, body: Disk
 
 
 async def flush_cache(request: Request) -> Response:
-    """Answers that there is nothing to do: a cache belongs to a version of the weights."""
+    """Answers that there is nothing to flush, because each block of the KV cache belongs to one
+    version of the weights."""
     return json_response(Message("Nothing to flush: requests never use the cache of other weights"))
 
 
 async def weight_version(request: Request) -> Response:
-    """The version of the weights that all workers with the model have reached."""
+    """Answers with the version of the weights that all workers with the model have reached."""
     gateway = gateway_of(request)
     info = await gateway.models.info(request.query_params.get("model", ""))
     status = await gateway.client.status()
