@@ -15,8 +15,8 @@ from ..openai.logprobs import UNLIKELY
 from ..openai.token_fields import WeightSpan
 
 Logprob = tuple[float | None, int, str | None]
-"""The log-probability of a token, its id, and its text if it was requested. The first token of a
-text does not have a log-probability."""
+"""A token: its log-probability, its id, and its text if the request asks for texts. The first token
+of a prompt, and a token that a controller appended, do not have a log-probability."""
 
 
 class Finish(Struct, omit_defaults=True):
@@ -25,11 +25,11 @@ class Finish(Struct, omit_defaults=True):
     type: str
     """``stop``, ``length`` or ``abort``."""
     matched: str | int | UnsetType = UNSET
-    """``stop``: the stop string or the token that was found."""
+    """If ``type`` is ``stop``: the stop string or the id of the token that ended the sequence."""
     length: int | UnsetType = UNSET
-    """``length``: the number of new tokens."""
+    """If ``type`` is ``length``: the number of new tokens."""
     message: str | UnsetType = UNSET
-    """``abort``: the error."""
+    """If ``type`` is ``abort``: the message of the error."""
     err_type: str | UnsetType = UNSET
 
 
@@ -55,8 +55,8 @@ class MetaInfo(Struct, kw_only=True):
     output_processed_logprobs: list[float | None] | UnsetType = UNSET
     """The log-probability of each new token under the distribution that it was drawn from."""
     output_kept: list[int | list[int] | None] | UnsetType = UNSET
-    """The ids of the candidates of each new token. If more than 1,024 tokens or the whole
-    vocabulary are candidates, their number."""
+    """For each new token, the ids of the candidates that it was drawn from. If more than 1,024
+    tokens or the whole vocabulary were candidates, the number of candidates instead."""
     tokenbus: Receipt | UnsetType = UNSET
     """The receipt of an ended sequence."""
 
@@ -68,12 +68,12 @@ class Generated(Struct):
     output_ids: list[int]
     meta_info: MetaInfo
     index: int | UnsetType = UNSET
-    """In a stream of a list of prompts: the number of the answer."""
+    """The number of the answer, in a stream of several answers."""
 
 
 @dataclass
 class PromptLogprobs:
-    """Tokens of a prompt with their log-probabilities."""
+    """Tokens of a prompt or of a sequence, with their log-probabilities."""
 
     tokens: Sequence[int] = ()
     logprobs: Sequence[float | None] = ()
@@ -94,7 +94,7 @@ class Reports:
     prompt: PromptLogprobs | None = None
     """The reported part of the prompt; None: only new tokens are reported."""
     _prompt: tuple[list[Logprob], list[list[Logprob] | None]] | None = field(default=None)
-    """The prompt in the form of the answer."""
+    """``prompt`` in the form of the answer, and its most likely tokens at each position."""
 
     def add_to(self, info: MetaInfo, sequence: GeneratedSequence) -> None:
         """Adds the requested data about the tokens of a sequence to ``info``."""

@@ -50,7 +50,8 @@ class SamplingParams(Body):
     """``sampling_params`` of a prompt."""
 
     max_new_tokens: NewTokens | None = None
-    """Default: 128. 0: only the log-probabilities of the prompt are computed."""
+    """Maximum number of new tokens. Default: 128. If it is 0, only log-probabilities of the prompt
+    are computed."""
     temperature: Temperature | None = None
     """Default: 1."""
     top_p: TopPOrZero | None = None
@@ -66,7 +67,7 @@ class SamplingParams(Body):
     logit_bias: dict[TokenId, Bias] | None = None
     sampling_seed: Seed | None = None
     min_new_tokens: MinTokens | None = None
-    """Number of tokens before which the text does not end, unless its constraint ends it."""
+    """Minimum number of generated tokens. The text ends earlier only if its constraint ends it."""
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -122,27 +123,28 @@ class SamplingParams(Body):
 
 
 class GenerateRequest(Body):
-    """The body of ``POST /generate``. A list in a field after ``text`` has one value for each
-    prompt."""
+    """The body of ``POST /generate``. If a field after ``text`` has a list, the list has one value
+    for each prompt."""
 
     input_ids: Ids | None = None
     """The prompt as token ids, or a list of prompts."""
     text: str | Texts | None = None
-    """The prompt as text, or a list of prompts. Exactly one of ``input_ids`` and ``text``."""
+    """The prompt as text, or a list of prompts. A request has exactly one of ``input_ids`` and
+    ``text``."""
     sampling_params: SamplingParams | list[SamplingParams] | None = None
     rid: RequestName | list[RequestName] | None = None
     """The id of the request in ``meta_info``."""
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: Start | list[Start] | None = None
-    """The position from which the prompt's tokens have log-probabilities; -1, the default: only new
-    tokens have them."""
+    """The position of the prompt's first token whose log-probability is reported. -1, the default:
+    only log-probabilities of new tokens are reported."""
     top_logprobs_num: TopLogprobs | list[TopLogprobs] | None = None
     """Number of the most likely tokens that are reported at each position."""
     return_text_in_logprobs: bool | None = None
     """Whether log-probabilities have the text of their token."""
     stream: bool | None = None
     input_embeds: Any = None
-    """Refused unless it is null, as is ``image_data``."""
+    """Not supported, like ``image_data``: the request is refused unless both fields are null."""
     image_data: Any = None
 
     # Fields that only Tokenbus has.
@@ -173,7 +175,8 @@ class GenerateRequest(Body):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The prompts; raises ApiError 400 if there are too many or they are of several kinds."""
+        """The prompts. Raises ApiError 400 if there are too many, or if ``input_ids`` mixes ids and
+        lists."""
         if self.text is not None:
             prompts: list[Prompt] = [*self.text] if isinstance(self.text, list) else [self.text]
         elif self.is_list:

@@ -42,7 +42,7 @@ FIELDS = {
     name: f"sampling_params.{name}"
     for name in ("temperature", "top_p", "top_k", "min_p", "n", "stop", "logit_bias")
 }
-"""The names of the bus's fields in the body."""
+"""The names that fields of the bus have in the body, for errors."""
 
 
 T = TypeVar("T")
@@ -58,13 +58,13 @@ class Part:
     id: str
     reports: Reports
     start: int
-    """The position from which the prompt's log-probabilities are reported; -1: none is
+    """The position from which the prompt's log-probabilities are reported; -1 if they are not
     reported."""
 
 
 @dataclass
 class Job:
-    """A request."""
+    """One request, and its streams at the bus."""
 
     body: GenerateRequest
     parts: list[Part]
@@ -75,7 +75,8 @@ class Job:
 
 
 Growing = asyncio.Queue[tuple[Part, list[GeneratedSequence]] | None | Exception]
-"""Parts whose sequences have grown; then None, or the error that ended a part."""
+"""A queue of the parts whose sequences have grown, with these sequences. Its last element is None,
+or the error that ended a part."""
 
 
 async def generate(request: Request) -> Response:
@@ -102,7 +103,7 @@ async def _begin(gateway: Gateway, body: GenerateRequest) -> Job:
     for part in scored:
         part.prompt = await _ids(model, part.prompt)
         count = max(0, len(part.prompt) - part.start)
-        # Each sequence repeats its prompt.
+        # The answer for each sequence repeats the log-probabilities of the prompt.
         counter.alternatives += count * (1 + part.reports.tops) * (part.params.n or 1)
     check_alternatives(counter.alternatives)
     await _together([_score(gateway, body, part) for part in scored])
@@ -176,7 +177,7 @@ async def _score(gateway: Gateway, body: GenerateRequest, part: Part) -> None:
 async def _generation(
     gateway: Gateway, model: ServedModel, job: Job, part: Part
 ) -> Generations | None:
-    """Begins the stream of a prompt; None if no new token is requested."""
+    """Begins the stream of a prompt; returns None if the request does not ask for new tokens."""
     body = job.body
     if not part.params.max_tokens:
         part.prompt = await _ids(model, part.prompt)
@@ -265,7 +266,7 @@ def _answer(job: Job, part: Part, sequence: GeneratedSequence) -> Generated:
 
 
 async def _events(job: Job) -> AsyncGenerator[bytes, None]:
-    """Events with the answers so far, in the order in which they grow."""
+    """Yields an event with the whole answer so far whenever an answer has grown enough."""
     queue: Growing = asyncio.Queue(1)
     reading = asyncio.ensure_future(_read_all(job, queue))
     sent: dict[tuple[int, int], int] = {}
@@ -298,8 +299,8 @@ def _event(job: Job, part: Part, sequence: GeneratedSequence, index: int) -> byt
 
 
 def _is_due(sequence: GeneratedSequence, sent: int | None) -> bool:
-    """Whether an event about a sequence follows. ``sent``: the number of the sequence's tokens in
-    the last event, plus 1 if that event reported the end."""
+    """Whether to send an event about a sequence now. ``sent``: the number of the sequence's tokens
+    in the last event about it, plus 1 if that event reported the end."""
     count = len(sequence.tokens)
     if sequence.finish_reason is not None:
         return sent != count + 1
@@ -307,8 +308,8 @@ def _is_due(sequence: GeneratedSequence, sent: int | None) -> bool:
 
 
 async def _read_all(job: Job, queue: Growing) -> None:
-    """Puts the sequences of each part into the queue when they grow; at the end None, or the error
-    that ended a part."""
+    """Puts the sequences of each part into the queue when they grow. At the end, puts None, or the
+    error that ended a part."""
     try:
         await _together([_read(job, part, queue) for part in job.parts])
     except Exception as error:
