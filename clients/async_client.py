@@ -69,7 +69,8 @@ class AsyncClient(BaseClient):
         ``wait_for_room``: whether a request that finds the broker's queue full is sent again, until
         ``retry_s`` has passed. A server sets this to False, so that its own clients decide whether
         to try again.
-        ``session``: the token of a named session, which the client begins or takes over.
+        ``session``: the token of a named session, which the client begins or takes over. None
+        begins a new session.
         """
         self._max_unread = max_unread
         self._wait_for_room = wait_for_room
@@ -126,7 +127,8 @@ class AsyncClient(BaseClient):
     async def embed(
         self, inputs: Sequence[Sequence[int]], **options: Unpack[EmbedOptions]
     ) -> Embedded:
-        """One vector for each input, a list of token ids (see ``tokenizer``); at most 256 inputs.
+        """One vector for each input. An input is a list of token ids (see ``tokenizer``). At most
+        256 inputs are allowed.
 
         Raises RequestError if the model does not give embeddings.
         """
@@ -161,7 +163,7 @@ class AsyncClient(BaseClient):
         return answer.status
 
     async def buffer(self, name: str, content: Prompt, *, timeout_s: float = ASK_S) -> None:
-        """Stores a prompt part at the broker. Requests use it with ``buffers=[name]``."""
+        """Stores a prompt part at the broker. Requests name the part in ``buffers=[name]``."""
         await self.ask(buffer_call(name, content, timeout_s))
         self._sent_buffers[name] = content
 

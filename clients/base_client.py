@@ -36,7 +36,7 @@ class BaseClient:
         )
         self._close = weakref.finalize(self, self._connection.close)
         self._sent_buffers: dict[str, Prompt] = {}
-        """The sent buffers by name, for recordings."""
+        """The contents of the buffers that this client has sent, by name, for recordings."""
 
     @property
     def broker(self) -> str:

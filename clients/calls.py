@@ -62,7 +62,7 @@ class SentInput:
     answered: Callable[[TokenbusError | None], None]
     """Called once: with None when the broker has stored the input, or with the error."""
     stored: bool = False
-    """Whether the broker has confirmed the input in the present attempt."""
+    """Whether the broker has confirmed the input in the present attempt of the call."""
     reported: bool = False
     """Whether ``answered`` was called."""
 
@@ -85,11 +85,11 @@ Event = Token | Row | Msg | System | Ended
 
 
 def _discard(events: Sequence[Event]) -> None:
-    """Ignores events."""
+    """Ignores the events of a call that does not have a reader."""
 
 
 def _sleep_on() -> None:
-    """Does nothing: no reader waits."""
+    """Does nothing, because no reader waits."""
 
 
 class Unread(deque[Event]):
@@ -106,7 +106,8 @@ class Unread(deque[Event]):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One request across all of its connections and attempts. Times are in seconds."""
+    """One request, across all connections and attempts. An attempt is one sending of the request,
+    with its own ``stream_id``. Times are in seconds."""
 
     type: bytes
     message: Request
@@ -114,7 +115,7 @@ class Call:
     timeout_s: float | None = None
     """Time after the beginning of the call at which it ends with a ``timeout`` error."""
     stall_s: float | None = None
-    """Time without a message after which the request is sent again."""
+    """Time after which the request is sent again if no message for the call arrives."""
     retry_s: float = 0.0
     """Time after the first retryable failure during which the request is sent again."""
     waits_for_room: bool = True
@@ -129,7 +130,7 @@ class Call:
 
     base: int | None = None
     """The first ``stream_id`` of a call in a named session, in which another client may have begun
-    the stream. The last 8 bits count the attempts."""
+    the stream. The last 8 bits of a ``stream_id`` count the attempts. None in other sessions."""
     repeated: bool = False
     """Whether an earlier client began the stream, so that a worker may still report it to a
     restarted broker. The creator of the call sets this flag."""
@@ -148,23 +149,24 @@ class Call:
     received: int = 0
     """Number of TOKEN entries of this attempt."""
     repeats: int = 0
-    """Number of the next entries that repeat received entries, according to the answer to
-    ATTACH."""
+    """Number of entries still to come that the client has already received. It is computed from the
+    answer to ATTACH."""
     moves: int = 0
     """Last known number of times that the stream of this attempt has moved to another worker."""
     inputs: list[SentInput] = field(default_factory=list)
     """All inputs of the stream, in order."""
     input_at: float | None = None
-    """When the first input that is not stored is sent again; None if it was not sent yet."""
+    """The time at which the first input that is not stored is sent again; None if it was not
+    sent."""
     seen_messages: dict[int, int] = field(default_factory=dict)
-    """Number of delivered messages of the program, of all attempts, by sequence."""
+    """Number of messages of the program that were delivered in any attempt, by sequence."""
     counted_messages: dict[int, int] = field(default_factory=dict)
-    """Number of messages of the program in this attempt, by sequence."""
+    """Number of messages of the program that arrived in this attempt, by sequence."""
     seen: dict[int, int] = field(default_factory=dict)
-    """Number of delivered entries of all attempts, by sequence."""
+    """Number of entries that were delivered in any attempt, by sequence."""
     counted: dict[int, int] = field(default_factory=dict)
-    """Number of entries of this attempt, by sequence. The first ``seen`` entries of each sequence
-    are duplicates."""
+    """Number of entries that arrived in this attempt, by sequence. The first ``seen`` entries of
+    each sequence are duplicates."""
     ends: set[int] = field(default_factory=set)
     """Sequences whose end was delivered, in any attempt."""
     ends_again: set[int] = field(default_factory=set)
@@ -231,7 +233,7 @@ class Call:
 
     def _ended_before(self) -> int:
         """The number of sequences that are live in this attempt although an earlier attempt has
-        delivered their end: attempts may differ in the order in which sequences end."""
+        delivered their end. Attempts may differ in the order in which sequences end."""
         n = self.message.n if isinstance(self.message, Generate) else 1
         again = self.ends - self.ends_again
         return sum(seq < n or seq in self.counted for seq in again)

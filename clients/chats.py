@@ -183,12 +183,13 @@ class Chat:
         return (text for entry in self.stream if (text := texts.read(entry)))
 
     def message(self) -> dict[str, Any]:
-        """The assistant's message, read to its end, for the next call of ``chat``: ``role``,
-        ``content``, and if present ``tool_calls`` and ``reasoning_content``."""
+        """Reads the answer to its end, and returns the assistant's message, which the next call of
+        ``chat`` accepts. Its fields are ``role``, ``content``, and if present ``tool_calls`` and
+        ``reasoning_content``."""
         return _message(self._prepared, self.stream.wait())
 
     def text(self) -> str:
-        """The text of the answer, read to its end."""
+        """Reads the answer to its end; returns its text."""
         return self.message()["content"] or ""
 
     def close(self) -> None:
@@ -210,11 +211,11 @@ class AsyncChat:
                 yield text
 
     async def message(self) -> dict[str, Any]:
-        """The assistant's message, read to its end; see ``Chat.message``."""
+        """Reads the answer to its end, and returns the message; see ``Chat.message``."""
         return _message(self._prepared, await self.stream.wait())
 
     async def text(self) -> str:
-        """The text of the answer, read to its end."""
+        """Reads the answer to its end; returns its text."""
         message = await self.message()
         return message["content"] or ""
 

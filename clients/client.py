@@ -76,10 +76,10 @@ class Client(BaseClient):
     ) -> Stream:
         """Begins a stream of tokens that continue ``prompt``, which is text or token ids.
 
-        The options are those of ``GenerateOptions``: ``model``, ``temperature`` (0, greedy),
-        ``max_tokens`` (64), ``seed``, ``stop``, ``n`` and so on. Errors are raised when the stream
-        is read: RequestError if the request is not valid, UnavailableError, RequestTimeoutError,
-        ControllerError, SlowClientError, ServiceError.
+        The options are those of ``GenerateOptions``, such as ``model``, ``seed``, ``stop``, ``n``,
+        ``temperature`` (default 0, which is greedy) and ``max_tokens`` (default 64). Errors are
+        raised when the stream is read: RequestError if the request is not valid, UnavailableError,
+        RequestTimeoutError, ControllerError, SlowClientError, ServiceError.
 
         ``record``: the file to which the stream is written when it ends, for ``tokenbus replay``.
         """
@@ -120,7 +120,8 @@ class Client(BaseClient):
         return Scores.of(sequence)
 
     def embed(self, inputs: Sequence[Sequence[int]], **options: Unpack[EmbedOptions]) -> Embedded:
-        """One vector for each input, a list of token ids (see ``tokenizer``); at most 256 inputs.
+        """One vector for each input. An input is a list of token ids (see ``tokenizer``). At most
+        256 inputs are allowed.
 
         Raises RequestError if the model does not give embeddings.
         """
@@ -158,7 +159,7 @@ class Client(BaseClient):
         return answer.status
 
     def buffer(self, name: str, content: Prompt, *, timeout_s: float = ASK_S) -> None:
-        """Stores a prompt part at the broker. Requests use it with ``buffers=[name]``."""
+        """Stores a prompt part at the broker. Requests name the part in ``buffers=[name]``."""
         self.ask(buffer_call(name, content, timeout_s))
         self._sent_buffers[name] = content
 
@@ -175,11 +176,12 @@ class Client(BaseClient):
         by: str = "",
         timeout_s: float = UPLOAD_S,
     ) -> StoredModule:
-        """Stores a controller's Wasm module, from bytes or from a file, for ``controller=``.
+        """Stores a controller's Wasm module, from bytes or from a file. Requests name the module in
+        ``controller=``.
 
         ``tag`` is a second name of the module, in addition to its id. If the module is already
-        stored, only the tag is added. ``by`` is shown with the tag; a program that serves several
-        users passes the user's name. Raises RequestError if the module is not valid.
+        stored, only the tag is added. ``by`` is the user who is shown with the tag, if the client
+        serves several users. Raises RequestError if the module is not valid.
         """
         return stored_module(self.ask(upload_call(wasm, tag, timeout_s, by)))
 

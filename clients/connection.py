@@ -26,9 +26,9 @@ LINGER_MS = 500
 class Connection:
     """Sends the calls of one client to the broker at ``front``.
 
-    ``deliver`` receives the events of the calls on the connection's thread, and must not block.
-    The thread starts with the first call. ``key``: the client's key, if the broker has keys. Raises
-    AddressError if ``front`` is not a ZeroMQ address.
+    ``deliver`` receives the events of the calls on the connection's thread, and must not block. The
+    thread starts with the first call. ``key``: the client's key; None if the broker does not use
+    keys. Raises AddressError if ``front`` is not a ZeroMQ address.
     """
 
     def __init__(
@@ -42,7 +42,8 @@ class Connection:
         """``session``: the token of a named session; None: a new session."""
         self._commands: deque[Callable[[ClientSession, float], None]] = deque()
         self._lock = threading.RLock()
-        """Reentrant, because the garbage collector may close a client during any allocation."""
+        """Reentrant, because the garbage collector may close the client in a thread that has the
+        lock."""
         self._closed: str | None = None
         """The reason why further calls are refused; None while calls are accepted."""
         own = self._session = ClientSession(front, patience_s, time.monotonic(), session)
@@ -116,8 +117,8 @@ class Connection:
 
 
 class _ClientPeer:
-    """The peer that the connection's thread calls (``transport.dealer.Peer``). It runs the
-    submitted commands of the client's threads in the session."""
+    """The peer that the connection's thread calls (``transport.dealer.Peer``). This class runs the
+    commands that the client's threads have submitted."""
 
     def __init__(
         self,
@@ -152,7 +153,8 @@ class _ClientPeer:
         yield from sent
 
     def refused(self, error: TokenbusError) -> None:
-        """Ends every call, because another attempt would fail for the same reason."""
+        """Ends every call, because the broker would refuse the next connection for the same
+        reason."""
         session, now = self._session, time.monotonic()
         while self._commands:
             self._commands.popleft()(session, now)

@@ -60,8 +60,8 @@ class Lanes:
     @classmethod
     def of(cls, body: TokenColumns, calls: Mapping[int, Call]) -> Self | None:
         """The lanes of a message. The result is None if the call of a row has ended, waits for the
-        answer to an ATTACH, or repeats delivered entries. Raises RequestError if the columns differ
-        in length."""
+        answer to an ATTACH, or receives entries that were already delivered. Raises RequestError if
+        the columns differ in length."""
         rows = unpack_columns(body)
         found = []
         for stream, seq in zip(rows.streams, rows.seqs, strict=True):

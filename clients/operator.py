@@ -37,8 +37,9 @@ class Operator:
     def pause(
         self, model: str = "", *, mode: PauseMode = "keep", timeout_s: float = DRAIN_S
     ) -> Rollout:
-        """Pauses a model: streams that begin later wait for ``resume``. ``mode``: live streams stop
-        (``keep``), are finished first (``wait``) or end as ``cancelled`` (``abort``)."""
+        """Pauses a model: streams that begin later wait for ``resume``. ``mode``: whether live
+        streams stop (``keep``), are finished first (``wait``) or end as ``cancelled``
+        (``abort``)."""
         return rollout_of(self._client.ask(pause_call(model, mode, timeout_s)))
 
     def resume(self, model: str = "", *, timeout_s: float = DRAIN_S) -> Rollout:
@@ -55,9 +56,10 @@ class Operator:
         timeout_s: float = DRAIN_S,
     ) -> Rollout:
         """Replaces the weights of a model by those of a folder of safetensors files, at all workers
-        or at none. Live streams continue with the new weights. ``mode``: their KV cache is computed
-        again (``recompute``) or kept (``keep``). ``version``: the number of the weights, above the
-        current one; 0: the next number. ``timeout_s``: maximum time for reading the files."""
+        or at none. Live streams continue with the new weights. ``mode``: whether their KV cache is
+        computed again (``recompute``) or kept (``keep``). ``version``: the number of the new
+        weights, above the current number; 0: the next number. ``timeout_s``: seconds after which
+        the update fails if a worker has not read the files."""
         return rollout_of(self._client.ask(update_call(folder, model, version, mode, timeout_s)))
 
 

@@ -91,8 +91,8 @@ class Recorder(Sequences):
     def __init__(
         self, file: str | Path, module: bytes | None = None, *, only_failures: bool = False
     ) -> None:
-        """``module``: the Wasm of the controller. ``only_failures``: the file is written only if
-        the stream or one of its sequences ends with an error."""
+        """``module``: the Wasm module of the controller. ``only_failures``: the file is written
+        only if the stream or one of its sequences ends with an error."""
         super().__init__()
         self._file = Path(file)
         self._module = module
@@ -100,8 +100,8 @@ class Recorder(Sequences):
         self._recorded: list[Token | Row] = []
         self._recording: Recording | None = None
         self.served_by: Callable[[], ModelInfo | None] | None = None
-        """Returns the stream's model. Only AsyncClient sets this function: it asks for the model
-        after it has sent the request."""
+        """Returns the stream's model, or None if it is not known. Only AsyncClient sets this
+        function, because it sends the request without waiting for the answer to its MODEL_INFO."""
         rows, received = self.add_row, self._recorded
 
         def add_row(row: Row) -> None:
@@ -164,7 +164,8 @@ class Difference:
     at: int
     """The index of the entry in the sequence, from 0."""
     recorded: Token | None
-    """The recorded entry; None if the recorded sequence has fewer entries."""
+    """The entry of the recorded sequence; None if this sequence has fewer entries. ``replayed`` has
+    the entry of the other stream, or None."""
     replayed: Token | None
 
     def __str__(self) -> str:
@@ -205,7 +206,7 @@ def again(
 
     ``module``: a controller to run instead of the recorded one. ``inspect``: entries report the
     effect of their masks, and the ``MAX_TOP_LOGPROBS`` most likely tokens. ``model``: the name of
-    the model, if it is not the recorded name.
+    the model, if the name has changed since the recording.
 
     Raises the errors of the stream. Raises RequestError if the model has a different tokenizer or
     samples different tokens for the same seed.
@@ -261,7 +262,7 @@ def first_difference(
     recorded: Iterable[Token], replayed: Iterable[Token], prefix: bool = False
 ) -> Difference | None:
     """The first difference between two streams, in the recorded order; None if they are equal.
-    ``prefix``: a sequence may be longer in one of the streams.
+    ``prefix``: whether a sequence may be longer in one of the streams.
 
     Log-probabilities and times are not compared.
     """

@@ -1,4 +1,4 @@
-"""The arguments of a client's methods, and the calls made from them."""
+"""The options of a client's methods, and the functions that make calls from them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class RequestOptions(TypedDict, total=False):
     timeout_s: float
     """Time after which the request ends with RequestTimeoutError."""
     stall_s: float
-    """Time without a message after which the request is sent again."""
+    """Time after which the request is sent again if no message for it arrives."""
     retry_s: float
     """Time during which the request is sent again if the queue is full or a worker is lost.
     Default: 30."""
@@ -126,11 +126,11 @@ class GenerateOptions(RequestOptions, total=False):
     controller: str
     """The controller: a module id, a tag, or the name of a built-in."""
     controller_arg: str | dict[str, Any] | list[Any]
-    """The argument of the controller: text unchanged, a list or a dict as JSON. Requires
+    """The argument of the controller. A text is sent unchanged, a list or a dict as JSON. Requires
     ``controller``."""
     heal_prompt: bool
-    """Whether the prompt may end in the middle of a word: the prompt's last token is removed, and
-    the output must begin with the text of this token. With ``text``, the text of the first token is
+    """Whether the prompt may end in the middle of a word. If true, the prompt's last token is
+    removed, and the output must begin with its text. With ``text``, the text of the first token is
     only the part after the prompt."""
     processed_logprobs: bool
     """Whether entries have ``processed``: the log-probability under the distribution that the token
@@ -253,12 +253,12 @@ def update_call(
 
 
 def rollout_of(answer: Msg) -> Rollout:
-    """The result of PAUSE, RESUME and UPDATE_WEIGHTS."""
+    """The result in the answer to a PAUSE, RESUME or UPDATE_WEIGHTS."""
     return msgspec.convert(answer.result, Rollout)
 
 
 def drained_requests(answer: Msg) -> int:
-    """The number of requests that a drained worker had."""
+    """The number of requests that the worker had, from the answer to a DRAIN."""
     return int(answer.result["requests"])
 
 

@@ -59,8 +59,8 @@ class GeneratedSequence:
     """With the option ``kept``: the candidates that each token was drawn from, as in
     ``Token.kept``. None for an appended token, or without the option."""
     spans: list[tuple[int, Span]] = field(default_factory=list)
-    """How the tokens were computed. Each span is preceded by the number of its first token, and
-    ends where the next one begins."""
+    """How the tokens were computed. Each span comes with the index of its first token, and ends
+    where the next span begins."""
     exact: bool | None = None
     """Whether the bits of the sequence do not depend on batches and workers (``Token.exact``); None
     before the end of the sequence."""
@@ -82,7 +82,7 @@ class GeneratedSequence:
         return sum(self.logprobs)
 
     def append_text(self, place: int, text: str) -> None:
-        """Adds text to that of the token at ``place``."""
+        """Adds text to the text of the token with the index ``place``."""
         self._pieces[place] += text
 
     def _fork(self, number: int, at: int) -> GeneratedSequence:
@@ -127,7 +127,8 @@ class GeneratedSequence:
             self.processed_logprobs.append(None if entry.processed is UNSET else entry.processed)
             self.kept.append(None if entry.kept is UNSET else entry.kept)
         elif text and self._pieces:
-            # The last token receives the text that the worker sent only at the end.
+            # The worker sends the text that it held back in an entry without a token. This text
+            # belongs to the last token.
             self._pieces[-1] += text
         self.logs += entry.logs
         self.storage += entry.storage
@@ -139,8 +140,8 @@ class GeneratedSequence:
 
 
 def _cut(spans: list[tuple[int, Span]], length: int) -> list[tuple[int, Span]]:
-    """The spans after the tokens from index ``length`` on were removed. The last span is kept even
-    if all of its tokens were removed, because the next tokens belong to it."""
+    """The spans that remain when the tokens from index ``length`` on are removed. The last span
+    remains even if all of its tokens are removed, because the next tokens belong to it."""
     found = [(min(first, length), span) for first, span in spans]
     return [one for one, after in pairwise(found) if after[0] > one[0]] + found[-1:]
 
@@ -215,7 +216,7 @@ class Sequences:
         return [by_seq[number] for number in sorted(by_seq)]
 
     def failure(self) -> TokenbusError | None:
-        """The error of a stream that timed out, or whose only sequence failed."""
+        """The error of a stream that timed out, or whose only sequence failed; otherwise None."""
         ended = list(self.by_seq.values())
         if any(s.finish_reason == "timeout" for s in ended):
             return RequestTimeoutError(Code.TIMEOUT, "the timeout of the request has expired")

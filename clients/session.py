@@ -3,7 +3,7 @@
 The caller passes received frames and the time. ``outgoing`` has the messages to send, and ``ready``
 the events for the callers of requests. A session outlives its connection: on a new connection, it
 sends HELLO with its token, and ATTACH for each stream. Lost requests are sent again, each entry is
-delivered once, and every call has a time limit.
+delivered once, and calls end when their time limits have passed.
 """
 
 from __future__ import annotations
@@ -104,15 +104,15 @@ class ClientSession:
         self._waiting: dict[int, Call] = {}
         """Calls that wait for WELCOME or for their ``resend_at`` before they are sent."""
         self._barriers: dict[int, Call] = {}
-        """Unanswered BUFFER calls, by the number of the PING that follows each. The PONG confirms
-        the BUFFER."""
+        """Unanswered BUFFER calls, by the number of the PING that the session sends after each
+        BUFFER. The PONG confirms the BUFFER."""
         self._buffers: dict[str, tuple[Buffer, tuple[bytes, ...]]] = {}
         self._ids = itertools.count(1)
         self._token = token
         self._named = token is not None
         """Whether the session is named. Cleared when another client takes the session over."""
         self._found: frozenset[int] = frozenset()
-        """Streams that the named session had when this client took it over."""
+        """Ids of the streams that the named session had when this client took the session over."""
         self._may_have_more = False
         """Whether workers may still report streams of a named session."""
         self._foreign = False
@@ -220,7 +220,8 @@ class ClientSession:
             self._send(b"INPUT", body)
 
     def _on_input_answer(self, call: Call, answer: InputAnswer, now: float) -> None:
-        """Handles the answer to an input: the next input follows, or the input is sent again."""
+        """Handles the answer to an input: sends the next input, schedules the same input again, or
+        removes a refused input."""
         sent = next((sent for sent in call.inputs if not sent.stored), None)
         if sent is None or sent.number != answer.number:
             return
@@ -230,7 +231,8 @@ class ClientSession:
             call.input_at = None
             self._next_input(call, now)
         elif sent.reported or answer.code in (Code.NO_WORKER, Code.UNKNOWN_STREAM):
-            # If the stream is unknown, the answer to its request follows.
+            # If the broker does not know the stream, its answer to the request of the stream
+            # follows.
             call.input_at = now + (answer.retry_after_s or INPUT_AGAIN_S)
         else:
             error = error_for(answer.code, answer.message, retry_after_s=answer.retry_after_s)
@@ -265,8 +267,8 @@ class ClientSession:
             self._send(b"BYE", Bye(keep=keep))
 
     def _queue(self, call: Call) -> None:
-        """Assigns a new number to the next attempt, so that entries of earlier attempts are
-        dropped."""
+        """Queues the next attempt of a call under a new number, so that entries of earlier attempts
+        are dropped."""
         call.number = next(self._ids)
         if call.base is not None:
             call.number = call.base + min(call.tries, MAX_TRY)
@@ -405,7 +407,7 @@ class ClientSession:
 
     def _columns(self, body: TokenColumns, now: float) -> None:
         """Handles a TOKEN message in columns: delivers each row to its call. While consecutive
-        messages have the same streams, the lanes count for all rows at once."""
+        messages have the same streams, the lanes count the rows of all calls together."""
         step = self._lanes.step(body, now) if self._lanes is not None else None
         if step is None:
             self._settle()
@@ -538,7 +540,8 @@ class ClientSession:
             return
         call.received_at = now
         if msg.attached is not UNSET:
-            # The answer to an ATTACH of an earlier connection may arrive first on this connection.
+            # The answer to an earlier connection's ATTACH may arrive before this answer. In that
+            # case, entries after ``attached`` have already been received.
             call.repeats = max(0, call.received - msg.attached)
             call.attaching = False
             call.moves = msg.moves
@@ -599,7 +602,7 @@ class ClientSession:
 
 
 def no_broker(front: str) -> str:
-    """The error if no broker answers at ``front``, with the remedy."""
+    """The text of the error for a ``front`` at which no broker answers, with the remedy."""
     if front == Settings().front:
         return f"no broker answers at {front}; start a system with: tokenbus up"
     what = f"no broker answers at {front}; is that the address of a running system?"
@@ -612,7 +615,7 @@ def _buffer_name(call: Call) -> str:
 
 
 def _in_flight(call: Call) -> SentInput:
-    """The input that is refused by an ERROR for this call."""
+    """The input that an ERROR about an INPUT of this call refuses."""
     return next((sent for sent in call.inputs if not sent.stored), call.inputs[-1])
 
 

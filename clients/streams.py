@@ -190,7 +190,7 @@ class Stream(_Reader):
         connection.submit(call)
 
     def text(self) -> str:
-        """The text of the first sequence, read to its end.
+        """Reads the stream to its end; returns the text of the first sequence.
 
         Raises ValueError if the request did not ask for text.
         """
@@ -198,16 +198,15 @@ class Stream(_Reader):
         return next((s.text for s in self.wait()), "")
 
     def tokens(self) -> list[int]:
-        """The tokens of the first sequence, read to its end."""
+        """Reads the stream to its end; returns the tokens of the first sequence."""
         return next((s.tokens for s in self.wait()), [])
 
     def send(self, text: str) -> None:
-        """Sends an input to the program of this stream, where ``ctx.receive()`` returns it. This
-        method returns when the input is stored. The program then receives the input once, even if
-        processes die.
+        """Sends an input to the program of this stream, and returns when the input is stored. The
+        program receives the input from ``ctx.receive()`` exactly once, even if processes die.
 
-        Raises UnavailableError if too many inputs wait for the program, and RequestError if the
-        input is too large, the stream has ended or has no program.
+        Raises UnavailableError if too many inputs wait for the program. Raises RequestError if the
+        input is too large, or if the stream has ended or does not have a program.
         """
         check_input(text)
         answer: queue.SimpleQueue[TokenbusError | None] = queue.SimpleQueue()
@@ -219,8 +218,8 @@ class Stream(_Reader):
             raise error
 
     def wait(self) -> list[GeneratedSequence]:
-        """Reads to the end; returns all sequences. An interrupt, such as Ctrl-C, closes the
-        stream."""
+        """Reads the stream to its end; returns all sequences. An interrupt, such as Ctrl-C, closes
+        the stream."""
         self._to_end, self._unread.watched = True, False
         try:
             self.read_arrived()
@@ -362,7 +361,7 @@ class AsyncStream(_Reader):
             raise
 
     async def text(self) -> str:
-        """The text of the first sequence, read to its end.
+        """Reads the stream to its end; returns the text of the first sequence.
 
         Raises ValueError if the request did not ask for text.
         """
@@ -370,13 +369,13 @@ class AsyncStream(_Reader):
         return next((s.text for s in await self.wait()), "")
 
     async def tokens(self) -> list[int]:
-        """The tokens of the first sequence, read to its end."""
+        """Reads the stream to its end; returns the tokens of the first sequence."""
         return next((s.tokens for s in await self.wait()), [])
 
     async def arrived(self) -> list[Token]:
         """All entries that have arrived; waits for at least one. Returns ``[]`` after the last.
 
-        Programs use this method to write several entries at once.
+        A server uses this method to write several entries to its client at once.
         """
         while not (entries := list(iter(self._next_entry, None))):
             if self._finished:
@@ -407,7 +406,7 @@ class AsyncStream(_Reader):
             raise error
 
     async def wait(self) -> list[GeneratedSequence]:
-        """Reads to the end; returns all sequences. A cancellation closes the stream."""
+        """Reads the stream to its end; returns all sequences. A cancellation closes the stream."""
         self._to_end = True
         self._unread.watched = self._max_unread is not None
         try:

@@ -1,4 +1,4 @@
-"""Adds ids and traces to a client's requests, and creates the client's spans.
+"""Adds request ids and trace contexts to a client's requests, and creates the client's spans.
 
 A span is created if the program has set up OpenTelemetry. A program that does not import
 OpenTelemetry's package does not load it through this module either. Names follow OpenTelemetry's
@@ -58,7 +58,7 @@ class ClientSpan:
 
 
 def identify(message: Generate | Score) -> ClientSpan | None:
-    """Adds the id and the trace of the current origin to a request. Returns the new span, or None
+    """Adds the request id and the trace of ``origin`` to a request. Returns the new span, or None
     if the program does not use OpenTelemetry."""
     given = origin.get()
     if given is not None and not message.request_id:
@@ -95,7 +95,7 @@ _OPTIONAL = {
 
 
 def request_attributes(message: Generate | Score) -> dict[str, Any]:
-    """The attributes of a request."""
+    """The attributes with which a span describes a request."""
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": _name(message).split()[0],
         "gen_ai.provider.name": PROVIDER,
