@@ -1,7 +1,9 @@
-"""``python -m tokenbus.clients.cluster``: adapts the workers in a Ray cluster to the load.
+"""``python -m tokenbus.clients.cluster``: adapts the number of workers in a Ray cluster to the
+load.
 
-SIGTERM, which supervisord sends before a restart, ends only this process. Its successor finds the
-workers by their names. SIGINT, and SIGTERM after SIGUSR1, drain all workers first.
+SIGTERM, which supervisord sends before a restart, ends only this process. The successor of this
+process finds the workers by their names. On SIGINT, or on SIGTERM after SIGUSR1, this process first
+drains all workers.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ class Cluster:
         self._client = Client(settings.front_endpoint, patience_s=ASK_S)
 
     def run(self, signals: queue.SimpleQueue[int]) -> None:
-        """Adapts the workers to the load until SIGTERM or SIGINT arrives in ``signals``. If the
-        system ends, drains the workers."""
+        """Adapts the number of workers to the load until SIGTERM or SIGINT arrives in ``signals``.
+        Then drains the workers, unless only this process ends."""
         now = time.monotonic()
         for members, _ in self._scaled:
             members.find(now)
@@ -80,7 +82,7 @@ class Cluster:
             time.sleep(0.05)
 
     def _look(self, now: float, status: Status | None) -> None:
-        """Checks all workers and the load once."""
+        """Checks all workers and the load once. Adds or retires workers if the load requires it."""
         for members, scaling in self._scaled:
             members.look(now)
             current = len(members.serving)

@@ -1,4 +1,4 @@
-"""Ends the workers in a Ray cluster whose system is not running any more."""
+"""Ends workers that are left in a Ray cluster although their system does not run any more."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def end_in_ray(settings: Settings) -> int:
         raise SystemFault(str(error), WRONG_SETTING) from None
     nothing = WorkerSetup({}, None)
     kinds: tuple[Kind, ...] = ("gpu", "controller")
-    # A run's name is never empty. With an empty name, all existing workers belong to other runs.
+    # A run's name is never empty. With the empty name, ``find`` retires all existing workers,
+    # because they belong to other runs.
     left = [Members(kind, system_name(settings), "", settings, nothing) for kind in kinds]
     now = time.monotonic()
     found = sum(members.find(now) for members in left)

@@ -27,7 +27,9 @@ def ray_module() -> Any:
 
 
 def resources(kind: Kind, settings: Settings) -> dict[str, float]:
-    """The resources that a worker reserves on its node: a GPU per rank, or a CPU per thread."""
+    """The resources that a worker reserves on its node. A GPU worker reserves a GPU and a CPU for
+    each of its devices or, on the device ``cpu``, a CPU for each of its threads. A controller
+    worker reserves a CPU."""
     if kind == "gpu" and settings.device != "cpu":
         return {"GPU": float(settings.tp), "CPU": float(settings.tp)}
     if kind == "gpu":
@@ -41,7 +43,7 @@ class WorkerSetup(NamedTuple):
     variables: dict[str, str]
     """The environment variables with the worker's settings."""
     key: str | None
-    """The content of the worker's key file."""
+    """The content of the worker's key file; None if the system has no worker key."""
 
 
 class Member:
@@ -150,7 +152,8 @@ class Members:
         return len(self._members)
 
     def place(self) -> None:
-        """Adds a worker. If no node has the resources, Ray's autoscaler should add a node."""
+        """Adds a worker. If no node has enough free resources, the worker waits until Ray's
+        autoscaler adds a node."""
         taken = {member.number for member in self.serving}
         number = next(n for n in range(len(taken) + 1) if n not in taken)
         name = f"{self._system}/{self._run}/{self._kind}-{number}"
@@ -187,7 +190,7 @@ class Members:
         log.info("placing %s: %s", name, bundle)
 
     def retire(self, now: float) -> None:
-        """Retires the worker that was added last."""
+        """Retires the worker with the highest number."""
         max(self.serving, key=lambda member: member.number).retire(now)
 
     def retire_all(self, now: float) -> None:
@@ -206,7 +209,8 @@ class Members:
                 log.info("%s has ended", member.name)
 
     def _emptiest(self, bundle: Mapping[str, float]) -> str | None:
-        """The node with the fewest workers of this kind that has the resources for another."""
+        """The node with the fewest workers of this kind, among the nodes whose total resources
+        suffice for a worker; None if there is no such node."""
         nodes = [node for node in ray_module().nodes() if node["Alive"]]
         on = [member.node for member in self.serving]
         room = [

@@ -45,9 +45,9 @@ class Report(NamedTuple):
 class Owner:
     """Runs ``python -m MODULE`` until it is retired, and restarts it when it ends.
 
-    The kernel kills the process when the actor dies, because Ray kills actors without notice.
+    Ray kills actors without notice, so the process asks the kernel to kill it when the actor dies.
     ``key`` is the content of the worker's key file. The actor writes it to a file on the node, and
-    removes the file unless the actor is killed.
+    removes the file when the worker ends, unless the actor is killed.
     """
 
     def __init__(self, module: str, settings: Mapping[str, str], key: str | None) -> None:
@@ -84,7 +84,8 @@ class Owner:
         )
 
     def retire(self) -> None:
-        """Drains the process, whose streams continue at other workers. It is not restarted."""
+        """Drains the process, whose streams continue at other workers. The process is not
+        restarted."""
         self._retiring.set()
         process = self._process
         if process is not None and process.poll() is None:

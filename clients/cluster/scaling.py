@@ -13,7 +13,8 @@ from ...protocol.messages import Status
 from ...protocol.settings import Settings
 
 FULL = 0.8
-"""Utilization of the workers above which another worker is needed."""
+"""Utilization of the workers above which another worker is needed. The utilization is the number of
+workers that the present work would fill, divided by the number of workers."""
 IDLE = 0.5
 """A worker can be removed if the utilization of the remaining workers is at most this value. The
 number of workers does not change while the utilization is between ``IDLE`` and ``FULL``."""
@@ -30,7 +31,8 @@ class Scaling:
     """The number of workers of one kind. Times are seconds of a monotonic clock.
 
     If more workers are needed for ``up_after_s`` without a break, the number grows to the needed
-    number. Each time fewer are needed for ``down_after_s`` without a break, it falls by one.
+    number. Each time fewer workers are needed for ``down_after_s`` without a break, the number
+    falls by one.
     """
 
     def __init__(self, bounds: Bounds, up_after_s: float, down_after_s: float) -> None:
