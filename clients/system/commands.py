@@ -202,7 +202,8 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class _Range(argparse.Action):
-    """``N`` sets the setting of the flag, ``SETTING``; ``N..M`` also sets ``max_SETTING``."""
+    """The action of a flag with a number or a range as its value. The value ``N`` or ``N..M`` sets
+    the setting in ``dest`` to ``N``; a range also sets the setting ``max_DEST`` to ``M``."""
 
     def __call__(
         self,
@@ -321,8 +322,8 @@ def _http_lines(settings: Settings) -> list[str]:
 
 
 def _with_what_is_installed(settings: Settings) -> Settings:
-    """The settings; without controller workers if wasmtime is not installed, and without gateways
-    if Starlette is not installed."""
+    """The settings, but without controller workers if wasmtime is not installed, and without
+    gateways if Starlette is not installed."""
     if settings.http != "none" and find_spec("starlette") is None:
         print(
             "tokenbus: no gateway starts, because starlette is not installed; "
@@ -391,7 +392,8 @@ def _port_dir(port: int) -> str:
 
 
 def example(settings: Settings) -> str:
-    """A shell command that generates from the system of these settings, in another terminal."""
+    """A shell command for another terminal that generates text with the system of these
+    settings."""
     front = settings.front_endpoint
     where = "" if front == Settings().front else f" --front {shlex.quote(front)}"
     found = shutil.which("tokenbus")

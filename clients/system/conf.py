@@ -63,7 +63,8 @@ def _place_workers_in_ray(conf: RawConfigParser) -> None:
         **program,
         "command": program["command"].replace(GPU_WORKER, CLUSTER),
         "numprocs": "1",
-        # The process waits for its workers, which have the same time to end as local workers.
+        # The process waits until its workers have ended, which may take as long as for local
+        # workers. The margin is the time that the process itself needs.
         "stopwaitsecs": str(drains + STOP_MARGIN_S),
     }
 

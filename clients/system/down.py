@@ -18,8 +18,8 @@ BROKER = "tokenbus.broker"
 
 
 def end_system(settings: Settings) -> int:
-    """Stops the system in the run directory of these settings, in the stop order; returns the exit
-    code.
+    """Stops the system in the run directory of these settings, in supervisord's stop order; returns
+    the exit code.
 
     If the socket of supervisord was deleted, supervisord is ended by its process id. If supervisord
     was killed, its processes are ended by their ids. Raises SystemFault if no system runs, or if
@@ -51,8 +51,8 @@ def end_system(settings: Settings) -> int:
                 FAILED,
             )
         if not alive(pid):
-            # A gateway that has a successor is not stopped by supervisord. Its streams have ended
-            # together with the broker.
+            # supervisord does not stop a replaced gateway that still finishes its streams. These
+            # streams have ended together with the broker.
             end_leftovers(run_dir, STOP_MARGIN_S)
         time.sleep(0.05)
     print(f"ended {', '.join(names)} in {run_dir.path}")
@@ -60,7 +60,7 @@ def end_system(settings: Settings) -> int:
 
 
 def _shut_down(supervisor: int, started: list[int]) -> None:
-    """Ends a supervisord that does not accept commands. supervisord then stops all processes in the
+    """Ends a supervisord that does not accept commands. supervisord then stops all processes in its
     stop order, as after ``Control.shutdown``."""
     modules = {BROKER.encode(), CLUSTER.encode()}
     send([pid for pid in started if modules & set(arguments(pid))], signal.SIGUSR1)

@@ -1,4 +1,4 @@
-"""The error if a system cannot run, and its exit codes."""
+"""The error that reports why a system cannot run, and the exit codes of the commands."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ SOCKET_PATH_BYTES = 107
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ ")
 """The time and the level at the beginning of a log line."""
 LONGEST_NAME = "supervisor.sock.4194304"
-"""The longest name of a socket in the folder: supervisord first creates its socket with the process
-id at the end."""
+"""The longest name of a socket in the folder. supervisord first creates its socket under a name
+that ends with its process id."""
 
 
 class _JsonLine(msgspec.Struct):
@@ -77,7 +77,7 @@ class RunDir:
 
         Raises SystemFault if the path contains ``%`` or is too long for a socket in the folder.
         Also raises SystemFault if the folder belongs to another user, or if other users have access
-        to it: they could control the system.
+        to it, because such users could control the system.
         """
         room = SOCKET_PATH_BYTES - len(LONGEST_NAME) - 1
         length = len(os.fsencode(self.path))

@@ -66,7 +66,8 @@ class Exit(NamedTuple):
 
 
 class _UnixConnection(HTTPConnection):
-    """An HTTP connection to a Unix socket. It raises TimeoutError if supervisord is suspended."""
+    """An HTTP connection to a Unix socket. The connection raises TimeoutError if supervisord does
+    not answer in time, for example because it is suspended."""
 
     def __init__(self, path: str) -> None:
         super().__init__("localhost", timeout=ANSWER_S)
@@ -80,7 +81,8 @@ class _UnixConnection(HTTPConnection):
 
 
 class Control:
-    """The supervisord of a run directory, started by any process, over its Unix socket."""
+    """Sends commands to the supervisord of a run directory over its Unix socket. Any process may
+    have started this supervisord."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self.run_dir = run_dir
@@ -103,12 +105,12 @@ class Control:
 
     def announce_end(self) -> None:
         """Notifies the brokers and the cluster process that the system ends, so that they do not
-        wait for successors of its processes."""
+        wait for successors of the processes that end."""
         for group in ("broker", "cluster"):
             self._ask(partial(_announce, group))
 
     def shutdown(self) -> None:
-        """Makes supervisord stop all processes in the stop order, and exit."""
+        """Makes supervisord stop all processes in its stop order, and exit."""
         self.announce_end()
         self._ask(lambda api: bool(api.shutdown()))
 
@@ -132,7 +134,7 @@ class Supervisor:
     """A supervisord that this process started, and its children.
 
     supervisord runs in its own session, so that Ctrl-C on the terminal reaches only this process.
-    This process then ends the other processes in the stop order.
+    After Ctrl-C, this process makes supervisord end all processes in its stop order.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -198,8 +200,8 @@ class Supervisor:
                 self.run_dir.make()
 
     def exit_code(self) -> int | None:
-        """The exit code of supervisord; None while it runs; 0 before it is started. Negative: the
-        signal that killed it."""
+        """The exit code of supervisord; None while it runs; 0 before it is started. A negative
+        value is the number of the signal that killed supervisord."""
         return self._child.poll() if self._child is not None else 0
 
     def exits(self) -> list[Exit]:
@@ -215,8 +217,8 @@ class Supervisor:
         return [Exit(m[1], int(m[2])) for m in EXITED.finditer(added.decode(errors="replace"))]
 
     def stop(self) -> None:
-        """Begins to stop all processes in the stop order. When they have ended, ``exit_code`` is
-        not None."""
+        """Begins to stop all processes in supervisord's stop order. When they have ended,
+        ``exit_code`` is not None."""
         if self._child is not None and self._child.poll() is None:
             self.control.announce_end()
             self._child.send_signal(signal.SIGTERM)

@@ -83,8 +83,8 @@ def joining(settings: Settings) -> Settings:
 
 
 def check_keys(settings: Settings) -> None:
-    """Raises SystemFault if a key cannot be read, or if the workers' address is open to other
-    machines without a key."""
+    """Raises SystemFault if a key cannot be read, or if other machines could connect to the
+    workers' address of a broker that does not use keys."""
     try:
         folder = KeyFolder.of(settings)
         if folder is not None:
@@ -100,7 +100,8 @@ def check_keys(settings: Settings) -> None:
 
 
 def check_guest_user(settings: Settings) -> None:
-    """Raises SystemFault if guest processes could not run as the user in ``guest_user``."""
+    """Raises SystemFault if the processes that run uploaded modules could not run as the user in
+    ``guest_user``."""
     if not settings.guest_user:
         return
     if not settings.guest_processes:
@@ -214,7 +215,8 @@ def _watch(
     signals: StopSignals,
     when_ready: Callable[[Client], Lines],
 ) -> SystemFault | None:
-    """Displays the system until a stop signal arrives or a process fails; returns the fault."""
+    """Displays the system until a stop signal arrives or a process fails. Returns the fault, or
+    None after a stop signal or an orderly end."""
     announced = False
     while not signals.count(wait_s=LOOK_EVERY_S):
         code = supervisor.exit_code()
@@ -250,7 +252,8 @@ def _fault(supervisor: Supervisor, picture: Picture, was_ready: bool) -> SystemF
 
 
 def _end(supervisor: Supervisor, watcher: Watcher, screen: Screen, signals: StopSignals) -> str:
-    """Stops all processes in the stop order. A further signal kills them. Returns a message."""
+    """Stops all processes in supervisord's stop order. A further signal kills the processes.
+    Returns a message."""
     watcher.ending = True
     if supervisor.exit_code() is None:
         screen.say("stopping: workers finish their requests; press Ctrl-C again to kill them")

@@ -88,7 +88,7 @@ class Watcher:
 
     def _load(self, processes: Sequence[ProcessState], status: Status | None) -> str:
         """The load of the system, or its phase, such as ``starting``."""
-        # supervisord does not answer while another process stops it.
+        # supervisord does not answer while another process stops it; ``processes`` is then empty.
         if self.ending or not processes:
             return "ending"
         if self._joins:
@@ -132,7 +132,7 @@ class Watcher:
 
     def _answers(self, process: ProcessState, status: Status) -> bool:
         """Whether a broker answers and all workers have registered with it. If the system has
-        several brokers, ``status`` is the answer of any broker."""
+        several brokers, ``status`` may be the answer of another one."""
         number = process.name.removeprefix("broker").removeprefix("-")
         if not number:
             return True
@@ -155,8 +155,8 @@ class Watcher:
         if process.state not in ("STARTING", "RUNNING"):
             return Shown(process, False, process.state.lower())
         if self._joins:
-            # A worker's key does not open the broker's socket for clients, so the state of the
-            # workers is not available.
+            # A worker's key is not valid at the broker's socket for clients, so the broker cannot
+            # be asked for the state of the workers.
             return Shown(process, process.state == "RUNNING", process.state.lower())
         if process.group == "broker":
             serves = status is not None and self._answers(process, status)
