@@ -2,9 +2,9 @@
 gateway with the same run directory can read.
 
 The task has a lease of the response, which it renews in the database. If its gateway ends, the
-lease expires. The next gateway that a client asks for the response then takes over the lease. It
-generates the response with the same idempotency key (``idempotency.py``), so it gets the same
-events, and skips those that are already stored.
+lease expires. The next gateway that a client asks for the response then takes over the lease. That
+gateway generates the response with the same idempotency key (``idempotency.py``), so it gets the
+same events, and skips those that are already stored.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ async def adopt(gateway: Gateway, found: Stored) -> None:
     taken = await gateway.stored.call(lambda database, user: database.adopt(user, found.id, owner))
     if taken is None or taken.body is None:
         return
-    log.info("continuing the response %s, which has %d events", taken.id, taken.events)
+    log.info("continuing the response %s, which has %d stored events", taken.id, taken.events)
     ignored = Ignored()
     body = await decode_in_turn(gateway, taken.body, ResponsesRequest, ignored)
     given = await stored_input(gateway, taken, ignored)
@@ -100,7 +100,8 @@ async def stored_events(gateway: Gateway, id: str, after: int) -> AsyncGenerator
         groups = await stored.call(partial(_groups, id, after))
         size = sum(len(data) for _, data in groups)
         try:
-            # Events stay in memory until the client reads them, so they count towards its share.
+            # Events stay in memory until the client has read them, so they count towards the user's
+            # share of the memory.
             gateway.shares.take_bytes(max(0, size - held))
         except TokenbusError as error:
             yield event(from_tokenbus(error).body())
@@ -173,8 +174,8 @@ class BackgroundTask:
         it."""
         self.user = current_user.get()
         self.begun: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        """Receives the response as it is stored before its first token, or the error of a request
-        that cannot begin."""
+        """Receives the response in the form that is stored before its first token, or the error if
+        the response cannot begin."""
         self._gateway = gateway
         self._stored = gateway.stored
         self._id = id
@@ -204,7 +205,7 @@ class BackgroundTask:
                     await self._begin(job)
                     await self._generate(job)
         except LeaseLostError:
-            log.info("the response %s was cancelled, deleted or continued elsewhere", self._id)
+            log.info("the response %s was cancelled, deleted or taken over", self._id)
         except Exception as error:
             await self._fail(error)
         except asyncio.CancelledError:

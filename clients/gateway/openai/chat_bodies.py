@@ -34,13 +34,13 @@ class FunctionTool(Body):
     name: FunctionName
     description: str | None = None
     parameters: Schema | None = None
-    """The JSON schema of the arguments; null: the function has no arguments."""
+    """The JSON schema of the arguments; null if the function does not have arguments."""
     strict: bool | None = None
-    """Whether a schema with keywords that masks cannot enforce is refused."""
+    """Whether the request is refused if the schema has keywords that masks cannot enforce."""
 
 
 class ChatTool(Body, tag="function", tag_field="type"):
-    """A function, which the client calls."""
+    """A function. The client makes the model's calls of this function."""
 
     function: FunctionTool
 
@@ -148,7 +148,8 @@ class ChatRequest(SampledRequest, kw_only=True):
     """Maximum number of thinking tokens, after which thinking is closed. Requires a model whose
     template supports thinking."""
     separate_reasoning: bool | None = None
-    """Whether thinking is reported in ``reasoning_content``. Default: true."""
+    """Whether thinking is reported in ``reasoning_content``, and not in ``content``. Default:
+    true."""
 
     def check(self) -> None:
         """Raises ApiError 400 if fields contradict each other."""
@@ -308,7 +309,7 @@ class ChatCompletion(Struct):
 
 
 class FunctionDelta(Struct):
-    """A piece of the function of a call."""
+    """A piece of the function of a call: its name, or text of its arguments."""
 
     arguments: str
     name: str | UnsetType = UNSET

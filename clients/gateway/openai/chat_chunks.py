@@ -62,7 +62,7 @@ class ChatChunks:
         )
 
     def write(self, entries: Sequence[Token]) -> bytes:
-        """The events of some entries; empty while the entries have nothing to report."""
+        """The events that report ``entries``; empty if there is nothing to report."""
         parts = []
         texts: dict[int, str] = {}
         for entry in entries:
@@ -89,7 +89,7 @@ class ChatChunks:
         return b"".join(parts)
 
     def end(self) -> bytes:
-        """The usage, if requested, and the end of the stream."""
+        """The last events: the usage, if the request asks for it, and ``[DONE]``."""
         if self._usage is UNSET:
             return DONE
         chunk = ChatChunk(
@@ -116,7 +116,7 @@ class ChatChunks:
         return self._heads[seq] + encode(text) + self._tail
 
     def _deltas(self, seq: int, text: str) -> list[bytes]:
-        """The chunks of further text of a choice."""
+        """The chunks that add ``text`` to a choice."""
         if self._form is None:
             return [self._text(seq, text)] if text else []
         return [self._chunk(seq, delta) for delta in self._deltas_of(self._of(seq).feed(text))]

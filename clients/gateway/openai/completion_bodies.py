@@ -19,7 +19,7 @@ from .token_fields import TokenFields
 from .usage import Usage
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's default for completions."""
+"""OpenAI's default of ``max_tokens`` for completions."""
 MAX_PROMPTS = 256
 """Maximum number of prompts in a request."""
 
@@ -30,7 +30,7 @@ class CompletionRequest(SampledRequest, kw_only=True):
     """The body of ``POST /v1/completions``."""
 
     prompt: str | PromptList
-    """A text, token ids, or a list of texts or of lists of token ids."""
+    """A text, a list of token ids, a list of texts, or a list of lists of token ids."""
     max_tokens: RestOfContext | None = None
     """Maximum number of tokens of each choice. Default: 16; -1: the rest of the context. 0 is valid
     only with ``echo``."""
@@ -45,7 +45,8 @@ class CompletionRequest(SampledRequest, kw_only=True):
     """Whether the prompt may end in the middle of a word. If true, the prompt's last token is
     removed, and the answer must begin with its text. Only Tokenbus has this field."""
     suffix: str | None = None
-    """The text after the gap that the model fills. Requires a tokenizer whose tokens mark a gap."""
+    """The text after the gap that the model fills. Requires a tokenizer that has tokens for marking
+    a gap."""
 
     def check(self) -> None:
         """Raises ApiError 400 if fields contradict each other or are not supported."""
@@ -69,7 +70,8 @@ class CompletionRequest(SampledRequest, kw_only=True):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The prompts. Raises ApiError 400 if there are too many, or both texts and token ids."""
+        """The prompts. Raises ApiError 400 if there are too many prompts, or if the list mixes
+        kinds."""
         given = self.prompt
         if isinstance(given, str):
             return [given]

@@ -65,8 +65,8 @@ class CompletionChunks:
         )
 
     def write(self, place: int, entries: Sequence[Token]) -> bytes:
-        """The events of some entries of one prompt's stream; empty while the entries have nothing
-        to report."""
+        """The events that report ``entries`` of one prompt's stream; empty if there is nothing to
+        report. ``place``: the index of the prompt."""
         parts = []
         texts: dict[int, str] = {}
         for entry in entries:
@@ -103,7 +103,7 @@ class CompletionChunks:
         return b"".join(parts)
 
     def end(self) -> bytes:
-        """The usage, if requested, and the end of the stream."""
+        """The last events: the usage, if the request asks for it, and ``[DONE]``."""
         if self._usage is UNSET:
             return DONE
         return event(self._answer([], self._counter.usage())) + DONE
@@ -149,7 +149,7 @@ class CompletionChunks:
         return self._chunk(index, text, logprobs, reason, receipt, fields)
 
     def _fields(self, place: int, entry: Token) -> TokenFields:
-        """The token fields of an entry's chunk."""
+        """The fields of ``TokenFields`` for an entry's chunk."""
         key = place, entry.seq
         first = key not in self._begun
         self._begun.add(key)

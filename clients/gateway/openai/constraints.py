@@ -22,7 +22,7 @@ class StructuredOutputs(Body):
     regex: str | None = None
     choice: Annotated[list[str], Meta(min_length=1)] | None = None
     grammar: str | None = None
-    """A grammar in llguidance's form of Lark."""
+    """A grammar in llguidance's variant of the language of Lark."""
     json_object: bool | None = None
 
     def constraint(self) -> Constraint:
@@ -77,10 +77,10 @@ class JsonSchema(Body):
 
     name: FormatName
     schema: Schema | None = None
-    """Default: any JSON object."""
+    """The JSON schema of the text. Default: any JSON object."""
     description: str | None = None
     strict: bool | None = None
-    """Whether a schema with keywords that masks cannot enforce is refused."""
+    """Whether the request is refused if the schema has keywords that masks cannot enforce."""
 
 
 class JsonSchemaFormat(Body, tag="json_schema", tag_field="type"):

@@ -27,7 +27,7 @@ class EmbeddingsRequest(Body, kw_only=True):
     """The body of ``POST /v1/embeddings``."""
 
     input: str | list[str | list[TokenId] | TokenId]
-    """A text, token ids, or a list of texts or of lists of token ids."""
+    """A text, a list of token ids, or a list whose elements are texts or lists of token ids."""
     model: str = ""
     encoding_format: Literal["float", "base64"] | None = None
     """The form of the vectors. ``base64``: little-endian float32 as text. Default: ``float``."""

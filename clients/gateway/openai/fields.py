@@ -56,7 +56,8 @@ class TextRequest(Body):
     """Fields of completions, chat and responses."""
 
     model: str = ""
-    """The model; empty: the served model if there is only one, otherwise the embedded model."""
+    """The name of the model. If it is empty: the served model if there is only one, otherwise the
+    embedded model."""
     stream: bool | None = None
     temperature: Temperature | None = None
     """Default: 1."""
@@ -64,7 +65,7 @@ class TextRequest(Body):
 
     # Fields that vLLM adds.
     top_k: TopK | None = None
-    """0 and -1 keep all tokens."""
+    """Number of most likely tokens that may be sampled; 0 and -1: all tokens."""
     min_p: Probability | None = None
     repetition_penalty: RepetitionPenalty | None = None
     stop_token_ids: StopIds | None = None

@@ -10,7 +10,7 @@ from ..conversation.parts import Call, Part, Result, Text, Thinking, Turn
 
 
 class TextPart(Body, tag="text", tag_field="type"):
-    """A part of a content. Images, audio and files are left out of the content
+    """A part of a message's content. Images, audio and files are left out of the content
     (``leniency.py``)."""
 
     text: str
@@ -72,7 +72,7 @@ class FunctionMessage(Body, tag="function", tag_field="role"):
 
 
 class AssistantMessage(Body, tag="assistant", tag_field="role"):
-    """An assistant's message, in the form of an answer."""
+    """An assistant's message, in the form in which an answer contains it."""
 
     content: Content | None = None
     name: str | None = None

@@ -38,7 +38,7 @@ class SchemaFormat(Body, tag="json_schema", tag_field="type"):
     schema: Schema
     description: str | None = None
     strict: bool | None = None
-    """Whether a schema with keywords that masks cannot enforce is refused."""
+    """Whether the request is refused if the schema has keywords that masks cannot enforce."""
 
 
 class TextSettings(Body):
@@ -125,7 +125,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
 
     def check_include(self, ignored: Ignored) -> None:
         """Adds the parts of ``include`` that have no effect to ``ignored``. Raises ApiError 400 for
-        an unknown part under ``strict_fields``."""
+        an unknown part if the setting ``strict_fields`` is on."""
         for place, name in enumerate(self.include or ()):
             if name == REASONING:
                 ignored.add(f"include: {REASONING}")

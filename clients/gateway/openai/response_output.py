@@ -37,8 +37,8 @@ class Output:
     def __init__(
         self, prepared: Prepared, logprobs: int | None, offered: OfferedTools | None = None
     ) -> None:
-        """``logprobs``: number of alternatives that are reported with each token; None: log-
-        probabilities are not reported. ``offered``: the tools of the request."""
+        """``logprobs``: number of alternatives that are reported with each token, or None if the
+        request does not ask for log-probabilities. ``offered``: the tools of the request."""
         self._offered = offered or OfferedTools()
         self._custom: Call | None = None
         """The last call of a tool whose input is a text."""

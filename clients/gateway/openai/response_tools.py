@@ -29,10 +29,10 @@ class ResponseTool(Body, tag="function", tag_field="type"):
 
     name: FunctionName
     parameters: Schema | None = None
-    """The JSON schema of the arguments; null: the function has no arguments."""
+    """The JSON schema of the arguments; null if the function does not have arguments."""
     description: str | None = None
     strict: bool | None = None
-    """Whether a schema with keywords that masks cannot enforce is refused."""
+    """Whether the request is refused if the schema has keywords that masks cannot enforce."""
 
 
 class CustomTool(Body, tag="custom", tag_field="type"):

@@ -34,7 +34,7 @@ class Counter:
         """Number of log-probabilities of alternatives to tokens."""
 
     def add(self, entries: Iterable[Token]) -> None:
-        """Adds the tokens of ``entries``, and subtracts the tokens that these entries remove."""
+        """Adds the numbers of ``entries``. Tokens that an entry removes are subtracted."""
         for entry in entries:
             if entry.prompt_tokens:
                 self.prompt += entry.prompt_tokens
