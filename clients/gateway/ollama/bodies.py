@@ -145,7 +145,7 @@ class OllamaRequest(Body, kw_only=True):
         return json_schema(self.format, "format", None)
 
     def conversation(self, turns: list[Turn], tools: list[Tool]) -> Conversation:
-        """A conversation with the rules of this request."""
+        """A conversation with ``format`` and ``think`` of this request."""
         found = Conversation(turns, tools, AnswerRules(constraint=self.constraint))
         if isinstance(self.think, bool):
             found.rendering.variables["enable_thinking"] = self.think
@@ -223,7 +223,7 @@ class _OpenCalls:
         """The ids of the calls of each function, by the name of the function."""
 
     def add(self, call: CallPart) -> None:
-        """Adds a call after the others."""
+        """Adds a call after all earlier calls."""
         self._ids[call.id] = call.name
         self._of_name.setdefault(call.name, OrderedDict())[call.id] = None
 
