@@ -74,7 +74,8 @@ async def is_paused(request: Request) -> Response:
 
 
 def named(request: Request, body: ResumeBody, query: PauseQuery | None = None) -> str:
-    """The name of a request's model, in place of an alias; empty for the default model."""
+    """The name of the model that a request names directly or by an alias; empty for the default
+    model."""
     name = body.model or (query.model if query is not None else None) or ""
     return gateway_of(request).models.aliases.model(name)
 

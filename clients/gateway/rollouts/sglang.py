@@ -103,5 +103,5 @@ async def weight_version(request: Request) -> Response:
 
 
 def _shown(done: Rollout) -> str:
-    """A result in words."""
+    """The result of an operator's request as a text."""
     return f"{done.model}, version {done.version}, {done.workers} workers, {done.streams} streams"
