@@ -71,7 +71,7 @@ class SamplingParams(Body):
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
-    """A grammar in llguidance's form of Lark."""
+    """A grammar in llguidance's variant of the language of Lark."""
 
     # Fields that only Tokenbus has.
     controller: Name | None = None
@@ -198,7 +198,7 @@ class GenerateRequest(Body):
         return "input_ids" if self.text is None else "text"
 
     def of_each(self, given: T | list[T] | None, default: T, name: str) -> Sequence[T]:
-        """The values of a field for each prompt. Raises ApiError 400 if their number is wrong."""
+        """The value of a field for each prompt. Raises ApiError 400 if their number is wrong."""
         count = len(self.prompts)
         if not isinstance(given, list):
             return [default if given is None else given] * count

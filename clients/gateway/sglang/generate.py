@@ -80,7 +80,7 @@ or the error that ended a part."""
 
 
 async def generate(request: Request) -> Response:
-    """Answers with an object, with a list of them, or with a stream of objects."""
+    """Answers with an object, a list of objects, or a stream of objects."""
     ignored = ignored_of(request)
     body = await read_body(request, GenerateRequest, ignored)
     body.check()
@@ -117,7 +117,7 @@ async def _begin(gateway: Gateway, body: GenerateRequest) -> Job:
 
 
 def _parts(body: GenerateRequest, model: ServedModel) -> list[Part]:
-    """The prompts with their own values of each field."""
+    """The prompts, each with its own value of each field."""
     prompts = body.prompts
     params = body.of_each(body.sampling_params, SamplingParams(), "sampling_params")
     logprobs = body.of_each(body.return_logprob, False, "return_logprob")
