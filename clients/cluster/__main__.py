@@ -35,7 +35,7 @@ ASK_S = 3.0
 
 
 class Cluster:
-    """The workers of a system in the Ray cluster, whose number follows the load."""
+    """The workers of a system in a Ray cluster. The number of workers follows the load."""
 
     def __init__(self, settings: Settings, run: str) -> None:
         """``run`` identifies this run of the system. The workers of other runs are ended."""

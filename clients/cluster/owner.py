@@ -1,4 +1,4 @@
-"""The actor that owns the process of one worker. Ray chooses the node."""
+"""The Ray actor that runs the process of one worker. Ray chooses the actor's node."""
 
 from __future__ import annotations
 
