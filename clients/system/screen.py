@@ -21,7 +21,7 @@ class Screen(Protocol):
         """Shows the current state."""
 
     def say(self, line: str) -> None:
-        """Prints a line that later pictures do not remove."""
+        """Prints a line that stays when the display is drawn again."""
 
     def close(self) -> None:
         """Ends the display. The printed lines are not removed."""

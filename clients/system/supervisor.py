@@ -200,8 +200,8 @@ class Supervisor:
                 self.run_dir.make()
 
     def exit_code(self) -> int | None:
-        """The exit code of supervisord; None while it runs; 0 before it is started. A negative
-        value is the number of the signal that killed supervisord."""
+        """The exit code of supervisord; None while it runs; 0 before it is started. If a signal has
+        killed supervisord, the negative number of the signal."""
         return self._child.poll() if self._child is not None else 0
 
     def exits(self) -> list[Exit]:
