@@ -64,11 +64,10 @@ class AsyncClient(BaseClient):
     ) -> None:
         """``front``, ``patience_s`` and ``key`` are as in ``Client``.
 
-        ``max_unread``: maximum number of unread entries of a stream. A stream that exceeds it is
-        cancelled and ends with SlowClientError. None: no maximum.
-        ``wait_for_room``: whether a request that finds the broker's queue full is sent again, until
-        ``retry_s`` has passed. A server sets this to False, so that its own clients decide whether
-        to try again.
+        ``max_unread``: maximum number of unread entries of a stream. A stream that exceeds this
+        number is cancelled and ends with SlowClientError. None: no maximum. ``wait_for_room``:
+        whether a request that finds the broker's queue full is sent again, until ``retry_s`` has
+        passed. A server sets this to False, so that its own clients decide whether to try again.
         ``session``: the token of a named session, which the client begins or takes over. None
         begins a new session.
         """

@@ -54,8 +54,8 @@ Request = (
 
 @dataclass(slots=True, eq=False)
 class SentInput:
-    """An input for the program of a stream. It is kept until the stream ends, because a repeated
-    request needs all inputs again."""
+    """An input for the program of a stream. The input is kept until the stream ends, because a
+    repeated request needs all inputs again."""
 
     number: int
     text: str
@@ -81,7 +81,8 @@ class Ended:
 
 
 Event = Token | Row | Msg | System | Ended
-"""An event of a call. A ``Row`` comes from columns, and becomes a Token when it is read."""
+"""An event of a call. A ``Row`` comes from a TOKEN message in columns, and becomes a Token when it
+is read."""
 
 
 def _discard(events: Sequence[Event]) -> None:
@@ -147,7 +148,7 @@ class Call:
     tries: int = 0
     resend_at: float | None = None
     received: int = 0
-    """Number of TOKEN entries of this attempt."""
+    """Number of entries that arrived in this attempt."""
     repeats: int = 0
     """Number of entries still to come that the client has already received. It is computed from the
     answer to ATTACH."""

@@ -5,8 +5,8 @@
     difference = first_difference(recording.entries, again(client, recording))
 
 A recording contains every entry of a stream and everything on which the stream depends: the request
-with its buffers and seed, the model's fingerprint, and the controller's module. Another machine can
-run a recording.
+with its buffers and seed, the model's fingerprint, and the controller's module. A recording can
+also be run again on another machine.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class Recorder(Sequences):
         super().add(entry)
 
     def ended(self, error: TokenbusError | None, complete: bool) -> None:
-        """Writes the file, unless no broker has answered. In that case an earlier recording in the
-        file is kept."""
+        """Writes the file. If no broker has answered, the file is left unchanged, because it may
+        contain an earlier recording."""
         recording, self._recording = self._recording, None
         unanswered = isinstance(error, ConnectionLostError) and not self._recorded
         if recording is None or unanswered:
@@ -204,9 +204,9 @@ def again(
 ) -> Iterator[Token]:
     """Runs the recorded request again; yields at most ``until`` entries.
 
-    ``module``: a controller to run instead of the recorded one. ``inspect``: entries report the
-    effect of their masks, and the ``MAX_TOP_LOGPROBS`` most likely tokens. ``model``: the name of
-    the model, if the name has changed since the recording.
+    ``module``: a controller to run instead of the recorded one. ``inspect``: whether entries report
+    the effect of their masks, and the ``MAX_TOP_LOGPROBS`` most likely tokens. ``model``: the name
+    of the model, if the name has changed since the recording.
 
     Raises the errors of the stream. Raises RequestError if the model has a different tokenizer or
     samples different tokens for the same seed.

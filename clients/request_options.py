@@ -66,7 +66,7 @@ class RequestOptions(TypedDict, total=False):
     """The name of the model. Default: the served model if there is only one, otherwise the embedded
     model."""
     buffers: Sequence[str]
-    """Names of buffers that precede the prompt."""
+    """Names of the buffers whose contents precede the prompt."""
     priority: int
     """Higher priorities are served first; default: 0."""
     timeout_s: float
@@ -297,12 +297,12 @@ def delete_call(name: str, timeout_s: float) -> Call:
 
 
 def stored_module(answer: Msg) -> StoredModule:
-    """The module in an answer of the store."""
+    """The module in an answer of the module store."""
     return msgspec.convert(answer.result, StoredModule)
 
 
 def stored_modules(answer: Msg) -> list[StoredModule]:
-    """The modules in an answer of the store."""
+    """The modules in an answer of the module store."""
     return msgspec.convert(answer.result, list[StoredModule])
 
 
@@ -312,7 +312,8 @@ def _store_call(
     timeout_s: float,
     attachments: tuple[bytes, ...] = (),
 ) -> Call:
-    """A call to the module store. The calls are idempotent, so each may be sent again."""
+    """A call to the module store. A repeated call has no further effect, so each call may be sent
+    again."""
     return Call(message_type, message, attachments, timeout_s=timeout_s, retry_s=STORE_RETRY_S)
 
 

@@ -259,8 +259,8 @@ class ClientSession:
             self._end(call, error)
 
     def bye(self, keep: bool = False) -> None:
-        """Ends the session; the broker then ends its streams. With ``keep``, only the connection is
-        closed."""
+        """Ends the session; the broker then ends the streams of the session. With ``keep``, only
+        the connection ends."""
         keep = keep or self._foreign
         self.end_all(ConnectionLostError(Code.CONNECTION_LOST, "this client was closed"))
         if self._welcomed:
