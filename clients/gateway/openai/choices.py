@@ -13,7 +13,7 @@ from ..conversation.growing import GrowingChoice
 from ..errors import ApiError
 
 FINISH_REASONS = {"stop": "stop", "controller": "stop", "length": "length", "error": "error"}
-"""OpenAI's names of the bus's finish reasons."""
+"""OpenAI's names for the bus's finish reasons."""
 
 
 class Indexes:

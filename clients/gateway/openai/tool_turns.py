@@ -1,7 +1,7 @@
 """The turns of an answer whose tools the gateway calls.
 
-A turn is one message of the model. If it calls tools of the bus, the gateway makes the calls,
-appends the message and the results to the conversation, and begins the next turn.
+A turn is one message of the model. If the message calls tools of the bus, the gateway makes the
+calls, appends the message and the results to the conversation, and begins the next turn.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class ToolTurns:
         """The error that ended the answer, if there is one."""
 
     def is_served(self, name: str) -> bool:
-        """Whether a tool of the bus has this name; otherwise the client calls the function."""
+        """Whether a tool of the bus has this name. Otherwise the client makes the calls of the
+        function."""
         return name in self._served
 
     async def batches(self) -> AsyncGenerator[tuple[ModelTurn, Sequence[Token]], None]:
@@ -97,7 +98,7 @@ class ToolTurns:
                 more = False
 
     def receipt(self) -> Receipt:
-        """The receipt of the answer: that of the last turn, with the calls of all turns."""
+        """The receipt of the answer: the receipt of the last turn, with the calls of all turns."""
         ended = [turn for turn in self.turns if turn.sequence is not None]
         last = ended[-1]
         assert last.sequence is not None
