@@ -37,7 +37,7 @@ def add_commands(subparsers: Subparsers) -> None:
         help="run a broker and its workers in the foreground",
         description="Runs a broker, workers and gateways under supervisord until Ctrl-C.",
     )
-    up.add_argument("--model", help="path, hub id, 'embedded' (default), or 'auto'")
+    up.add_argument("--model", help="model: path, hub id, 'embedded' (default), or 'auto'")
     up.add_argument("--front", metavar="ADDRESS", help="broker's address for clients")
     up.add_argument("--back", metavar="ADDRESS", help="broker's address for workers")
     up.add_argument("--brokers", metavar="N", help="number of brokers (default: 1)")
@@ -125,7 +125,7 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--http", metavar="HOST:PORT", help="gateways' address, or none (127.0.0.1:8080)")
     add("--gateways", metavar="N", help="number of gateways on that address (default: 1)")
-    add("--api-keys", dest="api_keys", metavar="FILE", help="hashes of the gateways' API keys")
+    add("--api-keys", dest="api_keys", metavar="FILE", help="file with hashes of API keys")
     add(
         "--operator-over-http",
         dest="operator_over_http",
@@ -162,7 +162,7 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
         "--allow",
         action="append",
         metavar="PATTERN",
-        help="models that may be loaded on demand; may contain * and ?; repeatable",
+        help="names or paths of models to load on demand, with * and ?; repeatable",
     )
     add(
         "--draft-model",

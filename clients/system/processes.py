@@ -23,8 +23,8 @@ def alive(pid: int) -> bool:
 def started_by(run_dir: RunDir) -> list[int]:
     """Ids of the running processes that the supervisord of this run directory started.
 
-    Each has supervisord's address in its environment. On a system without ``/proc``, the list is
-    empty.
+    Each of these processes has supervisord's address in its environment. Without ``/proc``, the
+    list is empty.
     """
     mark = b"SUPERVISOR_SERVER_URL=unix://" + os.fsencode(run_dir.supervisor_socket)
     found = []

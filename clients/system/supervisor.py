@@ -34,7 +34,8 @@ START_S = 20.0
 ANSWER_S = 10.0
 """Maximum time until a running supervisord answers a command, in seconds."""
 EXITED = re.compile(r"exited: (\S+) \(exit status (\d+);")
-"""A line in supervisord's log. Only this log has the exit codes of processes that end early."""
+"""A line in supervisord's log. Only supervisord's log has the exit codes of processes that end
+early."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Picture:
 
 
 class Watcher:
-    """Takes pictures of a system. ``close`` must be called at the end."""
+    """Makes pictures of a system (``Picture``). ``close`` must be called at the end."""
 
     def __init__(self, control: Control, settings: Settings) -> None:
         self._control = control
@@ -78,7 +78,7 @@ class Watcher:
         """Whether the system is stopping. A broker that does not answer is then not a fault."""
 
     def look(self) -> Picture:
-        """The current picture; takes at most about a second."""
+        """The current picture of the system. The call takes at most about a second."""
         processes = self._control.processes() or []
         up = any(p.pid for p in processes if p.group == "broker")
         status = self._status() if up else None
@@ -96,7 +96,7 @@ class Watcher:
         return load_line(status) if self._has_answered else "starting"
 
     def answers(self) -> bool:
-        """Whether a broker answers; takes at most about a second."""
+        """Whether a broker answers. The call takes at most about a second."""
         return self._status() is not None
 
     def client(self) -> Client:
