@@ -1,11 +1,12 @@
-"""The decisions of a controller along a draft: masks and biases for several tokens at once.
+"""The decisions of a controller along a draft (the tokens that the GPU worker expects next): masks
+and biases for several tokens at once.
 
 A built-in constraint computes its masks along a draft in one call. Any other controller that takes
 drafts is copied, and the copy runs the rounds that the controller would run if the draft's tokens
-were sampled. The run of the copy ends if the copy uses a variable or writes to the log. The copy is
-then dropped. When tokens of the draft have been sampled, the controller itself runs the round of
-each token. So the controller receives the same calls as without drafts, but after the tokens were
-sampled.
+were sampled. The run ends before a decision that does more than sample, and also if the copy uses a
+variable or writes to the log. After its run, the copy is dropped. When tokens of the draft have
+been sampled, the controller itself runs the round of each token. So the controller receives the
+same calls as without drafts, but only after all of these tokens were sampled.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ class Place:
 
     mask: memoryview
     row: int | None = None
-    """The row of the shared file that ``mask`` refers to; None if masks are sent as attachments."""
+    """The row of the shared file (``masks.py``) that ``mask`` refers to. None if masks are sent as
+    attachments."""
     bias_view: memoryview | None = None
-    """The buffer for a bias in that row; None if the file has no room for biases."""
+    """The buffer for a bias in the row ``row``. None without a row, or if the shared file has no
+    room for biases."""
     biased: bool = False
-    """Whether the last decision had a bias."""
+    """Whether the last stored decision had a bias."""
     bias: bytes = b""
     """The bias of the last decision, if it is sent as an attachment."""
 
@@ -58,12 +61,12 @@ class Place:
 
 
 def takes_drafts(controller: Controller) -> bool:
-    """Whether a controller decides along drafts."""
+    """Whether a controller, or a copy of it, can decide along drafts."""
     return isinstance(controller, TakesDrafts) or runs_ahead(controller)
 
 
 def runs_ahead(controller: Controller) -> bool:
-    """Whether a copy of a controller decides along drafts."""
+    """Whether a copy of a controller can decide along drafts."""
     return isinstance(controller, RunsAhead) and controller.takes_drafts
 
 
@@ -71,8 +74,8 @@ def decide_along(
     controller: Controller, host: Host, draft: Sequence[int], places: Sequence[Place]
 ) -> int:
     """Writes the decision after each token of a draft into ``places``; returns the number of
-    decisions. The decisions end before the first token after which the controller would do more
-    than sample."""
+    decisions that were written. The decisions end before the first token after which the controller
+    would do more than sample."""
     if isinstance(controller, TakesDrafts):
         return controller.masks_along(draft, [place.mask for place in places])
     written = 0
@@ -85,8 +88,8 @@ def decide_along(
                     break
                 written += 1
     except TokenbusError:
-        # The copy used a variable, or it failed. In the second case, the controller fails too if
-        # the tokens are sampled.
+        # The copy used a variable, or it failed. If it failed, the controller fails in the same way
+        # when these tokens are sampled.
         pass
     return written
 
@@ -99,8 +102,9 @@ def allow_all(mask: memoryview) -> None:
 def _answers(
     controller: Controller, host: Host, draft: Sequence[int], places: Sequence[Place]
 ) -> Generator[Answer]:
-    """Yields the answer of the copy's mid_process after each token, as long as the copy only
-    samples. A bias is valid until the next answer."""
+    """Runs a copy of the controller along a draft. Yields the answer of the copy's mid_process
+    after each token, as long as the copy only samples. The bias of an answer is valid until the
+    next answer."""
     log = Log(1)
     copy = controller.fork(
         replace(host, variables=_NoVariables(), tools=None, log=log, distributions=())
@@ -127,8 +131,9 @@ def goes_on(answer: Answer) -> bool:
 
 
 class _NoVariables:
-    """The variables of a copy. A use of a variable ends the copy's run, because other sequences
-    could see the use although the tokens of the draft may not be sampled."""
+    """The variables of a copy that runs along a draft. Other sequences could see the use of a
+    variable, but the tokens of the draft may never be sampled. So a use of a variable ends the
+    copy's run."""
 
     def get(self, name: str) -> NoReturn:
         """Raises an error: a copy must not use variables."""

@@ -1,10 +1,9 @@
 """Biases: numbers that a controller adds to the logits of the next token.
 
-A bias is dense (a float32 for each token) or sparse (pairs of a token id (u32) and a float32). Both
-kinds begin with the number of pairs as u32. A sparse bias continues with the pairs, in ascending
-order of their ids. In a dense bias, the number is 0, and a float32 for each token follows. All
-numbers are little-endian. Minus infinity forbids a token. Source: AICI's ``SampleWithBias { bias:
-Vec<f32> }``.
+A dense bias has a float32 for each token of the vocabulary. A sparse bias has pairs of a token id
+(u32) and a float32, in ascending order of the ids. An encoded bias begins with the number of pairs
+as u32, which is 0 for a dense bias. All numbers are little-endian. Minus infinity forbids a token.
+Source: AICI's ``SampleWithBias { bias: Vec<f32> }``.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 from ...protocol.errors import Code, ControllerError
 
 HEAD = 4
-"""Bytes of the u32 with the number of pairs."""
+"""Bytes of the number of pairs, with which an encoded bias begins."""
 _PAIR = np.dtype([("token", "<u4"), ("value", "<f4")])
 
 
@@ -29,7 +28,7 @@ class Bias(NamedTuple):
 
     @property
     def head(self) -> bytes:
-        """The bytes before ``data``."""
+        """The bytes of the encoded bias before ``data``."""
         return self.pairs.to_bytes(HEAD, "little")
 
     def write(self, into: memoryview) -> None:

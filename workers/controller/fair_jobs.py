@@ -3,8 +3,8 @@ tenant cannot use all threads of the pool.
 
 If jobs began in order of arrival, a tenant's thousand slow guests would precede the first round of
 another tenant. Source: start-time fair queueing (Goyal, Vin and Cheng, 1996). The CPU time of a job
-is unknown until the job ends. Until then, the CPU time of the tenant's previous job is counted for
-it.
+is unknown until the job ends. Until then, the CPU time of the tenant's previous job is counted
+instead.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import NamedTuple
 Job = Callable[[], None]
 
 MAX_IDLE = 1_024
-"""If the queue has this number of tenants and a further tenant comes, the queue removes each tenant
-that has no jobs and whose virtual time has passed."""
+"""If the queue has this number of tenants, a new tenant makes the queue remove all tenants without
+jobs whose virtual time (``Turn.used_s``) is not later than the present virtual time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +30,9 @@ class Turn:
 
     tenant: str
     used_s: float
-    """The tenant's virtual time, in seconds: the CPU time of its jobs, or later if the tenant was
-    idle. The tenant with the earliest virtual time runs its next job first."""
+    """The tenant's virtual time, in seconds. It advances by the CPU time of the tenant's jobs. It
+    also advances to the present virtual time when a tenant without queued jobs queues a job. The
+    tenant with the earliest virtual time runs its next job first."""
     jobs: deque[Job] = field(default_factory=deque)
     expected_s: float = 0.0
     """CPU time of the tenant's previous job, in seconds."""
@@ -56,11 +57,11 @@ class Taken(NamedTuple):
 class FairJobs:
     """Jobs by tenant. The jobs of one tenant begin in order of arrival. Thread-safe.
 
-    The next job is from the tenant that has used the least CPU time. A tenant that returns after
-    all of its jobs had ended begins at the present virtual time, so that idle time does not give it
-    an advantage. A tenant may use all slots but one, so that another tenant's job starts
-    immediately. This bound does not apply to the tenant "", which stands for all clients without
-    keys.
+    The next job is from the tenant with the earliest virtual time, which has used the least CPU
+    time. When a tenant without queued jobs queues a job, the tenant's virtual time becomes at least
+    the present virtual time, so that idle time does not give the tenant an advantage. A tenant may
+    use all slots but one, so that another tenant's job starts immediately. This bound does not
+    apply to the tenant "", which stands for all clients without keys.
     """
 
     def __init__(self, slots: int) -> None:
@@ -157,8 +158,9 @@ class FairJobs:
             self._place(turn)
 
     def resumed(self, taken: Taken) -> None:
-        """Called when a job from ``add_resumed`` was taken: it has passed its slot to the job that
-        has finished waiting."""
+        """Called when ``take`` has returned ``taken``, a job from ``add_resumed``. The CPU time
+        that was counted for ``taken`` is subtracted again, because this job only passes its slot to
+        a job that has finished waiting."""
         with self._lock:
             taken.turn.used_s -= taken.expected_s
             taken.turn.waiting -= 1

@@ -24,8 +24,8 @@ from .tokens.vocabulary import TokenizerVocabulary
 log = logging.getLogger(__name__)
 
 SLICE_S = 0.005
-"""Seconds that the replay of a request runs before it makes room for other requests or pauses for
-rounds."""
+"""Seconds for which a replay runs before it passes its thread to other requests that wait, or
+pauses because rounds are queued."""
 PAUSE_S = 0.0005
 """Seconds for which a replay pauses after each slice if rounds are queued. Without the pause, the
 replay would keep Python's lock, which these rounds need."""
@@ -106,8 +106,8 @@ class FirstRounds:
     def _run(
         self, pending: PendingResult, group: SequenceGroup, steps: Steps, spent_s: float = 0.0
     ) -> None:
-        """Runs the first rounds of a request. If other requests wait, the rounds after the first
-        slice are queued again. ``spent_s``: the seconds that earlier slices took."""
+        """Runs the first rounds of a request. If other requests wait after a slice (``SLICE_S``),
+        the remaining rounds are queued again. ``spent_s``: the seconds that earlier slices took."""
         began = slice_began = time.perf_counter()
         while True:
             try:

@@ -20,9 +20,9 @@ FIRST_HASHED = 2**31
 
 
 def lineage_of_fork(parent: int, fork: int, child: int) -> int:
-    """The 64-bit lineage of a new sequence: the ``child``-th sequence that the ``fork``-th fork of
-    its parent created. ``parent`` is the lineage of the parent. The lineage does not depend on the
-    numbers of sequences."""
+    """The 64-bit lineage of a new sequence: the ``child``-th sequence (counted from 0) that the
+    ``fork``-th fork (counted from 1) of its parent created. ``parent`` is the lineage of the
+    parent. The lineage does not depend on the numbers of sequences."""
     path = f"{parent}/{fork}/{child}".encode()
     return int.from_bytes(hashlib.sha256(path).digest()[:8], "little")
 
@@ -32,9 +32,9 @@ def number_of_fork(parent: int, place: int, lineage: int, taken: Container[int])
     ``parent``. The number is not in ``taken``.
 
     Forks of sequence 0 have the numbers 1, 2, 3, …; forks of sequence 1 have 1025, 1026, …. Deep
-    forks have hashes as numbers. If a request has 128 sequences, two of them have the same hash in
-    one of a few hundred thousand such requests. The numbers of these two then depend on the order
-    of the forks.
+    forks have hashes as numbers. Among requests with 128 sequences, one in a few hundred thousand
+    has two sequences with the same hash. The numbers of these two sequences depend on the order of
+    the forks.
     """
     number = parent * WIDTH + place
     if place >= WIDTH or number >= FIRST_HASHED:

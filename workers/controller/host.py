@@ -27,7 +27,7 @@ class Vocabulary(Protocol):
     each byte."""
     fingerprint: str
     special: Mapping[str, int]
-    """The special tokens, which are not text, by their names."""
+    """The ids of the special tokens (which are not text), by name."""
 
     def token(self, number: int) -> bytes:
         """The bytes of a token; empty for a special token and for an id that is not valid."""
@@ -104,7 +104,8 @@ class NextTokens(NamedTuple):
 
 
 class Questions(Protocol):
-    """Answers a script's questions about built-in constraints."""
+    """Answers questions of a script (a program in Python or JavaScript, ``scripts/``) about
+    built-in constraints."""
 
     def next_tokens(self, kind: str, argument: str, text: Sequence[int]) -> NextTokens:
         """The tokens that may follow ``text`` under the constraint ``kind`` with an argument.

@@ -1,5 +1,5 @@
-"""Wakes groups (the sequences of one request each) in which every sequence is suspended, some time
-after the group's last round.
+"""Wakes groups in which every sequence is suspended, some time after the group's last round. A
+group has the sequences of one request.
 
 If a tenant has many suspended sequences, its groups are woken one after another and less often, so
 that their rounds leave time for other tenants.
@@ -38,7 +38,8 @@ class IdleQueue:
         self._groups: dict[str, deque[tuple[float, SequenceGroup]]] = {}
         """By tenant: groups and the times from which they may be woken, in ascending order."""
         self._turns: list[tuple[float, int, str]] = []
-        """A heap with the next turn of each tenant that has groups."""
+        """A heap of (time of the next turn, tie-breaker, tenant) with each tenant that has
+        groups."""
         self._numbers = itertools.count()
         self._spent: dict[str, float] = {}
         """By tenant: the time at which its rounds so far would end at the average rate (the

@@ -22,23 +22,24 @@ from .host import Host
 
 
 class Action(IntEnum):
-    """The decision of a controller in a call; the numbers are those of the native ABI."""
+    """The decision of a controller in a call; the numbers are those of the native ABI
+    (``wasm/native.py``)."""
 
     STOP = 0
     CONTINUE = 1
-    """pre_process: continue with mid_process; post_process: continue with pre_process; mid_process:
-    sample."""
+    """In pre_process: continue with mid_process. In post_process: continue with pre_process. In
+    mid_process: sample."""
     SUSPEND = 2
-    """pre_process: do not schedule the sequence until another sequence of the request writes a
-    variable, samples a token or ends."""
+    """In pre_process: leave the sequence out of the batch until it is woken, for example because
+    another sequence of the request writes a variable, samples a token or ends."""
     FORK = 3
-    """pre_process: append ``tokens`` if there are any, and then become ``count`` sequences,
+    """In pre_process: append ``tokens`` if there are any, and then become ``count`` sequences,
     including this sequence."""
     SPLICE = 4
-    """mid_process: drop ``backtrack`` tokens, append ``tokens``, and do not sample. pre_process:
-    append ``tokens``, without calling mid_process first."""
+    """In mid_process: drop ``backtrack`` tokens, append ``tokens``, and do not sample. In
+    pre_process: append ``tokens``, without calling mid_process first."""
     GENERATE = 5
-    """mid_process of a script's guest: the worker lets the model generate a text, as
+    """In mid_process of a script's guest: the worker lets the model generate a text, as
     ``Answer.generate`` describes, and passes all tokens of this text to post_process.
     ``scripts.controller`` handles this action."""
 
@@ -48,24 +49,25 @@ class Answer(NamedTuple):
 
     action: Action
     count: int = 1  # type: ignore[assignment]
-    """FORK: number of sequences afterwards, including this one."""
+    """With FORK: the number of sequences after the fork, including this one."""
     backtrack: int = 0
-    """SPLICE: number of tokens to drop from the end of the sequence. The next token is not counted,
-    because it has not been sampled yet."""
+    """With SPLICE: the number of tokens to drop from the end of the sequence. The next token is not
+    counted, because it has not been sampled yet."""
     tokens: Sequence[int] = ()
     masked: bool = False
-    """mid_process: whether the call wrote a mask. If false, every token is allowed."""
+    """Whether mid_process wrote a mask. If false, every token is allowed."""
     bias: Bias | None = None
-    """mid_process: the numbers that are added to the logits before the temperature."""
+    """From mid_process: the numbers that are added to the logits before these are divided by the
+    temperature."""
     query: Query | None = None
-    """mid_process: the question about the distribution of the next token."""
+    """From mid_process: the question about the distribution of the next token."""
     override: Override | None = None
-    """mid_process: sampling parameters for the next token."""
+    """From mid_process: sampling parameters for the next token."""
     complete: bool = False
     """With STOP: whether the text is complete, as if the model had ended it. If false, the program
     has stopped the sequence early."""
     generate: bytes = b""
-    """GENERATE: the JSON of ``scripts.generation.Generate``."""
+    """With GENERATE: the JSON of ``scripts.generation.Generate``."""
 
 
 STOP = Answer(Action.STOP)
@@ -151,8 +153,9 @@ class RunsAhead(Controller, Protocol):
 
 
 class Batch(Protocol):
-    """Runs the usual rounds of several sequences in one call. If ``Batched.batch`` returns equal
-    batches for two sequences, their rounds may run in the same call."""
+    """Runs the usual rounds (one token, then a mask) of several sequences in one call. If
+    ``Batched.batch`` returns equal batches for two sequences, their rounds may run in the same
+    call."""
 
     def rounds(self, turns: Sequence[tuple[int, int]], masks: Sequence[memoryview]) -> list[bool]:
         """Each turn has the number of a sequence in the batch and its sampled token. Returns for
@@ -177,7 +180,7 @@ class Batched(Controller, Protocol):
 
 @runtime_checkable
 class DecidesAhead(Controller, Protocol):
-    """A controller in a guest process that runs post_process, pre_process and mid_process for one
+    """A controller whose guest process runs post_process, pre_process and mid_process on a single
     message, because each message costs time."""
 
     @property

@@ -12,8 +12,8 @@ MIN_TEXT_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Times are CPU time in seconds, so that a call does not exceed its limit because other
-    processes use the CPU. Sizes are in bytes."""
+    """Times are CPU time in seconds, so a call does not exceed its limit when other processes use
+    the CPU. Sizes are in bytes."""
 
     init_s: float = 1.0
     pre_s: float = 0.001
@@ -39,7 +39,7 @@ class Limits:
     text_bytes: int = 1024 * 1024
     """Maximum bytes of a text that a guest tokenizes in one call; ``max_text`` may allow less."""
     forks: int = 128
-    """Maximum sequences of one request."""
+    """Maximum sequences of one request, including finished sequences."""
     idle_wakes: int = 10_000
     """Maximum consecutive wake-ups of a request whose sequences are all suspended."""
     silent_rounds: int = 256
@@ -58,7 +58,8 @@ class Limits:
         return self.post_s + self.pre_s + self.mid_s
 
     def max_text(self, call_s: float) -> int:
-        """Maximum bytes of a text that is tokenized at once in a call of ``call_s`` seconds of CPU.
+        """Maximum bytes of a text that is tokenized at once, in a call that may use ``call_s``
+        seconds of CPU time.
 
         A tokenizer cannot be interrupted, so a text is refused if it would take longer than
         ``call_s``. The bound is a number of bytes, so it is the same on every machine.

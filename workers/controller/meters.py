@@ -1,4 +1,4 @@
-"""Counts the CPU time and the rounds of controllers, by the name in the request and by tenant."""
+"""Counts the CPU time and the rounds of controllers, by the controller's name and by tenant."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The module store's requests to other workers: it requests tables from the state worker, and the
-bytes of a module from a controller worker that has the module.
+"""The module store's requests to other workers. The store requests tables of modules and tags from
+the state worker, and the bytes of a module from a controller worker that has the module.
 
-A call blocks the thread that makes it. While the thread waits, other jobs use its slot of the pool.
-The bus thread delivers the answers. Calls without an answer are sent again, because the broker and
-workers may have been restarted.
+A call blocks the thread that makes it. While the thread waits, other jobs use its slot of the
+thread pool (``pool.py``). The bus thread delivers the answers. Calls without an answer are sent
+again, because the broker and workers may have been restarted.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ from .pool import freeing_slot
 log = logging.getLogger(__name__)
 
 AGAIN_S = 0.5
-"""Seconds until an operation on a table, or a query for workers with a module, is sent again."""
+"""Seconds after which an unanswered operation on a table, or query for workers with a module, is
+sent again."""
 SEND_S = 10.0
-"""Seconds that a worker may take to send a module; after that another worker is chosen."""
+"""Seconds that a worker may take to send a module. Then another worker is chosen."""
 TABLE_S = 30.0
 """Maximum total wait of an operation on a table, in seconds."""
 FETCH_S = 30.0
-"""Maximum total wait for a module, in seconds: a worker that has it may be restarting."""
+"""Maximum total wait for a module, in seconds. A worker that has the module may be restarting
+meanwhile."""
 
 
 class _Sent(NamedTuple):
@@ -97,8 +99,8 @@ class ModuleCalls:
                         self._post(frames)
                     else:
                         # If a write were sent over several brokers, the state worker would receive
-                        # it several times, and the answer to the second could arrive before the
-                        # answer to the first.
+                        # it several times, and the answer to the second message could arrive before
+                        # the answer to the first.
                         self._post_once(frames, turn)
                     with contextlib.suppress(Empty):
                         answer = get_within(answers, self._again_s)

@@ -1,5 +1,5 @@
-"""The RESULT of a step: one message with all sequences, or a second message with the sequences
-whose rounds are slower."""
+"""The RESULT of a step: one message with all sequences. If some rounds are slow, their results
+follow in further messages."""
 
 from __future__ import annotations
 
@@ -35,16 +35,15 @@ class Submit(Protocol):
 class PendingResult:
     """Collects the results of ``rounds`` rounds for one GPU worker, and sends them.
 
-    ``post`` sends frames. After ``post``, ``sent`` is called for each group. Its arguments are the
-    rounds of the sequences that these results wake, and the results of sequences that can never be
-    woken.
+    ``post`` sends frames. After ``post``, ``sent`` is called for each group, with the rounds of the
+    sequences that the sent results wake, and with errors of sequences that were woken too often.
 
     ``submit`` runs jobs on other threads: the controllers of finished sequences are freed there,
     because freeing a large memory takes milliseconds.
 
-    ``order`` is one lock for all results of a worker. Because of the lock, the sequences of a
-    RESULT already wait for the model when the next STEP arrives. The result of a woken sequence is
-    sent after the result that suspended the sequence.
+    ``order`` is one lock for all results of a worker. It is held while results are recorded and
+    then sent. So the sequences of a RESULT already wait for the model when the next STEP arrives,
+    and the result of a woken sequence is sent after the result that suspended the sequence.
     """
 
     def __init__(
@@ -121,8 +120,8 @@ class PendingResult:
         self, parts: Sequence[Part], body: bytes, attachments: list[bytes]
     ) -> list[tuple[SequenceGroup, list[Round], list[StepResult]]]:
         """Called under the lock ``order``: records the results and sends their message. Returns
-        each group with the rounds to run next and the results of sequences that can never be
-        woken."""
+        each group with the rounds to run next and the errors of sequences that were woken too
+        often."""
         after = [(group, *group.record(results)) for group, results in parts]
         if body:
             self._post([b"RESULT", encode_header(0, self._gpu), body, *attachments])

@@ -60,11 +60,12 @@ class Pool:
         """Protects the counts below. Jobs are submitted and taken without this lock."""
         self._threads = 0
         self._active = 0
-        """Threads that have a slot."""
+        """Number of threads that have a slot."""
         self._waiting = 0
-        """Threads that have freed their slot; idle threads are neither active nor waiting."""
+        """Number of threads that have freed their slot while their job waits. Idle threads are not
+        counted here or in ``_active``."""
         self._waits: Counter[str] = Counter()
-        """Waiting threads by tenant."""
+        """Number of waiting threads by tenant."""
         for _ in range(slots):
             self._start_thread()
 
@@ -85,7 +86,7 @@ class Pool:
 
     @property
     def waiting_jobs(self) -> int:
-        """Jobs that wait for another process."""
+        """Number of jobs that wait for another process."""
         return self._waiting
 
     def submit(self, jobs: Iterable[Job], hands: int = 1, tenant: str = "") -> None:
@@ -269,7 +270,7 @@ class _JobClock:
 class _ThisThread(threading.local):
     pool: Pool | None = None
     job: Taken | None = None
-    """The job that runs."""
+    """The job that the thread runs; None between jobs."""
 
 
 _this_thread = _ThisThread()

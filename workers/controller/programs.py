@@ -86,7 +86,7 @@ class Programs:
 
     def close(self) -> None:
         """Called when the worker stops: closes the runtime and the constraints. The constraints
-        write their snapshots."""
+        then write snapshots of compiled grammars to disk."""
         self._runtime.close()
         if self._constraints is not None:
             self._constraints.close()

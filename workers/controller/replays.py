@@ -4,8 +4,8 @@ All rounds run with their earlier inputs: the prompt, the sampled tokens, and th
 operations on variables, which the state worker stores. If the decisions of a controller depend only
 on these inputs, the replay restores its earlier state.
 
-The replay returns only the results that the GPU worker may not have applied yet: those since the
-sequence's last sampled token or its last applied fork, whichever is later.
+The replay returns only the results that the GPU worker may not have applied yet. For each sequence,
+these are the results since its last sampled token or its last applied fork, whichever is later.
 
 The children of a fork are replayed before their parent continues. So all earlier children of a
 sequence have been replayed before the sequence forks again.
@@ -56,8 +56,8 @@ class _Past:
     logs: str = ""
     messages: list[str] = field(default_factory=list)
     storage: list[Any] = field(default_factory=list)
-    """The writes to variables in the results between the last sampled token and the last applied
-    fork."""
+    """The writes to variables in the results that ``forked`` has dropped. ``keep`` adds these
+    writes to the next result."""
     failure: str = ""
     """The reason why the sequence cannot be replayed; empty while it can."""
 
@@ -70,8 +70,8 @@ class _Past:
         self.kept.append((place, result))
 
     def forked(self) -> None:
-        """Handles a fork that was applied. The results up to the fork are dropped; their logs,
-        writes and messages are added to the next kept result."""
+        """Handles a fork that the GPU worker has applied. The results up to the fork are dropped;
+        their logs, writes and messages are added to the next kept result."""
         for _, result in self.kept:
             self.logs += result.logs
             self.storage = [*self.storage, *result.storage]
@@ -79,7 +79,7 @@ class _Past:
         self.kept.clear()
 
     def sampled(self) -> None:
-        """Handles a sampled token: all earlier results were applied."""
+        """Handles a sampled token: the GPU worker has applied all earlier results."""
         self.kept.clear()
         self.logs, self.storage, self.messages = "", [], []
 

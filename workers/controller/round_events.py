@@ -1,4 +1,5 @@
-"""The span of a controller, with its rounds as events, for a request that is traced."""
+"""The OpenTelemetry span of a controller, with its rounds as events, for a request that is
+traced."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from ...protocol.tracing import Happened
 from ...protocol.worker_messages import Start, StepResult
 
 MAX_EVENTS = 128
-"""Maximum rounds of a request that become events; later rounds do not. The number is
-OpenTelemetry's default limit on the events of a span."""
+"""Maximum rounds of a request that become events. The number is OpenTelemetry's default limit on
+the events of a span."""
 
 
 class RoundEvents:
@@ -30,7 +31,7 @@ class RoundEvents:
 
     @classmethod
     def of(cls, request: int, start: Start) -> RoundEvents | None:
-        """The events of a request; None if it is not traced."""
+        """The events of a request; None if the request or this process is not traced."""
         return cls(request, start) if start.trace and tracing.active() is not None else None
 
     def add(self, results: Sequence[StepResult], duration_s: float) -> None:

@@ -1,12 +1,13 @@
 """The jobs that the pool's threads run: single rounds, and batches of usual rounds of sequences
-with the same grammar.
+with the same grammar or with guests in the same process.
 
 A single round costs about ten microseconds of Python and two calls of the guest. A batch needs one
-call of the guest for all sequences of a grammar, and less Python for each sequence.
+call of the guest for all of its sequences, and less Python for each sequence.
 
-A round is usual unless its mask is not cached, its token is refused, or the grammar forces a text.
-Such a round runs separately, on the same thread. One thread runs the whole batch: the Wasm instance
-of a grammar takes one call at a time, so several threads would only wait for each other.
+A round with a grammar is usual if its token is accepted, its mask is cached, and the grammar does
+not force a text. Any other round of the batch then runs separately, on the same thread. One thread
+runs the whole batch: the Wasm instance of a grammar takes one call at a time, so several threads
+would only wait for each other.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from .sequence_group import Round, SequenceGroup
 log = logging.getLogger(__name__)
 
 SLOW_S = 0.0005
-"""If a round of a sequence took longer than this, its next round gets a separate thread."""
+"""Seconds. If a round of a sequence takes longer, a separate thread is woken for the sequence's
+next round."""
 
 
 class Begun(NamedTuple):
@@ -57,7 +59,7 @@ class _Turn(NamedTuple):
 
 
 def round_jobs(pending: PendingResult, begun: Sequence[Begun]) -> tuple[dict[str, list[Job]], int]:
-    """The jobs of the rounds of a STEP by tenant, and how many threads should begin with them.
+    """The jobs of a STEP's rounds by tenant, and the number of threads to wake for them.
 
     ``pending`` receives the results. A batch with sequences of several tenants is a job of the
     tenant "".
@@ -118,8 +120,8 @@ def _run_batch(pending: PendingResult, batch: Batch, turns: Sequence[_Turn]) -> 
             [(turn.place, turn.token) for turn in turns], [turn.sequence.mask for turn in turns]
         )
     except BaseException as error:
-        # After an error, the batch accepts no further calls, so the round that each sequence now
-        # runs separately ends with an error.
+        # After an error, the batch accepts no further calls. Each sequence now runs its round
+        # separately, and that round ends with an error.
         if not isinstance(error, TokenbusError):
             log.exception("a batch of %d rounds failed", len(turns))
         done = [False] * len(turns)

@@ -48,14 +48,16 @@ class ControlledSequence:
     mask: memoryview
     """The buffer for the mask of mid_process, ``[4 * ceil(vocab / 32)]`` bytes."""
     row: int | None = None
-    """The row of the shared file that ``mask`` refers to; None if masks are sent as attachments."""
+    """The row of the shared file (``masks.py``) that ``mask`` refers to. None if masks are sent as
+    attachments."""
     bias_view: memoryview | None = None
-    """The buffer for a bias in that row; None if biases are sent as attachments."""
+    """The buffer for a bias in the row ``row``. None if biases are sent as attachments."""
     bias: bytes = b""
     """The bias of the last mid_process, which is sent as an attachment. Empty if that call had no
     bias, or if the bias is in a row."""
     along: list[Place] = field(default_factory=list)
-    """Buffers for the decisions along a draft. They have rows if ``mask`` is a row."""
+    """Buffers for the decisions after the tokens of a draft. They are rows of the shared file if
+    ``mask`` is a row."""
     batched: Batched | None = field(default=None, init=False)
     """The controller, if its usual rounds run in a batch with others."""
     stage: Stage = Stage.RUNNING
@@ -88,8 +90,8 @@ class Change:
     tokens: list[int] = field(default_factory=list)
 
     def splice(self, backtrack: int, tokens: Sequence[int]) -> None:
-        """Drops tokens from the end, first those that were appended before, and then appends
-        tokens."""
+        """Drops ``backtrack`` tokens from the end (first those that this round has appended), and
+        then appends ``tokens``."""
         taken = min(backtrack, len(self.tokens))
         if taken:
             del self.tokens[-taken:]
@@ -162,14 +164,14 @@ class Rounds:
         stop: bytes = b"",
         distributions: Sequence[Distribution] = (),
     ) -> list[StepResult]:
-        """The last post_process of a sequence that the GPU worker has ended; ``stop``: its text
-        ends before this stop string."""
+        """The last post_process of a sequence that the GPU worker has ended. ``stop``: the stop
+        string before which the sequence's text ends."""
         sequence.host.distributions = distributions
         return self._guarded(sequence, lambda: self._ended(sequence, tokens, stop))
 
     def see_changes(self, sequence: ControlledSequence) -> None:
-        """Called before pre_process, or before a call that includes pre_process. Only changes that
-        follow wake the sequence."""
+        """Called before pre_process, or before a call that includes pre_process. Records the number
+        of changes so far. Only later changes wake the sequence."""
         controller = sequence.controller
         if not (isinstance(controller, DecidesAhead) and controller.has_decided):
             sequence.seen_changes = self._changes(sequence)
@@ -243,7 +245,8 @@ class Rounds:
     def _decide(
         self, sequence: ControlledSequence, group: Sequence[int] | None = None
     ) -> list[StepResult]:
-        """Calls pre_process and mid_process; only mid_process if ``group`` has just been forked."""
+        """Calls pre_process and mid_process. Directly after a fork, ``group`` has the numbers of
+        its sequences, and the first call is mid_process."""
         change = Change()
         controller = sequence.controller
         for _ in range(sequence.host.limits.silent_rounds):
@@ -285,7 +288,8 @@ class Rounds:
         )
 
     def _append(self, sequence: ControlledSequence, change: Change, answer: Answer) -> bool:
-        """Drops and appends the tokens of an answer; returns whether post_process stops."""
+        """Drops and appends tokens as an answer says, and calls post_process for them. Returns
+        whether post_process stops the sequence."""
         drop, tokens = answer.backtrack, answer.tokens
         if not drop and not tokens:
             raise ControllerError(
@@ -342,8 +346,8 @@ class Rounds:
             failed = _result(sequence, "error")
             failed.error, failed.code = error.message, str(error.code)
         except BaseException as error:
-            # Panics of native libraries are BaseExceptions, and an author's code may raise these
-            # too.
+            # Panics of native libraries are BaseExceptions, and the code of a Python controller may
+            # raise BaseExceptions too.
             number = about(sequence.host.request)
             log.exception("a round of sequence %d failed", sequence.seq, extra=number)
             failed = _result(sequence, "error")
@@ -398,7 +402,8 @@ def _look_along(
         allow_all(sequence.mask)
         first.row, first.attachment = sequence.row, 0 if sequence.row is None else None
     places = sequence.along[:written]
-    # Attachments are numbered when they are sent.
+    # The positions of attachments are filled in when the result is sent
+    # (``pending_result.attach``).
     first.along = [place.row or 0 for place in places]
     if any(place.biased for place in places):
         first.biases_along = [(place.row or 0) if place.biased else None for place in places]
@@ -407,8 +412,8 @@ def _look_along(
 def _stopped(
     sequence: ControlledSequence, change: Change | None = None, stop: bytes = b""
 ) -> StepResult:
-    """The result of a sequence that ends; for a constraint, the result has the kind of the text's
-    end."""
+    """The result of a sequence that ends. For a constraint, the result says how the text ends
+    (``ConstraintEnd``)."""
     result = _result(sequence, "stop", change)
     if isinstance(sequence.controller, Constraint):
         result.constraint = sequence.controller.text_end(stop)

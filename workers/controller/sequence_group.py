@@ -1,12 +1,13 @@
-"""The controllers of one request: of its first sequence and of all forks, with the state of each
-sequence.
+"""The controllers of one request: those of its first sequence and of all forks, with the state of
+each sequence.
 
 A sequence waits for the model, runs a round, or is suspended. A suspended sequence is woken when
 another sequence of the request has written a variable, has finished or has sampled a token since
-its last pre_process began. If all sequences are suspended and none of them is woken by another, all
-are woken 10 ms or more later (``IdleGroups``). After ``Limits.idle_wakes`` such wake-ups in a row,
-the request ends with `deadlock`. Only an input wakes a sequence that waits for an input. While a
-sequence waits for an input, the request is not idle.
+the last pre_process of the suspended sequence began. If all sequences are suspended and no sequence
+is woken in this way, all are woken 10 ms or more later (``IdleGroups``). After
+``Limits.idle_wakes`` such wake-ups in a row, the request ends with `deadlock`. Only an input wakes
+a sequence that waits for an input. While a sequence waits for an input or for the answer of a tool,
+no sequence of the request is woken by time.
 """
 
 from __future__ import annotations
@@ -77,14 +78,15 @@ class SequenceGroup:
         inspect: bool = False,
         attempt: int = 0,
     ) -> None:
-        """``gpu``: the GPU worker of the request; ``perform`` does an operation on a variable;
-        ``inspect``: results have the times of their rounds; ``attempt``: the attempt of START."""
+        """``gpu``: the id of the request's GPU worker. ``perform`` does an operation on a variable.
+        ``inspect``: whether results have the durations of their rounds. ``attempt``:
+        ``Start.attempt``."""
         self.request = request
         self.gpu = gpu
         self.inspect = inspect
         self.attempt = attempt
-        """The attempt of START. The first results contain it. After they were sent,
-        ``PendingResult`` sets this field to 0."""
+        """``Start.attempt``, which the first RESULT of the group contains. After this RESULT was
+        sent, ``PendingResult`` sets this field to 0."""
         self._limits = limits
         self._arg = arg
         self._max_tokens = max_tokens
@@ -96,11 +98,11 @@ class SequenceGroup:
         """The request's tenant, and the owner of its guests. The worker sets both before the first
         round."""
         self.memory: TenantMemory | None = None
-        """The memory share of the tenant; the worker sets it before the first round."""
+        """The memory share of the owner. The worker sets this field before the first round."""
         self.events: RoundEvents | None = None
-        """The events of the rounds, if the request is traced."""
+        """The events of the rounds; None if the request is not traced."""
         self.tools: GroupTools | None = None
-        """The calls of tools of the request; the worker sets it before the first round."""
+        """The tool calls of the request. The worker sets this field before the first round."""
         self._rounds = Rounds(self._fork, self._changes_of_others)
         self._lock = threading.RLock()
         self._sequences: dict[int, ControlledSequence] = {}
@@ -144,8 +146,8 @@ class SequenceGroup:
     def begin(
         self, program: Program, vocabulary: Vocabulary, prompt: Sequence[int], n: int = 1
     ) -> list[StepResult]:
-        """Creates the controller, forks it into ``n`` sequences, and runs their first rounds;
-        raises TokenbusError if the controller cannot be created."""
+        """Creates the controller, forks the first sequence into ``n`` sequences, and runs their
+        first rounds; raises TokenbusError if the controller cannot be created."""
         return self._rounds.begin(self._first(program, vocabulary), prompt, n)
 
     def begin_again(
@@ -195,15 +197,17 @@ class SequenceGroup:
         has ended the sequence. Returns None if the sequence does not wait for the model (or, if
         ``ended``, is not suspended either).
 
-        ``stop``: the text ends before this stop string. ``draft``: tokens that the GPU worker
-        expects next. ``distributions``: the distributions of ``tokens``, if queried. Without
-        ``wait``, raises GroupBusy if another thread has the group's lock.
+        ``stop``: the stop string before which the text of an ended sequence ends; empty if there is
+        none. ``draft``: tokens that the GPU worker expects next. ``distributions``: the
+        distributions of ``tokens``, if queried. Without ``wait``, raises GroupBusy if another
+        thread has the group's lock.
         """
         if not self._lock.acquire(blocking=wait):
             raise GroupBusy
         try:
             sequence = self._sequences.get(seq)
-            # The GPU worker may end a suspended sequence too, as it does above ``max_tokens``.
+            # The GPU worker may also end a suspended sequence, for example one that has reached
+            # ``max_tokens``.
             stages = (Stage.WAITING, Stage.SUSPENDED) if ended else (Stage.WAITING,)
             if sequence is None or sequence.stage not in stages:
                 return None
@@ -234,7 +238,7 @@ class SequenceGroup:
 
     def record(self, results: Sequence[StepResult]) -> tuple[list[Round], list[StepResult]]:
         """Records results that are about to be sent; returns the rounds of the sequences that they
-        wake, and results of sequences that can never be woken."""
+        wake, and errors of sequences that were woken too often."""
         with self._lock:
             for result in results:
                 sequence = self._sequences.get(result.seq)

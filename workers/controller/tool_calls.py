@@ -56,8 +56,8 @@ _decode = msgspec.json.Decoder(ToolAnswer).decode
 
 
 def answer_of(record: bytes) -> ToolAnswer | None:
-    """The answer in a record; None if the call has none yet. Raises ControllerError if the program
-    has overwritten the record."""
+    """The answer in a record; None if the call has not been answered yet. Raises ControllerError if
+    the program has overwritten the record."""
     if record[:1] == MARK:
         return None
     try:
@@ -164,9 +164,9 @@ class GroupTools:
         submit: Callable[[Callable[[], None]], None],
         answered: Callable[[], None],
     ) -> None:
-        """``perform`` does an operation on a variable of the request. ``submit`` runs a function
-        that may wait. ``answered`` is called when an answer was written into the record of its
-        call."""
+        """``perform`` does an operation on a variable of the request. ``submit`` runs a function on
+        a thread that may wait. ``answered`` is called when an answer was written into the record of
+        its call."""
         self._calls = calls
         self._link = link
         self._perform = perform
@@ -219,8 +219,8 @@ class GroupTools:
         return record
 
     def _read(self, call: Call, record: str) -> bytes:
-        """The present content of a record. This operation has a random lineage, so that the state
-        worker does not answer it with a recorded answer."""
+        """The present content of a record. The operation that reads the record has a random
+        lineage, so that the state worker does not answer with a recorded answer."""
         lineage = secrets.randbits(63)
         found = self._perform(Variable(call.request, lineage, 1, "get", record))
         return found.value or b""
@@ -259,7 +259,8 @@ class SequenceTools:
         return self._group.begin(self._variables, tool, arguments)
 
     def with_variables(self, variables: SequenceVariables) -> SequenceTools:
-        """The tools of a controller that repeats all operations of this sequence."""
+        """The tools of this sequence, with operations on ``variables``: those of the sequence, or a
+        copy of them while its guest is replayed."""
         return SequenceTools(self._group, variables)
 
 

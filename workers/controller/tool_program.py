@@ -1,4 +1,5 @@
-"""The built-in program ``call_tool``: makes one call of a tool and sends the answer to its client.
+"""The built-in program ``call_tool``: makes one call of a tool and sends the answer to the
+request's client.
 
 The arguments and the result stay JSON text. A script would decode them, and round large numbers.
 """
@@ -38,7 +39,8 @@ class ToolProgram:
 
 
 class ToolCaller:
-    """Calls a tool, suspends until the answer is in the record of the call, and sends it."""
+    """Calls a tool, suspends until the answer is in the record of the call, and sends the
+    answer."""
 
     def __init__(self, host: Host, call: ToolCall) -> None:
         self._host = host
@@ -72,7 +74,7 @@ class ToolCaller:
         return STOP
 
     def fork(self, host: Host) -> ToolCaller:
-        """A copy that reads the same record, or makes its own call if this call was not made."""
+        """A copy that reads the same record, or makes a call if no call has been made yet."""
         copy = ToolCaller(host, self._call)
         copy._record = self._record
         return copy

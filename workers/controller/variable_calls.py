@@ -1,9 +1,9 @@
 """Operations on the variables of a request, which the state worker executes.
 
-A call blocks the thread that makes it. While the thread waits, other jobs use its slot of the pool.
-The bus thread delivers the answer. An operation without an answer is sent again. The triple
-(request, lineage, count) identifies an operation, so that the state worker executes the operation
-once, even if it is sent again or its controller is replayed.
+A call blocks the thread that makes it. While the thread waits, other jobs use its slot of the
+thread pool (``pool.py``). The bus thread delivers the answer. An operation without an answer is
+sent again. The triple (request, lineage, count) identifies an operation, so that the state worker
+executes the operation once, even if it is sent again or its controller is replayed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ GIVE_UP_S = 120.0
 restarted by then. The default of ``move_wait_s``, the time for which a stream waits for a worker,
 has the same value."""
 ROUND_BYTES = 128 * 1024
-"""Maximum bytes that a sequence may write to variables in one round. The number is small because
-these bytes are also sent to the client, with the next token. Writes of 1 MiB in a round doubled the
-step time of other streams on two cores. Writes of 128 KiB have no measurable effect."""
+"""Maximum bytes that a sequence may write to variables in one round. The limit on the texts that a
+sequence sends in one round has the same value. The number is small because these bytes are also
+sent to the client, with the next token. Writes of 1 MiB in a round doubled the step time of other
+streams on two cores. Writes of 128 KiB have no measurable effect."""
 
 
 MAX_SENT_BYTES = 4 * 1024 * 1024
@@ -50,7 +51,7 @@ class VariableCalls:
     def perform(
         self, operation: Variable, ended: Callable[[], bool] = lambda: False, link: int = 0
     ) -> VariableAnswer:
-        """Sends an operation over ``link``, and returns its answer. ``ended``: whether the
+        """Sends an operation over ``link``, and returns its answer. ``ended`` returns whether the
         operation's request has ended. If so, the operation is not sent.
 
         Raises ControllerError if no answer arrives or the operation is refused, and
@@ -145,7 +146,7 @@ class RecordMark(NamedTuple):
     request: int
     lineage: int
     number: int
-    """The number of the operation."""
+    """The number of the operation among the operations of its lineage."""
     written: bool
     repeated: bool
 
@@ -169,8 +170,8 @@ class SequenceVariables:
     ) -> None:
         """``lineage`` identifies the operations of this sequence (``Variable.lineage``);
         ``perform`` does an operation; ``repeat`` does the operations of ``again``, which are not
-        counted towards the quota. ``written`` is called after each successful write. ``inputs``:
-        the number of INPUTS messages so far."""
+        counted towards the quota. ``written`` is called after each successful write. ``inputs``
+        returns the number of INPUTS messages so far."""
         self.lineage = lineage
         self._request = request
         self._perform = perform
@@ -188,8 +189,8 @@ class SequenceVariables:
         self.own_changes = 0
         """Number of changes to variables that this sequence has made."""
         self.repeated = False
-        """Whether an operation of the current round was repeated, so that its answer is a recorded
-        one."""
+        """Whether an operation of the current round had been executed before, so that its answer is
+        a recorded one."""
 
     def get(self, name: str) -> Stored | None:
         """See ``host.Variables``."""
@@ -253,7 +254,8 @@ class SequenceVariables:
         self._sent_bytes = mark.sent_bytes
 
     def again(self) -> SequenceVariables:
-        """The variables of a controller that repeats all operations of this sequence."""
+        """The variables of a controller that is replayed in a new guest process, and repeats all
+        operations of this sequence."""
         return SequenceVariables(
             self._request, self.lineage, self._repeat, lambda: None, self._repeat
         )

@@ -86,7 +86,7 @@ log = logging.getLogger(__name__)
 
 IDLE_S = 0.25
 GUESTS_PART = 2
-"""All guests of the controller workers on this machine together may use 1 / GUESTS_PART of its
+"""All guests of this machine's controller workers together may use 1 / GUESTS_PART of the machine's
 memory."""
 SWITCH_S = 0.0005
 """Time for which a thread keeps Python's lock while other threads need it, in seconds. A round
@@ -193,11 +193,12 @@ class ControllerWorker:
         self._rounds_started = 0
         self._stop_reason = ""
         self._restarts = False
-        """Whether ``_done`` asks supervisord if it will start a successor. ``stop`` sets this
+        """Whether ``_done`` asks supervisord if a successor will be started. ``stop`` sets this
         flag."""
         self._draining_since: float | None = None
         self._handed_over: set[int] = set()
-        """The links of the brokers at which other workers take over this worker's controllers."""
+        """The links of the brokers that have sent HANDOVER: other workers take over the controllers
+        of their requests."""
 
     def _stored_programs(self) -> Programs:
         most, name = self._settings.guest_processes, self._settings.guest_user
@@ -209,8 +210,8 @@ class ControllerWorker:
         return Programs(runtime, self._store, constraints)
 
     def _served_programs(self, served: GuestRuntime) -> Programs:
-        # A worker with Python controllers does not keep compiled grammars on disk, because several
-        # such workers may run at the same time.
+        # A worker with Python controllers does not store compiled grammars on disk, so it has no
+        # folder for them.
         return Programs(served, None, self._constraints(None))
 
     def _constraints(self, folder: Path | None) -> Constraints:
@@ -293,7 +294,7 @@ class ControllerWorker:
                 self._flushes.submit([pending.flush])
 
     def _take_answers(self, messages: list[FromBus]) -> list[FromBus]:
-        """Passes answers to the guests that wait for them; called on the bus thread."""
+        """Passes answers to the calls that wait for them; called on the bus thread."""
         rest = []
         for message in messages:
             try:
@@ -510,8 +511,8 @@ class ControllerWorker:
     def _after_send(
         self, group: SequenceGroup, rounds: list[Round], failed: list[StepResult]
     ) -> None:
-        """Runs the rounds of woken sequences; ``failed``: errors of sequences that can never be
-        woken."""
+        """Called after results of a group were sent: runs the rounds of woken sequences, and sends
+        ``failed``, the errors of sequences that were woken too often."""
         if group.begins_idle():
             self._idle.add(group)
         if failed:
@@ -531,7 +532,8 @@ class ControllerWorker:
         self._after_send(group, *group.input_arrived())
 
     def _end_all(self, link: int) -> None:
-        """Ends the controllers of a broker's requests, because the lease there has ended."""
+        """Ends the controllers of a broker's requests, because the worker's lease at this broker
+        has ended."""
         for group_link, request in list(self._groups):
             if group_link == link:
                 self._end(link, request)
@@ -539,8 +541,8 @@ class ControllerWorker:
     def _end(self, link: int, request: int) -> None:
         group = self._groups.pop((link, request), None)
         if group is not None:
-            # ``end`` is called first: a result of this group that is already being sent still
-            # precedes the results of a new START.
+            # ``end`` is called first. After this call, the only result that may still be sent is
+            # one that is being sent now, and it precedes the results of a new START.
             group.end()
             self._variable_calls.cancel(request, link)
             self._tool_calls.cancel(request, link)
@@ -626,7 +628,8 @@ class ControllerWorker:
     # --- registration and heartbeat (on a bus thread) ---------------------------------------------
 
     def _elsewhere(self, link: int) -> int:
-        """The number of controllers that other brokers than the broker of ``link`` have here."""
+        """The number of this worker's controllers that belong to brokers other than the broker of
+        ``link``."""
         return sum(group_link != link for group_link, _ in list(self._groups))
 
     def _registration(self) -> Register:
