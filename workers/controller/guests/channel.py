@@ -44,7 +44,7 @@ _ONE = (1).to_bytes(8, "little")
 _PART = struct.Struct("<II")
 """The head of a part: its size, and whether further parts follow."""
 _CURRENT_AT = 64
-"""Offset of the number of the item that the process is running."""
+"""Offset in the head, in bytes, of the number of the item that the process is running."""
 
 
 class ChannelFiles(NamedTuple):

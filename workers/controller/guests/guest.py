@@ -51,10 +51,11 @@ from .messages import (
 )
 
 GRANT_BYTES = 4 * 1024 * 1024
-"""Minimum bytes of memory that the process requests at a time from its tenant's share, unless so
-much is refused."""
+"""Minimum bytes of memory that the process requests at a time from its tenant's share, unless the
+worker refuses this number."""
 SHARED_BIAS_BYTES = 4096
-"""Minimum bytes of a bias for which the bias is sent in shared memory, and not in the message."""
+"""A bias with at least this number of bytes is sent in shared memory if there is room, and
+otherwise in the message."""
 _NO_ROOM = memoryview(b"")
 SLOW_S = 0.0005
 """Duration in seconds. If a round takes longer, the controller's next round gets a separate
@@ -97,7 +98,8 @@ class _Variables:
         return Written(told.ok, told.version, told.value or b"")
 
     def append(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
-        """Appends to a variable; with ``when_version_is``, only if it has this version."""
+        """Appends to a variable; with ``when_version_is``, only if the variable has this
+        version."""
         told = _ask("append", name, value, when_version_is)
         return Written(told.ok, told.version, told.value or b"")
 
@@ -184,7 +186,7 @@ class _Seated:
 
 
 class GuestProcess:
-    """The controllers of this process. Handles the worker's requests for them."""
+    """The controllers of this process. Handles the worker's requests to controllers."""
 
     def __init__(
         self, engine: Engine, vocabulary: Vocabulary, programs: Mapping[str, Program]
@@ -405,8 +407,9 @@ def _serve(process: GuestProcess, channel: Channel, control: int) -> None:
 
 
 def _tick(engine: Engine) -> Any:
-    """Increments the epoch whenever the process has used another millisecond of CPU time, so that
-    running guests check their limits. The thread sleeps while the process uses no CPU time."""
+    """Increments the epoch of the Wasm engine whenever the process has used another millisecond of
+    CPU time, so that running guests check their limits. The thread sleeps while the process uses no
+    CPU time."""
     while True:
         signal.sigwait({signal.SIGPROF})
         engine.increment_epoch()

@@ -21,8 +21,8 @@ Seconds = Annotated[float, Meta(ge=0, le=3600)]
 """Seconds of CPU time, which count towards the tenant's share of the pool of threads."""
 MAX_ITEMS = 65_536
 MAX_TOKENS = 524_288
-"""Maximum tokens of an answer. The process's runtime has a lower limit on the tokens that a guest
-appends."""
+"""Maximum tokens of an answer. The sandbox in the process has a lower limit on the tokens that a
+guest appends."""
 MAX_ERROR = 16_384
 """Maximum characters of an error message. The rest is cut off."""
 Tokens = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
@@ -139,8 +139,8 @@ class Fault(Struct, array_like=True):
         return cls(str(error.code), error.message)
 
     def error(self) -> TokenbusError:
-        """The exception of the fault. The code and the text are checked, because a compromised
-        process may send any."""
+        """The exception of the fault. Unknown codes are replaced and long texts are cut, because a
+        compromised process may send any bytes."""
         code = self.code if self.code in set(Code) else Code.CONTROLLER_FAILED
         known = code in (Code.CONTROLLER_FAILED, Code.CONTROLLER_TIMEOUT)
         return (ControllerError if known else TokenbusError)(code, self.message[:MAX_ERROR])
@@ -158,8 +158,8 @@ class PreAnswer(Struct, array_like=True):
 
 
 class MidAnswer(Struct, array_like=True):
-    """The answer of mid_process. The mask is in the shared memory; its position is the number of
-    the item."""
+    """The answer of mid_process. The mask is in the shared memory of the channel; its position is
+    the number of the item in the request."""
 
     action: int
     backtrack: Count = 0
@@ -180,7 +180,8 @@ class MidAnswer(Struct, array_like=True):
 
 class Outcome(Struct, array_like=True, omit_defaults=True):
     """The results of the calls of one controller. The field of a call that was not made, or that
-    failed, is None. ``fault`` is the error of the failed call, which follows the last answer.
+    failed, is None. ``fault`` is the error of the failed call. The failed call is the call after
+    the last answer.
     """
 
     post: int | None = None
@@ -218,9 +219,9 @@ Question = Literal["get", "set", "append", "receive", "send", "call", "memory", 
 class Asked(Message):
     """A question of a guest to its worker during a call.
 
-    ``get``, ``set`` or ``append`` of a variable; ``receive`` or ``send`` of a text; ``call`` of
-    the tool ``name``; ``memory`` (``number`` bytes); ``next_tokens`` of the constraint ``name``,
-    whose ``value`` is a ``ConstrainedText``.
+    ``what`` is ``get``, ``set`` or ``append`` for the variable ``name``, ``receive`` or ``send``
+    for a text, ``call`` for the tool ``name``, ``memory`` for ``number`` bytes, or ``next_tokens``
+    for the constraint ``name``. The ``value`` of ``next_tokens`` is a ``ConstrainedText``.
     """
 
     handle: int

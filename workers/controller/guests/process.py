@@ -1,5 +1,5 @@
-"""The worker's side of a guest process: its channels, the requests to it, and the watchdog, which
-kills it if a call takes too long."""
+"""The worker's side of a guest process: its channels, its requests, and the watchdog, which kills
+the process if a call takes too long."""
 
 from __future__ import annotations
 
@@ -43,21 +43,22 @@ MAX_QUESTIONS = 10_000
 """Maximum questions of a guest in one call. The time limit of the call is not a sufficient bound,
 because it does not include the worker's time for the answers."""
 GRACE_S = 1.0
-"""A process is killed if a call exceeds its limit by this CPU time, in seconds. The runtime in the
-process stops a guest at its limit, so only code that the runtime cannot stop runs longer."""
+"""Seconds of CPU time by which a call may exceed its limit before its process is killed. The
+sandbox in the process stops a guest at its limit, so only code that the sandbox cannot stop runs
+longer."""
 EXCESS_S = 0.25
 """A process is killed if its CPU time exceeds the duration of its requests by this time, in
-seconds. Guests have no threads, so usually only the runtime uses CPU time outside of requests: a
-few milliseconds when the process starts."""
+seconds. Guests have no threads. So between requests, a process uses CPU time only when it starts: a
+few milliseconds."""
 WATCHED_S = 0.05
 """Seconds that a call must have run before the watchdog reads the CPU time of its process."""
 BUSY_S = 0.005
-"""The threads of a process are counted if the process has used more than this CPU time between two
-checks, in seconds."""
+"""Seconds of CPU time. If a process has used more since the last check, its threads are counted."""
 MAX_THREADS = MAX_CHANNELS + 100
-"""Maximum threads of a process. Each channel has one thread, and the runtime has some more."""
+"""Maximum threads of a process. Each channel has one thread, and the process has a few further
+threads."""
 MAX_WALL_S = 60.0
-"""Wall-clock time of one call after which its process is killed, in seconds."""
+"""Seconds of wall-clock time after which a call's process is killed."""
 
 
 class Cause(Enum):
@@ -76,7 +77,7 @@ class GuestDied(Exception):
     """The process that should answer a request has ended."""
 
     def __init__(self, why: str, cause: Cause = Cause.OTHER, item: int = 0) -> None:
-        """``item``: the number of the item that the process was running."""
+        """``item``: the number of the request's item that the process was running."""
         super().__init__(why)
         self.why = why
         self.cause = cause
@@ -164,8 +165,8 @@ class GuestProcess:
         self._killed = False
         self._oom_kills = oom_kills()
         self.compromised = False
-        """Whether the process has done work that guests cannot cause. If so, each of its
-        controllers may be the cause."""
+        """Whether the process has used CPU time or threads in a way that is impossible for guests
+        inside the sandbox. Any controller of the process may then have left the sandbox."""
         self.last_used_s = time.monotonic()
         self._served_s = 0.0
         """Duration of all requests that have ended, in seconds."""
@@ -237,8 +238,8 @@ class GuestProcess:
             if running.paused:
                 continue
             current = channel.current
-            # Items run in order, so the number may only grow. Otherwise a compromised process could
-            # restart the time of its items again and again.
+            # Items run in order, so only a larger number is accepted. If smaller numbers were
+            # accepted, a compromised process could restart the time of an item again and again.
             if running.item < current < running.items:
                 running.item, running.began_s, running.cpu_s = current, now_s, None
             elif now_s - running.began_s > WATCHED_S:
@@ -246,7 +247,7 @@ class GuestProcess:
 
     def watch_excess(self, now_s: float) -> None:
         """Kills the process if it uses CPU time beyond the duration of its requests, or has too
-        many threads. In both cases it runs code that does not belong to a request."""
+        many threads. In both cases, the process runs code that does not belong to a request."""
         before = self._seen
         if now_s - before.at_s < WATCHED_S:
             return

@@ -26,7 +26,7 @@ other input."""
 
 
 class Recording:
-    """The calls of the sequences from which a sequence was forked, and then its own calls."""
+    """The recorded calls of a sequence. The calls of its ancestors up to each fork come first."""
 
     def __init__(self, host: Host, parent: Recording | None = None) -> None:
         before = parent.events if parent is not None else []

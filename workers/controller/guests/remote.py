@@ -47,10 +47,10 @@ from .recording import Begun, Call, Recording, addressed, repetitions
 from .table import ProcessTable
 
 MAX_LOSSES = 2
-"""Number of processes in a row that may crash during the calls of one controller. With the last of
-them, the controller ends."""
+"""If this number of processes in a row crash during calls of one controller, the controller ends
+with an error."""
 MAX_SUSPICIONS = 2
-"""Number of compromised processes after which a controller that ran in all of them ends."""
+"""A controller that ran in this number of compromised processes ends with an error."""
 MAX_TRIES = 10
 """Maximum number of tries of one call, each of which may use a new process."""
 LOAD_S = 10.0
@@ -280,7 +280,7 @@ class RemoteController:
 
     def _run(self, request: Callable[[], ToGuest], limit_s: float, first: bool = False) -> Outcome:
         """Sends a request to the guest's process, or to a new process if the old one has ended.
-        Raises TokenbusError if the request has an error and no answer."""
+        Raises TokenbusError if the request failed before its first answer."""
         mark = self.mark()
         for _ in range(MAX_TRIES):
             if self._fault is not None:
@@ -300,9 +300,9 @@ class RemoteController:
         )
 
     def _note(self, died: GuestDied) -> None:
-        """Counts the end of a process during a call of this controller. After too many, or if the
-        watchdog killed the process because of this call, sets the error with which the sequence
-        ends."""
+        """Counts the end of a process during a call of this controller. If this is the
+        ``MAX_LOSSES``-th in a row, or if the watchdog killed the process because of this call, sets
+        the error with which the sequence ends."""
         if died.cause is Cause.OTHER:
             return
         self._losses += 1
@@ -348,14 +348,15 @@ class RemoteController:
         try:
             self._ahead += answers_of(outcome, self._host.vocabulary.size)
         except (ValueError, TokenbusError) as error:
-            # The guest's runtime checks these values, so only a compromised process sends such
-            # answers.
+            # The code of a guest process checks these values, so only a compromised process sends
+            # such answers.
             text = f"its process sent an answer that is not valid: {error}"
             self._ahead.append(ControllerError(Code.CONTROLLER_FAILED, text))
 
     def _next(self, phase: str) -> Answer:
         if not self._ahead:
-            # The process is compromised, because the runtime never leaves out an answer.
+            # The process is compromised, because the code of a guest process never leaves out an
+            # answer.
             text = f"its process sent no answer of {phase}"
             raise ControllerError(Code.CONTROLLER_FAILED, text)
         answer = self._ahead.popleft()
@@ -372,9 +373,9 @@ class RemoteController:
     # --- replay ---------------------------------------------------------------------------------
 
     def _home(self, first: bool) -> GuestProcess:
-        """The process of the guest. If it has ended, a new process is used, in which all recorded
-        calls are repeated first. ``first``: whether the guest is being created, so that no calls
-        are recorded."""
+        """The process of the guest. If the old process has ended, this is a new process, in which
+        all recorded calls have been repeated. ``first``: whether the guest is being created, so
+        that no calls are recorded yet."""
         process = self._process
         if process is not None and not process.dead:
             return process
@@ -422,7 +423,8 @@ class RemoteController:
                             raise item.fault.error()
         finally:
             self._variables = self._host.variables
-        # The guest still has the limits of the replay, so the next round sends the usual limits.
+        # The guest now has the limits of the replay. This is recorded, so that the next round sends
+        # the usual limits.
         self._limits = replayed_limits(self._host.limits)
 
     def _requests(

@@ -85,8 +85,9 @@ def _empty_mounts() -> int:
 
 
 def bound_memory(memory_bytes: int) -> None:
-    """Bounds the private writable memory of this process, without shared memory."""
-    # wasmtime reserves 4 GiB of addresses for each memory, so RLIMIT_AS would be too small.
+    """Limits the private writable memory of this process. Shared memory does not count."""
+    # A limit on addresses (RLIMIT_AS) is not possible, because wasmtime reserves 4 GiB of addresses
+    # for each Wasm memory.
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
@@ -118,7 +119,8 @@ def _change_user(user: GuestUser) -> str:
         os.setresuid(user.uid, user.uid, user.uid)
     except OSError as error:
         return f"a user of their own ({errno.errorcode[error.errno or errno.EPERM]})"
-    # The setting is made again, because the change of the user has cleared it.
+    # The signal that ends this process with its parent is set again, because the change of the user
+    # has cleared the setting.
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     return ""
 
@@ -141,8 +143,8 @@ def _no_new_privileges() -> str:
 
 
 def _landlock() -> str:
-    """Makes landlock refuse the opening and changing of files, TCP connections, and signals to
-    other processes."""
+    """Makes landlock prevent this process from opening or changing files, making TCP connections,
+    and sending signals to other processes."""
     call = _libc.syscall
     version = call(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_VERSION)
     if version < 1:

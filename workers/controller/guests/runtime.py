@@ -27,7 +27,8 @@ class ProcessRuntime:
         return self._names
 
     def served(self, tenant: str, name: str) -> Program | None:
-        """The program of a Python controller, which every process inherits from the zygote."""
+        """The program of a Python controller, which every process inherits from its parent
+        (``zygote.py``); None if ``name`` is unknown."""
         if name not in self._names:
             return None
         return RemoteProgram(Place(self.table, tenant, name, None))

@@ -53,31 +53,33 @@ ALLOWED = {
     "clock_nanosleep": (230, 115),
     "getrandom": (318, 278),
 }
-"""System calls with any arguments: their numbers on x86-64 and on arm64. None: the architecture
-does not have the call. The most frequent calls come first."""
+"""System calls that are allowed with any arguments, with their numbers on x86-64 and on arm64. A
+number is None if the architecture does not have the call. The most frequent calls come first."""
 
 MMAP = (9, 222)
-"""Allowed only for mappings that RLIMIT_DATA counts, or that have a file. Anonymous shared memory
-and memory that grows downwards would not count towards any limit."""
+"""mmap is allowed only for mappings that RLIMIT_DATA counts, or that have a file. Anonymous shared
+memory and memory that grows downwards would not count towards any limit."""
 _MAP_SHARED, _MAP_ANONYMOUS, _MAP_GROWSDOWN = 0x01, 0x20, 0x100
 CLONE = (56, 220)
-"""May start threads, but not processes; the bits of its first argument distinguish these."""
+"""clone may start threads, but not processes. The bits of its first argument distinguish the
+two."""
 CLONE_THREAD = 0x0001_0000
 CLONE3 = (435, 435)
-"""Refused, because seccomp cannot read its arguments. The error is ENOSYS, after which libc uses
-``clone``."""
+"""clone3 is refused, because seccomp cannot read its arguments. The error is ENOSYS, after which
+libc uses ``clone``."""
 MEMFD_CREATE = (319, 279)
-"""Refused, because no limit counts files in memory. The error is ENOSYS, after which wasmtime
-copies the initial memory of a module into each instance."""
+"""memfd_create is refused, because no limit counts files in memory. The error is ENOSYS, after
+which wasmtime copies the initial memory of a module into each instance."""
 TGKILL = (234, 131)
-"""May send signals only to the process itself, as abort() does, except the signals in
+"""tgkill may send signals only to the process itself, as abort() does, and not those in
 ``OTHERS_SIGNALS``."""
 OTHERS_SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
-"""Signals that a guest process may not send to itself. If it ended itself with SIGKILL, the worker
-would assume that another party had killed it, and would not suspect its module."""
+"""Signals that a guest process may not send to itself. If the process ended itself with SIGKILL,
+the worker would assume that another party had killed it, and would not suspect the guest's
+module."""
 FCNTL = (72, 25)
-"""May have only the commands in ``FCNTL_COMMANDS``. F_SETFL is not among them, because it would
-also change the flags of the worker's descriptor."""
+"""fcntl may have only the commands in ``FCNTL_COMMANDS``. F_SETFL is not among them, because it
+would also change the flags of the worker's descriptor."""
 FCNTL_COMMANDS = (
     fcntl.F_GETFD,
     fcntl.F_SETFD,
@@ -89,7 +91,8 @@ _MACHINES = {"x86_64": (0, 0xC000_003E), "aarch64": (1, 0xC000_00B7)}
 """By machine: the index of its system call numbers in the pairs above, and the kernel's number of
 the architecture."""
 COLUMN, ARCHITECTURE = _MACHINES.get(platform.machine(), (0, 0))
-"""``ARCHITECTURE`` is 0 if the architecture is unknown."""
+"""``COLUMN`` is the index of this machine's number in each pair. ``ARCHITECTURE`` is 0 if the
+architecture is unknown."""
 
 _ALLOW = 0x7FFF_0000
 _ERRNO = 0x0005_0000
@@ -107,7 +110,8 @@ def program(pid: int) -> bytes:
     made: list[_Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
         (_EQUAL, 1, 0, ARCHITECTURE),
-        # Calls of the 32-bit interface have other numbers.
+        # Calls of another architecture, such as those of the 32-bit interface, have other numbers.
+        # They kill the process.
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER_AT),
     ]

@@ -23,14 +23,14 @@ log = logging.getLogger(__name__)
 IDLE_S = 30.0
 """Seconds without controllers and without requests after which a process is ended."""
 KEEP_S = 1.0
-"""Seconds since its last call after which a process with controllers may be ended to make room for
-another process."""
+"""If the last call of a process with controllers ended this number of seconds ago, the process may
+be ended to make room for another process."""
 MAX_LAUNCHES = 3
-"""Maximum number of zygotes that are tried for one guest process, if each zygote ends before it has
-forked the process."""
+"""Maximum number of zygotes (parents of guest processes) that are tried for one guest process, if
+each zygote ends before it has forked the process."""
 MAX_DEATHS = 3
 """If this number of a tenant's sequences with one module end with their processes within
-``DEATHS_S``, the module is refused to the tenant."""
+``DEATHS_S`` seconds, the module is refused to the tenant."""
 DEATHS_S = 60.0
 
 _Key = tuple[str, int]
@@ -38,9 +38,9 @@ _Key = tuple[str, int]
 
 
 class Deaths:
-    """Counts the sequences that ended because their calls had ended their process, by tenant and
-    module. Several tenants may have uploaded the same module, so tenants are counted separately.
-    Thread-safe."""
+    """Counts, by tenant and module, the sequences that ended because one of their calls had ended
+    its guest process. Several tenants may have uploaded the same module, so tenants are counted
+    separately. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -119,8 +119,9 @@ class ProcessTable:
     def take(self, tenant: str, host: Host) -> GuestProcess:
         """The process of a tenant, which is started if necessary. Raises UnavailableError if the
         process cannot be started now."""
-        # The order matters: the lock is released before the slot is taken again. Otherwise this
-        # thread could wait for a slot while threads that wait for the lock have all slots.
+        # The order of the two matters: the lock is released before the slot is taken again.
+        # Otherwise this thread could wait for a slot while threads that wait for the lock have all
+        # slots.
         with freeing_slot(), self._spawning:
             for _ in range(MAX_LAUNCHES):
                 launcher = self._living()

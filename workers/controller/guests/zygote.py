@@ -48,8 +48,8 @@ unlimited."""
 MAX_TEXT = 16 * 1024
 """Maximum characters of a reported error."""
 MEMORY_PART = 2
-"""A guest process may have 1 / MEMORY_PART of the machine's memory. Tenants' shares are lower
-bounds on guests. Unlike them, this bound also holds for a compromised process."""
+"""A guest process may have 1 / MEMORY_PART of the machine's memory. The share of a tenant is
+smaller, but only this limit, which the kernel enforces, also holds for a compromised process."""
 _FIRST_TO_END = 1000
 """The highest OOM score: if the machine runs out of memory, the kernel ends guest processes before
 all others."""
@@ -67,7 +67,8 @@ class Zygote:
         self._user = setup.user
         self._nothing = os.open(os.devnull, os.O_RDWR)
         self._engine = make_engine(setup.limits)
-        # The host functions of both ABIs are linked once, before the first fork.
+        # The host functions of both ABIs (native and AICI's) are linked once, before the first
+        # fork.
         native._linker(self._engine)
         aici._linker(self._engine)
         self._vocabularies: dict[int, Vocabulary] = {}
