@@ -1,5 +1,5 @@
-"""Reads a request's ``controller_arg``, and the names of special tokens that an author's code
-passes."""
+"""Reads a request's ``controller_arg``, and the names of special tokens that the code of a
+controller passes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def parsed(arg: bytes) -> object:
 
 
 def special_token(host: Host, name: str) -> int | None:
-    """The id of a special token by the name of its role; None if the model does not have it."""
+    """The id of the special token with the role ``name``, such as ``eos``. None if the model does
+    not have this token."""
     found = {token.role: token for token in SpecialToken}.get(name)
     if found is None:
         known = ", ".join(token.role for token in SpecialToken)

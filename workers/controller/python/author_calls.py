@@ -1,5 +1,5 @@
-"""Calls into an author's code: exceptions become errors of the sequence, and slow calls are
-logged."""
+"""Calls into an author's code (the class or the script of a controller). Exceptions become errors
+of the sequence, and slow calls are logged."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class AuthorCalls:
     """
 
     def __init__(self, name: str, host: Host, replaying: Callable[[], bool] | None = None) -> None:
-        """``replaying``: whether the code is being replayed. While it is, its output is dropped,
-        because the log already has this output."""
+        """``replaying`` returns whether the code is being replayed. During a replay, the output of
+        the code is dropped, because the log already has this output."""
         self._name = name
         self._host = host
         self._replaying = replaying

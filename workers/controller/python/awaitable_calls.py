@@ -1,4 +1,5 @@
-"""A script's calls of its context. A call takes effect only when it is awaited."""
+"""The calls of a script on its context, such as ``ctx.gen(…)``. A call takes effect only when it is
+awaited."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ C = TypeVar("C", bound=HasAwaitableCalls)
 
 
 class AwaitableCall(Generic[T]):
-    """A call at the source line ``where``; ``text`` is its form in error messages."""
+    """A call that a script makes at the source line ``where``. ``text`` is the call as error
+    messages show it."""
 
     def __init__(
         self,

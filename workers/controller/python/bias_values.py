@@ -12,7 +12,8 @@ from .. import biases
 from ..biases import Bias
 
 BiasValues = Mapping[int, float] | Sequence[float] | np.ndarray | None
-"""A value for some tokens, by id, or for each token of the vocabulary. None stands for no bias."""
+"""The values of a bias: for some tokens, by id, or for each token of the vocabulary. None if there
+is no bias."""
 
 _RIGHT = "expected {token id: value}, or a value for each token of the vocabulary"
 

@@ -42,11 +42,11 @@ class Controller:
     ``sample(query=...)`` applies to one token only."""
 
     takes_drafts: bool = False
-    """Whether a clone may run the rounds of a draft's tokens before they are sampled, so that one
-    step of the model can verify the draft. Set the flag in a class or in ``__init__``. Drafts save
-    time if a clone and a round are much cheaper than a step. The decisions must depend only on the
-    prompt, the argument and the tokens. A clone's run ends before a round that uses a variable or
-    the log."""
+    """Whether a clone may run the rounds of a draft (tokens that the model is expected to sample
+    next) before its tokens are sampled. One step of the model can then verify the draft. Set the
+    flag in a class or in ``__init__``. Drafts save time if a clone and a round are much cheaper
+    than a step. The decisions must depend only on the prompt, the argument and the tokens. A
+    clone's run ends before a round that uses a variable or the log."""
 
     def init_prompt(self, prompt: list[int]) -> None:
         """Called once, before all other calls, with the tokens of the prompt."""

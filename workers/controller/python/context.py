@@ -294,8 +294,8 @@ class Context:
     async def _ask(
         self, make: Callable[[Question], Operation], call: str, **arguments: object
     ) -> object:
-        """The answer to a question. During a replay this is the recorded answer, otherwise the
-        result of the operation that ``make`` creates."""
+        """The answer to a question, which is a call of the script on its context. During a replay
+        this is the recorded answer, otherwise the result of the operation that ``make`` creates."""
         given = tuple((name, value) for name, value in arguments.items() if value is not None)
         question = Question(call, given)
         transcript = self._transcript
@@ -429,8 +429,8 @@ def _position(what: str, label: object) -> int:
 
 
 def _delegated(options: dict[str, object]) -> GeneratedText | None:
-    """Describes the text of a call of ``gen`` if only the worker implements its constraint (yacc
-    and substring). Otherwise None."""
+    """The text that a call of ``gen`` describes, if only the worker implements the call's
+    constraint (yacc or substring); otherwise None."""
     given = {name: value for name, value in options.items() if value is not None}
     if not given.keys() & {"yacc", "substring", "substring_end"}:
         return None

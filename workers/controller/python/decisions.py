@@ -66,8 +66,8 @@ def go_on() -> Decision:
 
 
 def suspend() -> Decision:
-    """pre_process: suspend until another sequence of the request writes a variable, samples a token
-    or ends.
+    """For pre_process: suspends the sequence until another sequence of the request writes a
+    variable, samples a token or ends.
 
     When the sequence is woken, pre_process is called again, and may suspend again.
     """
@@ -75,21 +75,22 @@ def suspend() -> Decision:
 
 
 def fork(count: int) -> Decision:
-    """pre_process: become ``count`` sequences, including this one.
+    """For pre_process: forks the sequence into ``count`` sequences, including this one.
 
-    Each sequence has a copy of the controller. In the same round, mid_process receives the ids of
-    all of them as ``fork_group``.
+    Each sequence has a copy of the controller. In the same round, the mid_process of each copy
+    receives the ids of these sequences as ``fork_group``.
     """
     return Decision("fork", Action.FORK, count=count)
 
 
 def append(tokens: str | bytes | Sequence[int]) -> Decision:
-    """pre_process, mid_process: append tokens, or text, and do not sample."""
+    """For pre_process and mid_process: appends tokens, or text, and does not sample."""
     return Decision("append", Action.SPLICE, tokens=tokens)
 
 
 def splice(backtrack: int, tokens: str | bytes | Sequence[int] = ()) -> Decision:
-    """mid_process: drop the last ``backtrack`` tokens, append tokens or text, and do not sample."""
+    """For mid_process: drops the last ``backtrack`` tokens, appends tokens or text, and does not
+    sample."""
     return Decision("splice", Action.SPLICE, backtrack=backtrack, tokens=tokens)
 
 
@@ -99,12 +100,13 @@ def sample(
     query: Query | None = None,
     override: Override | None = None,
 ) -> Decision:
-    """mid_process: sample among the tokens of ``mask``; None allows all.
+    """For mid_process: samples among the tokens of ``mask``; None allows all.
 
-    ``bias`` is added to the logits before the temperature, as ``logit_bias`` is: ``{id: value}``,
-    or a value for each token of the vocabulary (an array of float32 is the fastest). Minus infinity
-    forbids a token. ``query`` is a query about the distribution of this token, and replaces the
-    controller's attribute ``query``. ``override`` has sampling parameters for this token.
+    ``bias`` is added to the logits before these are divided by the temperature, as ``logit_bias``
+    is. It is ``{id: value}``, or a value for each token of the vocabulary (an array of float32 is
+    the fastest). Minus infinity forbids a token. ``query`` is a query about the distribution of
+    this token, and replaces the controller's attribute ``query``. ``override`` has sampling
+    parameters for this token.
     """
     return Decision("sample", Action.CONTINUE, mask=mask, bias=bias, query=query, override=override)
 

@@ -14,8 +14,8 @@ from .script import ScriptProgram
 
 
 def load_program(spec: str) -> tuple[str, Program]:
-    """Loads the program that ``spec``, such as ``module:Name``, names. Returns the name under which
-    the worker registers the program, and the program.
+    """Loads the program with the name ``spec``, such as ``module:Name``. Returns the name under
+    which the worker registers the program, and the program.
 
     ``Name`` is a subclass of ``Controller``, a coroutine function, or a ``Program``. The registered
     name is the attribute ``tokenbus_name`` of ``Name`` if it exists, else ``spec``. The module may

@@ -36,15 +36,15 @@ class Operation:
         return CONTINUE
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
-        """The answer of the controller's mid_process. None: pre_process must be called first."""
+        """The answer of the controller's mid_process. None if pre_process must be called first."""
         return None
 
     def post_process(self, tokens: Sequence[int]) -> None:
         """Called after tokens were appended to the sequence and to the transcript."""
 
     def after_post(self) -> Answer:
-        """The answer of the controller's post_process if the previous operation, which this
-        post_process finished, has ``posts``."""
+        """The answer of the controller's post_process. Called if this post_process has finished the
+        previous operation, and ``posts`` of that operation is true."""
         return CONTINUE
 
     def resume(self, other: Operation) -> None:
@@ -165,8 +165,8 @@ class Generate(Operation):
             self._constraint.advance(self._tokens)
 
     def _stopped(self, before: int) -> int | None:
-        """The position in bytes at which the first stop text ends that the last token has
-        completed; None if it has completed none."""
+        """The number of bytes of the text up to the end of the first stop text that the last token
+        has completed. None if the token has not completed a stop text."""
         found = [
             at + len(stop)
             for stop in self._stops
@@ -223,7 +223,7 @@ class Fork(Operation):
 
 
 class Receive(Operation):
-    """Waits for the next input of the client; the answer is its text."""
+    """Waits for the next input of the client. The answer is the input's text."""
 
     def __init__(self, question: Question, receive: Callable[[], bytes | None]) -> None:
         super().__init__(question)
@@ -238,7 +238,8 @@ class Receive(Operation):
 
 
 class WaitFor(Operation):
-    """Waits until a variable of the request exists; the answer is its version and value."""
+    """Waits until a variable of the request exists. The answer is the variable's version and
+    value."""
 
     def __init__(self, question: Question, read: Callable[[], Stored | None]) -> None:
         super().__init__(question)

@@ -26,7 +26,8 @@ class _Call(threading.local):
 
     log: Log | None = None
     muted: Callable[[], bool] | None = None
-    """Whether output is dropped now, because it was written before."""
+    """Returns whether output is dropped, because a replay repeats it. None if output is never
+    dropped."""
 
 
 _call = _Call()

@@ -71,7 +71,7 @@ class ScriptController:
         self._context = self.context(host, transcript)
         self._coroutine = function(self._context)
         self._operation: Operation | None = None
-        """None before init_prompt."""
+        """The operation that the script awaits; None before init_prompt."""
         self._detour = _Detour()
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
@@ -119,7 +119,8 @@ class ScriptController:
         """A controller for the forked sequence, whose script is replayed up to the operation that
         this controller's script awaits.
 
-        Raises ControllerError if the script asks different questions than the first time.
+        Raises ControllerError if the replayed script makes other calls on its context than the
+        first time.
         """
         if self._operation is None:
             return type(self)(self._name, self._function, host, Transcript())
@@ -145,8 +146,8 @@ class ScriptController:
             pass  # The error is in the log, and the sequence has ended.
 
     def _current(self) -> Operation:
-        """The operation that the script awaits. As long as this operation is finished, the script
-        runs to its next operation."""
+        """The operation that the script awaits. If this operation is finished, the script first
+        runs to its next unfinished operation."""
         while self._operation is None or self._operation.finished:
             self._resume()
         return self._operation

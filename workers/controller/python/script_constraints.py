@@ -1,4 +1,4 @@
-"""Constraints on a text that a script generates. llguidance computes the mask of each token.
+"""Constraints on a text that a script generates. llguidance computes the mask before each token.
 
 Source: llguidance (its Earley parser over derivative-based lexemes, masks from the token trie).
 """
@@ -55,7 +55,7 @@ class Allowed:
         return True
 
     def advance(self, tokens: Sequence[int]) -> bool:
-        """Appends tokens to the text."""
+        """Returns False, because the text never has to end."""
         return False
 
 
@@ -89,7 +89,7 @@ class Grammar:
         return any(wide)
 
     def advance(self, tokens: Sequence[int]) -> bool:
-        """Appends tokens to the text."""
+        """Appends tokens to the text; returns whether the text is finished."""
         if not self._matcher.consume_tokens(list(tokens)):
             raise self._failed()
         return self._matcher.is_stopped()

@@ -1,4 +1,4 @@
-"""Access to the variables of a request as text, for authors."""
+"""Access to the variables of a request as text, for the code of controllers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Vars:
         return self._variables.get(name)
 
     def get(self, name: str, default: str | None = None) -> str | None:
-        """A variable as text, or ``default``; raises ControllerError if it is not UTF-8."""
+        """A variable as text, or ``default``; raises ControllerError if the variable is not
+        UTF-8."""
         stored = self.read(name)
         return default if stored is None else text_of(name, stored)
 

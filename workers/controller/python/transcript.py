@@ -32,9 +32,10 @@ class Entry(NamedTuple):
     answer: object
     error: ControllerError | None
     kept: int
-    """Number of the tokens at the previous answer that were not dropped."""
+    """Number of tokens that the sequence had at the previous answer and that were not dropped since
+    then."""
     tokens: tuple[int, ...]
-    """The tokens that were appended after those."""
+    """The tokens that follow the ``kept`` tokens."""
 
 
 def _size(value: object) -> int:
