@@ -13,8 +13,8 @@ _SHOWN_BYTES = 20
 
 
 class LongestMatch:
-    """Tokenizes by longest match. For tokens with the same bytes it uses the highest id, as the
-    trie does."""
+    """Tokenizes by longest match. If several tokens have the same bytes, the highest id is used, as
+    in the trie."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         """``tokens[i]`` are the bytes of token i; empty for a token that must not be used for
@@ -25,7 +25,7 @@ class LongestMatch:
             lengths.setdefault(token[:2], set()).add(len(token))
         self._lengths = {start: sorted(found)[::-1] for start, found in lengths.items()}
         """By the first two bytes of a token, or by its only byte: the lengths of the tokens that
-        begin so, in descending order."""
+        begin with these bytes, in descending order."""
         self.has_every_byte = all(bytes([byte]) in self._number for byte in range(256))
         """Whether each byte is a token."""
 
@@ -33,8 +33,8 @@ class LongestMatch:
         """The tokens of a text: at each position, from left to right, the longest token after which
         the rest can still be tokenized.
 
-        ``check`` is called every ``CHECKED_STEPS`` positions. Raises ControllerError if no
-        tokenization exists.
+        ``check`` is called after every ``CHECKED_STEPS`` steps of the search. Raises
+        ControllerError if no tokenization exists.
         """
         starts = [0]
         choices = [self._at(text, 0)]

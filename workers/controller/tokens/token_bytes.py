@@ -4,7 +4,7 @@ The JSON does not write tokens as bytes: GPT-2's byte level maps bytes to printa
 SentencePiece writes ``▁`` for a space and ``<0xAB>`` for a byte. The decoder in the JSON defines
 the mapping. If the JSON has no decoder, the model, the normalizer and the pre-tokenizer imply the
 mapping. The text of a sequence must be the concatenation of its tokens' bytes, because constraints
-are on bytes. A tokenizer whose decoder does not satisfy this is refused.
+are on bytes. A tokenizer is refused if its decoder gives a different text.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def _steps(spec: Spec) -> list[Step]:
         if kind == "Fuse":
             fused = True
         elif kind == "Strip" and fused:
-            # After Fuse, Strip only strips the ends of the whole text, not those of each token.
+            # After Fuse, Strip only strips the ends of the whole text. It does not change the bytes
+            # of each token.
             continue
         elif kind == "Replace" and fused and len(part["pattern"].get("String", "")) != 1:
             raise _unknown(f"its decoder replaces {part['pattern']}, which may span tokens")

@@ -2,8 +2,9 @@
 
 Source: AICI's ``toktree`` (crate ``aici_abi``). The format is little-endian u32 words:
 
-    header   magic, 28, bytes of nodes, bytes of offsets, bytes of data, vocabulary, end of sequence
-    node     token << 8 | byte, subtree size << 8 | levels that end with it; in preorder
+    header   magic, 28 (bytes of the header), bytes of the nodes, of the offsets and of the data,
+             number of tokens, end-of-sequence token
+    node     token << 8 | byte, subtree size << 8 | number of subtrees that end here; in preorder
     offset   place in the data << 8 | length, one for each token
     data     the bytes of all tokens
 """
@@ -87,8 +88,9 @@ def _preorder(tokens: Sequence[bytes]) -> _Preorder:
     """Computes the nodes in preorder from the sorted tokens. Each token adds one node for each byte
     after the prefix that it shares with the previous token."""
     last = {token: number for number, token in enumerate(tokens)}
-    # A token whose bytes another token with a higher id has too is a duplicate. It gets the suffix
-    # U+0100, which sorts after every byte, so that it follows all tokens that begin with its bytes.
+    # A token is a duplicate if a token with a higher id has the same bytes. A duplicate gets the
+    # suffix U+0100, which sorts after every byte, so that it follows all tokens that begin with its
+    # bytes.
     order = sorted(
         (token.decode("latin-1") + ("" if last[token] == number else "\u0100"), number)
         for number, token in enumerate(tokens)
@@ -153,7 +155,7 @@ class TokenTrie(NamedTuple):
     """A decoded trie."""
 
     eos: int
-    """The end-of-sequence token; -1 for none."""
+    """The end-of-sequence token; -1 if the vocabulary has none."""
     tokens: list[bytes]
     """The bytes of each token, from the offsets."""
     spelled: dict[int, bytes]

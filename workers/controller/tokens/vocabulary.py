@@ -43,8 +43,8 @@ class TokenizerVocabulary:
         """Callers use ``from_json`` or ``from_tokens``.
 
         The tokens in ``eos`` have no bytes, so that constraints do not allow them as text. Ids
-        beyond the vocabulary, which the model cannot sample, are ignored. ``special``: special
-        tokens by their names.
+        beyond the vocabulary, which the model cannot sample, are ignored. ``special``: the ids of
+        special tokens, by name.
         """
         self.size = len(tokens)
         self.eos_ids = tuple(number for number in eos if 0 <= number < self.size)
