@@ -2,8 +2,8 @@
 text that the worker generates for the guest.
 
 While a text is generated, the worker runs the sequence's rounds with the controller of a built-in
-constraint, without calling the guest. After the text, it calls the guest's post_process with the
-tokens of the whole text.
+constraint, without calling the guest. After the text, the worker calls the guest's post_process
+with the tokens of the whole text.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ScriptController:
         host: Host,
         constraints: FindConstraint,
     ) -> None:
-        """``make`` creates the guest for a host. Its errors are passed on."""
+        """``make`` creates the guest for a host. Raises the errors of ``make``."""
         self._host = host
         self._constraints = constraints
         self._questions = host.questions = ConstraintQuestions(constraints, host)

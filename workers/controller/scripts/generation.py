@@ -23,7 +23,7 @@ class Generate(msgspec.Struct, frozen=True):
     """The arguments of a script's call of ``gen``."""
 
     kind: Kind | None = None
-    """The built-in constraint; None: every text is allowed."""
+    """The built-in constraint; None if every text is allowed."""
     argument: str = ""
     stop_at: list[str] = []
     """The generated text ends after the first occurrence of one of these texts."""
@@ -126,7 +126,7 @@ class Generation:
         self._constraint.batched(token)
 
     def fork(self, host: Host) -> Generation:
-        """A copy for another sequence."""
+        """A copy for the new sequence of ``host``."""
         constraint = self._constraint.fork(host) if self._constraint is not None else None
         other = Generation(self._asked, host, constraint, self._bias)
         other.tokens, other._text = list(self.tokens), bytearray(self._text)

@@ -26,7 +26,7 @@ class ScriptModule:
     def __init__(
         self, engine: wasmtime.Engine, module: wasmtime.Module, text: bytes | None
     ) -> None:
-        """``module``: the interpreter after its boot. ``text``: the script; None: the argument of
+        """``module``: the interpreter after its boot. ``text``: the script; None if the argument of
         the request is the script."""
         self._template = Template(linker_of(engine), module, engine)
         self._text = text

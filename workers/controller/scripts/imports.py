@@ -55,7 +55,8 @@ def _next_tokens(
         guest.write(mask, message)
         return REFUSED + len(message)
     finally:
-        # The constraint may have run a guest of its own on this thread.
+        # The constraint may have run another guest on this thread, so the running guest is set
+        # again.
         running.guest = guest
         guest.exclude(time.thread_time() - began_s)
     guest.write_part(mask, found.mask, mask_size)

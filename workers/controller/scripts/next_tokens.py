@@ -1,4 +1,4 @@
-"""Answers the questions of scripts which tokens may follow a text under a built-in constraint.
+"""Answers questions of scripts about the tokens that may follow a text under a built-in constraint.
 AICI's classes ``RegexConstraint``, ``CfgConstraint``, ``SubStrConstraint`` and ``ChooseConstraint``
 ask such a question in each step.
 

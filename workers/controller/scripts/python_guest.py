@@ -42,7 +42,7 @@ class PythonModule:
     def __init__(
         self, engine: wasmtime.Engine, module: wasmtime.Module, text: bytes | None
     ) -> None:
-        """``text``: the script; None: the argument of the request is the script."""
+        """``text``: the script; None if the argument of the request is the script."""
         self._template = template_of(engine, module)
         self._text = text
 
@@ -151,7 +151,7 @@ class PythonContext(Context):
         return json.dumps({"value": _plain(value)})
 
     def _read(self, name: str, given: list[Any]) -> Any:
-        """The result of a call that does not block the script."""
+        """The result of a call that is answered at once."""
         vocabulary = self._host.vocabulary
         match name:
             case "prompt" | "tokens" | "seq":
@@ -238,8 +238,8 @@ _end()"""
 
 
 class GuestCalls(AuthorCalls):
-    """The calls of one sequence. Errors get no traceback here, because the interpreter already
-    describes the errors of its script."""
+    """The calls to the script of one sequence. Errors get no traceback here, because the
+    interpreter already describes the errors of its script."""
 
     number = 0
     """Number of calls so far."""

@@ -141,8 +141,8 @@ class PythonSession:
 
     def resume(self, answer: str, limit_s: float | None, spent_s: float) -> Asked | None:
         """Answers the script's call, runs the script to its next call, and returns this call.
-        ``limit_s``: the new limit of the script; None: the present limit still applies, and
-        includes ``spent_s``, the CPU time of the answer."""
+        ``limit_s``: the new limit on the script's CPU time, in seconds. If it is None, the present
+        limit still applies, and the CPU time of the answer, ``spent_s``, counts towards it."""
         if limit_s is not None:
             self.guest.renew(limit_s)
         self._answers.put((answer, spent_s if limit_s is None else 0.0))
@@ -187,7 +187,7 @@ class PythonSession:
         self._cpu_s, self._began_s = now - self._began_s, now
 
     def ask(self, name: str, text: str) -> str:
-        """Passes a call of the script to the driving thread, and waits for the answer."""
+        """Passes a call of the script to the thread of the controller, and waits for the answer."""
         if name == "boot":
             return self._boot
         self._spent()

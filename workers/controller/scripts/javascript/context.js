@@ -57,7 +57,7 @@ function token_set(tokens) {
   return set;
 }
 
-// {token: value} or a value for each token, as the bytes that the host reads.
+// Converts a bias ({token: value}, or a value for each token) to the bytes that the host reads.
 function bias_of(values) {
   if (values === null || values === undefined) return null;
   if (Array.isArray(values) || ArrayBuffer.isView(values))

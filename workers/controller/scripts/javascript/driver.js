@@ -29,8 +29,8 @@ function describe(error) {
   return line ? `line ${line}: ${text}` : text;
 }
 
-// Each operation has pre, mid and post, which correspond to the calls of a controller; each may
-// finish the operation. mid returns null if pre_process has to be called first.
+// Each operation has pre, mid and post, which correspond to the calls of a controller. Any of them
+// may finish the operation. mid returns null if pre_process has to be called first.
 class Operation {
   finished = false;
   answer = undefined;
@@ -217,7 +217,7 @@ function ask(operation, name) {
   });
 }
 
-// The operation that the script waits for. Runs the script while its last operation is finished.
+// Runs the script until it waits for an unfinished operation, and returns this operation.
 function current() {
   while (pending === null || pending.finished) {
     const last = pending;
@@ -275,7 +275,7 @@ const decide = {
     }),
 };
 
-// The script continues with its next call in the same round, without a token.
+// The decision to continue with the script's next call in the same round, without a token.
 const NOOP = new Decision(CONTINUE);
 
 const MAY = {
