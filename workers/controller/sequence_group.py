@@ -229,7 +229,7 @@ class SequenceGroup:
         return sequence, partial(self._rounds.sampled, sequence, tokens, draft, distributions)
 
     def see_changes(self, sequence: ControlledSequence) -> None:
-        """Called before a round from ``step`` runs in a batch."""
+        """Called before a round from ``step`` runs in a batch (``Rounds.see_changes``)."""
         self._rounds.see_changes(sequence)
 
     def batched(self, sequence: ControlledSequence, token: int) -> list[StepResult]:

@@ -106,7 +106,7 @@ class _Awaited:
 
 
 class ToolCalls:
-    """The unanswered calls of this worker. ``post`` sends frames over a link."""
+    """The unanswered tool calls of this worker. ``post`` sends frames over a link."""
 
     def __init__(self, post: Callable[[list[bytes], int], None]) -> None:
         self._post = post
@@ -154,7 +154,7 @@ class ToolCalls:
 
 
 class GroupTools:
-    """The calls of one attempt of a request."""
+    """The tool calls of one attempt of a request."""
 
     def __init__(
         self,

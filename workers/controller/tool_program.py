@@ -25,7 +25,7 @@ class ToolProgram:
     """The factory of ``ToolCaller``."""
 
     def start(self, host: Host) -> ToolCaller:
-        """Raises RequestError if the argument is not valid."""
+        """Creates the controller. Raises RequestError if the request's argument is not valid."""
         try:
             call = _decode(host.arg)
         except (msgspec.MsgspecError, RecursionError) as error:

@@ -131,7 +131,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class VariablesMark:
-    """A state of ``SequenceVariables`` within a round."""
+    """A state of ``SequenceVariables`` within a round, to which ``rewind`` can return."""
 
     count: int
     writes: int
@@ -141,7 +141,7 @@ class VariablesMark:
 
 
 class RecordMark(NamedTuple):
-    """The answer to the operation that creates the record of a call."""
+    """The answer to the operation that creates the record of a tool call."""
 
     request: int
     lineage: int
@@ -152,7 +152,7 @@ class RecordMark(NamedTuple):
 
 
 def record_of(lineage: int, number: int) -> str:
-    """The name of the record of a call."""
+    """The name of the record of a tool call."""
     return f"tool/{lineage:x}/{number}"
 
 
