@@ -71,7 +71,7 @@ class Begin(OfController):
 
 
 class Prompt(OfController):
-    """Calls init_prompt."""
+    """Calls init_prompt of a controller."""
 
     tokens: list[int]
 

@@ -267,7 +267,8 @@ class GuestProcess:
         self._ended(why, killed=True)
 
     def died(self, code: int) -> None:
-        """Called when the process has ended."""
+        """Called when the process has ended. ``code``: the exit code, or the negative number of the
+        signal that ended the process."""
         was_killed = code == -signal.SIGKILL and oom_kills() == self._oom_kills
         self._ended(_why(code), killed=was_killed)
 

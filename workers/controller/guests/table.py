@@ -48,7 +48,7 @@ class Deaths:
         self._times: dict[tuple[str, str], deque[float]] = {}
 
     def add(self, tenant: str, module: str) -> None:
-        """Counts a death."""
+        """Counts a sequence that has ended with its guest process."""
         with self._lock:
             self._forget()
             times = self._times.setdefault((tenant, module), deque(maxlen=MAX_DEATHS))
@@ -70,7 +70,7 @@ class Deaths:
         )
 
     def _forget(self) -> None:
-        """Removes old deaths. Called under the lock."""
+        """Removes counts that are older than ``DEATHS_S``. Called under the lock."""
         oldest = self._clock() - DEATHS_S
         for key, times in list(self._times.items()):
             while times and times[0] < oldest:
