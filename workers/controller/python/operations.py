@@ -94,7 +94,7 @@ class Append(Operation):
         return Answer(Action.SPLICE, backtrack=self._drop, tokens=self._tokens)
 
     def post_process(self, tokens: Sequence[int]) -> None:
-        """Finishes."""
+        """Finishes the operation."""
         self._finish()
 
 
