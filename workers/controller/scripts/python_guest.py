@@ -258,7 +258,7 @@ class GuestCalls(AuthorCalls):
 
 
 class PythonGuest(ScriptController):
-    """The controller of one sequence."""
+    """The controller of one sequence, whose script runs in MicroPython."""
 
     context = PythonContext
 

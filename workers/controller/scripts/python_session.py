@@ -66,7 +66,8 @@ def library(script: str) -> str:
 
 
 class Asked(NamedTuple):
-    """A call of the script."""
+    """A call of the script. ``name`` is ``ask`` or ``failed``; ``text`` is the call as JSON, or the
+    error of the script."""
 
     name: str
     text: str
@@ -85,7 +86,7 @@ class Printed:
         return size if size <= RESULT_BYTES else RESULT_BYTES
 
     def write(self, data: bytes) -> None:
-        """Writes output."""
+        """Writes output of the script, unless ``silent`` returns True."""
         if not self._silent():
             self._write(data)
 
