@@ -39,7 +39,7 @@ class GrammarProgram:
         self._tables = tables
 
     def start(self, host: Host) -> GrammarController:
-        """Raises RequestError if the argument is not valid."""
+        """Makes the controller. Raises RequestError if the argument is not valid."""
         shared = self._instances.get(self._tables(host.arg), host.vocabulary)
         try:
             return GrammarController(shared, host, shared.guest.start(), [])
@@ -58,8 +58,8 @@ class Combination(NamedTuple):
 
 
 class CombinationProgram:
-    """The constraint ``combination``. It is compiled to one automaton if possible. Otherwise its
-    parts are run one after another."""
+    """The constraint ``combination``. Its argument is compiled to one automaton if possible.
+    Otherwise ``PartsController`` runs the parts of the argument one after another."""
 
     def __init__(
         self,
@@ -67,13 +67,13 @@ class CombinationProgram:
         tables: Tables,
         others: Mapping[str, ConstraintProgram],
     ) -> None:
-        """``others``: the programs for parts that are not automata, by their kind."""
+        """``others``: the programs for parts that are not automata, by the kind of the part."""
         self._instances = instances
         self._tables = tables
         self._others = others
 
     def start(self, host: Host) -> Constraint:
-        """Raises RequestError if the argument is not valid."""
+        """Makes the controller. Raises RequestError if the argument is not valid."""
         root = read_combination(host.arg)
         made = Combination(root, make_plan(root), self._tables.combination(host.arg))
         if made.root.max_tokens is not None:
@@ -102,9 +102,9 @@ class Constraints:
     def __init__(
         self, engine: wasmtime.Engine, folder: Path | None, bounds: Bounds | None = None
     ) -> None:
-        """``folder`` stores tables and masks between runs of the worker; None if nothing is to be
+        """``folder`` stores tables and masks between runs of the worker. If it is None, nothing is
         stored. ``bounds``: the bounds of compiling one grammar."""
-        prepare()  # This takes 40 ms now, so that the first pattern is not delayed.
+        prepare()  # This takes 40 ms, and would otherwise delay the first pattern.
         snapshots = folder / "memories" if folder is not None else None
         self._meter = CompileMeter()
         self._processes = Processes(bounds or Bounds())
@@ -138,7 +138,7 @@ class Constraints:
         return self._meter.series()
 
     def close(self) -> None:
-        """Called when the worker stops: writes snapshots to disk, and ends the compiling
-        processes."""
+        """Called when the worker stops: writes snapshots of grammar instances to disk, and ends the
+        processes that compile."""
         self._instances.close()
         self._processes.close()

@@ -2,9 +2,9 @@
 the removed token's text.
 
 A prompt that ends in the middle of a word ends in tokens that a tokenizer would not produce for the
-whole word. After healing, the model can sample the token that a tokenizer would produce. The text
-of the sampled token after the removed text is the beginning of the constrained text. Source:
-guidance's token healing; here exactly one token is removed.
+whole word. After healing, the model can sample the token that a tokenizer would produce. The
+constrained text begins with that part of the sampled token's text that follows the removed text.
+Source: guidance's token healing; here exactly one token is removed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .structural.free_masks import TokenTable
 
 KEPT_TABLES = 4
 MAX_TRIED = 256
-"""Maximum number of candidates for the first token that are tried token by token. This is necessary
-if the candidate's text after the removed text is not a single token. Further such candidates are
-forbidden."""
+"""Maximum number of candidates for the first token that are tried in a copy of the constraint's
+controller. A candidate is tried if that part of its text that follows the removed text is not a
+single token. Further candidates of this kind are forbidden."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -38,14 +38,14 @@ class HealingProgram:
         """The removed token."""
 
     def start(self, host: Host) -> Constraint:
-        """Creates the controller. Raises RequestError if the request's controller is not a built-in
-        constraint, and the errors of ``program``."""
+        """Makes the controller. Raises RequestError if the request's controller is not a built-in
+        constraint. Also raises the errors of ``program.start``."""
         text = host.vocabulary.token(self.healed)
         first = self._begin(host)
         return HealingController(self, first, host, text) if text else first
 
     def begin(self, host: Host, max_tokens: int) -> Constraint:
-        """The constraint of the text after the prompt, limited to ``max_tokens``."""
+        """Makes the constraint's controller, for a text of at most ``max_tokens``."""
         return self._begin(replace(host, max_tokens=max_tokens))
 
     def _begin(self, host: Host) -> Constraint:
@@ -74,21 +74,21 @@ class HealingController:
         self._prefix = prefix
         self._prompt: Sequence[int] = ()
         self._rest: list[int] | None = None
-        """The text of the first token that belongs to the constrained text, as tokens; None before
-        the first token."""
+        """The part of the first token's text that belongs to the constrained text, as tokens; None
+        before the first token."""
         self._after = 0
-        """Number of tokens after the first token."""
+        """Number of the sequence's tokens after the first sampled token."""
         self._given: Answer | None = None
         """The constraint's last answer if it is a splice that drops tokens of ``_rest``; otherwise
         None."""
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
-        """Calls the constraint."""
+        """Passes the prompt to the constraint."""
         self._prompt = prompt
         self._inner.init_prompt(prompt)
 
     def pre_process(self) -> Answer:
-        """Calls the constraint."""
+        """Returns the answer of the constraint."""
         return self._inner.pre_process()
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
@@ -114,7 +114,7 @@ class HealingController:
         """Passes the rest of the first token, and all later tokens, to the constraint."""
         given, self._given = self._given, None
         if given is not None:
-            # The first token was written again, together with the tokens after it.
+            # ``tokens`` replaced the first token and all tokens after it (``_whole``).
             self._rest, self._after = [], len(tokens) - 1
             return self._inner.post_process(given.tokens, given.backtrack)
         if self._rest is None and tokens:
@@ -132,7 +132,7 @@ class HealingController:
         return self._inner.post_process(tokens, backtrack)
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """See ``Constraint.text_end``, for the constrained text."""
+        """How the constrained text ends (``Constraint.text_end``)."""
         return self._inner.text_end(stop)
 
     def fork(self, host: Host) -> HealingController:
@@ -151,7 +151,7 @@ class HealingController:
     # --- inside ---------------------------------------------------------------------------------
 
     def _rest_of(self, token: int) -> list[int]:
-        """The text of a first token after the removed token's text, as tokens."""
+        """The part of a first token's text that follows the removed token's text, as tokens."""
         vocabulary = self._host.vocabulary
         text = vocabulary.token(token)
         if not text.startswith(self._prefix):
@@ -163,9 +163,9 @@ class HealingController:
         return vocabulary.tokenize(text[len(self._prefix) :])
 
     def _whole(self, answer: Answer) -> Answer:
-        """The answer of the constraint for the whole sequence. If the answer is a splice that drops
-        tokens of ``_rest``, the new splice drops the whole first token and writes the removed token
-        and the rest again."""
+        """The answer of the constraint, changed to apply to the whole sequence. If the answer is a
+        splice that drops tokens of ``_rest``, the changed splice drops the whole first token. Then
+        it appends the removed token, the remaining tokens of ``_rest``, and the splice's tokens."""
         rest = self._rest or []
         if answer.action is not Action.SPLICE or answer.backtrack <= self._after:
             return answer

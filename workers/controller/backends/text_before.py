@@ -1,5 +1,5 @@
-"""Functions of the built-in constraints about the end of a text: the tokens before it, and its log
-line."""
+"""Functions of the built-in constraints for the end of a text: they return the tokens before the
+end, and a log line about the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tokens_before(stop: bytes, text: Sequence[int], vocabulary: Vocabulary) -> l
 
     The text before ``stop`` is tokenized again, so the result may have other tokens than ``text``.
     None if the text does not contain ``stop``, or if the vocabulary cannot write the text before
-    it.
+    ``stop``.
     """
     before, found, _ = b"".join(map(vocabulary.token, text)).partition(stop)
     try:
@@ -30,9 +30,9 @@ def tokens_before(stop: bytes, text: Sequence[int], vocabulary: Vocabulary) -> l
 
 
 def closing_line(appended: int, dropped: int, max_tokens: int) -> str:
-    """The log line about a text that ends before ``max_tokens`` cuts it off.
+    """The log line about a text that was closed before ``max_tokens`` would have cut it off.
 
-    ``appended``, ``dropped``: how many tokens the closing adds and removes.
+    ``appended``, ``dropped``: the numbers of tokens that the closing appends and drops.
     """
     if not appended and not dropped:
         return f"the text was ended here, where it is complete: max_tokens is {max_tokens}"

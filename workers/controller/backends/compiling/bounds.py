@@ -12,12 +12,12 @@ WALL_S = 120.0
 request again. The grammar itself is not refused, because a task takes so long only if a busy
 machine gives its process hardly any CPU time."""
 STACK_BYTES = 3 * 1024 * 1024
-"""Stack of the thread that compiles, in bytes. The stacks of the worker's threads
-(``sandbox.HOST_STACK_BYTES``) are larger, so that each grammar that compiles in the process also
-compiles in the worker."""
+"""Stack size of the thread that compiles in a separate process, in bytes. The stacks of the
+worker's threads (``sandbox.HOST_STACK_BYTES``) are larger, so that each grammar that compiles in
+the process also compiles in the worker."""
 BLAME_SHARE = 0.25
-"""Maximum CPU time of the search for the most expensive part of a refused grammar, as a share of
-``cpu_s``."""
+"""Maximum CPU time of the search for the part because of which a grammar was refused, as a share of
+``Bounds.cpu_s``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,8 @@ class Bounds:
     cpu_s: float = 1.5
     """Maximum CPU time, in seconds; the setting ``grammar_compile_s``."""
     memory_bytes: int = 1024**3
-    """Maximum memory, in bytes; the setting ``grammar_compile_bytes``."""
+    """Maximum memory of the process that compiles, in bytes; the setting
+    ``grammar_compile_bytes``."""
 
     @property
     def too_slow(self) -> str:

@@ -28,8 +28,8 @@ class CompileMeter:
 
     @contextlib.contextmanager
     def measured(self, constraint: str) -> Iterator[None]:
-        """Measures one compilation, including the wait for a process, because the request cannot
-        get a mask earlier."""
+        """Measures the time of one compilation. The wait for a process is included, because the
+        first mask of the request waits for it too."""
         began = time.perf_counter()
         outcome = "failed"
         try:

@@ -54,8 +54,8 @@ def _done(task: Task) -> Done:
 def _serve() -> None:
     while (message := read(sys.stdin.buffer)) is not None:
         task = msgspec.msgpack.decode(message, type=Task)
-        # Tasks of the other kinds bound their own time. Their timer runs longer, so that such a
-        # task can report its error before the kernel ends the process.
+        # Tasks of the other kinds check themselves that they take at most ``cpu_s``. Their timer
+        # ends later, so that such a task can report its error before the kernel ends the process.
         spare = 0.0 if task.kind in ("llguidance", "shortest") else 0.3 + task.cpu_s / 4
         signal.setitimer(signal.ITIMER_PROF, task.cpu_s + spare)
         reply = msgspec.msgpack.encode(_done(task))

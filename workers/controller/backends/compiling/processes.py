@@ -1,8 +1,8 @@
 """Starts and ends the processes that compile grammars. Each process runs one task at a time.
 
-Compiling a grammar can take hours or all memory, for example for an intersection of a few
-expressions. It can also overflow the stack of a native library, which ends the process, for example
-for a chain of 10,000 rules. A process of ``python -m
+Compiling a grammar can take hours or all memory, for example if the grammar intersects a few
+expressions. Compiling a chain of 10,000 rules overflows the stack of llguidance, a native library,
+and so ends the process that compiles. A process of ``python -m
 tokenbus.workers.controller.backends.compiling.process`` has bounded time, memory and stack.
 Processes are reused, because starting one takes 0.1 s, and a usual grammar compiles in about a
 millisecond.
@@ -42,7 +42,7 @@ class Processes:
 
     def check(self, grammar: str) -> None:
         """Compiles an llguidance grammar in a process, for a vocabulary of bytes, and appends the
-        first tokens that it allows.
+        first tokens that the grammar allows to an empty text.
 
         Raises RefusedGrammar if the grammar is not valid or exceeds the bounds; the reason names
         the faulty part of the grammar. Raises UnavailableError if no process becomes free in time
@@ -51,13 +51,14 @@ class Processes:
         self._done("llguidance", grammar.encode())
 
     def shortest(self, grammar: str) -> bytes | None:
-        """The shortest text of an llguidance grammar that a search finds; None if it does not find
-        a text. Raises the same errors as ``check``, without naming a part."""
+        """The shortest text of an llguidance grammar that a search finds; None if the search does
+        not find a text. Raises the same errors as ``check``, but the reason does not name a part of
+        the grammar."""
         return self._done("shortest", grammar.encode()).shortest
 
     def run(self, kind: Kind, grammar: bytes) -> bytes:
         """The tables that a task of this kind makes from a grammar. Raises the same errors as
-        ``check``."""
+        ``check``, with the reason of the compiler of this kind."""
         return self._done(kind, grammar).tables
 
     def close(self) -> None:

@@ -15,10 +15,10 @@ from .bounds import RefusedGrammar
 T = TypeVar("T")
 
 KEPT_REFUSALS = 256
-"""Maximum refusals that are cached."""
+"""Maximum number of refusals that are cached."""
 REFUSED_S = 60.0
-"""Time for which a refusal is cached, in seconds. After that, a compilation that took too long on a
-busy machine is tried again."""
+"""Time for which a refusal is cached, in seconds. After this time the grammar is compiled again,
+because the compilation may have taken too long only on a busy machine."""
 
 
 class _Flight(Generic[T]):
@@ -32,11 +32,11 @@ class _Flight(Generic[T]):
 
 class Shared(Generic[T]):
     """Runs at most one compilation for each key and tenant at a time. The tenant's other requests
-    with this key wait for its result. Tenants do not share a compilation, because a compilation may
-    wait in the pool for the turn of its tenant.
+    with this key wait for the result. Tenants do not share a compilation: it may wait for its
+    tenant's turn (``Turns``), and another tenant's requests must not wait for this turn.
 
-    Thread-safe. Results are not cached. A refusal is cached for ``REFUSED_S``: until then, the same
-    grammar is refused without compiling it again.
+    Thread-safe. Results are not cached. A refusal is cached for ``REFUSED_S``: during this time,
+    the same grammar is refused without compiling it again.
     """
 
     def __init__(self, wall_s: float) -> None:
@@ -48,7 +48,8 @@ class Shared(Generic[T]):
         self._refused: OrderedDict[object, tuple[float, BaseException]] = OrderedDict()
 
     def get(self, key: object, make: Callable[[], T]) -> T:
-        """The result of ``make``, which this caller or another caller with the same key has called.
+        """The result of ``make``, which this caller or another caller with the same tenant and key
+        has called.
 
         Raises the errors of ``make``, and UnavailableError if the other caller's compilation takes
         too long.

@@ -17,8 +17,8 @@ class Task(msgspec.Struct):
 
     kind: Kind
     cpu_s: float
-    """Limit on the task's CPU time, in seconds; the kernel ends a process that exceeds the
-    limit."""
+    """Limit on the task's CPU time, in seconds. The kernel ends the process of a task that exceeds
+    the limit (``process._serve``)."""
     grammar: bytes
     failed: str = ""
     """For ``blame``: the reason why the grammar was refused."""
@@ -34,7 +34,7 @@ class Done(msgspec.Struct):
 
 
 def read(source: IO[bytes]) -> bytes | None:
-    """Reads the next message of a pipe; None at the end of the pipe."""
+    """Reads the next message of a pipe; returns None at the end of the pipe."""
     head = source.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None

@@ -1,2 +1,2 @@
-"""The grammar backend of Tokenbus, for regular expressions, yacc grammars and combinations. One
-Wasm guest computes the masks of each of them."""
+"""The grammar backend of Tokenbus, for regular expressions, yacc grammars and combinations. Guests
+of one Wasm module (``grammars/guest``) compute the masks of all of them."""

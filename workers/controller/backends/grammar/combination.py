@@ -11,7 +11,7 @@ A part is a literal text or an object of one of these forms:
 Each object may have the field ``max_tokens``. Literal texts, ``regex``, ``choice`` and
 ``substring`` are *regular*. A part with inner parts is regular if all of them are regular and have
 no ``max_tokens``. A regular part is compiled to one automaton. If a part with inner parts is not
-regular, ``parts`` runs its inner parts one after another.
+regular, ``parts.py`` runs its inner parts one after another.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Part:
 
     @property
     def regular(self) -> bool:
-        """Whether the part can be compiled to one automaton: its own form can, and its inner parts
-        are regular and have no ``max_tokens``."""
+        """Whether the part can be compiled to one automaton: its kind can, and its inner parts are
+        regular and have no ``max_tokens``."""
         inside = all(part.regular and part.max_tokens is None for part in self.parts)
         return self.kind not in _OTHERS and inside
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 class FileCache:
-    """Files that only this user can read. A file is written under a temporary name and renamed, so
-    that several processes can share the folder."""
+    """Files that only the user of this process can read. A file is written under a temporary name
+    and then renamed, so that no other process that shares the folder reads an unfinished file."""
 
     def __init__(self, folder: Path, suffix: str, max_bytes: int) -> None:
         """If all files together exceed ``max_bytes``, the least recently used files are removed."""
@@ -20,7 +20,7 @@ class FileCache:
         self._most = max_bytes
 
     def path(self, key: str) -> Path:
-        """The path of a key's file, and marks the file as used if it exists."""
+        """Returns the path of a key's file, and marks the file as used if it exists."""
         path = self._folder / f"{key}{self._suffix}"
         with suppress(OSError):
             os.utime(path)

@@ -57,7 +57,7 @@ class GrammarController:
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
         """Writes the token mask, or returns a splice of forced tokens or of the closing. Stops if
-        the text is complete and no token may follow."""
+        the text is complete and no token may follow, or if ``max_tokens`` is reached."""
         if self._closed:
             return interface.COMPLETE
         left = self._host.max_tokens - len(self._text)
@@ -81,7 +81,8 @@ class GrammarController:
         )
 
     def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """Writes masks up to the next place at which the closing of the text is computed."""
+        """Writes the masks after the tokens of a draft, up to the next place at which the closing
+        of the text is computed."""
         length = len(self._text)
         until = min(self._check_at, self._host.max_tokens) - length - 1
         draft = before_end(draft, self._host.vocabulary)[: max(0, until)]
@@ -118,7 +119,7 @@ class GrammarController:
         return self._guest, self._place
 
     def batched(self, token: int) -> None:
-        """Records that the token is part of the text now."""
+        """Records that the batch has appended the token to the text."""
         self._text.append(token)
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
@@ -154,8 +155,8 @@ class GrammarController:
     def _closing(self) -> Answer | None:
         """The answer that closes the text, if a later round might not be able to close it; else
         None."""
-        # One token fewer than ``max_tokens`` may be used, because token number ``max_tokens`` ends
-        # a sequence even if its text is not complete.
+        # The text and its closing may have one token fewer than ``max_tokens``, because token
+        # number ``max_tokens`` ends a sequence even if its text is not complete.
         length, most = len(self._text), self._host.max_tokens
         room = most - length - 1
         text = self._guest.closing(self._place)
@@ -167,7 +168,8 @@ class GrammarController:
                 self._look_after(spare)
                 return None
         elif room > 0:
-            # An appended token rarely shortens the closing by more than its own length.
+            # The closing does not fit now. A later closing may be shorter, but an appended token
+            # rarely shortens the closing by more than the token's own length.
             self._look_after(min(takes - room, 8 * room) if takes is not None else 0)
             return None
         if self._last_closing is None:
@@ -190,9 +192,9 @@ class GrammarController:
         self._check_at = len(self._text) + max(1, min(LOOK_EVERY, tokens // 8))
 
     def _most_tokens(self, text: bytes, room: int) -> int | None:
-        """An upper bound of the tokens of a closing; None if the vocabulary cannot write the
-        closing. If one token for each byte certainly fits in ``room``, the number of bytes is
-        returned, because a long text takes long to tokenize."""
+        """An upper bound of the number of tokens of the closing ``text``; None if the vocabulary
+        cannot write the closing. If one token for each byte certainly fits in ``room``, the number
+        of bytes is returned, because a long text takes long to tokenize."""
         vocabulary = self._host.vocabulary
         spare = room - len(text)
         bounded = spare > self._spare if self._bytewise else spare >= 8 * LOOK_EVERY

@@ -1,7 +1,9 @@
-"""Runs a grammar over a vocabulary in a Wasm guest, for all sequences of a worker that use both.
+"""Runs a grammar over a vocabulary in a Wasm guest, for all sequences of a worker that have this
+grammar and this vocabulary.
 
-All sequences share the guest's cache of masks. The cache's key of a mask is the lexer state and
-that part of the parser's stack on which the mask depends. The guest's source is ``grammars/guest``.
+All these sequences share the guest's cache of masks. A mask's key in the cache is the lexer state
+and that part of the parser's stack on which the mask depends. The guest's source is in
+``grammars/guest``.
 """
 
 from __future__ import annotations
@@ -129,7 +131,7 @@ class GrammarInstance:
     # --- sequences ------------------------------------------------------------------------------
 
     def start(self) -> int:
-        """Adds a sequence at the beginning of its text; returns its number."""
+        """Adds a sequence with an empty text; returns the sequence's number."""
         with self._lock:
             return self._place("start", 0)
 
@@ -169,9 +171,9 @@ class GrammarInstance:
             return taken
 
     def mask(self, place: int, into: memoryview) -> int:
-        """Writes the mask of the next token into ``into``, bytes ``[4 * ceil(vocab / 32)]``,
-        including the end of the sequence if the text is complete. Returns the flags ``ANY``,
-        ``FORCED`` and ``COMPLETE`` that apply."""
+        """Writes the mask of the next token into ``into``, bytes ``[4 * ceil(vocab / 32)]``. If the
+        text is complete, the mask also allows the end of the sequence. Returns those of the flags
+        ``ANY``, ``FORCED`` and ``COMPLETE`` that apply."""
         with self._lock:
             self._alive()[_ARG] = place
             flags = self._call("mask")
@@ -260,8 +262,8 @@ class GrammarInstance:
 
     @property
     def size(self) -> int:
-        """Bytes of the guest's memory. While a call runs, this is the last known number, because a
-        call may take up to ``MASK_S``."""
+        """Bytes of the guest's memory. While a call of the guest runs, the last known number is
+        returned, because waiting for the call may take up to ``MASK_S``."""
         if not self._lock.acquire(blocking=False):
             return self._guest.size
         try:
@@ -271,8 +273,8 @@ class GrammarInstance:
 
     @property
     def found(self) -> int:
-        """Number of masks that were computed, and not found in the cache, since the guest's memory
-        was created."""
+        """Number of masks that the guest has computed because its cache did not have them, since
+        the guest's memory was created."""
         with self._lock:
             return 0 if self.dead else self._block[_FOUND]
 

@@ -1,8 +1,9 @@
-"""Compiles the arguments of constraints to tables: regular expressions, choices, grammars.
+"""Compiles the arguments of constraints (regular expressions, choices, grammars) to tables: the
+transitions of an automaton or of a parser, as bytes that the grammar guest reads.
 
-Each method of ``Tables`` takes the argument of its constraint. If the argument is not valid, it
-raises RequestError with the path ``$.controller_arg``. Tables are cached in memory, and on disk if
-compiling them takes longer than reading them.
+Each public method of ``Tables`` takes the argument of one constraint. If the argument is not valid,
+the method raises RequestError with the path ``$.controller_arg``. Tables are cached in memory, and
+on disk if compiling them takes longer than reading them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ MAX_BYTES = 256 * 1024**2
 WORTH_S = 0.02
 """Tables that took longer than this to compile, in seconds, are written to disk."""
 MAX_KEPT = 1_024
-"""Maximum number of tables in memory. Most tables have a few kilobytes."""
+"""Maximum number of arguments whose tables are cached in memory. Most tables have a few
+kilobytes."""
 MAX_KEPT_BYTES = 256 * 1024**2
 """Maximum bytes of tables in memory. The tables of an argument of 40 kB may have 16 MiB."""
 GRAMMAR_CHARACTERS = 1 << 20
@@ -51,12 +53,11 @@ GRAMMAR_CHARACTERS = 1 << 20
 
 
 class Tables:
-    """The tables of the constraints of this grammar backend. They are compiled once, and cached in
-    memory and on disk."""
+    """Compiles and caches the tables of the constraints of this grammar backend."""
 
     def __init__(self, folder: Path | None, processes: Processes, meter: CompileMeter) -> None:
-        """``folder`` stores tables between runs of the worker, and is created with mode 0700. If it
-        is None, tables are not stored."""
+        """``folder`` stores tables between runs of the worker, and is created with mode 0700. If
+        ``folder`` is None, tables are not stored on disk."""
         self._files = None if folder is None else FileCache(folder, ".tables", MAX_BYTES)
         self._processes = processes
         self._meter = meter

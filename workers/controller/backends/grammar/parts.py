@@ -1,11 +1,12 @@
 """Constrains a text to the parts of a combination, one after another, if the combination cannot be
 compiled to one automaton.
 
-A plan numbers the parts as positions, and lists the positions that may follow each position, as in
-Glushkov's construction of automata. A sequence is in several positions at once if its text so far
-can be parsed in several ways. Each position has its own controller, and the mask is the union of
-the controllers' masks. A token belongs to one part: no token spans the end of one part and the
-beginning of the next.
+A plan gives each part a number, its *position*, and lists the positions that may follow each
+position, as in Glushkov's construction of automata. A part that may be repeated has several
+positions. A sequence is in several positions at once if its text so far can be parsed in several
+ways. Each of these positions has its own controller, and the mask is the union of the controllers'
+masks. A token belongs to one part: no token spans the end of one part and the beginning of the
+next.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Start = Callable[[Part, Host], Constraint]
 @dataclass(slots=True)
 class Plan:
     """The parts of a combination by position. Each position in ``follow[p]`` may come after
-    position p."""
+    position p. A text may begin with each position in ``first``, and end with each in ``last``."""
 
     parts: list[Part] = field(default_factory=list)
     budgets: list[int | None] = field(default_factory=list)
@@ -59,8 +60,8 @@ def make_plan(root: Part) -> Plan:
 
 
 def _planned(plan: Plan, part: Part, most: int | None) -> tuple[set[int], set[int], bool]:
-    """Adds a part to the plan; returns its first and last positions, and whether it may be empty.
-    ``most``: the smallest ``max_tokens`` of the enclosing parts."""
+    """Adds a part to the plan; returns the part's first and last positions, and whether the part
+    may be left out. ``most``: the smallest ``max_tokens`` of the enclosing parts."""
     if part.max_tokens is not None:
         most = part.max_tokens if most is None else min(most, part.max_tokens)
     if part.regular or part.kind not in ("sequence", "alternation", "repetition"):
@@ -109,7 +110,8 @@ def _in_a_row(
 
 @dataclass(slots=True)
 class Way:
-    """One way to parse the text so far: the current part and its controller."""
+    """One way to parse the text so far: the position of the current part, the part's controller,
+    and the controller's last mask."""
 
     position: int
     controller: Constraint

@@ -1,9 +1,9 @@
 """The grammar instances of this worker. Each pair of a grammar and a vocabulary has one instance (a
-guest), which all its sequences share.
+guest), which all sequences with this grammar and this vocabulary share.
 
 An instance is idle if no sequence uses it. Idle instances stay loaded until their memory is needed.
-If the masks of an instance take long to compute, a snapshot is written to disk when the instance
-becomes idle. A later instance gets these masks from the snapshot.
+If the masks of an instance take long to compute, a snapshot of its memory is written to disk when
+the instance becomes idle. A later instance of the same pair gets these masks from the snapshot.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Shared:
         self._owner._use(self)
 
     def release(self) -> None:
-        """Counts one less sequence that uses the instance."""
+        """Counts one sequence fewer that uses the instance."""
         self._owner._release(self)
 
 
@@ -77,7 +77,7 @@ class SharedInstances:
     """Grammar instances by grammar and vocabulary. Thread-safe."""
 
     def __init__(self, engine: wasmtime.Engine, folder: Path | None) -> None:
-        """``folder`` stores snapshots; None if no snapshots are to be stored."""
+        """``folder`` stores snapshots. If it is None, no snapshots are stored."""
         self._module = GrammarModule(engine)
         self._snapshots = SnapshotFiles(folder) if folder is not None else None
         self._module_digest = hashlib.sha256(self._module.wasm).digest()
@@ -134,7 +134,9 @@ class SharedInstances:
         return shared
 
     def _add(self, shared: Shared) -> list[Shared]:
-        """Adds a new instance with one user; returns the instances that are evicted for it."""
+        """Adds a new instance that one sequence uses; returns the instances that are evicted
+        because their memory is needed. Raises UnavailableError if the new instance does not
+        fit."""
         with self._lock:
             used = [other for other in self._all.values() if other.users]
             total = sum(other.guest.size for other in used)
@@ -193,7 +195,8 @@ class SharedInstances:
             self._save(shared)
 
     def _save(self, shared: Shared) -> None:
-        """Lets another thread write a snapshot if masks were computed since the last snapshot."""
+        """Lets another thread write a snapshot of an instance if masks were computed since its last
+        snapshot."""
         now = time.monotonic()
         if (
             self._snapshots is None

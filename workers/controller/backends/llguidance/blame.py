@@ -28,7 +28,7 @@ MIN_S = 0.02
 MAX_PARTS = 32
 """Maximum number of parts of one schema that are tried, the largest first."""
 MANY = 8
-"""If a keyword of the faulty schema has more parts than this, the error says how many."""
+"""If a keyword of the faulty schema has more parts than this, the error gives their number."""
 MAX_PATH_CHARACTERS = 160
 """Maximum characters of a path in an error message."""
 
@@ -39,7 +39,7 @@ _TOO_MUCH = re.compile(
     "|Unable to determine"
 )
 """Error messages about excessive cost. Such an error counts as the same failure as a killed
-process, because either limit may be exceeded first."""
+process, because a part may exceed llguidance's own limit before the limit of its process."""
 
 Schema = dict[str, Any]
 
@@ -72,7 +72,7 @@ class _Search:
         self._end = _cpu_s() + cpu_s
 
     def schema(self, root: Schema) -> str:
-        """The path of the smallest part that fails as the whole schema does."""
+        """The path of the smallest part that fails in the same way as the whole schema."""
         local = {key: root[key] for key in _LOCAL if key in root}
         path, node, seen = "$", root, {id(root)}
         while True:

@@ -29,12 +29,12 @@ spare tokens are left. In any case, the completion is computed again after a qua
 tokens."""
 NEAR = 512
 BYTES_OF_TOKEN = 2
-"""Assumed bytes of each token of a completion. The assumption is used if the completion certainly
-fits, so that it need not be tokenized."""
+"""Assumed bytes of each token of a completion. The assumption replaces tokenizing the completion if
+the completion certainly fits."""
 AMPLE = 256
 """``Grammar.growth`` is computed before the first sampled token only if the shortest text leaves at
-most this number of tokens, and at most ``Grammar.max_growth`` tokens. Otherwise it is computed
-after the first sampled token."""
+most this number of the ``max_tokens``, and at most ``Grammar.max_growth`` of them. Otherwise it is
+computed after the first sampled token."""
 NEVER = 1 << 62
 
 
@@ -44,11 +44,11 @@ class Closing:
     A text that may end here and continue with nearly any text is not closed, so it may continue up
     to ``max_tokens``.
 
-    Under a schema, a token may begin items of arrays or objects. Each item adds at most
-    ``Grammar.growth`` tokens to the completion of the text. As long as the remaining tokens have
-    room for this growth, masks are not restricted. When they have not, the completion of the text
-    is computed, and from then on masks allow only tokens after which the text can be completed
-    (``near_end``).
+    Under a schema, a token may begin items of arrays or objects. Each item extends the completion
+    of the text by at most the number of tokens that ``Grammar.growth`` gives. As long as the
+    remaining tokens have room for this growth, masks are not restricted. When they do not have this
+    room, the completion of the text is computed, and from then on masks allow only tokens after
+    which the text can be completed (``near_end``).
 
     Under a grammar that is not a schema, the completion is computed at intervals that shrink with
     the remaining room. If the completion does not fit any more, the text is cut back to the place
@@ -69,10 +69,10 @@ class Closing:
         """The last length of the text at which a completion fitted in ``max_tokens``, and that
         completion; None before a search has found a completion."""
         self._item: int | None = 0 if grammar.is_schema else None
-        """Maximum number of tokens by which one item extends the required completion. 0 until this
-        number is computed, None for a grammar that is not a schema."""
+        """Maximum number of tokens by which one item extends the completion of the text. 0 until
+        this number is computed, None for a grammar that is not a schema."""
         self._credit = 0
-        """Number of tokens by which the text and its required completion may grow before the
+        """Number of tokens by which the text and its completion together may grow before the
         completion is computed again."""
         self._near: NearEnd | None = None
         self._sets: TokenSets
@@ -144,9 +144,9 @@ class Closing:
                     self.check_at = 0
 
     def ahead(self, draft: Sequence[int]) -> list[Words | None]:
-        """For each token of a draft, the set of tokens to which the mask after it is restricted;
-        None if the mask is not restricted. The list ends before the first place where the
-        completion must be computed."""
+        """For each token of a draft, the set of tokens to which the mask after this token is
+        restricted; None if that mask is not restricted. The list ends before the first place where
+        the completion must be computed."""
         if self._item is None:
             return [None] * len(draft)
         restricted: list[Words | None] = []
@@ -243,8 +243,8 @@ class Closing:
 
     def _begins(self, length: int) -> bool:
         """Computes the number of tokens by which one item extends the completion; returns whether
-        the text certainly has room for more items. The completion is assumed to be as long as the
-        shortest text and the appended tokens together."""
+        the text certainly has room for more items. The completion of the text so far is assumed to
+        be at most as long as the shortest text and one item."""
         growth, sets = self._grammar.growth, self._grammar.tokens.sets
         assert growth is not None
         self._item = math.ceil(growth.item * sets.per_byte)

@@ -33,8 +33,8 @@ keeps Python's lock."""
 MAX_STEPS = 4_000
 """Maximum states that one search visits."""
 MAX_NEAR = 200
-"""Maximum states that are visited on the way to one place. After that, the search takes the best
-way found so far."""
+"""Maximum states that are visited on the way to one place. After this number, the search takes the
+best way found so far."""
 FEW_NEAR = 16
 """After this many states within a string, matches of the schema's patterns are tried."""
 FEW_BYTES = 20
@@ -78,8 +78,8 @@ _LISTED = sum(_CLASSES)
 _DIGITS = _bits("0123456789")
 
 _STAY, _ADVANCED = -1, -2
-"""Values of ``_Way.byte`` for a way that has no next byte yet: ``_STAY`` before its forced bytes
-are appended, ``_ADVANCED`` afterwards."""
+"""Values of ``_Way.byte`` for a way that has no next byte yet: ``_STAY`` before the way's forced
+bytes are appended, ``_ADVANCED`` afterwards."""
 _Mask = int
 
 
@@ -137,15 +137,15 @@ class Completions:
 
 
 class Completion:
-    """A text, and the last completion that was found for it."""
+    """A text, and the last completion that was found for this text or for its beginning."""
 
     def __init__(self, shared: Completions, matcher: LLMatcher) -> None:
         self._shared = shared
         self._matcher = matcher
         self._quoted = 0
-        """1 in a string of JSON, 2 after its backslash, 0 elsewhere."""
+        """1 in a string of JSON, 2 after a backslash in such a string, 0 elsewhere."""
         self._string = b""
-        """The beginning of the current string."""
+        """The bytes of the current string so far; empty if the text does not end in a string."""
         self._known: bytes | None = None
         self._since = 0
         """Number of bytes that were appended since the last completion was found; 0 if this
@@ -166,7 +166,7 @@ class Completion:
         return other
 
     def append(self, text: bytes) -> bool:
-        """Appends to the text; returns whether the grammar allows it."""
+        """Appends bytes to the text; returns whether the grammar allows these bytes."""
         for at in range(0, len(text), AT_ONCE):
             if not self._matcher.consume_tokens(list(text[at : at + AT_ONCE])):
                 return False

@@ -2,7 +2,7 @@
 a search.
 
 If the bound is far below ``max_tokens``, the text can begin before the shortest value is known. If
-a schema has alternatives, the bound counts what any of them requires.
+a schema has alternatives, the bound counts everything that at least one of them requires.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 from .plain import target, unrolled
 
 MAX_PARTS = 200
-"""Maximum number of schemas that one value must match."""
+"""Maximum number of schemas that apply to one value, including alternatives."""
 MAX_VALUES = 500
 """Maximum number of schemas that are visited for one bound. A schema counts once for each value
 that must match it."""
 MAX_IN_ALL = 20_000
-"""Maximum number of schemas that are visited for the bounds of all items of a schema, which takes
-about 20 ms."""
+"""Maximum number of schemas that are visited for the bounds of all items of a schema. Visiting this
+number takes about 20 ms."""
 MAX_ENUM = 2_000
 """Maximum values of an ``enum``."""
 MAX_DEPTH = 40
@@ -57,7 +57,8 @@ _LEADING_ON = frozenset((*_OPTIONS, "$ref"))
 
 
 class Growth(NamedTuple):
-    """Bounds, from the schema alone, of the growth of the required completion in bytes."""
+    """Maximum numbers of bytes by which the shortest completion of a text grows, computed from the
+    schema alone."""
 
     item: int
     """The growth when a text begins one item of an array, or one property including its name."""

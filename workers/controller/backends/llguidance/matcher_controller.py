@@ -64,8 +64,9 @@ class MatcherController:
         return self._grammar.shortest_tokens
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
-        """Raises RequestError if even the shortest text has more than ``max_tokens``. For a part of
-        another constraint, this method is not called, because the part may be optional."""
+        """Raises RequestError if even the shortest text has more than ``max_tokens``. If this
+        constraint is a part of another constraint, the method is not called, because the part may
+        be optional."""
         most, least = self._host.max_tokens, self._grammar.least
         if least is not None and least <= most:
             return
@@ -119,7 +120,8 @@ class MatcherController:
             if closed is not None:
                 return closed
             self._forced = True
-            # One token is reserved, so that the next round can close the text if it would not fit.
+            # One token is left over, so that a round follows. If the text then does not fit in
+            # ``max_tokens``, that round closes the text.
             return Answer(Action.SPLICE, tokens=forced[: max(1, left - 1)])
         if bytes(mask) != self._grammar.tokens.only_end:
             return _MASKED
@@ -128,8 +130,8 @@ class MatcherController:
         return COMPLETE
 
     def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """Writes masks up to the first place where a token is forced, only the end of the sequence
-        may follow, or the closing of the text must be computed."""
+        """Writes the masks after the tokens of a draft. Stops at the first place where a token is
+        forced, only the end of the sequence may follow, or the closing must be computed."""
         until = min(self.closing.check_at, self._host.max_tokens) - len(self._text) - 1
         draft = before_end(draft, self._host.vocabulary)[: max(0, until)]
         restricted = self.closing.ahead(draft)

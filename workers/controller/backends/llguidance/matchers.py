@@ -94,8 +94,8 @@ class Tokens:
         )
         """The mask that allows only the end of the sequence."""
         self.end_words = len({end // 32 for end in ends})
-        """Number of nonzero words of ``only_end``, at least 1: the maximum of a mask in which at
-        most one token, or only the end, is allowed."""
+        """Number of nonzero words of ``only_end``, but at least 1. A mask that allows at most one
+        token, or only the end of the sequence, has at most this number of nonzero words."""
         self._vocabulary = vocabulary
         self._sets: TokenSets | None = None
         self._sets_lock = threading.Lock()
@@ -163,7 +163,7 @@ class Grammar:
 
     @property
     def growth(self) -> Growth | None:
-        """The growth of the required completion of a text; None for grammars that are not
+        """Bounds of the growth of a text's completion, in bytes; None for grammars that are not
         schemas."""
         if self._growth is None and self._schema is not None:
             self._growth = growth(self._schema)
@@ -236,8 +236,9 @@ class Matchers:
         self._tokens: OrderedDict[object, Tokens] = OrderedDict()
 
     def get(self, vocabulary: Vocabulary, grammar: str, constraint: str = "lark") -> Grammar:
-        """The compiled form of an ``LLMatcher.grammar_from_*`` text; raises RefusedGrammar.
-        ``constraint``: the label of the compilation in the metrics."""
+        """The compiled form of an ``LLMatcher.grammar_from_*`` text. Raises RefusedGrammar if the
+        grammar is not valid or exceeds the bounds. ``constraint``: the label of the compilation in
+        the metrics."""
         name = (vocabulary.fingerprint, vocabulary.size, vocabulary.eos_ids)
         key = hashlib.sha256(f"{name}\n{grammar}".encode()).digest()
         found = self._grammars.get(key)
@@ -268,7 +269,7 @@ class Matchers:
             if matcher.is_error():
                 raise RefusedGrammar(reason(matcher.get_error()))
         if schema is not None:
-            _ = tokens.sets  # The sets are computed before a text has begun.
+            _ = tokens.sets  # Computes the sets before a text begins.
         made = Grammar(self, key, tokens, matcher, grammar, least, schema, plain, vocabulary)
         self._grammars.add(tenant_of_thread(), key, made)
         return made

@@ -19,8 +19,8 @@ from .token_sets import TokenSets, Words, allowed, has, put
 MAX_OTHERS = 8
 """Maximum tokens of one mask that are tried in addition to the prefixes of the completion."""
 REWRITTEN = 4
-"""Maximum number of tokens by which the tokenization of a completion gets longer if its first token
-is another prefix of the completion's text."""
+"""Maximum number of tokens by which a tokenized completion gets longer if its first token is
+replaced by another token that is a prefix of the completion's text."""
 FEW = 64
 """If a mask has more tokens than this, only its tokens of one byte are tried."""
 MAX_STEPS = 60
@@ -28,10 +28,11 @@ MAX_STEPS = 60
 AT_ONCE = 2
 """Maximum searches for one mask."""
 NAMED = 3
-"""Number of tokens that are reserved in a name of any text, because the name may have to be
-extended until it differs from the schema's names."""
+"""Number of tokens that are reserved in a property's name that may be any text, because the name
+may have to be extended until it differs from the names in the schema."""
 PATTERN = 8
-"""Number of tokens by which a string of any text may grow if it might have to match a pattern."""
+"""Maximum number of tokens that are reserved in a string of any text that might have to match a
+pattern."""
 MANY = 256
 """If a mask inside a string has more tokens than this, the string is not one of a list of names or
 values."""

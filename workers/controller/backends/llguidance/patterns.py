@@ -1,5 +1,5 @@
-"""Finds short matches of a schema's patterns, and the names that the schema requires. A search over
-masks rarely finds them without such candidates.
+"""Finds short matches of a schema's patterns, and the names that the schema requires. The search in
+``completion`` tries them, because it rarely finds such texts by following masks.
 
 A pattern that may match anywhere in a string allows nearly every byte until its match is complete,
 so that masks do not lead a search to the match. The results of this module are only candidates,
@@ -50,8 +50,8 @@ class Pattern:
                     states.append(origin)
 
     def ends(self, beginning: bytes) -> Iterator[bytes]:
-        """Texts that may complete a string that begins with ``beginning``: the rest of a match that
-        begins with it, and a whole match after it."""
+        """Texts that may follow ``beginning`` in a string: the rest of a match that starts at the
+        first byte of ``beginning``, and a whole match that starts after ``beginning``."""
         for text in (beginning, b"") if beginning else (b"",):
             state = self._automaton.walk(text)
             if state not in self._nearest:

@@ -125,8 +125,8 @@ def _nodes(root: Any) -> tuple[list[Schema], int]:
 
 
 class _Counts(NamedTuple):
-    """The numbers of alternatives, patterns and objects in a value, and its nesting. The target of
-    a reference counts once for each reference."""
+    """The numbers of alternatives, patterns and objects in a value, and the depth of its nesting.
+    The target of a reference counts once for each reference."""
 
     options: int
     patterns: int

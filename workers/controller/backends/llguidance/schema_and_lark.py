@@ -42,8 +42,8 @@ class JsonSchemaProgram:
         self._matchers = matchers
 
     def start(self, host: Host) -> MatcherController:
-        """Raises RequestError, with llguidance's reason, if the argument is not a schema that
-        llguidance supports."""
+        """Makes the controller. Raises RequestError, with llguidance's reason, if the argument is
+        not a schema that llguidance supports."""
         schema = _argument(host, "json_schema", "a JSON schema")
         try:
             text, spacing = spaced_schema(_object_of(schema))
@@ -56,14 +56,14 @@ class JsonSchemaProgram:
 
 
 class LarkProgram:
-    """The built-in ``lark``: the text matches a grammar in llguidance's Lark dialect."""
+    """The built-in constraint ``lark``: the text matches a grammar in llguidance's Lark dialect."""
 
     def __init__(self, matchers: Matchers) -> None:
         self._matchers = matchers
 
     def start(self, host: Host) -> MatcherController:
-        """Raises RequestError, with llguidance's reason, if the argument is not a grammar of this
-        dialect."""
+        """Makes the controller. Raises RequestError, with llguidance's reason, if the argument is
+        not a grammar of this dialect."""
         text = _argument(host, "lark", "a grammar")
         for lexeme in _LEXEME.finditer(text):
             if lexeme["special"]:

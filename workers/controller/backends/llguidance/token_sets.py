@@ -83,7 +83,8 @@ class TokenSets:
         return self._texts[token]
 
     def is_free(self, words: Words) -> bool:
-        """Whether a mask has each printable character, as in a string of any text."""
+        """Whether a mask allows each printable ASCII character except the quote and the backslash,
+        as in a string of any text."""
         return bool((words[self._at] & self._plain == self._plain).all())
 
     def is_whole(self, token: int) -> bool:

@@ -1,10 +1,10 @@
 """Checks whether llguidance can compile a grammar, and defines the bounds that llguidance applies
 to each grammar.
 
-llguidance's own bounds do not cover its time and memory completely, so these must be bounded from
-outside. So each new grammar, unless it is a plain schema (``plain``), is first compiled in a
-separate process (``compiling.processes``), for a vocabulary of bytes. The process also appends the
-first tokens that the grammar allows.
+llguidance's own bounds do not cover its time and memory completely. So each new grammar, unless it
+is a plain schema (``plain``), is first compiled in a separate process with bounded time and memory
+(``compiling.processes``), for a vocabulary of bytes. The process also appends the first tokens that
+the grammar allows to an empty text.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from functools import cache
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_LEXER_STATES = 100_000
-"""Maximum lexer states of one grammar, shared by all its sequences; a state has about 0.5 kB. A
-string of bounded length takes about 5 states per character."""
+"""Maximum number of lexer states of one grammar, which all its sequences share. A state has about
+0.5 kB. A string of bounded length takes about 5 states per character."""
 PLAIN_FUEL = 200_000
 """llguidance's fuel for building the lexer of a plain schema: about 4 ms of CPU time."""
 PLAIN_SIZE = 100_000

@@ -2,9 +2,9 @@
 texts.
 
 In free text nearly all tokens are allowed. A *watched text* is forbidden, or begins or ends a part.
-A token matters only if it contains a watched text, or the rest of a watched text that has begun.
-Binary search in the sorted tokens finds these tokens. The automaton follows each of them byte by
-byte, and all other tokens are skipped.
+A token may be forbidden only if it contains a watched text, or the rest of a watched text that has
+begun. Binary search in the sorted tokens finds these tokens. The automaton checks each of them byte
+by byte, and all other tokens are allowed.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class FreeMasks:
         return self._special.get(token) or self.table.vocabulary.token(token)
 
     def get(self, state: State) -> bytes:
-        """The mask of a state, without end-of-sequence tokens. Not for states inside JSON in tags,
-        whose masks come from the schema."""
+        """The mask of a state, without end-of-sequence tokens. Not called for states inside the
+        JSON of a tag, whose masks come from the schema."""
         return self._kept(self._masks, KEPT_MASKS, state, self._made)
 
     def forbidden(self, state: State) -> list[int]:
@@ -123,8 +123,8 @@ class FreeMasks:
         return self._kept(self._forbidden, KEPT_FORBIDDEN, state, self._not_allowed)
 
     def forced(self, state: State) -> list[int]:
-        """The tokens that all texts that may follow in a literal have in common at their beginning;
-        empty if they differ in the first token."""
+        """The tokens with which each of the literal texts that may follow begins; empty if these
+        texts differ in the first token."""
         each = [self.table.of_literal(text) for text in self.rests(state)]
         if not each:
             return []
@@ -133,8 +133,8 @@ class FreeMasks:
         return low[: next((at for at, equal in enumerate(same) if not equal), len(low))]
 
     def marks(self, state: State) -> re.Pattern[bytes]:
-        """A pattern that matches the bytes that may change a state. No other byte changes the
-        state."""
+        """A pattern that matches each byte that may change ``state``. The other bytes do not change
+        ``state``."""
         json = self.automaton.holds_json(state)
         free = self._is_free(state) or state.mode == "value"
         if not free or state.near or (state.tags and state.mode != "content"):
@@ -153,8 +153,8 @@ class FreeMasks:
         return found
 
     def follow(self, state: State, data: bytes) -> State:
-        """The state after a token. The state is dead if the token spans two parts of which one is
-        JSON."""
+        """The state after a token with the bytes ``data``. The state is dead if the token spans two
+        parts of which one is JSON."""
         marked = self.marks(state).search(data)
         if marked is None:
             return state
@@ -209,7 +209,7 @@ class FreeMasks:
         return self.follow(state, data).mode != "dead"
 
     def _suspects(self, state: State) -> Iterator[tuple[int, bytes]]:
-        """Tokens that may do something other than continue the text."""
+        """Tokens that may do something other than continue the free text, with their bytes."""
         table = self.table
         places: set[int] = set()
         for text in self.automaton.watched(state):
@@ -224,7 +224,7 @@ class FreeMasks:
         return self._of(places)
 
     def _literal(self, state: State) -> Iterator[tuple[int, bytes]]:
-        """Tokens that are prefixes of the literal texts that may follow."""
+        """Tokens that are prefixes of the literal texts that may follow, with their bytes."""
         places: set[int] = set()
         for text in self.rests(state):
             places.update(self.table.beginnings_of(text.partition(SPECIAL)[0]))

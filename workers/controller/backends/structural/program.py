@@ -33,7 +33,8 @@ class StructuralProgram:
     calls (``protocol.structure``)."""
 
     def __init__(self, others: Mapping[str, ConstraintProgram]) -> None:
-        """``others``: the constraints that the values of a structure may have, by name."""
+        """``others``: by name, the constraints that may limit a value of a structure (the JSON of a
+        tag, or the rest of the answer)."""
         self._others = others
         self._lock = threading.Lock()
         self._tables_lock = threading.Lock()
@@ -41,7 +42,8 @@ class StructuralProgram:
         self._masks: OrderedDict[tuple[_Name, bytes], FreeMasks] = OrderedDict()
 
     def start(self, host: Host) -> StructuralController:
-        """Raises RequestError if the argument, or one of its schemas, is not valid."""
+        """Makes the controller. Raises RequestError if the argument, or one of its schemas, is not
+        valid."""
         if len(host.arg) > MAX_BYTES:
             raise refusal(
                 f"the argument of structural has {len(host.arg)} bytes; at most {MAX_BYTES} are "

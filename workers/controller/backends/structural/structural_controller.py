@@ -29,8 +29,8 @@ _MASKED = Answer(Action.CONTINUE, masked=True)
 
 
 class StructuralController:
-    """The controller of one sequence. It stores the state of the sequence in the structure, and
-    calls the controller of the current value."""
+    """The controller of one sequence. It stores the automaton's state after the sequence's tokens,
+    and calls the controller of the current value."""
 
     def __init__(self, masks: FreeMasks, start_value: StartValue, host: Host) -> None:
         self._masks = masks
@@ -41,18 +41,18 @@ class StructuralController:
         self._state = self._automaton.start()
         self._inner: Constraint | None = None
         self._inner_mask = b""
-        """The mask of the value without the tags, at a place where a value or a tag may begin;
+        """The mask of the value alone, at a place where the value or a tag in its place may begin;
         otherwise empty."""
         self._spent = 0
         """Number of tokens of the current part."""
         self._before: list[State] = []
         """The state before each token of the current part."""
         self._ended = False
-        """Whether the model has ended the answer at an allowed place."""
+        """Whether the model has sampled an end-of-sequence token where the answer may end."""
         self._closed = False
         """Whether the JSON of a tag was completed because few of ``max_tokens`` were left."""
         self._settled: State | None = None
-        """The state of free text whose mask was written last."""
+        """The last state of free text whose mask was written; None before that."""
         self._settled_mask = b""
         """The mask of ``_settled``, including end-of-sequence tokens."""
         self._settled_until = 0
@@ -83,7 +83,7 @@ class StructuralController:
         return CONTINUE
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """Writes the mask of the current part; appends literal texts."""
+        """Writes the mask of the current part, or returns a splice that appends a literal text."""
         if len(self._tokens) >= self._host.max_tokens:
             return STOP
         state = self._state
@@ -112,8 +112,8 @@ class StructuralController:
         return _MASKED
 
     def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """Writes masks up to the first place where a value begins or ends, or where a text is
-        forced."""
+        """Writes the masks after the tokens of a draft, up to the first place where a value begins
+        or ends, or where a text is forced."""
         left = self._host.max_tokens - len(self._tokens) - 1
         draft = before_end(draft, self._host.vocabulary)[: max(0, left)]
         state, inner = self._state, self._inner
@@ -318,7 +318,7 @@ class StructuralController:
         del self._tokens[-count:]
 
     def _advance(self, token: int, followed: bool = False) -> None:
-        """Appends a token. ``followed``: the controller of the value has already received it."""
+        """Appends a token. ``followed``: the value's controller has already received the token."""
         before = self._state
         if before is self._settled and before is not None:
             text = self._host.vocabulary.token(token)
@@ -363,8 +363,8 @@ class StructuralController:
         return after._replace(mode="begin") if after.mode == "value" else after
 
     def _enter(self) -> None:
-        """Called when a part of the answer begins: resets the counts, and makes the controller of
-        the part's value if it has one."""
+        """Called when a part of the answer begins: resets the counts. If the part is a value, makes
+        the controller of the value."""
         self._spent = 0
         self._before = []
         self._inner_mask = b""
