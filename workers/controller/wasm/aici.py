@@ -191,7 +191,7 @@ class AiciController:
         self._guest.close()
 
     def _count(self) -> None:
-        """Counts the memory of the guest, and the blobs that the host stores for it."""
+        """Counts the memory of the guest, and of the blobs that the host stores for the guest."""
         blobs = self._state.blobs
         self._guest.host_bytes = sum([len(blobs[kind] or b"") for kind in _MADE])
         self._guest.count()
@@ -258,7 +258,7 @@ def _tokens(state: AiciState) -> int:
 def _storage_cmd(state: AiciState, address: int, size: int) -> int:
     limit = state.host.limits.variable_bytes
     _check_size("a storage command", size, max_bytes(limit))
-    # The factor accounts for decoding the JSON, and the value in it from hexadecimal.
+    # The factor accounts for decoding the JSON, and for decoding its value from hexadecimal.
     state.guest.charge(8 * size)
     command = state.guest.read(address, size)
     answer = run_command(command, state.host.variables, limit)
@@ -313,7 +313,7 @@ def _stop(state: AiciState) -> None:
 
 
 def _fd_write(state: AiciState, fd: int, pieces: int, count: int, written_at: int) -> int | None:
-    """Implements ``fd_write`` of WASI, and stores the last bytes for ``_stop``."""
+    """Implements ``fd_write`` of WASI, and stores the last written bytes for ``_stop``."""
     said = WASI[WASI_MODULE, "fd_write"].call(state, fd, pieces, count, written_at)
     if said == OK:
         guest = state.guest

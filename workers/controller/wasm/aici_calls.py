@@ -49,8 +49,8 @@ class _Splice(Struct):
 
 class _Sample(Struct):
     bias: list[float | None] = []
-    """A value for each token. null stands for minus infinity, because Rust writes an infinity as
-    null in JSON."""
+    """For each token, the number that is added to its logit. null stands for minus infinity,
+    because Rust writes an infinity as null in JSON."""
 
 
 class _Mid(Struct, rename="pascal", forbid_unknown_fields=True):
@@ -132,8 +132,8 @@ def pre_process_answer(result: bytes) -> Answer:
 
 
 def mid_process_answer(result: bytes, masked: bool, size: int) -> Answer:
-    """The meaning of a result of mid_process for a vocabulary of ``size`` tokens; ``masked``: the
-    call has written a mask."""
+    """The meaning of a result of mid_process for a vocabulary of ``size`` tokens. ``masked``: the
+    guest has written a mask during the call."""
     said = _decode_result(_mid, result, "mid_process returned", _MID_IS)
     if isinstance(said, str):
         return STOP

@@ -1,5 +1,5 @@
-"""Caches compiled modules: in memory the most recently used, on disk all of them, for later
-processes.
+"""Caches compiled modules: the most recently used ones in memory, and all of them on disk, for
+later processes.
 
 If another user could change a compiled form, loading it would run that user's machine code. So each
 file has an HMAC. The HMAC's key is a file in the folder, which only the worker's user can read. The
@@ -175,8 +175,9 @@ class CompiledModules:
     def _compile(
         self, module: str, wasm: bytes, wait_s: float = 0.0, boots: bool = False
     ) -> tuple[Loaded, int]:
-        """``boots``: the module is an interpreter, which is booted first and compiled with the
-        resulting memory."""
+        """Compiles a module, or checks a script. Waits up to ``wait_s`` seconds for other
+        compilations. ``boots``: the module is an interpreter, which is booted first and compiled
+        with the resulting memory."""
         source = read_source(wasm) if is_script(wasm) else None
         interpreter = self.interpreter(source.language) if source is not None else None
         if not self._free_to_compile(wait_s):
@@ -219,7 +220,8 @@ class CompiledModules:
             return self._compiling.acquire(timeout=wait_s)
 
     def _read(self, module: str) -> tuple[Loaded, int] | None:
-        """The file on disk; None if it is missing or cannot be trusted."""
+        """The module in the file on disk, and the size of its compiled form; None if the file is
+        missing, or if its HMAC or its target is wrong."""
         try:
             stored = self._file(module).read_bytes()
         except FileNotFoundError:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from .instance import Guest
 
 _held = ctypes.PyDLL(str(ffi.filename))
-"""The library of wasmtime for short calls. Its functions keep Python's lock, because releasing the
-lock takes longer than a short call."""
+"""Wasmtime's library, loaded again for short calls. These functions keep Python's lock, because
+releasing the lock takes longer than a short call."""
 _to_raw = _held.wasmtime_func_to_raw
 _to_raw.restype = ctypes.c_size_t
 _size = _held.wasmtime_table_size

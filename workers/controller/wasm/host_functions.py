@@ -1,5 +1,5 @@
-"""The host functions that guests import. They are linked once for each engine. Entering one from a
-guest takes 3 us."""
+"""The host functions that guests import. They are linked once for each engine. A guest's call of a
+host function takes 3 us, in addition to the time of the Python function."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from .instance import Guest
 
 _held = ctypes.PyDLL(str(ffi.filename))
-"""The library of wasmtime for short calls. Its functions keep Python's lock, because releasing the
-lock takes longer than a short call. The functions have no argtypes, because all arguments already
-have the right type."""
+"""Wasmtime's library, loaded again for short calls. These functions keep Python's lock, because
+releasing the lock takes longer than a short call. The functions have no argtypes, because all
+arguments already have the right type."""
 _trap_new = _held.wasmtime_trap_new
 _trap_new.restype = ctypes.c_size_t
 _define = _held.wasmtime_linker_define_func_unchecked

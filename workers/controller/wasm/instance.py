@@ -28,8 +28,8 @@ Values = ctypes.Array[ffi.wasmtime_val_raw_t]
 
 _dll = ctypes.CDLL(str(ffi.filename))
 _held = ctypes.PyDLL(str(ffi.filename))
-"""Wasmtime's library for short calls. The functions keep Python's lock, because releasing the lock
-takes longer than a short call."""
+"""Wasmtime's library, loaded again for short calls. These functions keep Python's lock, because
+releasing the lock takes longer than a short call."""
 
 # The functions have no argtypes, because all arguments already have the right type.
 _call = _dll.wasmtime_func_call_unchecked
@@ -54,14 +54,14 @@ _set_fuel.restype = ctypes.c_void_p
 _get_fuel = _held.wasmtime_context_get_fuel
 _get_fuel.restype = ctypes.c_void_p
 KILL_S = 1.0
-"""CPU time beyond the limit of a call whose instructions are counted, in seconds. After this time,
-the call ends although it has instructions left."""
+"""If instructions are counted, the number of instructions limits a call. A call also ends if it
+takes this number of seconds of CPU time more than its limit."""
 WORK_S = 3e-6
 """CPU time of a unit of host work, in seconds. If instructions are counted, a unit counts as the
 number of instructions that a guest may execute in this time."""
 _madvise = ctypes.CDLL(None).madvise
 _POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE, which Linux has since 5.14. On older kernels, the call has no effect."""
+"""MADV_POPULATE_WRITE, which Linux has since 5.14. On older kernels, madvise has no effect here."""
 
 _TRAPS = {
     wasmtime.TrapCode.STACK_OVERFLOW: "its stack of {stack} bytes overflowed",
@@ -80,8 +80,8 @@ def _on_epoch(context: Any, data: Any, delta: Any, kind: Any) -> int:
     """Called when an epoch tick occurs while a guest runs. Stops the guest if it has used up its
     CPU time.
 
-    The time counts from the guest's first tick, so that a call that ends before a tick does not
-    read the clock.
+    The time of a call counts from the call's first tick, so that a call that ends before a tick
+    does not read the clock.
     """
     guest = running.guest
     now = time.thread_time()
@@ -182,8 +182,8 @@ class Guest:
     def __init__(
         self, template: Template, host: Any, limits: Limits, memory: TenantMemory | None = None
     ) -> None:
-        """Creates the instance, which runs the module's start function if it has one. The instance
-        counts towards ``memory``, if given."""
+        """Creates the instance, and runs the module's start function if it has one. The bytes of
+        the instance count towards ``memory``, if given."""
         self.template = template
         self.host = host
         self.limits: Limits
@@ -422,18 +422,19 @@ class Guest:
         ctypes.memmove(self.base + address, data, len(data))
 
     def write_part(self, address: int, data: bytes, size: int) -> None:
-        """Writes the first ``size`` bytes of ``data``, or all bytes if ``data`` has fewer."""
+        """Writes the first ``size`` bytes of ``data`` into the guest's memory, or all bytes of
+        ``data`` if there are fewer."""
         size = min(size, len(data))
         self.check(address, size)
         ctypes.memmove(self.base + address, data, size)
 
     def zero(self, address: int, size: int) -> None:
-        """Writes zeros."""
+        """Writes ``size`` zero bytes into the guest's memory."""
         self.check(address, size)
         ctypes.memset(self.base + address, 0, size)
 
     def word(self, address: int, value: int) -> None:
-        """Writes a u32."""
+        """Writes a u32 into the guest's memory."""
         self.write(address, (value & 0xFFFF_FFFF).to_bytes(4, "little"))
 
     def restore(self, memory: memoryview) -> None:
@@ -445,8 +446,8 @@ class Guest:
         memoryview(whole).cast("B")[:] = memory
 
     def clone(self, host: Any, limits: Limits) -> Guest:
-        """Creates a copy of the guest, with the same memory, globals and copied tables, for
-        ``host``. Only valid between calls."""
+        """Creates a copy of the guest, with the same memory, globals and tables, whose host
+        functions receive ``host``. Only valid between calls."""
         size = self.measure()
         if size > limits.memory_bytes:
             raise ControllerError(

@@ -38,7 +38,8 @@ CPU_S = 30
 """Maximum CPU time of compiling, in seconds, of all threads together. A usual module of 16 MB takes
 7 s."""
 WALL_S = 100.0
-"""Maximum wall-clock time of compiling, in seconds; only an overloaded machine exceeds it."""
+"""Maximum wall-clock time of compiling, in seconds. Compiling takes longer only on an overloaded
+machine."""
 MEMORY_BYTES = 2 * 1024**3
 """Maximum bytes of memory that the process may allocate."""
 COMPILED_BYTES = 256 * 1024**2
@@ -98,7 +99,7 @@ def check_script(source: Source, interpreter: bytes, limits: Limits) -> None:
 
 def _run_apart(kind: str, given: bytes, limits: Limits) -> bytes:
     """Runs this file as a process, and returns the output of the process. Raises RequestError if
-    the process refuses its input, and WasmError if it exceeds the bounds above."""
+    the process refuses its input, and WasmError if the process exceeds the bounds above."""
     encoded = msgspec.json.encode(limits).decode()
     command = [sys.executable, "-m", __name__, encoded, str(CPU_S), kind]
     try:

@@ -1,7 +1,7 @@
 """The table of a tenant in the module store: the tenant's modules and tags.
 
-The state worker stores the tables, so that controller workers on all machines use the same tables.
-Each machine has copies.
+The state worker stores the tables of all tenants, so that controller workers on all machines use
+the same tables. Each machine has copies of the tables (``table_copies``).
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ SHOWN_CHARACTERS = 400
 """Maximum characters of the list of names in an error."""
 COMPARED = 200
 COMPARED_CHARACTERS = 40
-"""``COMPARED`` is the maximum number of tags that are compared with an unknown name,
-``COMPARED_CHARACTERS`` their maximum length. They are bounded because the comparison is slow."""
+"""``COMPARED`` is the maximum number of tags that are compared with an unknown name, in order to
+name similar tags in the error. Longer tags than ``COMPARED_CHARACTERS`` are not compared. Both
+numbers are bounds because the comparison is slow."""
 
 _ID = re.compile(r"[0-9a-f]{64}")
 _PREFIX = re.compile(r"[0-9a-f]{8,63}")
@@ -54,7 +55,8 @@ BUILT_IN = (
 
 
 class Entry(Struct, omit_defaults=True):
-    """A module of a tenant."""
+    """A module of a tenant. ``size``: bytes of the uploaded module; ``uploaded``: the time of the
+    upload, in Unix seconds."""
 
     size: int
     compiled: int
@@ -79,7 +81,8 @@ class Table(Struct, omit_defaults=True):
     state worker does not have the table."""
 
     def named(self, name: str, path: str) -> str:
-        """The id of the module with a tag, an id, or the first 8 or more characters of an id.
+        """The id of the module that ``name`` denotes. ``name`` is a tag, an id, or the first 8 or
+        more characters of an id.
 
         Raises ``unknown_controller``, whose message lists the existing names. ``path`` is the field
         of the request that has the name.
@@ -127,7 +130,8 @@ class Table(Struct, omit_defaults=True):
         return [self.stored(module, named) for module, named in tags.items()]
 
     def assign(self, tags: Iterable[str], module: str, by: str) -> None:
-        """Assigns ``tags`` to a module, at the request of ``by``."""
+        """Assigns ``tags`` to a module. ``by``: who requested the assignment; if empty, the
+        tenant."""
         tagged = Tagged(at=time.time(), by=by or self.tenant)
         for tag in tags:
             self.tags[tag] = module
@@ -210,7 +214,8 @@ def check_tags(table: Table) -> None:
 
 def check_quota(table: Table, module: str, more: int, upload_bytes: int | None) -> None:
     """Raises RequestError or UnavailableError if the tenant does not have room for a module.
-    ``more``: the module's bytes."""
+    ``more``: bytes of the module, with its compiled form if this form exists. ``upload_bytes``: the
+    quota of the tenant's key; None if the key has no quota."""
     if module in table.modules:
         return
     if len(table.modules) >= MAX_MODULES:

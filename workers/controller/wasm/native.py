@@ -51,7 +51,7 @@ class NativeProgram:
         self._why_no_fork = why_no_fork
 
     def start(self, host: Host) -> Controller:
-        """Creates an instance."""
+        """Creates an instance and its controller."""
         state = NativeState(host)
         guest = state.guest = Guest(self._template, state, host.limits, host.memory)
         try:
@@ -165,7 +165,7 @@ class NativeController:
         bias."""
         block = self._block
         if len(fork_group) == 1:
-            # The guest may have moved the inbox, so its address is checked each time.
+            # The guest may have moved the inbox, so the inbox's address is checked each time.
             self._put_one(fork_group[0])
         else:
             self._put(fork_group, self._host.limits.mid_s)
@@ -217,11 +217,13 @@ class NativeController:
     # --- inside ---------------------------------------------------------------------------------
 
     def _limit(self, own_s: float) -> float:
-        """The CPU time of a call whose own limit is ``own_s``, in seconds."""
+        """The limit on the CPU time of a call, in seconds: ``own_s``, the limit of this kind of
+        call. Scripts have another limit (``scripts.guest``)."""
         return own_s
 
     def _other_answer(self, action: int) -> Answer:
-        """The answer of a mid_process that neither stops, samples nor splices."""
+        """The answer of a mid_process that neither stops, samples nor splices. Only the guests of
+        scripts may return such an answer (``scripts.guest``)."""
         raise _unknown("mid_process", action, "0 (stop), 1 (sample), 4 (splice)")
 
     def _put_one(self, number: int) -> None:
@@ -233,8 +235,8 @@ class NativeController:
         block[_COUNT] = 1
 
     def _put(self, numbers: Sequence[int], limit_s: float, more: bytes = b"") -> None:
-        """Writes an argument into the inbox. If the inbox is too small, the guest enlarges it
-        first; ``limit_s`` is the limit of this call, in seconds."""
+        """Writes an argument into the inbox. If the inbox is too small, the guest is first called
+        to enlarge the inbox; ``limit_s`` is the limit on this call's CPU time, in seconds."""
         data = array.array("I", numbers).tobytes() + more
         guest, block = self._guest, self._block
         if len(data) > block[_INBOX_SIZE]:
@@ -279,7 +281,7 @@ class NativeController:
         return biases.sparse(found[::2], found[1::2].view("<f4"), size)
 
     def _own_bias(self) -> biases.Bias | None:
-        """The bias of an answer, if it has one."""
+        """The bias of the guest's answer; None if the answer does not have a bias."""
         return self._bias() if self._block[_BIAS] else None
 
     def _list(self) -> tuple[int, int]:
@@ -475,7 +477,8 @@ def _receive(state: NativeState, into: int, most: int) -> int:
 def _tool_call(
     state: NativeState, tool: int, tool_size: int, given: int, size: int, into: int, most: int
 ) -> int:
-    """Calls a tool, and writes the name of the call's record."""
+    """Begins a call of a tool, and writes the name of the call's record, which is the variable that
+    will have the answer."""
     guest, tools = state.guest, state.host.tools
     if tools is None:
         raise ControllerError(Code.CONTROLLER_FAILED, NO_TOOLS)
@@ -524,12 +527,12 @@ def _override(state: NativeState, which: int, value: int) -> None:
 
 
 def _distribution(state: NativeState, place: int, into: int, most: int) -> int:
-    """Writes the answer about a token of post_process; returns its size in bytes, or -1 if the
-    token does not have an answer.
+    """Writes the answer to the query about token number ``place`` of post_process. Returns the
+    answer's size in bytes, or -1 if this token does not have an answer.
 
-    The form: log-probability (f32), rank, entropy (f32), and the lengths of the two lists that
-    follow. The lists have pairs of a token and its log-probability (f32): first the most likely
-    tokens, then the named tokens.
+    An answer consists of the token's log-probability (f32) and rank, the entropy (f32), the lengths
+    of two lists, and the two lists. The lists have pairs of a token and its log-probability (f32):
+    first the most likely tokens, then the tokens that the query named.
     """
     seen = state.host.distributions
     if place >= len(seen):

@@ -1,4 +1,4 @@
-"""The Wasm engine: its options for compiling modules, and the clock by which guests are stopped.
+"""The Wasm engine: its options for compiling modules, and the clock that limits the time of guests.
 
 Guests have no access to files, the network, a clock, randomness or threads. All NaNs have the same
 bit pattern, and relaxed vector instructions have the same results on every machine, so that a
@@ -48,7 +48,8 @@ def make_engine(limits: Limits) -> wasmtime.Engine:
 
 
 class Ticker:
-    """A thread that increments the epoch, for programs that do not have a loop for this.
+    """A thread that increments the engine's epoch every ``TICK_S``, for programs without a loop
+    that does so. When the epoch increases, running guests check their CPU time.
 
     with Ticker(engine):
         ...

@@ -9,8 +9,8 @@ denotes the same module on all machines. If the bytes of a module are missing on
 are fetched from another machine and checked against the id.
 
 A module that several tenants have uploaded is stored once, but a tenant can only name modules that
-it has uploaded itself. One writer at a time writes files: under another name, and then renamed. So
-readers never wait.
+it has uploaded itself. One writer at a time writes files. A file is written under another name and
+then renamed, so that readers never have to wait for the writer.
 """
 
 from __future__ import annotations
@@ -74,11 +74,12 @@ class Others(Protocol):
     def table(
         self, tenant: str, known: int, content: bytes | None = None, patience_s: float = PATIENCE_S
     ) -> ModuleTableAnswer:
-        """Reads or replaces the table of a tenant, as ``ModuleTable`` says; raises
-        UnavailableError."""
+        """Reads or replaces the table of a tenant with the message ``ModuleTable``. Raises
+        UnavailableError if this is refused, or not answered within ``patience_s`` seconds."""
 
     def fetch(self, module: str) -> bytes:
-        """The bytes of a module, which match its id; raises UnavailableError."""
+        """The bytes of a module, checked against its id. Raises UnavailableError if no other worker
+        sends them."""
 
 
 class ModuleStore:
@@ -163,7 +164,7 @@ class ModuleStore:
         try:
             return self._change(tenant, add, tags)[0].stored(module)
         except TokenbusError as error:
-            if error.code != Code.STORE_FAILED:  # Otherwise the table may have the module.
+            if error.code != Code.STORE_FAILED:  # After this error, the table may have the module.
                 with self._locked():
                     self._drop_unused(module)
             raise
@@ -236,7 +237,7 @@ class ModuleStore:
         return self._compiled.load(module, self.wasm)
 
     def interpreter(self, language: str) -> Loaded:
-        """The interpreter of a language, which runs a script in the request's argument."""
+        """The interpreter of a language, for a script that is given as the request's argument."""
         return self._compiled.interpreter(language)
 
     def wasm(self, module: str) -> bytes:

@@ -49,8 +49,8 @@ class TableCopies:
         return decode_table(content)
 
     def save(self, table: Table) -> list[str]:
-        """Writes a copy; returns the modules that the tenant does not have any more. Raises
-        OSError."""
+        """Writes the copy of a tenant's table; returns the modules that the tenant does not have
+        any more. Raises OSError if a file cannot be read or written."""
         gone = self.read(table.tenant).modules.keys() - table.modules.keys()
         file = self._file(table.tenant)
         if table.modules:
@@ -60,7 +60,7 @@ class TableCopies:
         return sorted(gone)
 
     def use(self, module: str) -> bool:
-        """Whether any tenant has a module."""
+        """Whether the table of any tenant has the module."""
         files = self._folder.glob("*.json")
         return any(module in decode_table(file.read_bytes()).modules for file in files)
 

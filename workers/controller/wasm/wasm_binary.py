@@ -103,7 +103,7 @@ class Binary:
         return {name: e.number for name, e in self.exports.items() if e.kind == kind}
 
     def section(self, number: int) -> Section | None:
-        """The section of this number, or None."""
+        """The section with this number; None if the module does not have it."""
         return next((s for s in self.sections if s.number == number), None)
 
     @property

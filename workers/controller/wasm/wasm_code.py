@@ -59,8 +59,8 @@ def _changes_of(binary: Binary) -> Iterator[tuple[int, Change]]:
 
 
 def _why_no_tables(binary: Binary) -> str | None:
-    """The reason why the host cannot read the tables' elements, in order to copy them; None if it
-    can."""
+    """The reason why the host cannot read the tables' elements in order to copy them; None if the
+    host can."""
     for index, table in enumerate(binary.tables):
         if table.elements != "funcref":
             return f"its table {index} is of {table.elements}, which cannot be read back"

@@ -133,8 +133,8 @@ class Reader:
             raise WasmError(f"the name at byte {start} is not UTF-8") from None
 
     def count(self, what: str, most: int = MAX_ENTRIES) -> int:
-        """Reads the number of entries that follow. Raises WasmError if it is above ``most``, or
-        above the number of bytes left, because each entry has at least one byte."""
+        """Reads the number of entries that follow. Raises WasmError if the number is above
+        ``most``, or above the number of bytes left, because each entry has at least one byte."""
         number = self.u32()
         if number > most:
             raise WasmError(f"the module has {number} {what}; at most {most} are allowed")
