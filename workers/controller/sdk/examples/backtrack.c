@@ -33,7 +33,7 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
         if (text.len >= word.len) searched = text.len - word.len + 1;
         return tb_sample(0);
     }
-    // Drop the tokens from the beginning of the word on, and append the rest of their text again.
+    // Drop all tokens from the word on, and append their text again, with OTHER instead of WORD.
     uint32_t first = token_count() - 1;
     while (begin_of(first) > at) first--;
     tb_bytes again = {0};

@@ -54,7 +54,8 @@ class Beams(Controller):
         self.waits = False
 
     def pre_process(self) -> Decision | None:
-        """Chooses the continuations once all beams have written."""
+        """Suspends until all beams have written their likeliest tokens, and then chooses the
+        continuations."""
         if not self.waits:
             return go_on()
         written = self.vars.read(f"step {self.step}")
@@ -92,7 +93,7 @@ class Beams(Controller):
         return splice(1, [token])
 
     def post_process(self, tokens: list[int], backtrack: int) -> Decision | None:
-        """Writes the likeliest tokens after this beam."""
+        """Writes the likeliest tokens after this beam's text to the variable of this step."""
         for seen in self.distributions:
             line = json.dumps([self.beam, self.score, seen.top])
             self.vars.append(f"step {self.step}", line + "\n")

@@ -19,7 +19,8 @@ from tokenbus.workers.controller.python import Controller, Decision, Query, samp
 ENTROPY = 1.0
 """The bound of the entropy, in nats."""
 PENALTY = 1.0
-"""Subtracted from the log-probability for each token of the text that would be repeated."""
+"""The number that is subtracted from a token's log-probability, once for each token of the text
+that would be repeated."""
 MAX = 4
 """Maximum number of tokens before the next token that are compared with earlier tokens."""
 TOP = 8
@@ -50,7 +51,7 @@ class Contrastive(Controller):
         self.penalty = float(arg.get("penalty", PENALTY))
         self.text_so_far: list[int] = []
         self.chosen: int | None = None
-        """The token that replaces the last one."""
+        """The token that replaces the last token of the text; None if that token stays."""
 
     def init_prompt(self, prompt: list[int]) -> None:
         """Records the prompt, so that tokens that repeat it get a penalty too."""
@@ -62,7 +63,7 @@ class Contrastive(Controller):
         return sample() if chosen is None else splice(1, [chosen])
 
     def post_process(self, tokens: list[int], backtrack: int) -> Decision | None:
-        """Chooses again if the model was uncertain."""
+        """Chooses another token if the model was uncertain, and appends ``tokens`` to the text."""
         del self.text_so_far[len(self.text_so_far) - backtrack :]
         for seen in self.distributions:
             if seen.entropy > self.entropy:

@@ -33,8 +33,8 @@ from tokenbus.workers.controller.python import (
 
 
 class Guidance(Controller):
-    """The argument: ``{"prompt": text, "scale": number, "temperature": number}``; without a
-    temperature the text is greedy."""
+    """The argument: ``{"prompt": text, "scale": number, "temperature": number}``. If
+    ``temperature`` is missing, the likeliest token is sampled."""
 
     def __init__(self) -> None:
         arg = self.arg if isinstance(self.arg, dict) else {}
@@ -50,13 +50,14 @@ class Guidance(Controller):
         self.seen: dict[int, float] = {}
         """In the text: the likeliest tokens of the guide."""
         self.waits = False
-        """In the guide: whether it has written its likeliest tokens and waits for the text's
+        """In the guide: whether the guide has written its likeliest tokens and waits for the text's
         token."""
         self.follows = 0
         """In the guide: the token of the text that replaces the guide's own token."""
 
     def pre_process(self) -> Decision | None:
-        """Waits for the other sequence."""
+        """Forks the guide first. Later, suspends until the other sequence has written the value
+        that this step needs."""
         if not self.role:
             return fork(2)
         if self.step >= self.length:

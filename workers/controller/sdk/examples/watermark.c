@@ -4,8 +4,8 @@
 //
 // The argument "KEY", a number, marks the text: the previous token and the key determine the green
 // half of the vocabulary, which gets a bias. The argument "detect KEY" generates nothing and logs
-// the z-score of the prompt. A score above 4 means that the prompt is marked, with one error in
-// 30,000 texts.
+// the z-score of the prompt. A score above 4 shows that the prompt is marked: only one of 30,000
+// texts without the watermark has such a score.
 #include "tokenbus.h"
 
 static const float delta = 3;

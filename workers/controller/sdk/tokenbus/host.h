@@ -46,7 +46,7 @@ static uint32_t tb_block[TB_BLOCK_WORDS];
 // The id of this sequence. Each sequence of a request has a different id.
 static inline uint32_t tb_seq_id(void) { return tb_block[TB_BLOCK_SEQ]; }
 
-// Size of the vocabulary; token ids are below it.
+// The number of tokens in the vocabulary. All token ids are smaller than this number.
 static inline uint32_t tb_vocab_size(void) { return tb_block[TB_BLOCK_VOCABULARY]; }
 
 // Maximum tokens of this sequence after its prompt, including appended tokens.
@@ -161,10 +161,11 @@ static inline tb_tokens tb_tokenize(const void *text, uint32_t len) {
 // --- variables -----------------------------------------------------------------------------------
 //
 // Variables are shared by the sequences of one request, and are not visible to other requests.
-// Names are UTF-8. The version of a variable is the number of its writes; 0: it does not exist.
+// Names are UTF-8. The version of a variable is the number of its writes; 0 means that the variable
+// does not exist.
 
 // Reads a variable into `value`, whose content is replaced. Returns false if the variable does not
-// exist. `version` may be 0.
+// exist. `version` receives the variable's version; it may be a null pointer.
 static inline bool tb_var_get(const char *name, tb_bytes *value, uint32_t *version) {
     tb_bytes_cut(value, 0);
     tb_bytes_reserve(value, 255);
@@ -195,8 +196,8 @@ static inline uint32_t tb_var_append(const char *name, const void *value, uint32
     return version;
 }
 
-// Writes only if the variable's version is *version (0: the variable does not exist). Returns
-// whether it wrote, and sets *version to the current version in both cases.
+// Writes a variable only if its version is *version (0: the variable does not exist). Returns
+// whether the variable was written. Sets *version to the current version in both cases.
 static inline bool tb_var_set_when(const char *name, const void *value, uint32_t n,
                                    uint32_t *version) {
     return tb_host_var_set(name, strlen(name), value, n, (int32_t)*version, version) == 1;

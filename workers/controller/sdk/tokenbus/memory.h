@@ -60,7 +60,7 @@ enum { TB_PAGE = 65536, TB_SMALL = 64, TB_SIZES = TB_SMALL + 4 * 22 };
 
 typedef struct tb_block_head {
     uint32_t size_class;
-    struct tb_block_head *next;  // while it is free
+    struct tb_block_head *next;  // the next free block, while this block is free
 } tb_block_head;
 
 static tb_block_head *tb_free_blocks[TB_SIZES];

@@ -25,8 +25,8 @@ struct tb_recognizer {
     void (*walk)(tb_recognizer *self, uint32_t *mask);
 };
 
-// Allows the token of a node (0xffffff: none). Without a branch, because the branch would often be
-// mispredicted.
+// Allows the token of a node in the mask; 0xffffff means that the node has no token. This case has
+// no branch, because the branch would often be mispredicted.
 static inline void tb_mask_add(uint32_t *mask, uint32_t token) {
     const bool some = token != 0xffffff;
     mask[some ? token / 32 : 0] |= (uint32_t)some << token % 32;
@@ -126,7 +126,7 @@ static inline tb_answer tb_recognizer_post(tb_recognizer *recognizer, const uint
 
 enum { TB_KEPT_MASKS = 8 };
 
-// A cache of the masks of the last states. It relies on a mask depending only on its state.
+// A cache of the masks of the last states. The mask of a state must depend only on the state.
 typedef struct tb_masks {
     void *states[TB_KEPT_MASKS];
     uint32_t *masks[TB_KEPT_MASKS];
@@ -140,7 +140,7 @@ static inline uint32_t *tb_masks_find(const tb_masks *kept, const void *state, u
     return 0;
 }
 
-// Adds a mask for a state to the cache, replacing the oldest. The new mask forbids every token.
+// Adds a mask for a state to the cache, in place of the oldest. The new mask forbids every token.
 static inline uint32_t *tb_masks_add(tb_masks *kept, const void *state, uint32_t n) {
     const uint32_t at = kept->next++ % TB_KEPT_MASKS;
     if (!kept->states[at]) {
@@ -152,8 +152,9 @@ static inline uint32_t *tb_masks_add(tb_masks *kept, const void *state, uint32_t
     return kept->masks[at];
 }
 
-// TB_FUNCTIONAL_RECOGNIZER(name, S) defines `tb_recognizer *name_recognizer(void)` for a state S, a
-// number or a struct that may be copied, and four functions without side effects:
+// TB_FUNCTIONAL_RECOGNIZER(name, S) defines `tb_recognizer *name_recognizer(void)`. S is the type
+// of a state: a number, or a struct that may be copied. Define these functions, without side
+// effects:
 //
 //     static S name_initial(void);
 //     static S name_append(S state, uint8_t byte);                // byte is allowed

@@ -1,8 +1,8 @@
-// The string layer, which AICI sketched as StringRecognizer: each state has a set of strings that
-// may come next, and a text is a concatenation of them. The layer is built on the byte stack.
+// The string layer on top of the byte stack; AICI sketched it as StringRecognizer. Each state has a
+// set of strings that may come next, and a text is a concatenation of such strings.
 //
-// Strings of one state may share a prefix, and a string may be a prefix of another string. So the
-// bytes so far may have several readings, which are all followed in parallel.
+// A reading is a way to divide the bytes so far into strings. Strings of one state may share a
+// prefix, and a string may be a prefix of another string. So the bytes may have several readings.
 #ifndef TOKENBUS_STRINGS_H
 #define TOKENBUS_STRINGS_H
 
@@ -115,7 +115,7 @@ typedef struct tb_reading {
     uint32_t state, offset, from, to;
 } tb_reading;
 
-// A frame of the stack: its first reading, and the number of states before it.
+// A frame of the stack: the index of its first reading, and the number of states below the frame.
 typedef struct tb_string_frame {
     uint32_t readings, states;
 } tb_string_frame;
@@ -277,7 +277,7 @@ static inline bool tb_string_allows_special(tb_recognizer *self, tb_special toke
     return false;
 }
 
-// The walk over the trie. If the bytes so far have only one reading, its mask is cached.
+// The walk over the trie. If the bytes so far have only one reading, the resulting mask is cached.
 static inline void tb_string_walk(tb_recognizer *self, uint32_t *mask) {
     tb_string_stack *stack = (tb_string_stack *)self;
     const uint32_t first = stack->frames[stack->depth].readings, words = stack->calls.state_words;
@@ -315,8 +315,8 @@ static inline tb_recognizer *tb_string_recognizer(const tb_string_calls *calls) 
     return &stack->base;
 }
 
-// TB_STRING_RECOGNIZER(name, S) defines `tb_recognizer *name_recognizer(void)` for a state S, a
-// number or a struct that may be copied, and four functions without side effects:
+// TB_STRING_RECOGNIZER(name, S) defines `tb_recognizer *name_recognizer(void)`. S is the type of a
+// state: a number, or a struct that may be copied. Define these functions, without side effects:
 //
 //     static S name_initial(void);
 //     static S name_append(S state, const char *suffix, uint32_t len);  // an allowed string
