@@ -9,7 +9,7 @@ The automaton is built directly over bytes. In UTF-8, the first byte of a charac
 other bytes. Strings that begin inside a character are left out: from the state of the empty string,
 only first bytes of characters lead on. A state accepts if its strings end between two characters.
 All strings of a state end at the same places, so either all of them end between two characters, or
-none.
+none of them does.
 
 Sources: A. Blumer et al., The smallest automaton recognizing the subwords of a text, Theoretical
 Computer Science 40, 1985; S. Inenaga and M. Takeda, On-line linear-time construction of word suffix

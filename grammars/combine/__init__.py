@@ -1,4 +1,5 @@
-"""Combines automata: in a sequence, in an alternation, in a repetition, or up to a stop.
+"""Combines automata: in a sequence, in an alternation, in a repetition, or up to a stop (a literal
+text that ends the combination).
 
 Each operation returns a ``Dfa``, as the compilers of ``regex`` and ``substring`` do, so that a
 combination can be a part of another combination. There is one file for each step:

@@ -163,7 +163,8 @@ def _placed(
     budget: Budget,
     counted_to: int | None = None,
 ) -> Dfa:
-    """The automaton of the copies of the parts. Raises CombinationError beyond the limits."""
+    """The automaton of the copies of the parts. Raises CombinationError if a limit is exceeded, or
+    if the automaton does not match any text."""
     reached: list[State] = []
     try:
         found = built(Places(copies, first, after, budget, counted_to), budget, reached)

@@ -1,7 +1,8 @@
 // Completes a text with few bytes. Under a regular expression, the bytes are a shortest path over
-// its states. Under a grammar, they are the shortest texts of the cheapest rests that complete the
-// parser's stack. A rest of a state has terminals that complete one unfinished rule of the state
-// (grammars/yacc/closing.py).
+// its states. Under a grammar, the parser's stack is completed with rests: a rest of a parser state
+// is a list of terminals that completes one unfinished rule of this state
+// (grammars/yacc/closing.py). The bytes are the shortest texts of the terminals in the cheapest
+// rests.
 #ifndef GRAMMAR_CLOSING_H
 #define GRAMMAR_CLOSING_H
 
@@ -71,8 +72,8 @@ static bool close_lexeme(sequence *s, uint32_t from, const uint32_t *wanted, uin
     return true;
 }
 
-// Adds a terminal's shortest text. If this text would continue the last lexeme, a text of SKIP is
-// added before it.
+// Adds a terminal's shortest text. If this text would continue the last lexeme, a text that SKIP
+// matches (for example a space) is added before it.
 static bool close_terminal(sequence *s, uint32_t terminal) {
     const uint32_t first = g.shortest_at[terminal], end = g.shortest_at[terminal + 1];
     if (first == end) return false;
@@ -89,8 +90,8 @@ static bool close_terminal(sequence *s, uint32_t terminal) {
 
 // --- the stack -----------------------------------------------------------------------------------
 
-// Records the places that the rests of a state lead to, if they are the cheapest so far. `top` is
-// the number of states below this state, and `cost` the cost of the rests up to here.
+// Records the places to which the rests of a state lead, if no cheaper way to them is known. `top`
+// is the number of states below this state, and `cost` the cost of the rests up to this state.
 static void reach(uint32_t depth, uint32_t from, uint32_t cost, uint32_t top, uint32_t state) {
     for (uint32_t r = g.first_rest[state]; r < g.first_rest[state + 1]; r++) {
         const uint32_t pops = g.rest_pops[r];

@@ -7,7 +7,7 @@
 // Arguments and results of the calls. The host writes `arg`, `count` and `eos` before a call.
 static struct {
     uint32_t inbox, inbox_bytes;
-    uint32_t arg;  // a sequence, or a size
+    uint32_t arg;  // a sequence, a size or an offset, as the call says
     uint32_t count;
     uint32_t trie, tables, table_bytes, eos;
     // Results.
@@ -137,8 +137,8 @@ EXPORT("grammar_rounds") uint32_t export_rounds(void) {
     return 1;
 }
 
-// The mask of a sequence, at `block.mask`; returns its MASK_ flags, or -1 if its text is nested too
-// deeply.
+// Computes the mask of a sequence, and stores its address in `block.mask`. Returns the MASK_ flags,
+// or -1 if the sequence's text is nested too deeply.
 EXPORT("grammar_mask") int32_t export_mask(void) {
     const result *found = mask_of(at_place(block.arg));
     if (!found) return -1;

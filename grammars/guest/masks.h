@@ -20,7 +20,7 @@ enum {
 };
 
 typedef struct kept_mask {
-    struct kept_mask *next;  // of its bucket
+    struct kept_mask *next;  // the next mask of the bucket
     uint32_t hash, pad[2];
     lanes words[];
 } kept_mask;
@@ -32,7 +32,7 @@ typedef struct result {
 
 typedef struct edge {
     uint32_t from, state;  // from: a lexer state, or 65535 + an inner node (1 or more); 0: free
-    uint32_t place;        // the node it leads to; 0: a result
+    uint32_t place;        // the inner node to which the edge leads; 0: the edge leads to `result`
     result *result;
 } edge;
 
@@ -252,7 +252,7 @@ static const result *find_result(const sequence *s) {
     return found && hang(s, lowest, found) ? found : 0;
 }
 
-// The mask of a sequence and its flags; 0 if its text is nested too deeply.
+// The mask of a sequence and the mask's flags; 0 if the sequence's text is nested too deeply.
 static const result *mask_of(const sequence *s) {
     const result *found = known(s);
     if (found) return found;

@@ -32,7 +32,7 @@ static void open_parser(void) {
     pending_sets = stay(4 * (g.terminals + 1) * g.words);
 }
 
-// The top of a sequence's own stack, from which other stacks begin.
+// Frees all nodes, and returns the top of a sequence's own stack, on which other stacks are built.
 static uint32_t stand_on(const sequence *s) {
     base = s->stack;
     lowest = s->depth;
@@ -146,7 +146,8 @@ static bool push_own(sequence *s, uint32_t terminal) {
     }
 }
 
-// Adds a byte of a class, without checking that the parser can accept what the lexer may match.
+// Adds a byte of a class. Does not check that the parser can accept a terminal that the lexer can
+// still match (`can_go_on`).
 static bool add_class(sequence *s, uint32_t class) {
     uint32_t next = g.next[s->lexer * g.classes + class];
     if (!next) {

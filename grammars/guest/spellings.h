@@ -1,6 +1,6 @@
-// Finds, for each token after a lexer state, its spelling (the terminals that it completes) and the
-// kind of lexeme that it leaves unfinished. The spelling and the kind do not depend on the parser's
-// stack.
+// Finds, for a lexer state and each token that is appended in it, the token's spelling (the
+// terminals that the token completes) and the kind of lexeme that the token leaves unfinished. Both
+// do not depend on the parser's stack.
 //
 // Most tokens do not complete a terminal: they stay inside one lexeme. Tokens with the same
 // spelling that leave the same kind of lexeme unfinished are allowed together on every stack: they
@@ -16,7 +16,7 @@ enum { MAX_SPELLINGS = 65535, MAX_GROUPS = 65536, GROUP_SLOTS = 4 * MAX_GROUPS }
 
 typedef struct group {
     uint32_t kind;
-    uint32_t count;  // of its tokens
+    uint32_t count;  // number of `tokens`
     uint32_t *tokens, *mask;  // only the smaller one is set
 } group;
 

@@ -17,7 +17,7 @@ static struct {
     uint8_t class_of[256];
     uint8_t class_size[256];   // bytes of a class, at most 255
     uint8_t class_byte[256];   // a byte of the class, if possible a letter or digit
-    bool class_dead[256];      // no lexer state has a transition with it
+    bool class_dead[256];      // no lexer state has a transition with the class
     const uint16_t *next;      // [lexer_states * classes]
     const uint16_t *accepted;  // [lexer_states]
 
@@ -132,7 +132,7 @@ static uint32_t hash_of(const uint32_t *words, uint32_t n) {
     return hash ^ hash >> 15;
 }
 
-// Numbers the different sets of `reachable`.
+// Numbers the kinds of lexer states: the different sets of `reachable`.
 static void find_kinds(void) {
     uint32_t room = 16;
     while (room < 2 * g.lexer_states) room *= 2;
@@ -154,8 +154,8 @@ static void find_kinds(void) {
     g.kind_set = sets;
 }
 
-// The terminals that may follow each terminal on some stack: those at which the states after it
-// shift or reduce.
+// Computes the terminals that may follow each terminal on some stack: those at which the parser
+// states after this terminal shift or reduce.
 static void find_followers(void) {
     uint32_t *follow = stay(4 * g.terminals * g.words);
     for (uint32_t s = 0; s < g.states; s++) {

@@ -13,7 +13,7 @@ enum { LONGEST = 254, TRIE_HEAD = 28, MANY = 1024 };
 typedef uint32_t lanes __attribute__((vector_size(16)));
 
 static struct {
-    uint32_t size, eos, mask_words;  // mask_words: 32 tokens each, a multiple of 4
+    uint32_t size, eos, mask_words;  // mask_words: u32 words of a mask, a multiple of 4
     const uint32_t *offsets;         // [size] offset of the token's bytes << 8 | their number
     const uint8_t *data;
 
@@ -21,7 +21,7 @@ static struct {
     uint32_t nodes;
     const uint8_t *class_of, *depth;  // [nodes]
     const uint32_t *subtree;          // [nodes] nodes of the subtree, its root included
-    const uint32_t *first;            // [nodes + 1] where its tokens start in `tokens`
+    const uint32_t *first;            // [nodes + 1] where the node's tokens start in `tokens`
     const uint32_t *tokens;
     const uint32_t *set_at;  // [nodes] 1 + index of a node's mask in `sets`; 0: few tokens
     const lanes *sets;
@@ -75,7 +75,8 @@ static uint32_t merged_child(merging *m, uint32_t parent, uint8_t class) {
     return node;
 }
 
-// Reads AICI's tree, whose nodes are (token << 8 | byte, size of the subtree << 8 | ...).
+// Merges AICI's tree into `m`, with one node for all children whose bytes have the same class. The
+// nodes of AICI's tree are (token << 8 | byte, size of the subtree << 8 | ...).
 static void merge(merging *m, const uint32_t *nodes, uint32_t count) {
     uint32_t merged[LONGEST + 2], end[LONGEST + 2], depth = 0;
     m->count = 1;
@@ -123,7 +124,7 @@ static void lay_out(merging *m) {
         path[d] = at++;
         uint32_t next = m->child[node];
         if (next) {
-            // Each node is entered once, from its parent or from its sibling.
+            // Each node is entered once, from its parent or from the sibling before it.
             d++;
             node = next;
             continue;

@@ -236,8 +236,8 @@ simple_target
     | "[" target_list "," "]"
     ;
 
-// First arguments without a name, then names and "*", and after the first "**" names and "**". A list
-// with its comma is a rule of its own, so that one lexeme ahead shows whether a comma is the last.
+// Arguments without a name come first, then `NAME=` and "*", and after the first "**" only `NAME=` and
+// "**". A list and its comma form a rule, so that one lexeme ahead shows if the comma is the last.
 arguments
     : positional
     | positional_comma

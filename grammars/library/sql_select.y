@@ -20,7 +20,7 @@
 %reserved "/([0-9]+(\.[0-9]+)?|\.[0-9]+)([eE][+-]?[0-9]+)?[A-Za-z_]/"
 %%
 
-// A comment must not contain a comment, as some dialects nest them, nor a lone \r, which may end a line.
+// A comment must not contain a comment, which some dialects nest, nor a lone \r, which may end a line.
 SKIP: "/(([ \t\n]|\r\n)+|--[^\r\n]*|\/\*(\**[^*\/]|\/+[^*\/])*\*+\/)/" ;
 
 ALL: "/(?ai:all)/" ;

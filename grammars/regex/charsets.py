@@ -27,9 +27,9 @@ _ASCII: Final = {
     "s": ((0x09, 0x0D), (0x20, 0x20)),
     "w": ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)),
 }
-# A category has no code points of at least its number in ``_ENDS``, and code points of at least
-# ``_CASED_END`` have no cases. This holds for all versions of Unicode up to that of Python 3.13; a
-# test checks all code points.
+# All code points of a category are below the category's number in ``_ENDS``, and all code points
+# that have cases are below ``_CASED_END``. This holds for all versions of Unicode up to that of
+# Python 3.13; a test checks all code points.
 _ENDS: Final = {"d": 0x20000, "s": 0x10000, "w": 0x34000}
 _CASED_END: Final = 0x20000
 
@@ -98,7 +98,7 @@ def _characters(end: int) -> str:
 
 
 def any_case(chars: CharSet, ascii_only: bool) -> CharSet:
-    """A set and every character that matches one of its characters under ``(?i)``, as in ``re``.
+    """The set of all characters that match a character of ``chars`` under ``(?i)``, as in ``re``.
 
     Two characters match if their lower cases are equal, or if their lower cases have the same upper
     case, for example s and the long s. With ``ascii_only``, only the letters A to Z have cases.

@@ -7,7 +7,7 @@ The binary form is little-endian, without padding; ``Dfa.from_bytes`` validates 
 
     header       "TBDF", u16 version 1, u16 kind (0 a Dfa, 1 a LexerDfa), u32 states, u32 classes,
                  u32 start, u32 lexemes (0 for a Dfa)
-    classes      256 bytes
+    classes      256 bytes, the class of each byte
     accepting    1 byte for each state
     transitions  u32 for each state and class
     and for a LexerDfa

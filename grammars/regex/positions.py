@@ -36,7 +36,7 @@ class Positions:
 
 
 def positions_of(trees: Sequence[Tree], budget: Budget) -> Positions:
-    """The positions of several alternative trees. Raises Exhausted if they are too many."""
+    """The positions of several alternative trees. Raises Exhausted if there are too many."""
     return _Builder(budget).choice(trees)
 
 

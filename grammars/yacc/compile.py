@@ -164,8 +164,8 @@ def _after_newline(grammar: CompiledGrammar) -> CompiledGrammar:
 
 
 def _begun(grammar: CompiledGrammar) -> Iterable[str]:
-    """Yields the warning for a grammar each of whose texts must begin with the rest of a lexeme,
-    after a newline."""
+    """Yields a warning if each text of the grammar must begin with the rest of a lexeme whose
+    first character is a newline."""
     first = grammar.lexer_first
     viable = Parser(grammar).viable(Parser.start) | 1 << SKIP
     if first == grammar.lexer_start or (

@@ -31,18 +31,18 @@ then these arrays, each at the next multiple of 8 bytes, padded with zeros:
                                 production, 3 accept
     gotos        u16 [S * N]    state after a nonterminal, 0 for none
     lhs          u16 [P]        nonterminal of a production
-    length       u16 [P]        its number of symbols
+    length       u16 [P]        number of symbols of a production
     shifted      u32 [S * W]    set of terminals that the state shifts or accepts
     first        u32 [S + 1]    where the state's reductions start in reduced, lookahead
-    reduced      u16 [R]        a production
-    lookahead    u32 [R * W]    the set of terminals at which it is reduced
+    reduced      u16 [R]        the production of a reduction
+    lookahead    u32 [R * W]    the set of terminals at which this production is reduced
     first_rest   u32 [S + 1]    where the state's rests start in rest_* (closing.py)
     rest_lhs     u16 [Q]        nonterminal that a rest completes
-    rest_pops    u16 [Q]        states that are then popped
-    rest_cost    u32 [Q]
-    rest_at      u32 [Q + 1]    where its terminals start
+    rest_pops    u16 [Q]        number of states that are then popped
+    rest_cost    u32 [Q]        cost of a rest (closing.py)
+    rest_at      u32 [Q + 1]    where the terminals of a rest start in rest
     rest         u16 [Y]        terminals
-    shortest_at  u32 [T + 1]    where the terminal's text starts
+    shortest_at  u32 [T + 1]    where the terminal's text starts in shortest
     shortest     u8             a shortest text of each terminal that the lexer can match
     names        u8             UTF-8 JSON: [[terminals], [nonterminals]], for messages
 """
@@ -70,8 +70,8 @@ _U32 = "I"
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """The tables of a grammar, which recognizers run. Terminal 0 is the end of the text, terminal 1
-    is SKIP.
+    """The tables of a grammar, from which recognizers compute the allowed texts. Terminal 0 is the
+    end of the text, terminal 1 is SKIP.
 
     Sets of terminals are integers with bit t set for terminal t.
     """

@@ -2,7 +2,7 @@
 
 Source: C. Isradisaikul and A. Myers, "Finding counterexamples from parsing conflicts", PLDI 2015.
 The search finds a shortest path over items. Each step records whether the terminal of the conflict
-can follow.
+can follow the item's production.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Numbers the terminals, nonterminals and productions of a grammar.
 
-Terminals come first: 0 is the end of the text, 1 is SKIP, which productions do not contain. A
-symbol is the number of a terminal, or the number of terminals plus the number of a nonterminal.
-Nonterminal 0, the whole text, is not in the source; production 0 derives the start rule from it.
+Terminal 0 is the end of the text. Terminal 1 is SKIP, the lexemes that may stand between all others
+and that productions do not contain. A symbol is the number of a terminal, or the number of
+terminals plus the number of a nonterminal. Nonterminal 0, the whole text, is not in the source;
+production 0 derives the start rule from this nonterminal.
 
 If each alternative of a rule is a single lexeme that is used nowhere else, as for CONSTANT in
 AICI's C grammar, the rule becomes one terminal with several lexemes. The grammar then matches the
@@ -40,7 +41,8 @@ class GrammarLexeme:
 
 @dataclass(frozen=True, slots=True)
 class Production:
-    """One alternative of a rule. ``precedence``: the level of the alternative; 0 if it has none."""
+    """One alternative of a rule. ``precedence``: the level of the alternative; 0 if it has no
+    precedence. ``offset``: the place of the alternative, in characters."""
 
     lhs: int
     rhs: tuple[int, ...]
@@ -235,8 +237,8 @@ class _Numbering:
                     found = f"{alternative.prec.text!r} has no %left, %right or %nonassoc"
                     raise self.error(alternative.prec.offset, found)
                 return levels[key][0]
-            # In yacc, a rule of lexemes is a nonterminal, so the lexeme before it decides the
-            # precedence.
+            # In yacc, a rule whose alternatives are lexemes is a nonterminal, which does not decide
+            # the precedence. So terminals of such rules without a precedence do not count.
             terminals = [symbol for symbol in rhs if symbol < len(names) and symbol not in unranked]
             return precedence[terminals[-1]] if terminals else 0
 

@@ -50,9 +50,9 @@ class Items:
         self.next: list[int] = []
         """Symbol after the dot; -1 at the right end."""
         self.follow_first: list[int] = []
-        """The terminals that can follow the symbol after the dot within the production."""
+        """The terminals that can follow the symbol ``next`` within the production."""
         self.follow_nullable: list[bool] = []
-        """Whether the symbols after that symbol can derive the empty text."""
+        """Whether all symbols after the symbol ``next`` can derive the empty text."""
         self.of_nonterminal: list[list[int]] = [[] for _ in grammar.nonterminals]
         """Items with the dot at the left, by nonterminal."""
         for number, production in enumerate(grammar.productions):
@@ -72,7 +72,7 @@ class Items:
         self._leftmost: dict[int, list[tuple[int, int, bool]]] = {}
 
     def _first_sets(self) -> list[int]:
-        """FIRST of each symbol."""
+        """By symbol: the terminals with which its texts can begin (the set FIRST)."""
         terminals = self.num_terminals
         first = [1 << t for t in range(terminals)] + [0] * len(self.grammar.nonterminals)
         starts: dict[int, set[int]] = {}
@@ -92,8 +92,8 @@ class Items:
 
     def leftmost(self, symbol: int) -> list[tuple[int, int, bool]]:
         """The nonterminals that can begin a derivation of ``symbol``, including ``symbol`` itself.
-        For each nonterminal: the terminals that can follow it within these derivations, and whether
-        terminals that follow ``symbol`` can follow the nonterminal too."""
+        For each of them, returns its number, the terminals that can follow it within these
+        derivations, and whether terminals that follow ``symbol`` can follow it too."""
         known = self._leftmost.get(symbol)
         if known is not None:
             return known

@@ -1,9 +1,9 @@
 """Parses the text of a grammar to rules and declarations, each with its place in the text.
 
-The format is AICI's (spec/aici.md, "LR(1) grammars"), which is yacc's with the lexer inline. Two
-directives are extensions: ``%reserved`` lists words that the lexer recognises although no rule
-contains them, so that these words cannot be names; ``%lexer declared`` replaces AICI's lexer rules
-(``LexerRules``).
+The format is AICI's (docs/grammars.md), which is yacc's, except that lexemes are written inside the
+rules. Two directives are extensions. ``%reserved`` lists words that the lexer recognises although
+no rule contains them, so that these words cannot be names. ``%lexer declared`` replaces AICI's
+lexer rules (``LexerRules``).
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class LexerRules(Enum):
     """
 
     AICI = "aici"
-    """The default, as in AICI (spec/aici-grammar.md): the regular expression that is written with
-    more bytes is preferred, and the lexer begins as if it had just read a newline."""
+    """The default, as in AICI: the regular expression that is written with more bytes is preferred,
+    and the lexer begins as if it had just read a newline."""
     DECLARED = "declared"
     """As in flex: the regular expression that comes first in the grammar is preferred, and the
     lexer begins at the first byte."""
