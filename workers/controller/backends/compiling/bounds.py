@@ -51,4 +51,4 @@ TOO_DEEP = "the grammar is nested too deeply: llguidance's stack overflowed"
 
 
 class RefusedGrammar(Exception):
-    """The grammar is not valid, or compiling it exceeds the bounds. The message says which."""
+    """The grammar is not valid, or compiling it exceeds the bounds. The message has the reason."""

@@ -45,8 +45,8 @@ class Processes:
         first tokens that the grammar allows to an empty text.
 
         Raises RefusedGrammar if the grammar is not valid or exceeds the bounds; the reason names
-        the faulty part of the grammar. Raises UnavailableError if no process becomes free in time
-        or the machine is too busy.
+        the faulty part of the grammar if this part is found. Raises UnavailableError if no process
+        becomes free in time or the machine is too busy.
         """
         self._done("llguidance", grammar.encode())
 

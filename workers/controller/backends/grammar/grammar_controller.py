@@ -134,7 +134,7 @@ class GrammarController:
         return "complete" if self._guest.complete(self._place) else "cut"
 
     def fork(self, host: Host) -> GrammarController:
-        """A controller whose sequence has the same text."""
+        """A controller for the sequence of ``host``, with a copy of the text."""
         place = self._guest.fork(self._place)
         self._shared.share()
         return GrammarController(self._shared, host, place, list(self._text))

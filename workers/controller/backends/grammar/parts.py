@@ -2,7 +2,7 @@
 compiled to one automaton.
 
 A plan gives each part a number, its *position*, and lists the positions that may follow each
-position, as in Glushkov's construction of automata. A part that may be repeated has several
+position, as in Glushkov's construction of automata. A part that may be repeated may have several
 positions. A sequence is in several positions at once if its text so far can be parsed in several
 ways. Each of these positions has its own controller, and the mask is the union of the controllers'
 masks. A token belongs to one part: no token spans the end of one part and the beginning of the
@@ -309,7 +309,8 @@ class PartsController:
         self._complete = False
 
     def _takes_end(self, mask: memoryview) -> bool:
-        """Clears the bit of the end of the sequence in a mask; returns whether it was set."""
+        """Clears the bit of the end-of-sequence token in a mask; returns whether the bit was
+        set."""
         eos = self._host.vocabulary.eos
         if eos < 0 or not mask[eos >> 3] >> (eos & 7) & 1:
             return False

@@ -170,8 +170,8 @@ def _kind(reason: str) -> str:
 
 
 def _apart(grammar: str, cpu_s: float) -> str:
-    """Compiles a grammar in a copy of this process, with a limit of ``cpu_s``. Returns the kind of
-    the outcome; "" if the grammar compiles."""
+    """Compiles a grammar in a copy of this process, in at most ``cpu_s`` seconds of CPU time.
+    Returns the kind of the outcome; "" if the grammar compiles."""
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:

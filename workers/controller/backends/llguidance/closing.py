@@ -66,8 +66,8 @@ class Closing:
         self._tokenized: tuple[bytes, list[int]] = (b"", [])
         """The last tokenized completion, and its tokens."""
         self._last: tuple[int, bytes] | None = None
-        """The last length of the text at which a completion fitted in ``max_tokens``, and that
-        completion; None before a search has found a completion."""
+        """The last length of the text, in tokens, at which a completion fitted in ``max_tokens``,
+        and that completion; None before a completion is found."""
         self._item: int | None = 0 if grammar.is_schema else None
         """Maximum number of tokens by which one item extends the completion of the text. 0 until
         this number is computed, None for a grammar that is not a schema."""
@@ -91,7 +91,7 @@ class Closing:
         self._free = False
         """Whether the last restricted mask belongs to a string that may contain any text."""
         self.check_at = NEVER
-        """The length of the text at which ``look`` is to be called."""
+        """The length of the text, in tokens, at which ``look`` is to be called."""
         self.end: ConstraintEnd | None = None
         """How the text ended; None until the text is closed."""
         self._most = host.max_tokens
@@ -304,9 +304,9 @@ class Closing:
         return True
 
     def _look_at_intervals(self, length: int) -> None:
-        """Called if neither a completion nor a shortest text was found. For a schema, the search
-        runs again after a quarter of the remaining tokens. Under a grammar that is not a schema,
-        the text is not closed."""
+        """Called if neither a completion nor a shortest text was found. Under a schema, the search
+        runs again after at most a quarter of the remaining tokens. Under a grammar that is not a
+        schema, the text is not closed."""
         self._lost = self._item is not None
         self.check_at = NEVER
         if self._lost:
@@ -317,9 +317,9 @@ class Closing:
         self.check_at = length + (quarter if spare > NEAR else min(LOOK_EVERY, quarter))
 
     def _takes(self, found: bytes | None, room: int) -> int | None:
-        """The number of tokens of the completion ``found``; None if it is None or if the vocabulary
-        cannot write it. If the completion certainly fits in ``room``, it is not tokenized, and the
-        result is an estimate."""
+        """The number of tokens of the completion ``found``; None if ``found`` is None or if the
+        vocabulary cannot write it. If the completion certainly fits in ``room``, the result is an
+        estimate, because the completion is not tokenized."""
         if found is None:
             return None
         if self._item is not None:
@@ -333,8 +333,9 @@ class Closing:
         return None if tokens is None else len(tokens)
 
     def _written(self, found: bytes) -> list[int] | None:
-        """The tokens of a completion. If the last tokenized completion ends with this completion,
-        its last tokens are reused."""
+        """The tokens of the completion ``found``; None if the vocabulary cannot write it. If the
+        last tokenized completion ends with ``found``, the last tokens of that completion are
+        reused."""
         text, tokens = self._tokenized
         if found == text:
             return tokens

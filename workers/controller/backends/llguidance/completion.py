@@ -6,8 +6,9 @@ vocabulary of the 256 bytes. A step of the search takes a microsecond.
 
 The search finds the shortest way, in bytes, to the nearest place at which a closing bracket or the
 closing quote of a string is allowed. It appends the bytes of this way and the bracket or quote, and
-starts again, until the text may end. If a name may begin, the names that the schema requires are
-tried first. Every prefix that a grammar allows has a completion, so the search never backtracks.
+starts again, until the text may end. If a property's name may begin, the names that the schema
+requires are tried first. Every prefix that a grammar allows has a completion, so the search never
+backtracks.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ class Completions:
 
     @property
     def names(self) -> list[bytes]:
-        """Names that are required somewhere in the schema, in their written form."""
+        """Names of properties that are required somewhere in the schema, as they are written in
+        JSON."""
         if self._names is None:
             self._names = required_names(self._grammar)
         return self._names
@@ -187,7 +189,8 @@ class Completion:
         return self._quoted == 1
 
     def keep(self, known: bytes) -> bool:
-        """Uses these bytes as the completion if they complete the text; returns whether they do."""
+        """Uses ``known`` as the completion if these bytes complete the text; returns whether they
+        do."""
         if not self.fits(known):
             return False
         self._known, self._since = known, 0
@@ -471,7 +474,8 @@ def _tried(mask: _Mask, before: _Mask, quoted: int) -> Iterator[int]:
 
 
 def _string(string: bytes, quoted: int, text: bytes) -> bytes:
-    """The new ``Completion._string`` after a text that leads to ``quoted``."""
+    """The new ``Completion._string`` after ``text``, which leads to the new value ``quoted`` of
+    ``Completion._quoted``."""
     if not quoted:
         return b""
     # An escaped quote also counts as the beginning of a string, so that a match of a pattern may

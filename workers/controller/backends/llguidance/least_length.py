@@ -81,8 +81,8 @@ def least_bytes(root: Any) -> int | None:
 
 
 def growth(root: Any) -> Growth:
-    """The bounds of a schema's growth. An item with an unknown bound counts as ``UNKNOWN_BYTES``,
-    an item that contains itself as ``RECURSIVE_BYTES``."""
+    """The bounds of the growth under a schema. An item with an unknown bound counts as
+    ``UNKNOWN_BYTES``, an item that contains itself as ``RECURSIVE_BYTES``."""
     item = len("null")
     string = 0
     left = [root]

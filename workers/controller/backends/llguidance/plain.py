@@ -30,7 +30,7 @@ MAX_NODES = 1_500
 llguidance compares each of them with each other one, which takes 0.2 s of CPU time."""
 MAX_COPIES = 500
 """Maximum number of alternatives that result from one intersection, and maximum number of objects
-in it."""
+in one intersection."""
 MAX_ENUM = 50
 """Maximum values of an ``enum`` in a schema that also has properties or items."""
 MAX_ITEMS = 500
@@ -231,7 +231,8 @@ class _Plain:
 
 
 def target(root: Any, reference: str) -> Any:
-    """The target of a reference into the same schema; an empty list if it is not known."""
+    """The target of a reference into the same schema; an empty list if the schema does not have
+    this target."""
     if not reference.startswith("#"):
         return []
     found = root

@@ -1,6 +1,8 @@
 """The controller of one sequence whose answer has several parts.
 
-A *value* is a text that a separate constraint limits: the JSON of a tag, or the rest of the answer.
+A *tag* is a part between two literal texts, such as the thinking or a tool call
+(``protocol.structure.Tag``). A *value* is a text that a separate constraint limits: the JSON of a
+tag, or the rest of the answer.
 """
 
 from __future__ import annotations
@@ -312,7 +314,7 @@ class StructuralController:
         """Removes the last ``count`` tokens of the value, because the value's controller drops
         them."""
         if count > len(self._before):
-            raise self._error(f"{count} tokens are removed, but the value has {len(self._before)}")
+            raise self._error(f"cannot drop {count} tokens: the value has {len(self._before)}")
         self._state = self._before[-count]
         del self._before[-count:]
         del self._tokens[-count:]
@@ -396,7 +398,7 @@ def _any(mask: memoryview) -> bool:
 
 
 def _ends_inside(text: bytes) -> bool:
-    """Whether a text ends inside a character."""
+    """Whether a text ends inside the bytes of a character in UTF-8."""
     for length in range(1, min(MAX_CHARACTER_BYTES, len(text)) + 1):
         byte = text[-length]
         if byte >> 6 != 0b10:
