@@ -92,7 +92,7 @@ class Examined(NamedTuple):
 
 
 def examine(wasm: bytes, limits: Limits) -> Examined:
-    """The ABI and other facts of a module.
+    """Checks a module. Returns the module's ABI, and the reason why its sequences cannot fork.
 
     Raises RequestError if this worker cannot run the module. The message says which export is
     missing, which import is unknown, or which limit is exceeded.

@@ -68,7 +68,8 @@ class AiciProgram:
         self._keeps_tokens = any(i.name == "aici_host_tokens" for i in module.imports)
 
     def start(self, host: Host) -> Controller:
-        """Creates an instance. Each call of a start-up function has the limit ``Limits.init_s``."""
+        """Creates an instance and its controller. Each call of a start-up function has the limit
+        ``Limits.init_s``."""
         state = AiciState(host)
         if self._keeps_tokens:
             state.tokens = array.array("I")
@@ -107,7 +108,7 @@ class AiciState:
         self.blobs: list[bytes | None] = [None] * 7
         self.blobs[_MODULE_ARG] = host.arg
         self.result: bytes | None = None
-        """The result of the current call."""
+        """The result of the current call; None until the guest returns the result."""
         self.mask: memoryview | None = None
         """The buffer for the mask while mid_process runs; otherwise None."""
         self.masked = False

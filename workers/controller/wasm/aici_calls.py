@@ -27,13 +27,13 @@ MAX_LISTS = 1024
 """Maximum lists and objects in the result of a call. The bound is larger than the maximum number of
 sequences of a request, because pre_process returns a list for each sequence."""
 _SMALL_BYTES = MAX_LISTS
-"""JSON of at most this size cannot exceed the two limits above."""
+"""JSON of at most this number of bytes cannot exceed the two limits above."""
 
 _U32 = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 
 
 class Nothing(Struct):
-    """``{}``."""
+    """The JSON object ``{}``."""
 
 
 class _Pre(Struct):

@@ -95,8 +95,8 @@ class CompiledModules:
         """Examines and compiles a module, unless its compiled form is stored. Returns the loaded
         module, and the size of its compiled form in bytes.
 
-        Raises RequestError if the module is not a valid controller, UnavailableError if too many
-        modules are being compiled.
+        Raises RequestError if the module is not a valid controller, and UnavailableError if too
+        many modules are being compiled.
         """
         with self._turn(module):
             ready = self._read(module) or self._compile(module, wasm)
@@ -107,7 +107,7 @@ class CompiledModules:
         """Loads a module by its id. If no compiled form is stored, ``wasm`` is called with the id,
         and returns the module's bytes.
 
-        If too many modules are being compiled, the call waits for one of them.
+        If too many modules are being compiled, the call waits up to ``TURN_S`` for one of them.
         """
         with self._lock:
             kept = self._kept.get(module)

@@ -2,7 +2,8 @@
 guest returns results in its memory, without calling the host.
 
 The host writes a call's argument into the guest's inbox, calls the guest, and reads the result and
-the mask from its memory. ``docs/controllers-reference.md`` describes the layout.
+the mask from the guest's memory. ``docs/controllers-reference.md`` describes the layout of the
+inbox and of the results.
 """
 
 from __future__ import annotations

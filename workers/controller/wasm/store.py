@@ -229,7 +229,7 @@ class ModuleStore:
             self._silent = self._silent or not short
             if name not in copy.modules and name not in copy.tags:
                 raise
-            log.warning("the name %s keeps its last meaning on this machine: %s", name, error)
+            log.warning("the name %s is looked up in this machine's copy: %s", name, error)
             return self._copy(tenant).named(name, "$.controller")
 
     def load(self, module: str) -> Loaded:

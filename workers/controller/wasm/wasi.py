@@ -39,7 +39,7 @@ class Served(Protocol):
 
 
 def start_function(exports: Iterable[str]) -> str | None:
-    """The initialization function of a WASI module, if it has one."""
+    """The name of a WASI module's initialization function; None if the module does not have it."""
     return next((name for name in ("_initialize", "_start") if name in exports), None)
 
 

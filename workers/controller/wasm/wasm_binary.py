@@ -55,7 +55,7 @@ class Export(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A section: its number, where it and its content begin, and where it ends."""
+    """A section: its number, and the offsets of its start, of its content and of its end."""
 
     number: int
     start: int
@@ -79,7 +79,7 @@ class Binary:
     globals: list[GlobalType] = field(default_factory=list)
     exports: dict[str, Export] = field(default_factory=dict)
     start: int | None = None
-    """The function that runs when the module is instantiated."""
+    """The number of the function that runs when the module is instantiated."""
     references: set[int] = field(default_factory=set)
     """The functions to which element segments and constants of the module refer, by number.
     Exported functions are included only if they are also referred to there."""

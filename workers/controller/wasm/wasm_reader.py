@@ -1,5 +1,5 @@
 """Reads values of the Wasm binary format (numbers, names, types) one after another, and checks that
-none extends beyond the end.
+no value extends beyond the end of the data.
 
 Source: WebAssembly core specification 2.0, chapter 5. Errors contain the offset in the module.
 """
