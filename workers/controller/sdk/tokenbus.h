@@ -1,4 +1,4 @@
-// The SDK for controllers in C. One include, in the one .c file of a module:
+// The SDK for controllers in C. Include this file in the only .c file of a module:
 //
 //     #include "tokenbus.h"
 //
@@ -49,7 +49,7 @@
 // time.
 
 // Called once, before all other calls, with the tokens of the prompt and the user's argument. A 0
-// byte, which arg_len does not count, follows the argument. Load and prepare here. Limit: 1000 ms.
+// byte, which arg_len does not count, follows the argument. Prepare your data here. Limit: 1000 ms.
 __attribute__((weak)) void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg,
                                           uint32_t arg_len);
 

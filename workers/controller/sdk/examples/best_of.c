@@ -106,8 +106,8 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
     stage = place == 0 ? JUDGING : WRITING;
     // mid_process cannot suspend: the judge samples a token and drops it when it has the best text.
     if (stage == JUDGING) return sample_share(0, 1);
-    // Each fork begins with a token of its own share, so that the texts differ even with greedy
-    // sampling.
+    // The first token of each fork is from a separate share of the vocabulary, so that the texts
+    // differ even with greedy sampling.
     return sample_share(place - 1, wanted);
 }
 

@@ -3,10 +3,10 @@
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/guidance.c -o guidance.wasm
 //
 // The argument is "SCALE TEMPERATURE PROMPT". Sequence 0 is the text. Its fork, the guide, has
-// PROMPT after the request's prompt and then follows the text. With log-probabilities c in the text
-// and u in the guide, tokens are sampled by SCALE * c + (1 - SCALE) * u. This equals sampling by c
-// with the bias (1 - SCALE) / SCALE * u, at the temperature TEMPERATURE / SCALE. guidance.py is the
-// same in Python.
+// PROMPT after the request's prompt, and then the tokens of the text. With log-probabilities c in
+// the text and u in the guide, tokens are sampled by SCALE * c + (1 - SCALE) * u. This equals
+// sampling by c with the bias (1 - SCALE) / SCALE * u, at the temperature TEMPERATURE / SCALE.
+// guidance.py is the same in Python.
 #include "tokenbus.h"
 
 static float scale, temperature;
@@ -37,7 +37,7 @@ void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_
         tb_fail("the argument must be like \"1.5 0.8 # a\" (SCALE TEMPERATURE PROMPT); it is \"%s\"",
                 arg);
     second = tb_tokenize(at, (uint32_t)(end - at));
-    // The second prompt counts towards max_tokens of the guide, which follows the whole text.
+    // The guide has the second prompt and the whole text, and both count towards max_tokens.
     if (second.n + 2 > tb_max_tokens()) tb_fail("max_tokens must be at least %u", second.n + 2);
     length = tb_max_tokens() - second.n - 1;
     bias = tb_bias_new();

@@ -1,11 +1,11 @@
 """Classifier-free guidance: the text follows its prompt more than a second, negative prompt.
 
-Sequence 0 is the text. Its fork, the guide, has the second prompt after the first and then follows
-the text. With log-probabilities c in the text and u in the guide, tokens are sampled by scale * c +
-(1 - scale) * u. This equals sampling by c with the bias (1 - scale) / scale * u, at a temperature
-that is divided by scale. The guide writes u of its 64 likeliest tokens to a variable. All other
-tokens get the smallest of these values. Source: Sanchez et al., "Stay on Topic with Classifier-Free
-Guidance" (2023).
+Sequence 0 is the text. Its fork, the guide, has the second prompt after the first, and then the
+tokens of the text. With log-probabilities c in the text and u in the guide, tokens are sampled by
+scale * c + (1 - scale) * u. This equals sampling by c with the bias (1 - scale) / scale * u, at a
+temperature that is divided by scale. The guide writes u of its 64 likeliest tokens to a variable.
+All other tokens get the smallest of these values. Source: Sanchez et al., "Stay on Topic with
+Classifier-Free Guidance" (2023).
 
     tokenbus controller serve guidance:Guidance
     tokenbus controller run guidance:Guidance --prompt 'def add(a, b):' \
@@ -40,7 +40,7 @@ class Guidance(Controller):
         arg = self.arg if isinstance(self.arg, dict) else {}
         self.scale, self.temperature = float(arg["scale"]), float(arg.get("temperature", 0.0))
         self.second = self.host.vocabulary.tokenize(arg["prompt"].encode())
-        # The second prompt counts towards max_tokens of the guide, which follows the whole text.
+        # The guide has the second prompt and the whole text, and both count towards max_tokens.
         self.length = self.host.max_tokens - len(self.second) - 1
         self.role = ""
         self.step = 0
@@ -48,7 +48,7 @@ class Guidance(Controller):
         """In the text: whether its first token, which was sampled without the guide, must be
         dropped."""
         self.seen: dict[int, float] = {}
-        """In the text: the likeliest tokens of the guide."""
+        """In the text: the likeliest tokens of the guide, with their log-probabilities."""
         self.waits = False
         """In the guide: whether the guide has written its likeliest tokens and waits for the text's
         token."""
@@ -56,8 +56,8 @@ class Guidance(Controller):
         """In the guide: the token of the text that replaces the guide's own token."""
 
     def pre_process(self) -> Decision | None:
-        """Forks the guide first. Later, suspends until the other sequence has written the value
-        that this step needs."""
+        """Forks into the text and the guide at first. Later, suspends until the other sequence has
+        written the value that this step needs."""
         if not self.role:
             return fork(2)
         if self.step >= self.length:
@@ -90,7 +90,7 @@ class Guidance(Controller):
         return sample(None, bias, override=Override(self.temperature / self.scale))
 
     def post_process(self, tokens: list[int], backtrack: int) -> Decision | None:
-        """Writes the guide's numbers, or the text's token, for the other sequence."""
+        """Writes the guide's log-probabilities, or the text's token, for the other sequence."""
         if self.role == "guide":
             for seen in self.distributions:
                 self.vars.set("guide", json.dumps(seen.top))

@@ -31,8 +31,8 @@ static inline void tb_query(uint32_t top, const uint32_t *tokens, uint32_t n) {
 }
 
 // The distribution from which a token was sampled. `place` is the token's index in the tokens that
-// tb_post_process received last. 0 if the distribution was not queried, or if the controller
-// appended the token. The result is valid until the next call of this function.
+// tb_post_process received last. Returns 0 if the distribution was not queried, or if the
+// controller appended the token. The result is valid until the next call of this function.
 static inline const tb_distribution *tb_distribution_get(uint32_t place) {
     static struct {
         float logprob;

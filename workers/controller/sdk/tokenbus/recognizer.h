@@ -76,7 +76,7 @@ static inline void tb_compute_bias(tb_recognizer *recognizer, uint32_t *mask) {
     if (recognizer->trie_finished) recognizer->trie_finished(recognizer);
 }
 
-// Advances a recognizer by an appended token; false if it does not allow the token's bytes.
+// Advances a recognizer by a token. Returns false if the recognizer does not allow the token.
 static inline bool tb_push_token(tb_recognizer *recognizer, uint32_t token) {
     uint32_t len;
     const uint8_t *bytes = tb_token(token, &len);
@@ -93,7 +93,7 @@ static inline bool tb_push_token(tb_recognizer *recognizer, uint32_t token) {
 
 static tb_recognizer *tb_used;
 
-// From now on, the recognizer determines mid_process and post_process, unless the module defines
+// After this call, the recognizer answers mid_process and post_process, unless the module defines
 // them. Call this function in tb_init_prompt.
 static inline void tb_use_recognizer(tb_recognizer *recognizer) {
     tb_trie_get();
@@ -111,7 +111,7 @@ static inline tb_answer tb_recognizer_mid(tb_recognizer *recognizer) {
     tb_fail("the recognizer does not allow any token of this vocabulary here");
 }
 
-// post_process under a recognizer: advances it by the tokens; stops at the end-of-sequence token.
+// post_process under a recognizer: advances the recognizer; stops at the end-of-sequence token.
 static inline tb_answer tb_recognizer_post(tb_recognizer *recognizer, const uint32_t *tokens,
                                            uint32_t n) {
     for (uint32_t i = 0; i < n; i++) {
@@ -202,7 +202,7 @@ static inline uint32_t *tb_masks_add(tb_masks *kept, const void *state, uint32_t
         if (!known) made = tb_masks_add(&stack->masks, stack->top, sizeof(S));                     \
         const tb_node *const end = tb_trie_root() + tb_trie_get()->node_count;                     \
         const tb_node *node = known ? end : tb_trie_root() + 1;                                    \
-        /* The stack has room for each token: without a check, the top stays in a register. */     \
+        /* The stack has room for each token, so `top` is not checked and stays in a register. */  \
         for (S *top = stack->top; node < end;) {                                                   \
             const uint8_t byte = (uint8_t)node->token_byte;                                        \
             const uint32_t size = tb_node_size(node), up = tb_node_parents(node);                  \

@@ -48,7 +48,7 @@ static inline const tb_node *tb_next_child(const tb_node *node, const tb_node *c
     return child < node + tb_node_size(node) ? child : 0;
 }
 
-// The first child with this byte; 0 if there is none.
+// The first child with this byte; 0 if no child has this byte.
 static inline const tb_node *tb_child(const tb_node *node, uint8_t byte) {
     for (const tb_node *c = tb_first_child(node); c; c = tb_next_child(node, c))
         if (tb_node_byte(c) == byte) return c;
@@ -178,7 +178,7 @@ static inline const tb_trie *tb_trie_get(void) {
 
 static inline const tb_node *tb_trie_root(void) { return tb_trie_get()->nodes; }
 
-// The bytes of a token, without a terminating 0; none for special tokens and for unknown ids.
+// The bytes of a token, without a terminating 0. Special tokens and unknown ids have no bytes.
 static inline const uint8_t *tb_token(uint32_t token, uint32_t *len) {
     const tb_trie *trie = tb_trie_get();
     const uint32_t offset = token < tb_vocab_size() ? trie->offsets[token] : 0;
