@@ -5,7 +5,7 @@ tables. Its files:
     vocabulary   the tokens as a tree by the classes of their bytes
     sequences    the state of lexer and parser of each sequence
     parser       LR parsing on stacks that share their lower parts
-    spellings    the terminals of each token from a lexer state
+    spellings    the terminals that each token completes, for each lexer state
     masks        token masks: computed once, then cached
     closing      completing a text
     grammar.c    the exports that the host calls

@@ -16,7 +16,7 @@ static uint32_t closing_bytes;
 // The search through the lexer: for each state, the state before it and the class that led to it.
 static uint16_t *way_from, *way_queue;
 static uint8_t *way_class, *way_seen;
-// The search over the stack, by (index in the stack, nonterminal), up to MAX_PLACES.
+// The places of the search over the stack, one for each (index in the stack, nonterminal).
 typedef struct closing_place {
     uint32_t cost, from, rest;
 } closing_place;

@@ -15,7 +15,7 @@ static struct {
     uint32_t lexer_start;      // state before a lexeme
     uint32_t lexer_first;      // state before a text: lexer_start, or the state after a newline
     uint8_t class_of[256];
-    uint8_t class_size[256];   // bytes of a class, at most 255
+    uint8_t class_size[256];   // number of bytes in a class, counted up to 255
     uint8_t class_byte[256];   // a byte of the class, if possible a letter or digit
     bool class_dead[256];      // no lexer state has a transition with the class
     const uint16_t *next;      // [lexer_states * classes]

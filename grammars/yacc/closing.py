@@ -42,7 +42,7 @@ def shortest_lexemes(
     accepted: Sequence[int],
     start: int,
 ) -> dict[int, bytes]:
-    """For each terminal that the lexer can match, one of the shortest texts that it matches,
+    """For each terminal that the lexer can match, one of the shortest texts of the terminal,
     preferably of digits and letters."""
     byte_of = [_plainest(classes, number) for number in range(num_classes)]
     order = sorted(range(num_classes), key=lambda number: _plainness(byte_of[number]))

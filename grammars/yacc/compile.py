@@ -182,8 +182,8 @@ def _begun(grammar: CompiledGrammar) -> Iterable[str]:
 
 def _with_start(lexer: LexerDfa) -> tuple[list[int], list[int], list[int], int]:
     """Returns the transitions, the matched lexeme and the reachable lexemes of each state, and the
-    start state. If necessary, a new start state is added: no transition leads to it and it has not
-    matched a lexeme, so that an empty text is never a lexeme."""
+    start state. If necessary, a new start state is added. No transition leads to this state and no
+    lexeme is matched in it, so that an empty text is never a lexeme."""
     transitions = list(lexer.transitions)
     accepted = list(lexer.accepted)
     reachable = list(lexer.reachable)

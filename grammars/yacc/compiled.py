@@ -77,7 +77,7 @@ class CompiledGrammar:
     """
 
     terminals: tuple[str, ...]
-    """Names for messages."""
+    """The names of the terminals in messages."""
     nonterminals: tuple[str, ...]
 
     classes: bytes
@@ -91,8 +91,8 @@ class CompiledGrammar:
     transitions: tuple[int, ...]
     """[num_lexer_states * num_classes] next lexer state; state 0 is dead."""
     accepted: tuple[int, ...]
-    """By lexer state: the terminal that was matched, and the preferred one if several match; -1 if
-    none was matched."""
+    """By lexer state: the terminal that the lexer has matched, or the preferred terminal if several
+    match; -1 if no terminal is matched."""
     reachable: tuple[int, ...]
     """By lexer state: the set of terminals that can still match, including terminals that match in
     this state."""

@@ -216,7 +216,7 @@ def _compatible(known: list[int], new: list[int]) -> bool:
 
 
 def _merge(state: State, lookaheads: list[int]) -> bool:
-    """Adds lookaheads to a state; returns whether the state did not have all of them."""
+    """Adds lookaheads to a state; returns whether some of the lookaheads were new to the state."""
     grown = False
     for place, lookahead in enumerate(lookaheads):
         if lookahead & ~state.lookaheads[place]:

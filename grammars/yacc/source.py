@@ -32,13 +32,14 @@ class Symbol:
 
     text: str
     kind: str
-    """rule, keyword or regex."""
+    """The kind of the symbol: rule, keyword or regex."""
     offset: int
 
 
 @dataclass(slots=True)
 class Alternative:
-    """One right-hand side of a rule. ``prec``: the symbol of its ``%prec``, if it has one."""
+    """One right-hand side of a rule. ``prec``: the symbol after ``%prec``; None without
+    ``%prec``."""
 
     symbols: list[Symbol]
     prec: Symbol | None
@@ -64,7 +65,7 @@ class Precedence:
 
 class LexerRules(Enum):
     """The rules by which the lexer chooses between lexemes that match the same text, and the state
-    in which it begins.
+    in which the lexer begins.
 
     With either value, a keyword is preferred to a regular expression, and a ``%reserved`` regular
     expression is preferred to any other regular expression.
