@@ -1,1 +1,1 @@
-"""The built-in constraints, with two grammar backends: our own engine and llguidance."""
+"""The built-in constraints, with two grammar backends: that of Tokenbus, and llguidance."""

@@ -31,8 +31,8 @@ from .structural.program import StructuralProgram
 
 
 class GrammarProgram:
-    """A constraint whose argument is compiled to tables. A grammar instance then computes masks
-    from the tables."""
+    """A constraint whose argument is compiled to the tables of an automaton or a parser. A grammar
+    instance (``grammar_instance``) then computes masks from the tables."""
 
     def __init__(self, instances: SharedInstances, tables: Callable[[bytes], bytes]) -> None:
         self._instances = instances
@@ -49,8 +49,8 @@ class GrammarProgram:
 
 
 class Combination(NamedTuple):
-    """A parsed argument of ``combination``. ``tables`` has the compiled tables of each regular
-    part, by the part's path (``Part.place``)."""
+    """A parsed argument of ``combination``. ``tables`` has the compiled tables of each regular part
+    (``grammar/combination.py``), by the part's path (``Part.place``)."""
 
     root: Part
     plan: Plan

@@ -57,7 +57,7 @@ class Processes:
         return self._done("shortest", grammar.encode()).shortest
 
     def run(self, kind: Kind, grammar: bytes) -> bytes:
-        """The tables that a task of this kind makes from a grammar. Raises the same errors as
+        """The tables of the automata that a task of this kind compiles. Raises the same errors as
         ``check``, with the reason of the compiler of this kind."""
         return self._done(kind, grammar).tables
 

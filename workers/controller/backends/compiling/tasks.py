@@ -8,6 +8,8 @@ from typing import IO, Literal
 import msgspec
 
 Kind = Literal["llguidance", "shortest", "blame", "regex", "choice", "combination"]
+"""The kind of a task: check a grammar for llguidance, search for the shortest text of a grammar,
+find the faulty part of a refused grammar, or compile the tables of a constraint."""
 
 _LENGTH = struct.Struct("<I")
 

@@ -46,7 +46,8 @@ def choice(arg: bytes, seconds: float) -> bytes:
 
 
 def combination(arg: bytes, seconds: float) -> bytes:
-    """The tables of the regular parts of a combination, by their paths, as msgpack."""
+    """The tables of the regular parts of a combination (``combination.py``), by the paths of the
+    parts, as msgpack."""
     return msgspec.msgpack.encode(automata(read_combination(arg), seconds))
 
 

@@ -56,8 +56,9 @@ class GrammarController:
         return CONTINUE
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """Writes the token mask, or returns a splice of forced tokens or of the closing. Stops if
-        the text is complete and no token may follow, or if ``max_tokens`` is reached."""
+        """Writes the token mask, or returns a splice. The splice appends forced tokens (the only
+        text that may follow) or the closing. Stops if the text is complete and no token may follow,
+        or if ``max_tokens`` is reached."""
         if self._closed:
             return interface.COMPLETE
         left = self._host.max_tokens - len(self._text)

@@ -107,7 +107,8 @@ class Tables:
         return self._get("substring", text, make)
 
     def combination(self, arg: bytes) -> dict[str, bytes]:
-        """The tables of the regular parts of a combination, by their paths."""
+        """The tables of the regular parts of a combination (``combination.py``), by the paths of
+        the parts."""
         return msgspec.msgpack.decode(self._automata("combination", arg), type=dict[str, bytes])
 
     def yacc(self, arg: bytes) -> bytes:

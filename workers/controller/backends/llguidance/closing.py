@@ -1,6 +1,6 @@
 """Decides when to close the text of a sequence under an llguidance grammar, and with which tokens.
-To close a text means to append tokens that complete the text while ``max_tokens`` still has room
-for these tokens."""
+A *completion* is a text that completes the text so far. To close a text means to append the tokens
+of a completion while ``max_tokens`` still has room for these tokens."""
 
 from __future__ import annotations
 

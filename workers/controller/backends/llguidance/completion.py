@@ -1,5 +1,5 @@
-"""Finds a short completion of a text under an llguidance grammar, by a bounded search over the
-grammar's masks.
+"""Finds a short *completion*, a text that completes a given text under an llguidance grammar, by a
+bounded search over the grammar's masks.
 
 llguidance itself does not compute completions. The search uses a matcher of the same grammar over a
 vocabulary of the 256 bytes. A step of the search takes a microsecond.

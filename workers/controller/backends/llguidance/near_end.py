@@ -2,9 +2,9 @@
 text.
 
 A restricted mask allows only tokens after which the text can certainly be completed. These are
-tokens that are prefixes of the known completion, tokens that continue a *string of any text*, and
-tokens after which a search finds another completion that fits. A string of any text is a string
-that may contain every character.
+tokens that are prefixes of the known completion (a text that completes the text so far), tokens
+that continue a *string of any text*, and tokens after which a search finds another completion that
+fits. A string of any text is a string that may contain every character.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ Words = np.ndarray[tuple[int], np.dtype[np.uint32]]
 """A mask: bit i of the little-endian words is set if token i is allowed."""
 
 FEW_STARTS, SOME_STARTS, MAX_STARTS = 1, 4, 15
-"""Maximum number of items that a token in ``few`` may begin, maximum number that a token in
-``some`` may begin, and maximum number in ``starts``."""
+"""A token may begin items of arrays or objects. A token in the set ``few`` begins at most
+``FEW_STARTS`` items, and a token in the set ``some`` at most ``SOME_STARTS``. ``starts`` counts the
+items of a token up to ``MAX_STARTS``."""
 LONG = 12
 """Maximum bytes of a token that is tried as a prefix of a completion."""
 _WHOLE = re.compile(rb'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u(?!d[89a-f])[0-9a-fA-F]{4}))+')
