@@ -1,7 +1,8 @@
 """Guests of the AICI ABI: compiled AICI modules, unmodified.
 
-The arguments and the results of calls are JSON. The guest reads an argument as a blob, and returns
-a result, through functions of module ``env``. Source: AICI's crate ``aici_abi``.
+The arguments and the results of calls are JSON. The guest reads an argument as a *blob* (bytes that
+a number identifies), and returns a result, through functions of module ``env``. Source: AICI's
+crate ``aici_abi``.
 """
 
 from __future__ import annotations

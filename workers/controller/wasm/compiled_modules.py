@@ -1,6 +1,8 @@
 """Caches compiled modules: the most recently used ones in memory, and all of them on disk, for
 later processes.
 
+A script is stored like a module. Its interpreter, which is a module too, runs the script.
+
 If another user could change a compiled form, loading it would run that user's machine code. So each
 file has an HMAC. The HMAC's key is a file in the folder, which only the worker's user can read. The
 HMAC also covers the module's id and the compilation target. A file with a wrong HMAC counts as

@@ -77,8 +77,8 @@ _TRAPS = {
 
 
 def _on_epoch(context: Any, data: Any, delta: Any, kind: Any) -> int:
-    """Called when an epoch tick occurs while a guest runs. Stops the guest if it has used up its
-    CPU time.
+    """Called at each epoch tick (every ``sandbox.TICK_S``) while a guest runs. Stops the guest if
+    it has used up its CPU time.
 
     The time of a call counts from the call's first tick, so that a call that ends before a tick
     does not read the clock.
