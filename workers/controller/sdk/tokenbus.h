@@ -17,8 +17,8 @@
 //     tools.h           calls of tools
 //     distribution.h    the distributions that tokens were sampled from
 //     trie.h            the token trie and masks
-//     recognizer.h      the byte stack and the functional layer
-//     strings.h         the string layer
+//     recognizer.h      constraints on bytes: the byte stack and the functional layer
+//     strings.h         constraints on strings: the string layer
 //
 // The layers are modelled on AICI's aici_abi. The guide is docs/controllers.md.
 #ifndef TOKENBUS_H

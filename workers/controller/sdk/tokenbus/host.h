@@ -20,6 +20,8 @@ int32_t tb_host_var_append(const char *name, uint32_t name_len, const void *valu
                            int32_t when_version, uint32_t *version);
 
 // --- the call block (documented in docs/controllers-reference.md) --------------------------------
+//
+// In this block, the host writes the arguments of a call and reads the answer.
 
 enum {
     TB_BLOCK_VERSION,

@@ -1,4 +1,5 @@
-// The byte stack (AICI's Recognizer), the walk that computes its mask, and the functional layer.
+// Constraints on bytes. The byte stack (AICI's Recognizer) is a stack of states; a walk over the
+// token trie computes its mask. The functional layer makes a byte stack from functions.
 #ifndef TOKENBUS_RECOGNIZER_H
 #define TOKENBUS_RECOGNIZER_H
 
