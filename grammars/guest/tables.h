@@ -11,7 +11,7 @@ enum { NO_TERMINAL = 0xffff, END = 0, SKIP = 1, ERROR = 0, SHIFT = 1, REDUCE = 2
 
 static struct {
     bool has_parser;
-    uint32_t classes, lexer_states;
+    uint32_t classes, lexer_states;  // bytes of one class have the same transitions
     uint32_t lexer_start;      // state before a lexeme
     uint32_t lexer_first;      // state before a text: lexer_start, or the state after a newline
     uint8_t class_of[256];
