@@ -8,8 +8,8 @@ from typing import IO, Literal
 import msgspec
 
 Kind = Literal["llguidance", "shortest", "blame", "regex", "choice", "combination"]
-"""The kind of a task: check a grammar for llguidance, search for the shortest text of a grammar,
-find the faulty part of a refused grammar, or compile the tables of a constraint."""
+"""The kind of a task. ``llguidance`` checks a grammar, ``shortest`` searches for its shortest text,
+and ``blame`` finds the faulty part of a refused grammar. Other kinds compile tables."""
 
 _LENGTH = struct.Struct("<I")
 

@@ -1,10 +1,10 @@
 """Restricts the masks of a text of JSON when few tokens are left beyond those that complete the
 text.
 
-A restricted mask allows only tokens after which the text can certainly be completed. These are
-tokens that are prefixes of the known completion (a text that completes the text so far), tokens
-that continue a *string of any text*, and tokens after which a search finds another completion that
-fits. A string of any text is a string that may contain every character.
+A *completion* is a text that completes the text so far. A restricted mask allows only tokens after
+which the text can certainly be completed. These are tokens that are prefixes of the known
+completion, tokens that continue a *string of any text*, and tokens after which a search finds
+another completion that fits. A string of any text is a string that may contain every character.
 """
 
 from __future__ import annotations
