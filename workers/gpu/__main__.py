@@ -22,8 +22,8 @@ def main() -> int:
         return refuse("gpu", error)
     prepare_environment(settings.threads)
     # Importing torch takes seconds, so invalid settings are reported before the import.
-    # Imported modules are never freed. Without collections, their import takes 0.6 s less of 4.5 s.
-    # Later collections do not visit them.
+    # Imported modules are never freed. Without garbage collection, the imports take 3.9 s instead
+    # of 4.5 s. ``gc.freeze`` excludes the imported objects from later collections.
     gc.disable()
     importlib.import_module("torch")  # torch installs its own log handlers.
     logs.take_over("torch")

@@ -8,16 +8,18 @@ SPIN_COUNT = "10000"
 """Number of iterations for which an OpenMP thread spins while it waits for the others, before it
 sleeps: about 0.1 ms.
 
-The default is 300,000 iterations or more. If two threads of a parallel region share a core with
-another process, the waiting thread occupies the core until its time slice ends. Each matrix product
-then takes a time slice of 8 ms instead of 0.02 ms. With this setting, each product takes 0.1 to 0.2
-ms. Sleeping at once (``OMP_WAIT_POLICY=PASSIVE``) costs twice the time on an idle machine.
+The default is 300,000 iterations or more. If two threads of a parallel region must share one core,
+because another process uses the other core, the waiting thread occupies the shared core until its
+time slice ends. Each matrix product then takes a time slice of 8 ms instead of 0.02 ms. With this
+setting, each product takes 0.1 to 0.2 ms. If threads sleep at once
+(``OMP_WAIT_POLICY=PASSIVE``), products take twice as long on an idle machine.
 """
 
 
 def prepare_environment(threads: int) -> None:
-    """Configures OpenMP and torch's memory for this process. ``threads``: number of threads, 0 for
-    one per core. Existing environment variables take precedence.
+    """Configures OpenMP and torch's memory for this process. ``threads``: number of threads, which
+    replaces an existing ``OMP_NUM_THREADS``; 0 keeps the number that OpenMP uses by default. Other
+    environment variables are set only if they do not exist.
 
     With ``THP_MEM_ALLOC_ENABLE``, torch allocates huge pages of memory, from which weights are read
     faster. For example, the product of one row and a float32 matrix of 256 x 32,000 takes 1.3 ms

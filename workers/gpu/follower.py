@@ -1,7 +1,8 @@
 """``python -m tokenbus.workers.gpu.follower``: a rank other than 0, which computes its part of a
 model that is spread over several devices.
 
-The worker, which is rank 0, starts this process and sends commands to its standard input.
+The worker, which is rank 0, starts this process and writes commands to the standard input of this
+process.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Follower:
 
 
 def _read_orders(orders: queue.SimpleQueue[bytes]) -> None:
-    """Reads commands on a thread, so that the end of rank 0 is noticed even during a forward."""
+    """Reads the commands of rank 0 on a separate thread. When rank 0 ends, its pipe closes, and
+    this process exits even during a forward."""
     pipe = sys.stdin.buffer
     while len(head := pipe.read(ORDER_SIZE.size)) == ORDER_SIZE.size:
         [size] = ORDER_SIZE.unpack(head)

@@ -56,7 +56,8 @@ from .serving.streams import Stream, gone_frames
 log = logging.getLogger(__name__)
 
 PAGES_EVERY_S = 0.1
-"""Interval of reporting changed pages of the KV caches, in seconds."""
+"""Minimum time between two reports of changed pages of the KV caches, in seconds. A page is the
+unit in which a worker reports the content of a cache to the broker (``engine/pages.py``)."""
 REQUESTS: dict[bytes, type[Request]] = {
     b"GENERATE": Generate,
     b"SCORE": Score,
@@ -128,17 +129,18 @@ class GpuWorker:
         """Whether supervisord may start a successor. If so, the worker asks supervisord, at the
         beginning of its drain, whether a successor will come. ``stop`` sets the flag."""
         self._failed: str | None = None
-        """The reason why the worker must exit; None while it can work."""
+        """The reason why the worker must exit; None while the worker can continue."""
         self._rate = 0.0
         self._rate_at = time.monotonic()
         self._counted = 0
-        """Number of outputs that were already counted for the rate."""
+        """Number of outputs that had been sent when ``_rate`` (tokens per second) was last
+        computed."""
 
     # --- the loop -------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Serves until ``stop``. Returns 0, or 1 if the default model could not be loaded or the
-        device was lost."""
+        """Serves until ``stop`` is called. Returns 0, or 1 if the worker must exit because of a
+        failure: for example, the default model could not be loaded, or the device has failed."""
         if self._models.default:
             self._models.want(self._models.default)
         self._bus.start()
@@ -185,7 +187,8 @@ class GpuWorker:
         )
 
     def _take(self) -> None:
-        """Receives the messages that have arrived. Waits for a message while no engine has work."""
+        """Receives the messages that have arrived. If the worker has no work, waits for a message
+        for up to ``IDLE_S``."""
         frozen, engines = self._rollouts.frozen, self._models.engines
         busy = any(e.has_work and not frozen(model) for model, e in engines.items())
         busy = busy or self._arrivals.embeddings.has_work
@@ -194,8 +197,8 @@ class GpuWorker:
     def _receive(self, wait_s: float = 0.0) -> None:
         for message in self._bus.take(wait_s):
             try:
-                # Heartbeats report how long the message takes, because tokenizing a prompt may
-                # hang.
+                # Handling a message may hang, for example while a prompt is tokenized. Heartbeats
+                # therefore report how long the handling has taken so far.
                 with self._bus.stepping():
                     self._on_message(message)
             except Exception as error:
@@ -204,15 +207,17 @@ class GpuWorker:
         self._bus.flush()
 
     def _report(self) -> None:
-        """Answers ATTACHes and CLAIMs until the budget of this pass of the loop is used up."""
+        """Answers ATTACHes and CLAIMs. One pass of the worker's loop sends a bounded number of
+        entries, and later passes send the rest (``ReportQueue``)."""
         self._reports.renew()
         with self._bus.stepping():
             self._answer()
         self._bus.flush()
 
     def _answer(self) -> None:
-        """Answers ATTACHes and CLAIMs until the budget is used up. Skips ATTACHes of streams that
-        have ended, because the broker has answered these ATTACHes."""
+        """Answers ATTACHes and CLAIMs until this pass of the loop has sent its number of entries.
+        Skips ATTACHes of streams that have ended, because the broker has answered these
+        ATTACHes."""
         answered: dict[Stream, Attaching] = {}
         released: defaultdict[int, list[int]] = defaultdict(list)
         while (next_ := self._reports.next()) is not None:
@@ -263,7 +268,7 @@ class GpuWorker:
 
     def _step(self) -> None:
         """Runs one step of each model that has work, and sends the tokens of each step in one
-        message. Then computes a batch of EMBEDs."""
+        message. Then computes a batch of EMBED requests if no step ran or the batch is due."""
         stepped = False
         for model, engine in self._models.engines.items():
             if not engine.has_work or self._rollouts.frozen(model):
@@ -278,17 +283,19 @@ class GpuWorker:
         if stepped:
             embeddings.note_step()
         if embeddings.has_work and (embeddings.due or not stepped):
-            # A sequence that waits for a decision is not work, but may continue during the batch.
+            # ``has_work`` does not count sequences that wait for a decision. These may continue
+            # while the batch of texts is computed.
             busy = any(engine.has_requests for engine in self._models.engines.values())
             with self._bus.stepping():
                 embeddings.step(busy)
             self._bus.flush()
 
     def _report_pages(self) -> None:
-        """Reports the changed pages of the KV caches to the broker."""
+        """Reports the changed pages of the KV caches to all brokers."""
         logs = {name: engine.pages for name, engine in self._models.engines.items()}
         if logs.keys() != self._paged:
-            # The page log of an evicted model does not exist any more.
+            # The removed pages of an evicted model are not in any log, so the next report replaces
+            # all pages.
             self._all_pages, self._paged = True, set(logs)
         now = time.monotonic()
         if now - self._pages_at < PAGES_EVERY_S:
@@ -330,7 +337,8 @@ class GpuWorker:
     # --- failures -------------------------------------------------------------------------------
 
     def _message_failed(self, message: FromBus, error: Exception) -> None:
-        """Ends the request of a message that could not be handled, if it belongs to a request."""
+        """Ends the request of a message whose handling raised ``error``. If the message belongs to
+        no known request, only logs the error."""
         shown = message.type.decode("ascii", "backslashreplace")
         request = message.header.request
         stream = self._streams.get(request)
@@ -388,19 +396,20 @@ class GpuWorker:
             case b"CLAIM":
                 self._claim(decode_as(Claim, message.body, "msgpack").session, message.link)
             case bus.LEASE_ENDED:
-                # The broker's streams continue, for its successor or for another broker.
+                # The streams of this broker continue, for its successor or for another broker.
                 self._reports.drop_claims(message.link)
             case _:
                 log.warning("a GPU worker does not accept messages of type %r", message.type)
 
     def _request(self, message: FromBus, kind: type[Request]) -> None:
-        """Handles a client's request. Refuses the request if requests of other brokers use the
-        worker's capacity. A later attempt of a known request replaces the earlier attempt."""
+        """Handles a client's request. Refuses the request if the worker's capacity is used up and
+        some of the requests belong to other brokers. A later attempt of a known request replaces
+        the earlier attempt."""
         elsewhere = self._elsewhere(message.link) if self._bus.num_links > 1 else 0
         known = self._stream(message.header.request) if self._bus.num_links > 1 else None
         if known is not None and not _is_of(known, message.link):
-            # The stream has moved to another broker. The sender has not been notified, and treats
-            # the stream as lost.
+            # The stream now belongs to another broker. The sending broker has not been notified of
+            # this, and treats the stream as lost.
             self._leave_to_another([known.request], message.link)
         elif elsewhere and known is None and self._num_requests >= self._settings.capacity:
             self._bus.post(refused_frames(message, elsewhere), message.link)
@@ -408,8 +417,9 @@ class GpuWorker:
             self._arrivals.request(message, kind)
 
     def _claim(self, session: int, link: int) -> None:
-        """Handles a client's move to another broker: the session's requests continue at that
-        broker. If this pass of the loop has sent enough, some of them move in later passes."""
+        """Handles a CLAIM: a client has connected to the broker of ``link``, at which the requests
+        of the client's session now continue. If this pass of the loop has sent its number of
+        entries, the remaining requests continue there in later passes."""
         if not session:
             self._claimed(session, link)
             return
@@ -422,8 +432,8 @@ class GpuWorker:
         self._answer()
 
     def _continue_at(self, claiming: Claiming, released: dict[int, list[int]]) -> None:
-        """Continues a stream at the broker that has claimed the stream. ``released``: the requests
-        that leave other brokers, by link."""
+        """Continues a stream at the broker that has claimed the stream. If the stream belonged to
+        another broker, adds its request to ``released``, by the link of that broker."""
         stream, link = claiming
         is_live = self._stream(stream.request) is stream
         if stream.dropped or not (is_live or stream.live == 0):
@@ -480,7 +490,7 @@ class GpuWorker:
             self._rollouts.on_lease(link)
         self._rollouts.on_states(answer.states)
         self._bus.registered(answer, link)
-        # Earlier reports of pages were dropped, or were sent to another broker.
+        # This broker may not have received the earlier reports of pages.
         self._all_pages = True
         for request in answer.wanted:
             wanted = self._stream(request) or self._streams.kept(request)
@@ -509,7 +519,7 @@ class GpuWorker:
 
     def _lost(self, lost: Lost, link: int) -> None:
         """Restarts lost controllers on other controller workers. If no worker can run a controller,
-        its request ends after the tokens that have been computed."""
+        the controller's request ends with an ERROR after the tokens that have been computed."""
         error = error_for(lost.code, lost.message, path=lost.path, retry_after_s=lost.retry_after_s)
         for request in lost.requests:
             stream = self._streams.get(request)
