@@ -33,8 +33,8 @@ WARM_UP = 60
 STEPS = 1400
 
 SPLIT = r"""\n[ \t]*| ?[A-Za-z_]+|\d| +(?=\S)|\s+|[^\sA-Za-z_\d]+"""
-"""The parts into which text is split: a newline with the indentation after it, a word with one
-space before it, a single digit, spaces, or other characters."""
+"""Regular expression of the parts into which a text is split before BPE: a newline with the
+indentation after it, a word with at most one space before it, a single digit, spaces, or others."""
 
 
 def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -88,13 +88,13 @@ def new_model() -> LlamaForCausalLM:
 
 
 def token_row(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.Tensor:
-    """All texts one after another, each after an end token: ``[num_tokens]``."""
+    """The tokens of all texts in one row, with an end token before each text: ``[num_tokens]``."""
     encoded = tokenizer.backend_tokenizer.encode_batch_fast(list(texts))
     return torch.tensor([t for text in encoded for t in (0, *text.ids)], dtype=torch.int64)
 
 
 def batches(row: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
-    """``steps`` batches of windows into the row: ``[batch, length + 1]``.
+    """``steps`` batches of random windows of the row: ``[batch, length + 1]``.
 
     In three of four batches the windows have a length of 512 tokens. In the fourth, they are as
     long as the context.
@@ -139,7 +139,8 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     copy.load_state_dict(model.state_dict())
     copy.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # transformers 5 names a class that transformers 4 does not have. The class below loads in both.
+    # transformers 5 writes the name of a class that transformers 4 does not have. Both versions can
+    # load the class that is written here.
     config = folder / "tokenizer_config.json"
     named = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     config.write_text(json.dumps(named, indent=2) + "\n")
