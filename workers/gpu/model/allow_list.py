@@ -1,5 +1,5 @@
-"""Compares models that clients request, and folders with new weights, with the names and paths of
-the setting ``allow``."""
+"""Compares the names of models that clients request, and the folders of new weights, with the
+patterns of the setting ``allow``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from fnmatch import fnmatchcase
 from .. import embedded
 
 GLOB = "*?["
-"""The characters that begin a variable part of a pattern."""
+"""The characters that begin a part of a pattern that matches several texts."""
 
 
 def is_allowed(name: str, patterns: Iterable[str]) -> bool:
     """Whether a model or a folder that a client names matches one of the patterns.
 
     If the name is a path on this machine, its ``..`` and its symbolic links are resolved first, so
-    that it cannot lead out of an allowed folder. The folders of a pattern before its first variable
-    part are resolved too. Other names, such as ids of a hub, are compared unchanged.
+    that the path cannot lead out of an allowed folder. The folders of a pattern before its first
+    character of ``GLOB`` are resolved too. Other names, such as ids of a hub, are compared
+    unchanged.
     """
     if "\0" in name:
         return False
@@ -30,13 +31,14 @@ def is_allowed(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _resolved(pattern: str) -> str:
-    """Resolves the fixed part of a pattern: the folders before its first variable part, or the
-    whole pattern if it has no variable part."""
+    """Resolves the fixed part of a pattern: the folders before its first character of ``GLOB``, or
+    the whole pattern if it has no such character."""
     first = min((at for at in map(pattern.find, GLOB) if at >= 0), default=-1)
     if first < 0:
         return os.path.realpath(pattern)
     folder, slash, _ = pattern[:first].rpartition("/")
     if not slash:
-        # Without a fixed folder, "*" allows every path, and "gpt*" only relative paths.
+        # Without a fixed folder, "*" allows every path, and "gpt*" only paths under the current
+        # folder.
         return pattern if pattern.startswith("*") else f"{os.getcwd()}/{pattern}"
     return os.path.realpath(folder or "/").rstrip("/") + pattern[len(folder) :]

@@ -13,7 +13,7 @@ from .step_tensors import Context, StepTensors
 class ForwardBackend(ABC):
     """Computes the forward of one model on one rank.
 
-    ``tensors`` makes the inputs of a step on the device.
+    ``tensors`` copies the inputs of a step to the device.
     """
 
     why_no_graphs = ""
@@ -33,16 +33,18 @@ class ForwardBackend(ABC):
     def compute(
         self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, context: Context
     ) -> torch.Tensor:
-        """The logits ``[num_rows, vocab]`` of the tokens at ``rows``.
+        """The logits ``[num_rows, vocab]`` of some of a step's tokens.
 
-        ``ids`` and ``positions`` ``[num_tokens]``: the ids and positions of a step's packed tokens.
+        ``ids`` and ``positions`` ``[num_tokens]``: the ids and positions of the packed tokens of
+        the step. ``rows`` ``[num_rows]``: the indices of the tokens whose logits are computed.
         """
 
     @torch.inference_mode()
     def forward(self, packed: Packed, drawn: torch.Tensor | None = None) -> torch.Tensor:
         """The logits of ``packed.rows``, as float32 ``[num_rows, vocab]``.
 
-        ``drawn``: the tokens that the previous step has drawn, for the ids that ``packed`` lacks.
+        ``drawn``: the tokens that the previous step has drawn. They replace the ids that were not
+        known when the step was packed.
         """
         return self.compute(*self.tensors.inputs(packed, drawn)).float()
 
@@ -52,5 +54,6 @@ class ForwardBackend(ABC):
         return
 
     def reads_blocks(self, num_tokens: int, num_sequences: int) -> bool:
-        """Whether a step of this size reads keys and values from their blocks, not from mirrors."""
+        """Whether a step of this size reads keys and values from their blocks, and not from
+        mirrors, which are contiguous copies (``engine/packing.py``)."""
         return False

@@ -1,9 +1,9 @@
 """A device as a queue: work is submitted in order, and its results are read later.
 
-On CUDA the queue is the current stream. ``submit`` calls the function at once, and the function
-only enqueues kernels. The result is complete when the event that is recorded after these kernels
-has passed. On a CPU the queue is one thread that runs the work in order. If steps do not overlap,
-work runs when it is submitted.
+On CUDA the queue is the current stream. ``submit`` calls the submitted function at once, and the
+function only enqueues kernels. An event is recorded after these kernels, and the result is complete
+when the event is. On other devices, the queue is one thread that runs the work in order. If steps
+do not overlap with the host's work, ``submit`` itself runs the work there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Work(Generic[T]):
         self._over = threading.Lock()
         self._over.acquire()
         self.event: torch.cuda.Event | None = None
-        """On CUDA: passes when the device has finished the work."""
+        """On CUDA: the event that is complete when the device has finished the work."""
         self.seconds = 0.0
         """Duration of the work, in seconds; measured only on a CPU."""
 
@@ -53,7 +53,8 @@ class Work(Generic[T]):
 
     @property
     def value(self) -> T:
-        """The result, for later work in the same queue. Raises the function's error."""
+        """The result. Before ``wait``, only later work of the same queue may use the result,
+        because kernels may still compute it. Raises the function's error."""
         if self.error is not None:
             raise self.error
         return self._value  # type: ignore[return-value]
@@ -132,22 +133,24 @@ class ThreadQueue:
 
 
 def _serve(orders: SimpleQueue[Work[Any] | None], num_threads: int) -> None:
-    # OpenMP's number of threads is a setting of the calling thread.
+    # OpenMP has a number of threads for each calling thread, so this thread sets its own.
     torch.set_num_threads(num_threads)
     while (work := orders.get()) is not None:
         work.do()
-        # The work is released before the next one arrives, because its result may be large.
+        # This reference to the work is dropped before the next work arrives, because the result may
+        # be large.
         del work
 
 
 def pinned(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A host array in pinned memory, so that copying it to the device does not block the host."""
+    """A host array as a tensor. For a GPU, the tensor is in pinned memory, so that copying it to
+    the device does not block the host."""
     tensor = torch.from_numpy(values)
     return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
 def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """An array on a device, copied without waiting for the device."""
+    """A host array as a tensor on a device. The host does not wait for the copy."""
     tensor = pinned(values, device)
     return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
@@ -173,7 +176,8 @@ def together_on_device(arrays: Sequence[np.ndarray], device: torch.device) -> li
 
 
 def device_queue(device: torch.device, overlap: bool) -> DeviceQueue:
-    """The queue of a device. ``overlap``: work runs while the caller continues."""
+    """The queue of a device. ``overlap``: whether work runs while the caller continues; on CUDA, it
+    always does."""
     if device.type == "cuda":
         return StreamQueue(device)
     return ThreadQueue() if overlap else InlineQueue()

@@ -17,7 +17,8 @@ class DeviceTraits(NamedTuple):
     """Whether steps overlap with the host's work by default. On a CPU, the forward and the worker's
     Python would compete for the cores."""
     scattered_reads: bool
-    """Whether scattered blocks are read at full speed, so that mirrors are not needed."""
+    """Whether scattered blocks are read at full speed, so that mirrors (contiguous copies of keys
+    and values, ``engine/packing.py``) are not needed."""
     host_memory: bool
     """Whether the forward runs in the memory of the process, on the threads of torch."""
     draft_costs: lengths.Costs

@@ -12,7 +12,7 @@ import torch
 from .device_queue import on_device
 
 BLOCK_SIZE = 16
-"""Number of tokens of a block if blocks are gathered."""
+"""Number of tokens of a block if the attention gathers the blocks of a sequence into one tensor."""
 FLASH_BLOCK_SIZE = 256
 """Number of tokens of a block that FlashAttention reads in place. FlashAttention 2 requires at
 least 256."""
@@ -40,17 +40,17 @@ _ATTENTIONS: dict[Kernel, str] = {
 
 
 class Layout(NamedTuple):
-    """The block size of the KV cache, and the attention that reads it."""
+    """The block size of the KV cache, and the attention that reads the blocks."""
 
     block_size: int
     """Number of tokens of a block."""
     kernel: Kernel
     why: str = ""
-    """The reason why no kernel reads the blocks in place; empty if one does."""
+    """The reason why no kernel reads the blocks in place; empty if a kernel does."""
 
     @property
     def in_place(self) -> bool:
-        """Whether a kernel reads the blocks in place; else they are gathered for SDPA."""
+        """Whether a kernel reads the blocks in place; otherwise they are gathered for SDPA."""
         return self.kernel != "gather"
 
     @property
@@ -69,10 +69,11 @@ class LayerShape(NamedTuple):
 
 
 class KVCache:
-    """The paged keys and values; slot ``block * block_size + offset`` contains one token.
+    """The paged keys and values. Slot ``block * block_size + offset`` has the key and the value of
+    one token.
 
     ``layers`` maps a layer's index to keys ``[num_blocks, block_size, kv_heads, key_dim]`` and
-    values of the same form.
+    values ``[num_blocks, block_size, kv_heads, value_dim]``.
     """
 
     def __init__(
@@ -133,8 +134,8 @@ class KVCache:
 class Mirror:
     """A contiguous copy of the keys and values of a group of decodes, reused from step to step.
 
-    By layer: keys and values ``[batch * kv_heads, room, dim]``. ``room`` is a multiple of the block
-    size. The keys of one head are contiguous.
+    A layer's keys and values are ``[batch * kv_heads, room, dim]``. ``room``: capacity for each
+    sequence, in tokens; a multiple of the block size. The keys of one head are contiguous.
     """
 
     def __init__(self, batch: int, room: int) -> None:
@@ -142,12 +143,13 @@ class Mirror:
         self.room = room
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Views of the same memory: ``[batch * kv_heads * room, dim]``."""
+        """Views of the tensors in ``_layers``: ``[batch * kv_heads * room, dim]``."""
 
     def fill(
         self, layer: int, cache: tuple[torch.Tensor, torch.Tensor], blocks: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gathers the blocks ``[batch, count]`` of a layer's cache; returns keys and values."""
+        """Copies the blocks ``[batch, count]`` of a layer's ``cache`` into the mirror. Returns the
+        mirror's keys and values of the layer."""
         made = self._layers.get(layer)
         if made is None:
             keys, values = cache
@@ -162,8 +164,12 @@ class Mirror:
     def add(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, at: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds new tokens: ``k`` and ``v`` ``[num_tokens, kv_heads, dim]`` at the flat places
-        ``at``, ``(sequence * kv_heads + head) * room + position``."""
+        """Adds the keys ``k`` and values ``v`` ``[num_tokens, kv_heads, dim]`` of new tokens.
+        Returns the mirror's keys and values of the layer.
+
+        ``at`` ``[num_tokens * kv_heads]``: for each token and head, the row of ``_places``, which
+        is ``(sequence * kv_heads + head) * room + position``.
+        """
         keys, values = self._places[layer]
         keys.index_copy_(0, at, k.flatten(0, 1).to(keys.dtype))
         values.index_copy_(0, at, v.flatten(0, 1).to(values.dtype))
@@ -181,6 +187,6 @@ def token_bytes(shapes: Mapping[int, LayerShape], dtype: torch.dtype) -> int:
 
 
 def cpu_bytes() -> int:
-    """The size of the cache on a CPU, in bytes, if no size is configured. It depends on the free
-    memory."""
+    """The size of the cache on a CPU, in bytes, if no size is configured: it depends on the memory
+    that is free now."""
     return min(CPU_BYTES, int(psutil.virtual_memory().available * CPU_PART))

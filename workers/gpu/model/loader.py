@@ -45,16 +45,19 @@ LOADED = 0.95
 PROBE = "tokenbus_probe"
 PROBE_TOKENS = 4
 PROBE_TOLERANCE = 0.05
-"""Greatest difference between the probe's logits and transformers' own, relative to their standard
-deviation. Rounding in bfloat16 is below it; an unknown change of the attention is far above it."""
+"""Greatest allowed difference between the logits of a forward with plain attention (``_probe``) and
+with transformers' own attention, relative to the standard deviation of the logits. Rounding in
+bfloat16 causes smaller differences. Attention that the engine does not support causes far larger
+ones."""
 
 OFFSET_POSITIONS = frozenset(("roberta", "xlm-roberta", "camembert", "mpnet"))
-"""Encoders whose positions begin after the id of the padding token, so fewer positions are
-usable."""
+"""Types of encoders whose first position is the id of the padding token plus 1, so that fewer
+positions are usable."""
 
 FUSED_TOLERANCE = 1e-3
-"""As ``PROBE_TOLERANCE``, for the fused decoder in float32. This limit is lower, because both
-forwards run with the same attention."""
+"""Greatest allowed difference between the logits of a faster forward in float32 (such as the fused
+decoder) and those of the slower forward, relative to their standard deviation. In other types,
+which round more coarsely, the limit is ``PROBE_TOLERANCE``."""
 
 
 class ModelLoadError(Exception):
@@ -75,7 +78,7 @@ class LoadedModel:
     """Maximum number of tokens of prompt and output together."""
     eos_token_ids: frozenset[int]
     special_tokens: dict[str, int]
-    """The special tokens by role, for controllers."""
+    """The ids of the special tokens by role (``special_tokens.py``), for controllers."""
     fingerprint: str
     """SHA-256 of the tokenizer's canonical JSON; empty without a tokenizer."""
     tokenizer_json: bytes | None
@@ -85,21 +88,23 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     layers: dict[int, LayerShape]
-    """The shapes of this rank's layers."""
+    """By layer: the shapes of one token's keys and values on this rank."""
     soft_caps: bool = False
     """Whether the attention caps scores before the softmax (Gemma 2)."""
     decoder: FusedDecoder | None = None
-    """The model's forward in few operations; None: the engine runs the model's own modules."""
+    """The model's forward in few operations. If it is None, the engine runs the model's own
+    modules."""
     ranks: Ranks | None = None
-    """The other ranks, if the model is spread over several."""
+    """The other ranks, if the model is spread over several devices."""
     weights: str = ""
     """The version of the weights (``weights_version``)."""
     version: int = 0
-    """The number of the last change of the weights; 0: the weights are those that were loaded."""
+    """The version of the weights as the broker counts it; 0 until the weights are replaced."""
     token_size: TokenSize | None = None
     """The greatest amount of text that one token can represent; None without a tokenizer."""
     causal: bool = True
-    """Whether the model generates. False: an encoder, which gives only vectors of texts."""
+    """Whether the model generates. If not, it is an encoder, which only computes vectors of
+    texts."""
 
 
 def load_model(
@@ -227,7 +232,8 @@ def _probe(name: str, model: Any) -> tuple[dict[int, LayerShape], dict[int, Atte
     """The shape of each layer's keys and values and the options of its attention, recorded in a
     forward over a few tokens.
 
-    The forward must give the same logits as transformers' own attention.
+    Raises ModelLoadError if the forward fails, or if its logits differ from those of a forward with
+    transformers' own attention.
     """
     kind = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
@@ -285,8 +291,8 @@ def _fused(
     layers: dict[int, LayerShape],
     options: dict[int, AttentionOptions],
 ) -> FusedDecoder | None:
-    """The model as a FusedDecoder; None if its structure is unknown or its logits differ from the
-    model's at distant positions."""
+    """The model as a FusedDecoder. None if the structure of the model is unknown, or if the
+    decoder's logits differ from the model's at positions up to the end of the context."""
 
     def attend(
         layer: int, query: Any, key: Any, value: Any, context: Any, **given: Any
@@ -326,7 +332,7 @@ def _read(
     model: Any, layers: dict[int, LayerShape], options: dict[int, AttentionOptions]
 ) -> FusedDecoder:
     """Makes the FusedDecoder of a model. If native code supports the model, all weights are stored
-    as ``[out, in]``, as native code reads them."""
+    as ``[out, in]``, because native code reads them in this order."""
     if library() is not None:
         decoder = fused_model(model, layers, options, by_input=False)
         try:
@@ -344,8 +350,8 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _plain_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> torch.Tensor:
-    """Causal attention over one short sequence: ``[1, heads, num_tokens, dim]`` to ``[num_tokens,
-    heads, dim]``."""
+    """Causal attention over one short sequence: queries, keys and values ``[1, heads, num_tokens,
+    dim]`` to ``[num_tokens, heads, dim]``."""
     length = q.shape[2]
     positions = torch.arange(length, device=q.device)
     hidden = positions > positions.unsqueeze(-1)

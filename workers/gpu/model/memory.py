@@ -29,10 +29,10 @@ DEVICE_PART = 0.9
 count: the CUDA context, libraries, fragmentation."""
 MIN_BLOCKS = 2
 STEPS_UNTIL_AHEAD = 3
-"""Number of steps after which a batch has computed the random numbers of many later steps
-(``races.Ahead``), and has replaced them once."""
+"""Number of steps that ``_sample`` runs for a batch. In these steps, the batch computes random
+numbers for many later steps (``races.Ahead``) and replaces these numbers once."""
 _LARGEST = Sampling(temperature=1.0, top_p=0.9, presence_penalty=0.5, top_logprobs=1)
-"""The sampling that takes the most memory: it sorts the vocabulary."""
+"""The sampling parameters that take the most memory: they sort the vocabulary."""
 
 
 def cache_bytes(
@@ -52,7 +52,8 @@ def cache_bytes(
     left = free + unused - int(total * (1 - DEVICE_PART)) - step_bytes
     found = min(own, left)
     if not layout.in_place:
-        # A step gathers the keys and values of one layer, and SDPA may copy them once more.
+        # A step gathers the keys and values of one layer, and SDPA may copy them once more. So the
+        # memory of two more layers is left.
         found = found * len(loaded.layers) // (len(loaded.layers) + 2)
     least = MIN_BLOCKS * layout.block_size * token_bytes(loaded.layers, loaded.dtype)
     if found < least:
@@ -75,8 +76,9 @@ def largest_step_bytes(
 ) -> int:
     """The greatest memory of steps in addition to weights and cache, in bytes.
 
-    The result is the sum of the peak of the largest step, the pool of the graphs, and the kept rows
-    of deferred sequences. The forwards of the graphs are not larger than the largest step.
+    The result is the sum of the peak of the largest step, the memory pool of the CUDA graphs, and
+    the rows of logits that are kept for deferred sequences. The pool takes at most the peak of a
+    forward, because all graphs share the pool.
     """
     count = min(max_num_seqs, max_num_batched_tokens)
     longest = min(max(SCORE_ROWS, -(-max_num_batched_tokens // count)), loaded.context_length)
@@ -107,8 +109,8 @@ def _logits(runner: Runner, chunks: list[Chunk]) -> torch.Tensor:
 
 
 def _sample(logits: torch.Tensor, vocab_size: int) -> object:
-    """Samples twice, as two batches whose steps overlap would. Each batch also computes the random
-    numbers of later steps."""
+    """Samples two batches, because the steps of two batches may overlap. Each batch also computes
+    the random numbers of later steps."""
     words = np.full(-(-vocab_size // 32), 2**32 - 1, dtype=np.uint32)
     batches = []
     for _ in range(2):
@@ -132,13 +134,13 @@ def _score(logits: torch.Tensor, chunks: list[Chunk]) -> object:
 
 
 def _prompts(num_tokens: int, count: int, longest: int, block_size: int) -> list[Chunk]:
-    """Prompts that fill a step and are all sampled."""
+    """The chunks of ``count`` prompts that fill a step. One token is sampled for each prompt."""
     sizes = [len(part) for part in np.array_split(np.arange(num_tokens), count)]
     return [_chunk(min(size, longest), block_size, scored=False) for size in sizes]
 
 
 def _scored(num_tokens: int, longest: int, block_size: int) -> list[Chunk]:
-    """Scores that fill a step: each of their tokens takes a row of logits."""
+    """The chunks of scored texts that fill a step. Each scored token takes a row of logits."""
     size = min(SCORE_ROWS, longest, num_tokens)
     return [_chunk(size, block_size, scored=True) for _ in range(num_tokens // size)]
 

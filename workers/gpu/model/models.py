@@ -1,5 +1,5 @@
 """The cache of a worker's loaded models. Models load at start or on demand, and the least recently
-used ones are evicted."""
+used models are evicted."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ LoadEvent = Progress | Ready | Failed
 
 
 class Models:
-    """The cache of loaded models. Loading runs on a separate thread, and the worker's loop handles
-    its events.
+    """The cache of loaded models. A separate thread loads models, and adds an event to ``events``
+    for each progress, success and failure. The worker's loop handles the events.
 
-    ``on_event`` is called from that thread when an event has been added to ``events``.
+    ``on_event`` is called from that thread when an event has been added.
     """
 
     def __init__(
@@ -129,13 +129,13 @@ class Models:
 
     @property
     def excess(self) -> int:
-        """Number of loaded models above the limit: they were in use when another model was
-        loaded."""
+        """Number of loaded models above ``max_models``. They were in use when another model was
+        loaded, so they were not evicted."""
         return max(0, len(self._engines) - self._settings.max_models)
 
     def evict(self, used: Container[str]) -> list[str]:
-        """Unloads the least recently used models that are not in ``used`` until the limit is met,
-        if possible. Returns their names."""
+        """Unloads the least recently used models that are not in ``used``, until at most
+        ``max_models`` are left, if possible. Returns the names of the unloaded models."""
         idle = [name for name in list(self._engines)[:-1] if name not in used]
         evicted = idle[: self.excess]
         for name in evicted:
@@ -155,7 +155,7 @@ class Models:
             self._ranks.drop(name)
 
     def close(self) -> None:
-        """Ends the thread after the current load."""
+        """Ends the loader's thread after the loads that are queued."""
         self._wanted.put(None)
 
     # --- the loader's thread --------------------------------------------------------------------
@@ -216,8 +216,9 @@ class Models:
         )
 
     def _draft_model_for(self, loaded: LoadedModel) -> LoadedModel | None:
-        """The draft model, loaded at its first use; None if it cannot draft for this model. Raises
-        ModelLoadError if it cannot draft for the default model."""
+        """The draft model, loaded at its first use. None if no draft model is configured, or if it
+        cannot draft for this model. Raises ModelLoadError if it cannot draft for the default
+        model."""
         settings = self._settings
         if not settings.draft_model or settings.speculation == "off":
             return None
@@ -269,8 +270,8 @@ def model_info(engine: Engine) -> ModelInfo:
 
 
 def memory_part(settings: Settings) -> float:
-    """The fraction of a GPU's memory for each model: all models that may be loaded have equal
-    parts."""
+    """The fraction of a GPU's memory for each model: all models that may be loaded at the same time
+    have equal parts."""
     return 1 / settings.max_models if settings.allow or settings.model == AUTO else 1.0
 
 

@@ -40,13 +40,14 @@ class NewWeights:
     version: int
     folder: str
     tensors: Mapping[str, torch.Tensor]
-    """The weights by name, in the model's types. Only one of several tied weights is included."""
+    """The weights by name, in the model's types. If several weights are tied, only one of them is
+    included."""
     weights: str
     """The hash of the model's weights after ``copy_into`` (``weights_version``)."""
 
     @torch.inference_mode()
     def copy_into(self, loaded: LoadedModel) -> None:
-        """Replaces the weights of the model in place. The caller runs no forward meanwhile."""
+        """Replaces the weights of the model in place. No forward may run at the same time."""
         own = loaded.model.state_dict()
         for name, tensor in self.tensors.items():
             own[name].copy_(tensor)
@@ -146,7 +147,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def _plain(name: str) -> str:
-    """The name of a file in the folder itself."""
+    """Returns ``name`` if it is a file name without a folder. Raises WeightsError otherwise."""
     if os.path.basename(name) != name:
         raise WeightsError(f"{INDEX} names the file {name!r}; expected a file of the same folder")
     return name
@@ -216,5 +217,5 @@ def _copied(name: str, read: torch.Tensor, own: torch.Tensor, path: Path) -> tor
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The memory of a tensor. Tied weights have the same memory."""
+    """Identifies the memory of a tensor. Tied weights have the same memory."""
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()

@@ -77,9 +77,10 @@ decode_order = msgspec.msgpack.Decoder(Order, dec_hook=decode_array).decode
 
 
 class Ranks:
-    """The other ranks, for rank 0. ``size``: number of ranks, including rank 0.
+    """Starts the other ranks, and sends them the commands of rank 0. ``size``: number of ranks,
+    including rank 0.
 
-    One command runs at a time: collective operations must have the same order on all ranks.
+    One command runs at a time, because collective operations must have the same order on all ranks.
     """
 
     def __init__(self, size: int, device: str) -> None:
@@ -158,18 +159,19 @@ class Ranks:
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
         if not self._closing:
-            # Without this rank, forwards cannot be completed: the worker exits and is restarted.
+            # Without this rank, forwards cannot be completed, so the worker exits and is restarted.
             log.error("rank %d ended with status %d; the worker exits", rank, code)
             os._exit(1)
 
 
 MEETING_PLACE = "RANKS_MEET_AT"
-"""In a rank's environment: the path of the file over which torch.distributed connects the ranks."""
+"""The environment variable with the path of the file over which torch.distributed connects the
+ranks."""
 
 
 def rendezvous(rank: int, size: int, meeting: int) -> dict[str, str]:
-    """The environment of a rank. ``meeting``: the descriptor of the file where the ranks
-    connect."""
+    """The environment variables of a rank. ``meeting``: the descriptor of the file over which the
+    ranks connect."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -180,7 +182,7 @@ def rendezvous(rank: int, size: int, meeting: int) -> dict[str, str]:
 
 
 def join(device: str) -> None:
-    """Joins the ranks that the environment describes."""
+    """Joins the process group of torch.distributed that the environment variables describe."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if on_cuda:

@@ -40,7 +40,7 @@ class Forward:
 
 
 class Runner:
-    """Owns the model and its KV cache of ``num_blocks`` blocks, on every rank.
+    """Owns the model and its KV cache of ``num_blocks`` blocks. Each rank has a runner.
 
     ``queue``: the device queue to which rank 0 submits its work.
     """
@@ -58,7 +58,8 @@ class Runner:
         self._ranks = loaded.ranks
         self._name = loaded.name
         self._layout = layout
-        # The cache has one more block, which is never allocated: graphs and probes write to it.
+        # The cache has one more block, which is never allocated to a sequence. Graphs and probes
+        # write to this block.
         self._cache = KVCache(
             loaded.layers, num_blocks + 1, layout.block_size, loaded.dtype, loaded.device
         )
@@ -84,8 +85,8 @@ class Runner:
         return self.backend.why_no_graphs
 
     def capture_graphs(self, max_batch: int, on_progress: OnProgress) -> None:
-        """Captures the CUDA graphs of steps that decode up to ``max_batch`` sequences, if this
-        runner can have any."""
+        """Captures the CUDA graphs of steps that decode up to ``max_batch`` sequences. Does nothing
+        if graphs cannot be captured."""
         if self._why_no_graphs:
             return
         spare = self._cache.num_blocks - 1
@@ -123,7 +124,8 @@ class Runner:
         return found
 
     def refresh(self) -> None:
-        """Makes all copies of weights again, after the weights have been changed in place."""
+        """Makes all copies of weights again, after the weights have been changed in place. The
+        mirrors become invalid, because they have keys and values of the old weights."""
         self.forget_mirrors()
         self.backend.refresh()
 
@@ -134,8 +136,8 @@ class Runner:
         return pack(batch, size, spans=in_place, mirrors=mirrors)
 
     def mirrors_for(self, num_tokens: int, num_sequences: int) -> Mirrors | None:
-        """The mirrors that a forward of this size reads; None if it reads blocks in place. All
-        existing mirrors then become invalid."""
+        """The mirrors (contiguous copies of keys and values) for a forward of this size. If the
+        forward reads blocks in place, returns None, and all existing mirrors become invalid."""
         if not self.backend.reads_blocks(num_tokens, num_sequences):
             return self._mirrors
         self.forget_mirrors()
@@ -144,12 +146,12 @@ class Runner:
     def launch(self, packed: Packed, drawn: Callable[[], torch.Tensor] | None = None) -> Forward:
         """Submits the forward of a step to the device queue.
 
-        ``drawn`` is called when the queue reaches the forward. It returns the tokens of the
-        previous sampling, whose ids the host does not know yet.
+        ``drawn`` is called when the queue reaches the forward. It returns the tokens that the
+        previous step has sampled, whose ids are not on the host yet.
         """
         if packed.copies:
-            # The copies are separate work, because the block tables contain the copied blocks even
-            # if the forward fails.
+            # The copies are separate work. They must be made even if the forward fails, because the
+            # block tables already contain the new blocks.
             self.queue.submit(lambda: self._copy_blocks(packed))
         work = self.queue.submit(lambda: self._run(packed, drawn))
         return Forward(len(packed.rows), work)
@@ -166,7 +168,7 @@ class Runner:
             self._ranks.clear(self._name, blocks)
 
     def follow(self, packed: Packed) -> None:
-        """Runs the part of a rank other than 0 in a forward."""
+        """Runs this rank's part of a forward, on a rank other than 0."""
         self._copy_blocks(packed)
         self.forward(packed)
 
@@ -175,7 +177,7 @@ class Runner:
         return self.backend.forward(packed, drawn)
 
     def _run(self, packed: Packed, drawn: Callable[[], torch.Tensor] | None) -> torch.Tensor:
-        """Rank 0's part of a forward, called when the queue reaches it."""
+        """Runs rank 0's part of a forward, when the queue reaches the forward."""
         tokens = drawn() if drawn is not None and packed.fed is not None else None
         if self._ranks is None:
             return self.forward(packed, tokens)

@@ -20,8 +20,8 @@ _PROMPT = "add_generation_prompt"
 
 
 def special_tokens(tokenizer: Any, eos: Collection[int]) -> dict[str, int]:
-    """Special tokens by role (``SpecialToken.role``), without roles that the model does not have.
-    ``eos``: the tokens that end the model's text; one of them may end a turn."""
+    """The ids of the special tokens by role (``SpecialToken.role``), without roles that the model
+    does not have. ``eos``: the tokens that end the model's text; one of them may end a turn."""
     found = {role: getattr(tokenizer, f"{role}_token_id", None) for role in _NAMED}
     template = _template(tokenizer)
     if template:

@@ -30,13 +30,14 @@ class StepTensors:
         return on_device(values, self.device)
 
     def ids(self, packed: Packed, drawn: torch.Tensor | None) -> torch.Tensor:
-        """The ids of a forward, with the tokens that the device has just drawn."""
+        """The ids of a forward, on the device. ``drawn``: the tokens that the device has just
+        drawn; they are written to the places ``packed.fed``."""
         if drawn is None or packed.fed is None:
             return self.tensor(packed.ids)
         if len(packed.fed) == len(packed.ids):
             return _drawn(packed, drawn, self.tensor)
-        # The ids are copied, because drawn tokens are written to the tensor, which shares the
-        # memory of the array on a CPU.
+        # The ids are copied, because drawn tokens are written to the tensor, and on a CPU the
+        # tensor shares the memory of the array.
         return self._fed(packed, drawn, *self._together([packed.ids.copy(), packed.fed]))
 
     def inputs(
@@ -69,7 +70,7 @@ class StepTensors:
     def _fed(
         self, packed: Packed, drawn: torch.Tensor, ids: torch.Tensor, at: torch.Tensor
     ) -> torch.Tensor:
-        """``ids`` with the drawn tokens, written in place at the places ``at``."""
+        """``ids`` with the drawn tokens at the indices ``at``. ``ids`` may be overwritten."""
         tokens = _drawn(packed, drawn, self.tensor)
         if len(tokens) == len(ids):
             return tokens

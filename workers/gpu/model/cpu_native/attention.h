@@ -15,7 +15,9 @@
 enum {
     RUN = 8,    /* Maximum number of tokens of one sequence that are computed together. */
     SCORED = 4, /* Number of queries whose scores are computed together. */
-    MAX_QUERIES = LANES == 8 ? 4 : 8, /* Maximum number of queries that are weighted together. */
+    MAX_QUERIES = LANES == 8 ? 4 : 8, /* Maximum number of query heads of one token that are
+                                       * computed together, and of queries whose weighted values
+                                       * are summed together. */
 };
 
 typedef struct {
@@ -71,7 +73,8 @@ static int64_t together(int64_t at, int64_t end, int64_t size) {
     return end - at < rest ? end - at : rest;
 }
 
-/* Keys or values of one key head, in blocks. */
+/* Keys or values of one key head, in blocks. An entry has `dim` floats, the next entry of the same
+ * block begins `row` floats later, and a block has `size` entries. */
 typedef struct {
     const float *entries;
     const int64_t *blocks;
@@ -102,8 +105,8 @@ typedef struct {
     int64_t first, end;
 } Query;
 
-/* Transposes LANES contiguous keys: vector i contains entry i of each key. The first key replaces
- * missing keys. */
+/* Transposes `count` consecutive keys, at most LANES: vector i of `turned` contains number i of
+ * each key. If there are fewer than LANES keys, the first key fills the other lanes. */
 INLINE void turn(const Kept *keys, const float *from, int64_t count, Vector *turned) {
     for (int64_t at = 0; at < keys->dim; at += LANES) {
         int64_t lanes = keys->dim - at < LANES ? keys->dim - at : LANES;
@@ -118,9 +121,9 @@ INLINE void turn(const Kept *keys, const float *from, int64_t count, Vector *tur
     }
 }
 
-/* The scores of some queries at the positions of transposed keys. The sums are added in the order
- * of `scores_of`, so that the results have equal bits: first the entries that are LANES
- * apart, one after another, then neighbouring sums. */
+/* The scores of `count` queries at the positions of transposed keys. The products of a score are
+ * added in the same order as in `scores_of`, so that the results have equal bits: first the
+ * products that are LANES apart, one after another, then neighbouring sums. */
 INLINE void turned_scores(const Vector *keys, const Query *queries, int count, int64_t dim,
                           Vector *found) {
     enum { PART = LANES / 4 };
@@ -203,9 +206,9 @@ static void score(const Kept *keys, const Query *queries, int64_t count, float s
     }
 }
 
-/* Adds the values at the positions first to end - 1, times their weights, to the sums of `count`
- * queries. Only `vectors` vectors of each value are added, from entry `at` on. If `lanes` is less
- * than LANES, only this number of lanes is read. */
+/* Adds the values at the positions first to end - 1, times their weights, to `found`, the sums of
+ * `count` queries. Only `vectors` vectors of each value are added, from number `at` of the value
+ * on. If `lanes` is less than LANES, only this number of lanes is read. */
 INLINE void weigh(const Kept *values, const Query *queries, int count, int64_t at, int vectors,
                   int64_t lanes, int64_t first, int64_t end, Vector *found) {
     Vector total[2 * MAX_QUERIES];

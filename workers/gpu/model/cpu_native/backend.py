@@ -92,9 +92,9 @@ class CpuBackend(ForwardBackend):
 def native_decoder(
     name: str, plain: FusedBackend, layout: Layout
 ) -> tuple[NativeDecoder | None, str]:
-    """The native decoder of a model, and the reason why its logits may depend on the batch; empty
-    if they do not. None, with the reason, if the native code does not support the model or if its
-    logits differ from those of torch."""
+    """The native decoder of a model, and the reason why its logits may depend on the batch, which
+    is empty if they do not. If the native code does not support the model, or if its logits differ
+    from torch's, the decoder is None, and the reason says why."""
     probes = Probes(plain.tensors, layout)
     try:
         native = NativeDecoder(plain.decoder, plain.tensors.cache, layout.block_size)
@@ -114,7 +114,7 @@ def native_decoder(
 
 
 def _known_ids(packed: Packed, drawn: torch.Tensor | None) -> np.ndarray:
-    """The ids of a forward on a CPU, whose drawn tokens are known."""
+    """The ids of a forward, including the drawn tokens, which are in host memory on a CPU."""
     if drawn is None or packed.fed is None:
         return packed.ids
     tokens = drawn.numpy()

@@ -39,7 +39,8 @@ static void gated_part(const void *given, int64_t thread, int64_t first, int64_t
     }
 }
 
-/* y = activation(gate) * up, for panels of tokens whose x stays in the cache. */
+/* y = activation(gate) * up, computed in panels: groups of tokens whose x stays in the processor's
+ * cache. */
 static void gated(const Layer *layer, const float *x, int64_t tokens, float *both, float *y) {
     int64_t in = layer->gate_up.in, size = layer->gate_up.out / 2, panel = panel_of(in), some;
     for (int64_t t = 0; t < tokens; t += some) {
@@ -81,7 +82,8 @@ static void rotate(float *head, const float *cos, const float *sin, int64_t dim)
     }
 }
 
-/* Normalizes and rotates the queries and keys of each token, and writes keys and values. */
+/* Normalizes and rotates the queries and keys of each token, and writes the keys and values to
+ * their slots of the KV cache. */
 static void write_keys(const Layer *layer, const Step *step, float *qkv) {
     int64_t dim = layer->dim, heads = layer->heads, kv_heads = layer->kv_heads;
     int64_t width = (heads + 2 * kv_heads) * dim, row = kv_heads * dim;

@@ -25,8 +25,8 @@ from .huge_pages import collapse
 from .library import address, library
 
 MAX_TOKENS = 32
-"""Maximum number of tokens of a native forward, unless native code computes all forwards. Larger
-forwards are bound by arithmetic, for which oneDNN is as fast as native code."""
+"""Maximum number of tokens of a native forward, unless native code computes all forwards. In larger
+forwards, arithmetic takes most of the time, and oneDNN computes as fast as native code."""
 MAX_SEQUENCES = 16
 """Maximum number of sequences of a native forward, unless native code computes all forwards. With
 more sequences of long texts, torch's attention over contiguous copies is faster."""
@@ -116,7 +116,8 @@ def _product(projection: Projection) -> _Product:
 
 @torch.inference_mode()
 def _embeddings(decoder: FusedDecoder) -> tuple[int, int, float]:
-    """The number of a decoder's embeddings, their address, and the factor that scales them."""
+    """The number of a decoder's embeddings, their address, and the factor by which the model
+    multiplies them."""
     weight = getattr(decoder.embed, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
         raise Unsupported("its embedding weights are not a matrix")
@@ -131,7 +132,7 @@ def _embeddings(decoder: FusedDecoder) -> tuple[int, int, float]:
 
 
 def _floats(tensor: torch.Tensor) -> int:
-    """The address of a tensor that the native code can read."""
+    """The address of a tensor. Raises Unsupported if the native code cannot read the tensor."""
     if tensor.device.type != "cpu" or tensor.dtype != torch.float32:
         raise Unsupported(f"its weights are {tensor.dtype} on {tensor.device}")
     if not tensor.is_contiguous():
@@ -150,7 +151,8 @@ def activation_number(function: Function) -> int:
 
 
 def _layer(layer: Layer, kinds: list[str]) -> _Layer:
-    """A layer, without the addresses of its keys and values."""
+    """The native structure of a layer, without the addresses of its keys and values. ``kinds``: the
+    names of the rotary embeddings, in the order of their numbers in the native code."""
     heads, options = layer.head_norms, layer.options
     dim = layer.qkv.weight.shape[0] // (layer.num_heads + 2 * layer.num_kv_heads)
     return _Layer(
@@ -211,7 +213,8 @@ class _Rotations:
         self._compute(torch.arange(self._computed), by_position=True)
 
     def compute(self, positions: np.ndarray) -> None:
-        """Computes cosines and sines of one step, if they depend on more than the position."""
+        """Computes the cosines and sines of the tokens of one step. Called in each step if they
+        depend on more than the position."""
         self._compute(torch.from_numpy(positions), by_position=False)
 
     @torch.inference_mode()
@@ -258,7 +261,8 @@ class NativeDecoder:
         collapse(_weights(decoder))
 
     def refresh(self) -> None:
-        """Reads the scale of the embeddings again. The native code reads all weights in place."""
+        """Measures the scale of the embeddings again, after the weights have been changed in place.
+        Nothing else is a copy: the native code reads the weights where torch stores them."""
         _, _, self._native.contents.embedding_scale = _embeddings(self._decoder)
 
     def forward(self, ids: np.ndarray, packed: Packed, threads: int) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Moves weights into huge pages, if the system supports them.
 
-A processor looks up the address of each memory page. A forward of few tokens reads all weights
-once. With pages of 4 kB, the lookups can take as long as the reads, above all in a virtual machine.
-So the pages of the weights are collapsed in place into huge pages (Linux 6.1 and later,
-``madvise(2)``: ``MADV_COLLAPSE``).
+A processor looks up the physical address of each memory page that it reads. A forward of few tokens
+reads all weights once. With pages of 4 kB, the lookups can take as long as the reads, above all in
+a virtual machine. So the pages of the weights are collapsed in place into huge pages (Linux 6.1 and
+later, ``madvise(2)``: ``MADV_COLLAPSE``).
 """
 
 from __future__ import annotations

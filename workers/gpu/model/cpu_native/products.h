@@ -1,8 +1,8 @@
 /* Products of rows with a matrix of weights, in float32.
  *
- * For any number of rows, the terms of an output are added in the same order: first along its
- * weights, in the lanes of a vector, then the lanes of this vector, two neighbours at a time. The
- * bits of a row's result do not depend on the other rows. */
+ * For any number of rows, the products that make up an output are added in the same order: first
+ * those that are LANES apart, in each lane of a vector, then the lanes of this vector, two
+ * neighbours at a time. So the bits of a row's result do not depend on the other rows. */
 
 #ifndef TOKENBUS_PRODUCTS_H
 #define TOKENBUS_PRODUCTS_H
@@ -31,7 +31,8 @@ enum {
     MIN_PANEL = 64,         /* Minimum number of rows of a panel. */
 };
 
-/* The weights to prefetch: for each vector of a tile, `vectors` vectors are fetched. */
+/* The weights to prefetch. For each vector of weights that a tile reads, `vectors` vectors are
+ * fetched. */
 typedef struct {
     const float *from;
     int vectors;
@@ -68,7 +69,7 @@ INLINE void tile(const float *w, const float *x, int64_t in, Vector *found, int 
         found[i] = sums[i];
 }
 
-/* Computes y[t * stride + n] for `count` consecutive tiles. */
+/* Computes `count` consecutive tiles: output n of row t is written to y[t * stride + n]. */
 INLINE void tiles(const float *w, const float *x, int64_t in, float *y, int64_t stride, int count,
                   int outs, int rows, Ahead ahead) {
     Vector found[MAX_SUMS];

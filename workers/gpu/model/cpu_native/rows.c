@@ -5,7 +5,7 @@
 
 #include "vectors.h"
 
-enum { TOGETHER = 64 }; /* Number of vectors whose sum is added to the total. */
+enum { TOGETHER = 64 }; /* Number of vectors whose sum is computed before it is added to the total. */
 
 /* Vector i of a row, padded with -inf after the end of the row. */
 INLINE Vector part_of_row(const float *row, int64_t size, int64_t i) {

@@ -14,9 +14,9 @@ enum {
     IDLE = 100,
 };
 
-/* The state of the current loop in one word, so that a thread takes a part by one atomic operation:
- * the loop's number, and the numbers of threads that may take parts, of parts, and of taken
- * parts. */
+/* The state of the current loop in one word, so that a thread takes a part by one atomic operation.
+ * From the highest bits on: the loop's number, the number of threads that may take parts, the
+ * number of parts, and the number of parts that have been taken. */
 #define WORD(loop, threads, parts) \
     ((uint64_t)(loop) << 40 | (uint64_t)(threads) << 32 | (uint64_t)(parts) << 16)
 #define ALLOWED(word) ((word) >> 32 & 0xff)
@@ -56,7 +56,8 @@ static void wait_a_moment(int *rounds) {
         sched_yield();
 }
 
-/* Computes parts of the current loop, as thread number `thread`. Returns whether there were any. */
+/* Computes parts of the current loop, as thread number `thread`, until all are taken. Returns
+ * whether this thread has computed any. */
 static int take(int64_t thread) {
     int any = 0;
     uint64_t word = atomic_load_explicit(&now.word, memory_order_acquire);
@@ -96,7 +97,7 @@ static void *serve(void *number) {
     return 0;
 }
 
-/* A forked process has a copy of this state but none of the threads. */
+/* Resets the state in a forked process, which has a copy of the state but not the threads. */
 static void forget(void) {
     pthread_mutex_init(&caller, 0);
     pthread_mutex_init(&lock, 0);

@@ -16,13 +16,13 @@ from statistics import median
 MAX_TOKENS = 64
 """Steps of more tokens than this use all threads, because their parallel regions are long."""
 WINDOW = 8
-"""Number of steps over which the median is taken."""
+"""Number of steps over which the median duration is taken."""
 TRIAL = 4
-"""Number of steps of a trial. A step that takes ``SLOWER`` times as long as usual ends the
-trial."""
+"""Number of steps of a trial: of steps that run with another number of threads. A step that takes
+more than ``SLOWER`` times the usual time ends the trial."""
 FIRST_TRIAL, LAST_TRIAL = 32, 1024
-"""The first and the greatest number of steps until the next trial. The number doubles with each
-trial that changes nothing."""
+"""The initial and the greatest number of steps until the next trial. The number doubles with each
+trial that does not change the number of threads."""
 BETTER = 0.93
 """The number of threads of a trial is adopted if a step takes at most this fraction of the usual
 time."""
@@ -47,7 +47,7 @@ class _Size:
     """Number of threads of the current trial; 0: no trial."""
     tried: list[float] = field(default_factory=list)
     decided: bool = False
-    """Whether any trial was completed."""
+    """Whether a trial has been completed for this size."""
 
 
 class ThreadChooser:

@@ -1,4 +1,4 @@
-/* Vectors of float32 of the processor's width, and the functions that a decoder needs. */
+/* Vectors of float32 that have the width of the processor's registers, and functions on them. */
 
 #ifndef TOKENBUS_VECTORS_H
 #define TOKENBUS_VECTORS_H
@@ -29,7 +29,7 @@ INLINE void store(float *to, Vector values) {
     memcpy(to, &values, sizeof values);
 }
 
-/* Loads the first entries; the other lanes are 0. */
+/* Loads the first `count` lanes; the other lanes are 0. */
 INLINE Vector load_some(const float *from, int64_t count) {
     Vector found = {0};
     memcpy(&found, from, (size_t)count * sizeof(float));
@@ -80,7 +80,8 @@ INLINE float sum(Vector values) {
     (__builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7))
 #endif
 
-/* The sum of each of LANES vectors. */
+/* The sums of the lanes of LANES vectors: lane i of the result is the sum of vector i. Overwrites
+ * `values`. */
 INLINE Vector sums_of(Vector *values) {
     for (int count = LANES / 2; count; count /= 2)
         for (int i = 0; i < count; i++)
@@ -116,7 +117,7 @@ INLINE void transpose(Vector *values) {
     }
 }
 
-/* Values chosen by a comparison's result. */
+/* In each lane, `yes` if the comparison `which` is true there, otherwise `no`. */
 INLINE Vector choose(Integers which, Vector yes, Vector no) {
     return (Vector)(((Integers)yes & which) | ((Integers)no & ~which));
 }

@@ -1,4 +1,5 @@
-"""The attention of a model on its device: a kernel that reads blocks in place, or gathered blocks.
+"""Chooses the attention of a model on its device: a kernel that reads blocks in place, or SDPA over
+gathered blocks.
 
 A kernel is tried before it is used: its results are compared with plain attention. If several
 kernels work, each is timed on the device, and the fastest one is chosen. The choice is stored for
@@ -63,8 +64,8 @@ def why_not(loaded: LoadedModel, kernel: Kernel) -> str:
 
 
 def _fastest(loaded: LoadedModel, kernels: Sequence[Kernel]) -> Kernel:
-    """The fastest of several kernels: the stored choice, or else the kernel whose times over all
-    layer shapes have the smallest sum."""
+    """The fastest of several kernels: the stored choice or, if there is none, the kernel with the
+    smallest sum of times over all layer shapes."""
     key = stored_choices.key_of(loaded, heads_per_key_head(loaded), kernels)
     found = stored_choices.load(key)
     if found is not None and found in kernels:

@@ -56,7 +56,8 @@ class _Buffers:
         self.ids = torch.zeros(largest, dtype=torch.int64, device=device)
         self.block_table = torch.zeros(largest, width, dtype=torch.int32, device=device)
         self._blocks, self._shape = np.zeros(0, dtype=np.int64), (0, 0)
-        """The block tables in ``block_table``, their width, and their number of rows."""
+        """The block tables that ``block_table`` now contains, and their shape: the width in blocks,
+        and the number of rows including padding."""
         self._rows = torch.arange(largest, device=device)
         self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
         # The inputs are views of one buffer, so one copy from the host fills all inputs.
@@ -125,7 +126,8 @@ class DecodeGraphs:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         """The graphs by batch size. A step replays the smallest graph into which its batch fits."""
         self.why = "they have not been captured"
-        """The reason why some steps run without a graph; empty if all sizes have one."""
+        """The reason why some of the batch sizes ``_sizes`` have no graph; empty if all have a
+        graph."""
 
     def __len__(self) -> int:
         """The number of batch sizes that have a graph."""
@@ -189,7 +191,8 @@ class DecodeGraphs:
     # --- capturing ------------------------------------------------------------------------------
 
     def _capture(self, size: int, forward: Forward, session: _Session) -> torch.cuda.CUDAGraph:
-        """Captures one graph; raises if its logits differ from those of the forward."""
+        """Captures one graph. Raises ValueError if the graph's logits differ from those of
+        ``forward`` without a graph."""
         inputs = self._buffers.of(size)
         self._fill_trial(size)
         # torch.cuda.graph leaves its stream current if the capture fails: this block restores the
@@ -219,7 +222,8 @@ class DecodeGraphs:
         return graph
 
     def _fill_trial(self, size: int) -> None:
-        """Writes one decode for each position of the spare block."""
+        """Writes ``size`` decodes whose only block is the spare block, each at another position as
+        far as the block has positions."""
         positions = np.arange(size) % self._block_size
         self._buffers.fill_numbers(positions, self._spare_slot + positions, positions + 1)
         self._buffers.fill_table(np.full(size, self._spare), 1, size, self._spare)
@@ -250,8 +254,8 @@ class _Session:
 
     @contextmanager
     def stream_current(self) -> Iterator[None]:
-        """Makes the stream of the session current. Its work runs after the work that is queued on
-        the previous stream, which is current again at the end."""
+        """Makes the stream of the session current within the context. Work on this stream runs
+        after the work that was queued on the previous stream before."""
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self.stream):
             yield

@@ -1,7 +1,7 @@
 """The chosen attention kernels of this machine, in a file in the user's cache folder.
 
-A choice belongs to the card, the driver, the versions of the libraries and the shapes of the model,
-so it is measured again after any of these has changed. A file that cannot be read is ignored.
+A choice is valid for one card, driver, set of library versions and set of model shapes. If any of
+these has changed, the kernels are timed again. A file that cannot be read is ignored.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def path() -> Path:
 
 
 def key_of(loaded: LoadedModel, group: int, kernels: Sequence[Kernel]) -> str:
-    """A key with everything that the times of ``kernels`` depend on. ``group``: number of query
-    heads for each key head."""
+    """A key that contains everything on which the times of ``kernels`` depend. ``group``: number of
+    query heads for each key head."""
     parts = {
         "card": torch.cuda.get_device_name(loaded.device),
         "driver": _driver(),
@@ -68,7 +68,7 @@ def store(key: str, kernel: Kernel) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, msgspec.json.encode(kept), synced=False)
     except (OSError, RuntimeError) as error:
-        log.info("the chosen attention kernel is not stored, so it is measured again: %s", error)
+        log.info("the choice of attention kernel is not stored; it is measured again: %s", error)
 
 
 def _read() -> dict[str, Kernel]:
@@ -77,7 +77,7 @@ def _read() -> dict[str, Kernel]:
     except FileNotFoundError:
         return {}
     except (OSError, RuntimeError, msgspec.MsgspecError) as error:
-        log.info("the stored choices of attention are ignored: %s", error)
+        log.info("the stored choices of attention kernels are ignored: %s", error)
         return {}
 
 

@@ -54,7 +54,8 @@ class VarlenBatch:
     spans: PackedSpans | None = None
     """The chunks on the host; None in a graph, whose chunks have one token each."""
     tiles: dict[tuple[int, int], Any] = field(default_factory=dict)
-    """The tiles of the Triton kernels by numbers of heads, made once per step."""
+    """The tiles of the Triton kernels (``Tiles``), made once per step. The key is the number of
+    query heads for each key head, and the number of key heads."""
 
 
 def batch_of(spans: PackedSpans, cache: KVCache, slot_mapping: torch.Tensor) -> VarlenBatch:
@@ -89,8 +90,8 @@ def batch_from(
 
 
 def starts_of(counts: np.ndarray) -> np.ndarray:
-    """The start of each of N consecutive parts of these sizes, and the end of the last: ``[N +
-    1]``."""
+    """The start of each of N consecutive parts, and the end of the last: ``[N + 1]``. ``counts``:
+    the sizes of the parts."""
     return np.concatenate([[0], np.cumsum(counts)])
 
 

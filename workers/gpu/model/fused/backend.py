@@ -32,5 +32,5 @@ class FusedBackend(ForwardBackend):
 
 
 def attend_of(layout: Layout) -> Attend:
-    """The attention of a decoder."""
+    """The attention over a KV cache of this layout, for a ``FusedDecoder``."""
     return writing(KERNELS[layout.kernel].attend_stored) if layout.in_place else attend

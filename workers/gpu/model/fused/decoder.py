@@ -58,8 +58,8 @@ class RmsNorm:
     """``x / sqrt(mean(x ** 2) + eps) * gain`` over the last dimension."""
 
     def __init__(self, gain: torch.Tensor, eps: float, offset: torch.Tensor | None = None) -> None:
-        """``offset``: the weight to which the model adds 1; ``gain`` is then a copy. None:
-        ``gain`` is the model's own weight."""
+        """``offset``: the model's weight if the model adds 1 to it; ``gain`` is then a copy of the
+        sum. If ``offset`` is None, ``gain`` is the model's own weight."""
         self.gain = gain
         self.eps = eps
         self._offset = offset
@@ -71,7 +71,7 @@ class RmsNorm:
 
     @torch.inference_mode()
     def refresh(self) -> None:
-        """Makes the copies again, after the weight has been changed in place."""
+        """Computes the copies of the weight again, after the weight has been changed in place."""
         if self._offset is not None:
             self.gain.copy_(1 + self._offset)
         self._scaled.copy_(self.gain * len(self.gain) ** 0.5)
@@ -129,7 +129,7 @@ class Layer:
     qkv: Projection
     head_norms: HeadNorms | None
     rotation: str | None
-    """The name of the layer's rotary embedding; None: the layer does not rotate."""
+    """The name of the layer's rotary embedding; None if queries and keys are not rotated."""
     options: AttentionOptions
     output: Projection
     mlp: GatedMlp
@@ -249,8 +249,9 @@ class FusedDecoder:
         return logits
 
     def pack(self, budget: int) -> int:
-        """Packs weights within ``budget`` bytes, the output layer's first, because it is the
-        largest product. Returns the size of the packed copies in bytes."""
+        """Makes packed copies of weights (``Projection.pack``) of at most ``budget`` bytes. The
+        output layer is the largest product, so its weights are packed first. Returns the size of
+        the packed copies in bytes."""
         left = budget
         for projection in self._projections():
             left -= projection.pack(left)

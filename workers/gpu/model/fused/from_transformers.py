@@ -35,8 +35,8 @@ from .projections import Projection, stored_by_input
 IGNORED = {"act_fn", "activation_fn", "resid_attn_dropout", "resid_mlp_dropout"}
 """Modules without weights. Dropout does nothing in a model that is served."""
 BY_POSITION = {"default", "linear", "llama3", "yarn"}
-"""Rotary embeddings that depend only on the position. Other embeddings are scaled by the length of
-the text."""
+"""Types of rotary embeddings that depend only on the position. Other rotary embeddings also depend
+on the length of the text."""
 
 
 class NotFusible(Exception):
@@ -172,7 +172,8 @@ def _head_norms(attention: Any, dim: int) -> HeadNorms | None:
 
 
 def fused_norm(module: Any) -> Function:
-    """A norm in one operation, if it computes the same as the module; else the module."""
+    """The norm of a module in one operation; the module itself if the operation would not compute
+    the same."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(eps, float):
@@ -216,7 +217,8 @@ def _joined(layers: list[Any], by_input: bool) -> Projection:
 
 
 def _already_joined(parts: list[torch.Tensor], by_input: bool) -> torch.Tensor | None:
-    """The matrix whose rows are ``parts``, if the layers were joined before; else None."""
+    """The matrix whose rows are ``parts``, if the layers were joined before in the wanted order of
+    the weights; otherwise None."""
     first = parts[0]
     storage, strides = first.untyped_storage(), first.stride()
     at = first.data_ptr()

@@ -7,7 +7,7 @@ rows. A ``Projection``
 - splits the product of one row among the threads (``bmm`` over parts of the outputs). A weight with
   at least twice as many outputs as inputs is stored as ``[in, out]`` (*by input*), so that the
   product vectorizes over the outputs;
-- for more rows, has a second copy of float32 weights in oneDNN's order, if memory allows.
+- for several rows, has a second copy of the weights in oneDNN's order, if memory allows.
 
 Times in microseconds, with 2 threads and weights outside the caches:
 
@@ -56,7 +56,7 @@ class Projection:
         self._splits = weight.device.type == "cpu" and weight.dtype == torch.float32
         self._by_input = weight.t()
         self._parts: dict[int, torch.Tensor] = {}
-        """The parts of the weights, by number of threads."""
+        """The views of the weights that ``_split`` has made, by number of threads."""
 
     def pack(self, budget: int) -> int:
         """Makes a copy of the weights in oneDNN's order, if they can be packed and take at most
@@ -72,7 +72,7 @@ class Projection:
 
     @torch.inference_mode()
     def refresh(self) -> None:
-        """Makes the copies again, after the weights have been changed in place."""
+        """Makes the copies of weights and biases again, after these have been changed in place."""
         if self.bias is not None and self._biases:
             torch.cat(self._biases, out=self.bias)
         if self._packed is not None:
@@ -119,7 +119,8 @@ class Projection:
         return total.baddbmm_(x.expand(len(parts), 1, -1), parts).view(1, -1)
 
     def _split(self) -> torch.Tensor:
-        """A view of the weights, ``[parts, in, out / parts]``, with a part for each thread."""
+        """A view of the weights, ``[parts, in, out / parts]``. ``parts`` is the greatest divisor of
+        ``out`` that is at most the number of threads."""
         threads = torch.get_num_threads()
         found = self._parts.get(threads)
         if found is None:

@@ -23,7 +23,7 @@ from ..kv_cache import KVCache, Mirror
 NAME = "tokenbus"
 NAME_COMPILED = "tokenbus_compiled"
 _NOTHING = torch.empty(())
-"""The unused addend of a product."""
+"""The addend of ``torch.baddbmm``, which is not read if ``beta`` is 0."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,8 @@ class Group:
     positions: torch.Tensor
     """``[batch, width]``: the position of each token in its sequence."""
     rows: torch.Tensor | None
-    """``[batch, width]``: the packed token at each place of the rectangle; None at width 1."""
+    """``[batch, width]``: the index of the packed token at each place of the rectangle; None at
+    width 1."""
     places: torch.Tensor | None
     """``[end - start]``: the place of each packed token in the flattened rectangle."""
     fresh: bool = False
@@ -53,7 +54,8 @@ class Group:
     mirror: Mirror | None = None
     """For decodes: the contiguous copy of the sequences' keys and values."""
     continues: bool = False
-    """Whether the mirror contains all tokens except the new ones; else it is filled from blocks."""
+    """Whether the mirror contains all tokens except the new ones. If not, the mirror is filled from
+    blocks."""
     masks: dict[int, torch.Tensor] = field(default_factory=dict)
     """The masks by sliding window (0: no window), each made once per step: ``[batch, 1, width,
     length]``."""
@@ -62,7 +64,8 @@ class Group:
     ``[(end - start) * kv_heads]``."""
 
     def mask(self, window: int, dtype: torch.dtype) -> torch.Tensor:
-        """The term that is added to the scores: 0 if a token attends to a key, else -inf."""
+        """The term that is added to the scores: 0 if a token attends to a key, otherwise -inf.
+        ``window``: the sliding window in tokens; 0: no window."""
         found = self.masks.get(window)
         if found is None:
             keys = torch.arange(self.length, device=self.positions.device)
@@ -141,7 +144,7 @@ def paged_attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention: ``query`` ``[1, heads, num_tokens, dim]`` to ``[1, num_tokens,
-    heads, dim]``. ``attention_mask`` is None: each sequence attends over its own blocks.
+    heads, dim]``. ``attention_mask`` is None, because each sequence attends only to its own blocks.
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
@@ -235,8 +238,8 @@ def _attend_decodes(
     """The attention of one token of each sequence ``[batch, heads, dim]`` over the mirror ``[batch
     * kv_heads, room, dim]``.
 
-    For one row of queries, two products and a softmax take a third of the time of SDPA, whose tiles
-    are made for many rows.
+    For one token of a sequence, two products and a softmax take a third of the time of SDPA, whose
+    tiles are made for many tokens.
     """
     batch, heads, _ = q.shape
     first = max(0, group.length - window) if group.level and window else 0
@@ -273,8 +276,8 @@ def _attend_drafts(
 def _scores(
     q: torch.Tensor, k: torch.Tensor, scaling: float | None, softcap: float | None
 ) -> torch.Tensor:
-    """The unmasked scores ``[batch * kv_heads, queries, length]`` of queries, in the order of the
-    mirror's rows, for keys ``[batch * kv_heads, length, dim]``."""
+    """The scores ``[batch * kv_heads, queries, length]``, before the mask is added, for keys
+    ``[batch * kv_heads, length, dim]``. ``queries``: number of the queries of one key head."""
     dim = q.shape[-1]
     scale = dim**-0.5 if scaling is None else scaling
     scores = torch.baddbmm(
@@ -319,7 +322,8 @@ def dot_product(
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Makes no mask for transformers, because this attention does not use one."""
+    """Makes no mask for transformers, because the attention of this module does not use
+    transformers' masks."""
 
 
 def register(name: str, function: Callable[..., Any]) -> None:
@@ -329,5 +333,5 @@ def register(name: str, function: Callable[..., Any]) -> None:
 
 
 register(NAME, paged_attention)
-# torch.compile skips this function, because the ``PackedBatch`` differs in every step.
+# torch.compile does not compile this function, because the ``PackedBatch`` differs in every step.
 register(NAME_COMPILED, torch.compiler.disable(paged_attention))  # type: ignore[no-untyped-call]

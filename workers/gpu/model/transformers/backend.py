@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 
 MAX_COMPILED_VARIANTS = 64
 """Maximum number of compiled forms of one function; torch's default is 8. A separate form is
-compiled for each number of rows (none, one or several), for each number of tokens (one or several),
-and for each class whose method has the same decorator."""
+compiled for each number of rows of logits (none, one or several), for each number of tokens (one or
+several), and for each class whose method has the same decorator."""
 
 
 class TransformersBackend(ForwardBackend):
-    """Runs a transformers model. ``head`` computes its output layer faster, if given."""
+    """Runs a transformers model. ``head``, if given, computes the model's output layer faster."""
 
     why_no_kernels = "its layers run as transformers' modules"
     why_not_exact = why_no_kernels
@@ -73,10 +73,10 @@ class CompiledBackend(TransformersBackend):
 def compiled_model(model: Any) -> Any:
     """A model or function through torch.compile.
 
-    torch stores the C++ code that it generates, and later processes use the stored code. The key of
-    stored code does not contain the width of the vectors. So code that was generated for vectors of
-    8 floats was compiled with vectors of 16 floats, and wrote past the end of its output. The
-    option ``cpp.simdlen`` adds the width to the key.
+    torch stores the C++ code that it generates, and later processes use the stored code. By
+    default, the key of the stored code does not contain the width of the vectors. Code that was
+    generated for vectors of 8 floats was then compiled with vectors of 16 floats, and wrote past
+    the end of its output. The option ``cpp.simdlen`` adds the width to the key.
     """
     # This import takes more than a second.
     from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -85,7 +85,7 @@ def compiled_model(model: Any) -> Any:
 
 
 def keeps_logits(model: Any) -> bool:
-    """Whether a model can compute the logits of chosen tokens only."""
+    """Whether a model can compute the logits of only the chosen tokens."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 

@@ -33,7 +33,7 @@ MAX_SHORT = 32
 TARGET_PROGRAMS = 528
 """Number of programs that a launch should have: four for each multiprocessor of an H100."""
 MAX_PARTIAL_BYTES = 256 * 2**20
-"""A launch whose partial results exceed this size is divided."""
+"""Maximum size of the partial results of one launch, in bytes; larger launches are divided."""
 MAX_DECODES = 4096
 COUNTERS = 1 << 16
 
@@ -43,8 +43,8 @@ class Launch:
     """One launch over short chunks."""
 
     tiles: torch.Tensor
-    """``[n, 3]``, int32: the chunk, the index in the chunk of the tile's first token, the tile's
-    place."""
+    """``[n, 3]``, int32: for each tile, its chunk, the index of its first token in the chunk, and
+    its place among the partial results."""
     places: int
     """Number of tiles whose keys may be split; each has a place for its partial results."""
     part_rows: int
@@ -65,7 +65,8 @@ class Workspace:
 
     def __init__(self, device: torch.device) -> None:
         self.done = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-        """Number of programs that have finished each tile; 0 between launches."""
+        """By tile and key head: number of programs that have finished their part of the tile; 0
+        between launches."""
         rows = torch.arange(MAX_DECODES, dtype=torch.int32, device=device)
         self.decodes = torch.stack((rows, torch.zeros_like(rows), rows), 1)
         """The tiles of chunks of one token each."""
@@ -76,8 +77,8 @@ _WORKSPACES: WeakKeyDictionary[KVCache, Workspace] = WeakKeyDictionary()
 
 
 def workspace_of(cache: KVCache) -> Workspace:
-    """The workspace of a KV cache, made at the first call, which must not be within the capture of
-    a CUDA graph."""
+    """The workspace of a KV cache. It is made at the first call, which must not be made while a
+    CUDA graph is captured."""
     found = _WORKSPACES.get(cache)
     if found is None:
         keys, _ = next(iter(cache.layers.values()))
@@ -113,8 +114,8 @@ def tiles_of(
         parts.append(part)
         places.append(int(is_split.sum()))
     long = _split(queries, ~short, tile_rows(group, long=True) // group)
-    # The last tiles of a chunk have the most keys. They begin first, so that they do not prolong
-    # the launch.
+    # The last tiles of a chunk have the most keys. They begin first, so that the launch does not
+    # end with a few long tiles.
     *moved, last = together_on_device([*parts, long[::-1].copy()], device)
     launches = [Launch(tiles, n, part_rows) for tiles, n in zip(moved, places, strict=True)]
     return Tiles(launches, last)
@@ -216,8 +217,8 @@ def _tiles(context: VarlenBatch, group: int, keys: torch.Tensor, workspace: Work
 
 
 def _split(queries: np.ndarray, chosen: np.ndarray, tokens: int) -> np.ndarray:
-    """The tiles ``[n, 3]``, int32, of the chosen chunks, with ``tokens`` tokens each and without
-    places."""
+    """The tiles ``[n, 3]``, int32, of the chosen chunks, as in ``Launch.tiles``. A tile has up to
+    ``tokens`` tokens. The places are 0."""
     (chunks,) = np.nonzero(chosen)
     counts = -(-queries[chunks] // tokens)
     rows = np.zeros((int(counts.sum()), 3), dtype=np.int32)

@@ -103,9 +103,9 @@ def _tile_of(
     BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """The tile of a program. Returns the chunk; for each row, the index of its token among all
-    tokens, the position of the token, and whether the row exists; the keys of the tile, ``[lowest,
-    limit)``.
+    """The tile of a program. Returns the chunk, three arrays with an entry for each row, and the
+    positions ``[lowest, limit)`` of the tile's keys. The arrays are the index of the row's token
+    among all tokens, the token's position, and whether the row has a token.
     """
     tile = tl.program_id(0)
     chunk = tl.load(tiles + 3 * tile)
@@ -141,7 +141,8 @@ def _combined(
     """Sums the weights, and the weighted values, over all splits of a tile, in the order of the
     splits.
 
-    ``parts``: the places of the rows in the first split. ``kept``: whether a row has a place.
+    ``parts``: the places of the rows' partial results of the first split. ``kept``: whether a row
+    has partial results.
     """
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -210,10 +211,10 @@ def split_kernel(
 ):
     """Attention of short chunks. The grid is ``[tiles, KV_HEADS, max_programs]``.
 
-    ``tiles`` ``[tiles, 3]``: the chunk, its first token in the tile, the tile's place among the
-    partial results. The keys of a tile are divided into at most MAX_SPLITS splits; a program
-    computes every ``max_programs``-th of them. When the last program of a tile has computed its
-    splits, it combines all splits of the tile in order. ``partials`` ``[places, KV_HEADS,
+    ``tiles`` ``[tiles, 3]``: for each tile, its chunk, the index of its first token in the chunk,
+    and its place among the partial results. The keys of a tile are divided into at most MAX_SPLITS
+    splits; a program computes every ``max_programs``-th split. The last program of a tile that has
+    computed its splits combines all splits of the tile in order. ``partials`` ``[places, KV_HEADS,
     MAX_SPLITS, part_rows, DIM]`` and ``sums`` ``[..., part_rows, 2]`` have room for the partial
     results, float32. ``done`` ``[tiles * KV_HEADS]`` is 0 before the kernel and after it.
     """

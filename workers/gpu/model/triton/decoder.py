@@ -25,8 +25,8 @@ class NotFusible(Exception):
 
 
 class TritonDecoder:
-    """The forward of a whole model. Its results equal those of its ``FusedDecoder`` except for
-    rounding. Raises NotFusible."""
+    """The forward of a whole model. Its results equal those of the ``FusedDecoder`` except for
+    rounding. The constructor raises NotFusible."""
 
     def __init__(self, decoder: FusedDecoder) -> None:
         self._decoder = decoder
@@ -42,7 +42,8 @@ class TritonDecoder:
         context: Any,
         attend: Attend,
     ) -> torch.Tensor:
-        """As ``FusedDecoder.forward``, except that ``attend`` does not write to the cache.
+        """As ``FusedDecoder.forward``, except that ``attend`` must not write to the cache, because
+        the kernel of the rotary embedding does.
 
         ``context`` has the ``cache`` and the ``slot_mapping`` of the new tokens.
         """
@@ -59,7 +60,7 @@ class TritonDecoder:
 
 
 class _Update:
-    """A product that is not yet added to the hidden states."""
+    """The product of an attention or an MLP, which is not yet added to the hidden states."""
 
     __slots__ = ("norm", "scale", "values")
 

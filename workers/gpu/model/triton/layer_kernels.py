@@ -99,7 +99,8 @@ def rotary_kernel(
     HAS_NORMS: tl.constexpr,
     HAS_ROTATION: tl.constexpr,
 ):
-    """Rotates queries in place; stores rotated keys, and values, to their slots of the cache.
+    """Rotates queries in place, and stores the rotated keys and the values to their slots of the KV
+    cache.
 
     ``heads`` is ``[num_tokens, NUM_HEADS + 2 * KV_HEADS, DIM]``: queries, keys, values. A program
     computes BLOCK_HEADS heads. The first 2 * HALF entries of a head are rotated, entry i together

@@ -63,9 +63,9 @@ def split_attention(
     """Attention of short chunks.
 
     ``out`` and ``query`` are ``[num_tokens, heads, dim]``. ``cache`` has the keys and values of a
-    layer, ``chunks`` the tiles ``[n, 3]``, starts, lengths and block table. ``partials`` is the
-    memory for results of splits, and the counters ``done`` of the kernel. ``window`` 0: no window;
-    ``cap`` 0: no cap.
+    layer. ``chunks`` has the tiles ``[n, 3]``, the starts, the lengths and the block table.
+    ``partials`` has the arguments ``partials``, ``sums`` and ``done`` of ``split_kernel``. Without
+    a sliding window, ``window`` is 0; without a cap of the scores, ``cap`` is 0.
     """
     from .attention_kernels import split_kernel
 
@@ -181,7 +181,7 @@ def rotary_store(
     eps: list[float],
 ) -> None:
     """Rotates the queries of ``heads`` ``[num_tokens, heads + 2 * kv_heads, dim]`` in place, and
-    stores rotated keys, and values, to their slots of the cache.
+    stores the rotated keys and the values to their slots of the KV cache.
 
     ``rotation`` has cosines and sines (``fused.Rotation``), or nothing; ``gains`` and ``eps`` have
     the gains and epsilons of the norms of queries and keys, or nothing.
@@ -232,7 +232,7 @@ def _attention(
     _, heads, dim = query.shape
     _, block_size, kv_heads, _ = cache[0].shape
     log2e = 1.4426950408889634
-    # Capped scores get this factor after the cap.
+    # Exponentials have base 2, so scores are multiplied by log2(e): capped scores after the cap.
     factor = scale if cap else scale * log2e
     values = (chunks[3].shape[1], query.stride(0), heads, window, factor, cap)
     constants = {
@@ -262,7 +262,8 @@ def _stages(device: torch.device) -> int:
 
 
 def _block_n(dim: int, dtype: torch.dtype) -> int:
-    """Number of keys of an iteration. Shared memory has room for two or three iterations."""
+    """Number of keys that one iteration of the loop over keys reads. Shared memory has room for the
+    keys of two or three iterations."""
     keys = 64 if dim <= 128 else 32
     return keys // 2 if dtype == torch.float32 else keys
 
