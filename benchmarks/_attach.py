@@ -73,7 +73,7 @@ class Returning:
         self._counts = [0] * streams
         self._targets = [0] * streams
         self._left = 0
-        """Number of streams that have received fewer entries than ``_targets`` has for them."""
+        """Number of streams that have not yet received their number of entries in ``_targets``."""
         self._reached = asyncio.Event()
         self._reached_at = self._attached_at = 0.0
         session: Any = self._client._connection._session
@@ -107,8 +107,8 @@ class Returning:
         await asyncio.wait_for(self._reached.wait(), PATIENCE_S)
 
     def _welcomed(self, welcome: Welcome, now: float) -> None:
-        """Handles the answer to HELLO: the client sends its ATTACHes. Called on the thread of the
-        connection."""
+        """Handles WELCOME, the answer to HELLO. The client sends its ATTACHes, and each stream must
+        then receive one more entry. Called on the thread of the connection."""
         self._on_welcome(welcome, now)
         self._attached_at = time.monotonic()
         self._aim([stream._call.received + 1 for stream in self._streams])
@@ -131,8 +131,8 @@ class Returning:
 
 
 def cut(endpoint: str) -> None:
-    """Shuts down the connections of this process to an ``ipc://`` endpoint of ZeroMQ. Both ends
-    notice the end of the connection."""
+    """Shuts down the connections of this process to an ``ipc://`` endpoint of ZeroMQ, in both
+    directions, so that both ends detect the cut."""
     path = endpoint.removeprefix("ipc://")
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

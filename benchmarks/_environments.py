@@ -13,17 +13,20 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[1] / "build" / "environments"
 LMQL = "lmql==0.7.3"
 LMQL_CLIENT_NEEDS = ("aiohttp<4", "numpy", "termcolor")
-"""The packages that LMQL's client imports. LMQL itself also requires openai and tiktoken."""
+"""The packages that LMQL's client imports. LMQL's package also requires openai and tiktoken, which
+the client does not import."""
 
 
 def environment(
     name: str, packages: Sequence[str], alone: Sequence[str] = (), borrow: bool = False
 ) -> Path:
-    """Creates a virtual environment unless it exists; returns its Python.
+    """Creates the virtual environment ``name`` unless it exists with these packages. Returns the
+    path of its Python.
 
-    ``packages`` are installed with their dependencies, and ``alone`` without them. ``borrow``:
-    packages that are missing in the environment are imported from this process's environment, for
-    example torch, which is large. Raises CalledProcessError if pip fails.
+    The packages in ``packages`` are installed with their dependencies, and those in ``alone``
+    without. ``borrow``: packages that are missing in the environment are imported from this
+    process's environment, for example torch, which is large. Raises CalledProcessError if pip
+    fails.
     """
     folder = FOLDER / name
     python = folder / "bin" / "python"
@@ -67,7 +70,7 @@ def lmql_server() -> Path:
 
 
 def _borrow(python: Path) -> None:
-    """Appends this process's packages to the end of another environment's path."""
+    """Appends the folders of this process's packages to the import path of another environment."""
     found = subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
         check=True,

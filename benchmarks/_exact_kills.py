@@ -24,7 +24,8 @@ PATIENCE_S = 600.0
 class KilledWorkers:
     """A broker and two GPU workers with the setting ``exact`` and different numbers of threads.
 
-    Each ``run`` kills the worker that computes its first request, if the other worker is ready.
+    If both workers are ready when a ``run`` begins, it kills a worker that has requests, after some
+    entries of its first request.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -80,7 +81,7 @@ class KilledWorkers:
         return {w.name: w.pid for w in status.workers if w.role == "gpu" and w.models}
 
     def _kill(self) -> None:
-        """Kills a worker that has requests, and starts a new worker."""
+        """Kills a GPU worker that has requests, and starts another GPU worker."""
         status = self._client.status(timeout_s=PATIENCE_S)
         busy = [w.pid for w in status.workers if w.role == "gpu" and w.requests]
         for process in self._system.processes[1:]:

@@ -38,10 +38,11 @@ class Backend:
     context: Callable[[Packed, KVCache], Any]
     """Returns the metadata of a step for ``attend``."""
     in_place: bool
-    """Whether the backend reads blocks by spans (``Packed.spans``) instead of groups."""
+    """Whether the backend reads blocks in place, by the metadata in ``Packed.spans``. If not, it
+    gathers the blocks of each group in ``Packed.groups``."""
     block_sizes: tuple[int, ...]
     soft_cap: bool
-    """Whether the backend supports a softcap."""
+    """Whether the backend can cap the attention scores (``softcap``)."""
     row_invariant: bool
     """Whether the result for a row has the same bits in every batch."""
 

@@ -16,7 +16,7 @@ deviation, because kernels round differently."""
 
 
 class Reference:
-    """A model that runs with transformers' attention."""
+    """A model that runs with transformers' attention, and checks of tokens against this model."""
 
     def __init__(self, world: World, loaded: LoadedModel) -> None:
         self._world = world
@@ -26,7 +26,8 @@ class Reference:
 
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The tokens of a greedy ``generate`` that ignores the end of the sequence."""
+        """The ``count`` tokens of transformers' ``generate`` with greedy sampling. Tokens that end
+        a sequence are not sampled."""
         with self._own_attention():
             out = self._model.generate(
                 torch.tensor([list(prompt)], device=self._device),

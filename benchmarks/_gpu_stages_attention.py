@@ -29,7 +29,7 @@ SOFT_CAPS = (None, 30.0)
 
 @dataclass(slots=True, frozen=True)
 class Case:
-    """A combination of sizes and options that each backend is checked with."""
+    """A combination of sizes and options with which a backend is checked."""
 
     block_size: int
     heads: int

@@ -1,6 +1,7 @@
 """Stage 4 of ``gpu_check.py``: checks a small model's tokens with forks, splices, masks and drafts.
 
-The stage fails if the engine waits for the device except to read the tokens of a step.
+The stage fails if the engine waits for the device for any other reason than to read the tokens of a
+step.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Checks:
         ]
 
     def generate(self) -> None:
-        """Compares a batch of prompts with different lengths with ``generate``."""
+        """Compares the tokens of a batch with those of transformers' ``generate``. The prompts have
+        different lengths."""
         self._add_all()
         got = self._run()
         same = 0
@@ -81,8 +83,8 @@ class Checks:
         self._world.expect(hits > 0, "the cache does not have a prefix of the prompts")
 
     def forks(self) -> None:
-        """Checks that greedy forks have the most likely tokens, and that the two sampled forks of a
-        sequence differ."""
+        """Checks that each token of a greedy fork is the most likely token, and that the two
+        sampled forks of a sequence differ."""
         for i, prompt in enumerate(self._prompts):
             sampled = Sampling(max_tokens=NEW, temperature=1.0, ignore_eos=True)
             self._engine.add(i, prompt, greedy(NEW) if i % 2 == 0 else sampled)
@@ -109,7 +111,8 @@ class Checks:
                 self._world.expect(full[1] != full[2], f"fork {i}: the forks are equal")
 
     def splices(self) -> None:
-        """Checks that the most likely tokens follow after tokens are removed and appended."""
+        """Checks splices: after tokens have been removed and others appended, the sequence must
+        continue with the most likely tokens."""
         self._add_all()
         added, done = [5, 6, 7], set[int]()
 
@@ -127,8 +130,8 @@ class Checks:
             self._reference.check_greedy(f"splice {i}", prompt, text, places)
 
     def masks(self) -> None:
-        """Checks masks that allow even and odd tokens in turn. The last third of each sequence has
-        no masks."""
+        """Checks masks that allow only even token ids and only odd token ids in turn. The last
+        third of each sequence has no masks."""
         self._add_all()
         words = [np.full(self._engine.mask_words, w, dtype=np.uint32) for w in (EVEN, ODD)]
         masked = 2 * NEW // 3
@@ -169,7 +172,8 @@ class Checks:
             self._reference.check_greedy(f"deferred {i}", prompt, got[i, 0])
 
     def drafts(self) -> None:
-        """Checks repetitive texts, whose drafts come from their earlier text."""
+        """Checks the drafts of repetitive texts. These drafts are copied from the earlier text of
+        the sequence."""
         engine = self._world.engine(self._loaded, speculation=True, max_num_seqs=8)
         self._check_drafts("drafts", engine)
 
@@ -179,8 +183,9 @@ class Checks:
         engine = self._world.engine(self._loaded, draft_model=self._loaded, **config)
         model = engine._speculation._model
         assert model is not None
-        # The draft model is as large as the model, so it drafts only if its cost is set to that of
-        # a small model. Drafts from earlier text are turned off.
+        # Because the draft model is as large as the model, the engine would not use it. So the
+        # draft model's cost is set to that of a small model. Drafts from earlier text are turned
+        # off.
         model.forward_cost = 0.01
         engine._speculation._worthwhile = lambda sequences, rows: []  # type: ignore[method-assign]
         accepted = self._check_drafts("draft model", engine)

@@ -142,7 +142,8 @@ def _load_during_capture(world: World) -> None:
 
 
 def _evict(world: World) -> None:
-    """Loads two models in turn into a cache for one model. Each eviction must free the memory."""
+    """Loads two models in turn. Only one may stay loaded (``max_models``), so each load evicts the
+    other model, whose memory must be freed."""
     gc.collect()
     _empty_cache(world)
     before = _allocated(world)
@@ -172,7 +173,8 @@ def _evict(world: World) -> None:
 
 
 def _load(models: Models, name: str) -> weakref.ref[Engine]:
-    """Loads a model like a worker, and runs it."""
+    """Loads a model as a worker does, and runs a short request. Returns a reference to the engine
+    by which the caller checks that the engine is freed."""
     models.want(name)
     while not isinstance(event := models.events.get(), Ready | Failed):
         pass

@@ -25,7 +25,8 @@ Prompts = list[list[int]]
 
 
 def run(world: World) -> None:
-    """Measures the engine and its peers one after another, with the same prompts in each batch."""
+    """Measures our engine and the other engines one after another, with equal prompts for each
+    batch size."""
     loaded = world.shape("8b")
     batches, new = ((2,), 4) if world.dry else (BATCHES, NEW)
     for batch in batches:
@@ -73,7 +74,7 @@ def _generate_batch(world: World, loaded: LoadedModel) -> Callable[[Prompts, int
     """Transformers' continuous batching. A wrong number of tokens is a fault."""
     model: Any = loaded.model
     model.set_attn_implementation("sdpa")
-    # On a CPU, the cache would take most of the free memory.
+    # By default, the cache would take most of the free memory on a CPU.
     sizes = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64) if world.dry else None
 
     def generate(prompts: Prompts, new: int) -> None:
@@ -90,7 +91,7 @@ def _generate_batch(world: World, loaded: LoadedModel) -> Callable[[Prompts, int
 
 
 def _vllm(world: World, batches: tuple[int, ...]) -> None:
-    """vLLM with a model of the same shape, for which vLLM makes random weights."""
+    """Measures vLLM with a model of the same shape, whose random weights vLLM makes itself."""
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory(prefix="tb-") as name:

@@ -123,8 +123,9 @@ def _logits(vocab: int, step: int) -> torch.Tensor:
 
 
 def _on_device(world: World, logits: torch.Tensor) -> torch.Tensor:
-    """Copies logits to the device. In a dry run, the copy has gaps between its rows, which torch
-    accepts. The native code for the CPU does not accept them, so its use would fail."""
+    """Copies logits to the device. In a dry run, the copy has gaps between its rows. torch accepts
+    these gaps, and the native code for the CPU does not. So a dry run fails if it uses that
+    code instead of the code for a GPU."""
     if not world.dry:
         return logits.to(world.device)
     wide = torch.zeros(len(logits), logits.shape[1] + 1)

@@ -45,8 +45,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 SMALL = {"hidden_size": 512, "intermediate_size": 1376, "initializer_range": 0.05}
-"""Settings of the small Llama: heads with 64 dimensions, and weights with which attention affects
-the logits."""
+"""Settings of the small Llama: heads with 64 dimensions, and weights that are so large that
+attention affects the logits."""
 
 
 class CheckFailed(Exception):

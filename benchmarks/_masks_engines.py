@@ -1,4 +1,4 @@
-"""One interface for the engines that compute masks: our grammar engine and its peers.
+"""One interface for engines that compute masks: our grammar engine and those it is compared with.
 
 An engine is constructed from a grammar and walks a text. It fills the mask at the beginning of the
 text. Then, for each token, it accepts the token and fills the next mask. Only accepting and filling
@@ -27,7 +27,8 @@ class Engine(Protocol):
     """One engine for one grammar. It walks one text after another, with the same caches."""
 
     def walk(self, tokens: Sequence[int]) -> list[float]:
-        """Seconds of the mask at the beginning of a text, and of each token with its next mask."""
+        """Walks a text. Returns the seconds to fill the mask at the beginning of the text, and for
+        each token the seconds to accept the token and to fill the next mask."""
 
     def masks(self, tokens: Sequence[int]) -> list[bytes]:
         """The masks of a text: one at the beginning, and one after each token."""
@@ -37,7 +38,8 @@ class Engine(Protocol):
 
 
 class _Walking:
-    """Walks texts with two functions, which the subclass's ``_begin`` returns for each text."""
+    """Walks texts with two functions, which the subclass's ``_begin`` returns for each text. The
+    first accepts a token, and the second fills the mask."""
 
     _mask: bytearray
 
@@ -126,8 +128,8 @@ class _Tokens:
 
 
 class LLGuidance(_Walking):
-    """llguidance. The matcher is reset before each text, because a reset keeps the states of the
-    lexer. Masks are filled by the fastest call, which writes directly to an address."""
+    """llguidance. Before each text, the matcher is reset and not replaced, because a reset keeps
+    the states of the lexer. Masks are filled by the fastest call, which writes to an address."""
 
     name = "llguidance"
 
@@ -141,7 +143,7 @@ class LLGuidance(_Walking):
 
     @staticmethod
     def tokenizer(vocabulary: TokenizerVocabulary) -> LLTokenizer:
-        """The vocabulary, with llguidance's default slices."""
+        """The vocabulary as a tokenizer of llguidance, with the default slices."""
         return LLTokenizer(TokenizerWrapper(_Tokens(vocabulary)))
 
     def _begin(self) -> tuple[Callable[[int], object], Callable[[], object]]:

@@ -89,9 +89,10 @@ def substring(world: World, fresh: int) -> dict[str, float]:
 
 
 def first_masks(world: World, times: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds from a constraint's argument to its first mask; the second dict has one figure
-    for each regular expression. Work that a worker does once is excluded. Each figure is the best
-    of several runs with new ``Constraints``, because other work on the machine slows most runs."""
+    """Milliseconds from a constraint's argument to the constraint's first mask. The second dict has
+    one figure for each regular expression. Work that a worker does only once is excluded. Each
+    figure is the best of several runs with new ``Constraints``, because other work on the machine
+    slows most runs."""
     by_regex = {
         case.name: min(
             _first_mask(world, Constraints(world.engine, None), "regex", _wrapped(case.pattern, i))
@@ -154,8 +155,8 @@ def _round(controller: Controller, mask: memoryview) -> None:
 
 def sequences(world: World, count: int) -> dict[str, float]:
     """The cost of another sequence under the C grammar: the microseconds to its first mask, and the
-    bytes by which the sandbox grows for a sequence in the middle of a file. The first mask is in
-    the cache."""
+    bytes by which the sandbox grows for a sequence in the middle of a file. An earlier sequence has
+    already computed the first mask."""
     constraints = Constraints(world.engine, None)
     program = constraints.get("yacc")
     assert program is not None

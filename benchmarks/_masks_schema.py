@@ -49,10 +49,10 @@ SCHEMA = {
 
 
 class Round(NamedTuple):
-    """The tokens that are appended before a mask is requested: none in the first round, then one
-    sampled token or the forced tokens."""
+    """A round: tokens are appended, then a mask is requested."""
 
     appended: list[int]
+    """No tokens in the first round, later one sampled token or the forced tokens."""
     masked: bool
     """Whether the answer is a mask. Otherwise further tokens are forced, or the text has ended."""
 

@@ -79,8 +79,8 @@ class World:
     # --- measurements ---------------------------------------------------------------------------
 
     def token_us(self, messages: int, runs: int = 5) -> float:
-        """Microseconds of CPU time for the message of a step. The result is the minimum of several
-        runs of ``messages`` messages from random workers."""
+        """Microseconds of CPU time to route the message of a step. The result is the minimum of
+        several runs of ``messages`` messages from random workers."""
         workers = self._workers()
         found = []
         for _ in range(runs):
@@ -91,7 +91,7 @@ class World:
         return min(found)
 
     def churn_us(self, times: int, runs: int = 5) -> tuple[float, float]:
-        """Microseconds for the beginning and for the end of a request. Each is the minimum of
+        """Microseconds of CPU time to begin a request, and to end a request. Each is the minimum of
         several runs, in which as many random requests end as begin."""
         begin, end = [], []
         sessions = list(self.broker.state.sessions)
@@ -121,7 +121,7 @@ class World:
         return min(begin), min(end)
 
     def beat_us(self, runs: int = 3) -> float:
-        """Microseconds for a worker's heartbeat."""
+        """Microseconds of CPU time to handle a worker's heartbeat."""
         return min(self._timed(self.broker.on_workers, self._beats()) for _ in range(runs))
 
     def ticks_ms(self, seconds: float, messages: int) -> list[float]:
@@ -147,7 +147,9 @@ class World:
     # --- parts of a measurement -----------------------------------------------------------------
 
     def pass_time(self, seconds: float, beats: bool = True) -> list[float]:
-        """Runs the ticks of ``seconds``, like the server; returns the milliseconds of each tick."""
+        """Advances the simulated time by ``seconds``, and runs the ticks in this time, as the
+        server does. Returns the milliseconds of each tick. ``beats``: whether all workers and
+        clients report first that they are alive."""
         found = []
         until = self.now + seconds
         if beats:
@@ -196,8 +198,9 @@ class World:
             self.broker.on_client(peer, [b"HELLO", body], self.now)
 
     def _session_of(self, worker: int, turn: int) -> Session:
-        """The session whose stream the least loaded worker receives next. ``worker`` is the number
-        of that worker."""
+        """The session that begins a stream when the worker with the number ``worker`` is the least
+        loaded, so that this worker receives the stream. ``turn``: number of the worker's earlier
+        streams."""
         peer = self._peers[(worker * GROUP + turn % GROUP) % SESSIONS]
         return self.broker.state.sessions.by_peer[peer]
 

@@ -33,7 +33,8 @@ _cpu_clock = time.thread_time
 
 
 class Judged(NamedTuple):
-    """The results for the texts of one schema in one engine."""
+    """The results of one engine for one schema: whether the schema compiles, and the numbers of
+    texts that are judged wrongly."""
 
     compiled: bool
     refused_valid: int = 0
@@ -107,7 +108,8 @@ class Masks:
         order = (True, False) if len(self.figures.ours) % 2 else (False, True)
         first = self._firsts_of(case.schema, order)
         texts = [(text.encode(), valid) for text, valid in case.texts]
-        # A schema whose shortest value exceeds ``MAX_TOKENS`` is compiled with a higher limit.
+        # The first masks have the limit ``MAX_TOKENS``. A schema whose shortest value is longer is
+        # compiled again with a higher limit.
         for judged, accepts, compiled in (
             (self.figures.ours, self._accepts, first[True] is not None or self._compiles(schema)),
             (self.figures.theirs, self._accepts_alone, first[False] is not None),
@@ -122,7 +124,7 @@ class Masks:
         rounds = [self._rounds(schema, text) for text, valid in texts if valid]
         rounds = [one for one in rounds if one]
         grammar = LLGuidance(self._tokenizer, self._world.vocabulary, _grammar(schema))
-        for one in rounds:  # Creates the states of the lexer, as our controller's walks did.
+        for one in rounds:  # Creates the states of the lexer, as ``_rounds`` did for ours.
             grammar.walk_rounds([step.appended for step in one])
         for one in rounds:
             masked = [step.masked for step in one]
@@ -256,10 +258,10 @@ class Masks:
 
 
 class Step(NamedTuple):
-    """The tokens that are appended before a mask is requested: none in the first round, then one
-    sampled token or the forced tokens."""
+    """A round: tokens are appended, then a mask is requested."""
 
     appended: list[int]
+    """No tokens in the first round, later one sampled token or the forced tokens."""
     masked: bool
     """Whether the answer is a mask. Otherwise further tokens are forced, or the text has ended."""
 
@@ -273,7 +275,8 @@ def _judged(compiled: bool, texts: list[tuple[bool, bool]]) -> Judged:
 
 
 def _is_at_once(schema: Any) -> bool:
-    """Whether our controller compiles a schema without a process at ``MAX_TOKENS``."""
+    """Whether our controller compiles a schema without a compile process if ``max_tokens`` is
+    ``MAX_TOKENS``."""
     least = least_bytes(schema)
     return is_plain(json.dumps(schema), schema) and least is not None and least < MAX_TOKENS
 

@@ -21,8 +21,8 @@ from tokenbus.workers.controller.backends.llguidance.schema_and_lark import Json
 from tokenbus.workers.controller.interface import Action
 
 MAX_TOKENS = 400
-"""The largest ``max_tokens`` of a walk. The smallest is the number of tokens of the shortest
-value."""
+"""The largest ``max_tokens`` of a walk. The smallest is the number of tokens of the schema's
+shortest value."""
 
 HUGE = 10**400
 """Replaces a number that is too large for a float."""
@@ -32,14 +32,15 @@ DIGITS = 1000
 
 @dataclass
 class WalkFigures:
-    """The results of walks."""
+    """The results of walks: of random texts that were generated under the masks of schemas."""
 
     walks: int = 0
     whole: int = 0
     """Number of walks whose text is valid."""
     tokens: int = 0
     closed: int = 0
-    """Number of walks whose text the controller has closed."""
+    """Number of walks whose text the controller completed itself, so that it ends within
+    ``max_tokens``."""
     taken_back: int = 0
     """Number of tokens that were removed by backtracks."""
     backtracks: int = 0
@@ -51,7 +52,8 @@ class WalkFigures:
     failures: dict[str, str] = field(default_factory=dict)
     """The error of a failed walk, by the name of its schema."""
     exceptions: dict[str, str] = field(default_factory=dict)
-    """The reason why texts of a schema are not closed, by the name of the schema."""
+    """By the name of a schema: the reason why the controller cannot complete the schema's texts
+    within ``max_tokens``."""
 
     def add(self, other: WalkFigures) -> None:
         """Adds the results of other cases."""
@@ -90,7 +92,7 @@ class Walks:
         for _ in range(10_000):
             time.thread_time()
         self._clock_s = (time.thread_time() - began) / 10_000
-        """The time to read the clock, which each interval contains."""
+        """Seconds to read the clock. Each measured interval contains this time."""
         self.figures = WalkFigures()
 
     def add(self, case: Case, count: int) -> None:

@@ -39,8 +39,8 @@ STEP_TOKENS = 64
 RATE = 10_000
 RUNS = 5
 CAPABILITIES = ["columns", "bodies"]
-"""Capabilities of the measured clients: those of our clients that change how ``TOKEN`` messages of
-token ids are sent."""
+"""The capabilities that the measured clients name in HELLO: the capabilities of our own clients
+that change the form of ``TOKEN`` messages of token ids."""
 HOP_ROUNDS = 11
 
 Socket = zmq.Socket[bytes]
@@ -85,7 +85,7 @@ def broker(folder: Path, **more: str) -> Iterator[tuple[str, str, Callable[[], f
     front, back = f"ipc://{folder}/front.sock", f"ipc://{folder}/back.sock"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
     settings = {"FRONT": front, "BACK": back, "MAX_PENDING_BYTES": str(2**31), "EXPIRY_S": "600"}
-    # The streams never end: by default, the broker would wait 30 s for them when it stops.
+    # The streams never end. With the default, the broker would wait 30 s for them when it stops.
     settings["DRAIN_S"] = "0.1"
     settings |= more
     process = subprocess.Popen(
@@ -97,7 +97,7 @@ def broker(folder: Path, **more: str) -> Iterator[tuple[str, str, Callable[[], f
     try:
         yield front, back, partial(_cpu_s, process.pid)
     finally:
-        # After SIGTERM, the broker would finish the streams of clients without a named session.
+        # SIGINT stops the broker. After SIGTERM, it would leave its streams to the next broker.
         process.send_signal(signal.SIGINT)
         process.wait(10)
 
@@ -161,7 +161,7 @@ def _join(front: str, capabilities: list[str]) -> Socket:
 
 
 def _bodies(socket: Socket) -> list[bytes]:
-    """The bodies of a TOKEN message."""
+    """Receives a TOKEN message; returns its bodies."""
     _RECV(socket, zmq.NOBLOCK)
     bodies, more = [], True
     while more:
@@ -172,7 +172,7 @@ def _bodies(socket: Socket) -> list[bytes]:
 
 
 def _proxied_body(frames: int, socket: Socket) -> list[bytes]:
-    """The last frame of a message with ``frames`` frames."""
+    """Receives a message of ``frames`` frames; returns its last frame, which is the body."""
     for _ in range(frames - 1):
         _RECV(socket, zmq.NOBLOCK)
     return [_RECV(socket, zmq.NOBLOCK)]
@@ -238,8 +238,8 @@ def frames_through_broker(folder: Path, count: int, capabilities: list[str]) -> 
 
 
 def frames_through_proxy(folder: Path, count: int, packed: bool) -> Rate:
-    """The rate of the same messages through a proxy, which finds the client by its routing id. The
-    message has separate frames, or is packed like a worker's message."""
+    """The rate of the same messages through ``zmq.proxy``, which finds the client by its routing
+    id. ``packed``: the message is packed into fewer frames, like a worker's message."""
     frames = [b"TOKEN", encode_token_header([1]), BODY]
     frames = pack(frames) if packed else frames
     with proxy(folder) as (front, back, cpu_s):

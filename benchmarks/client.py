@@ -188,7 +188,7 @@ def cpu_us(
 
 
 def client_figures(rounds: int = ROUNDS, steps: int = 600) -> dict[str, float]:
-    """The figures of the client."""
+    """All figures of the client, by name."""
     found: dict[tuple[str, str], list[float]] = {}
     cores: list[float] = []
     spawn = mp.get_context("spawn")

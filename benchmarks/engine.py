@@ -45,7 +45,7 @@ def best_in_turn(runs: int, *works: Callable[[], object]) -> list[float]:
     return [min(column) for column in zip(*times, strict=True)]
 
 
-# --- peers ----------------------------------------------------------------------------------------
+# --- transformers ---------------------------------------------------------------------------------
 
 
 def generate(model: Any, prompts: Prompts, new: int) -> None:
@@ -90,7 +90,7 @@ def generate_continuous(model: Any, prompts: Prompts, new: Sequence[int]) -> Non
 
 
 class Ours:
-    """Our engine with the model of its peers. ``run`` runs a set of requests to their ends."""
+    """Our engine, with the model that transformers runs too."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
@@ -280,7 +280,7 @@ NOTES = {
     "prompts 16-512, 16-256 new; at least 2.5",
     "ragged_vs_generate": "ratio of tokens/s to static batches of 32, same requests; at least 1.5",
     "prefix_ttft_ratio": "ratio of first-token times, 1,500 cached tokens to none; at most 0.1",
-    "fork8_kv_blocks": "ratio of KV blocks, 8 forks of 512 tokens to 1 sequence; at most 1.3",
+    "fork8_kv_blocks": "ratio of KV blocks, 512 tokens with 7 forks to without forks; at most 1.3",
     "fork_us": "us of a fork, without a forward",
     "splice_vs_decode": "ratio of times, splice of 32 tokens to decoding 32; at most 0.2",
     "host_us_per_step": "us of a step at batch 32 without the forward; at most 1,500",

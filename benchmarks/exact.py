@@ -60,8 +60,8 @@ def jobs_of(rng: random.Random, count: int, vocab: int) -> list[Job]:
 
 
 def run(engine: Engine, jobs: Sequence[Job], moved: Streams | None = None) -> Streams:
-    """Runs requests together. ``moved``: an earlier run. Every third request, if it has one
-    sequence, continues after some tokens of that run."""
+    """Runs requests together. ``moved``: the streams of an earlier run. If they are given, every
+    third request that has one sequence continues after some tokens of its earlier stream."""
     found: Streams = {}
     for number, (prompt, sampling) in enumerate(jobs):
         continued = None
@@ -83,7 +83,7 @@ class Comparison:
     """Compares requests in batches with the same requests alone. Counts the tokens of each kind of
     batch.
 
-    Each run of an engine uses one or two threads, chosen at random.
+    Each run of a batch uses one or two threads, chosen at random.
     """
 
     def __init__(self, loaded: LoadedModel, killed: KilledWorkers) -> None:

@@ -127,7 +127,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def inside(number: int, dry: bool, results: Path) -> None:
-    """Runs the stage with a number in this process."""
+    """Runs the stage ``number`` in this process."""
     import logging
 
     from _gpu_world import World

@@ -1,4 +1,4 @@
-"""Compares the cost of token masks with llguidance, xgrammar and outlines-core.
+"""Compares the cost of token masks in our grammar engine, llguidance, xgrammar and outlines-core.
 
 The vocabulary is Tekken's, with 131,072 tokens. Everything runs on one thread. A step is an
 engine's work for one token: it accepts the token and fills the next mask. The engines are called as
@@ -35,18 +35,18 @@ NOTES = {
     "json_vs_llguidance": "ratio of step times, yacc JSON to Lark JSON (at most 1.0)",
     "json_first_vs_llguidance": "ratio of step times, yacc JSON to Lark JSON, first pass",
     "regex_us": "us of a step, median of the regexes, second pass",
-    "regex_us_llguidance": "llguidance's",
+    "regex_us_llguidance": "us of a step in llguidance, median of the regexes, second pass",
     "regex_us_xgrammar": "us of a step in xgrammar, median of the regexes that it supports",
     "regex_us_outlines_core": "us of a step in outlines-core, median of its supported regexes",
     "json_us": "us of a step, median of the JSON texts, second pass",
-    "json_us_llguidance": "llguidance's",
-    "json_us_xgrammar": "xgrammar's",
+    "json_us_llguidance": "us of a step in llguidance, median of the JSON texts, second pass",
+    "json_us_xgrammar": "us of a step in xgrammar, median of the JSON texts",
     "substring_us": "us of a step of substring, 4 kB of text, first pass (at most 100)",
     "substring_second_us": "us of a step of substring, 4 kB of text, second pass",
     "schema_overhead": "ratio of our json_schema controller to llguidance alone (at most 1.3)",
     "schema_overhead_forced": "ratio that includes rounds in which we compute forced tokens",
     "schema_us": "us of a round of json_schema that ends in a mask",
-    "schema_us_llguidance": "llguidance's",
+    "schema_us_llguidance": "us of a round of llguidance alone that ends in a mask",
     "first_mask_ms_regex": "ms from pattern to first mask, slowest regex (at most 50)",
     "first_mask_ms_c_cold": "ms from the C grammar to the first mask (at most 3,000)",
     "first_mask_ms_c_warm": "ms to the first mask, with tables and masks on disk (at most 50)",

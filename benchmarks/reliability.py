@@ -301,7 +301,7 @@ async def arrivals(front: str, per_s: float, seconds: float) -> tuple[float, flo
 
 
 def overload(folder: Path, rounds: int, seconds: float) -> dict[str, float]:
-    """Runs at capacity and at ten times the capacity, in turn."""
+    """Sends requests at the capacity and at ten times the capacity, in turn."""
     once, tenfold, refusals, growth = [], [], [], []
     settings = {"capacity": str(SLOTS), "max_queued": "400"}
     with standin(folder, FORWARD_S, **settings) as (system, _):

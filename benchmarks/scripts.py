@@ -12,8 +12,8 @@ The name of each figure begins with ``js`` or ``py``, the language of the script
 - ``js_own_round_us``: a round that the script decides itself, with ``decide.sample``.
 - ``fork_us``: a copy of a sequence. ``fork_us_first`` is the first copy, while no instance can be
   reused.
-- ``js_mb_200_live``, ``py_mb_50_live``: growth of this process with 200 or 50 sequences that have
-  generated ten tokens each.
+- ``js_mb_200_live``, ``py_mb_50_live``: growth of this process's memory by 200 or 50 sequences that
+  have generated ten tokens each, in MB.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def round_s(world: World, program: Program, arg: str = "") -> float:
 
 
 def forks(world: World, program: Program) -> tuple[float, float]:
-    """Seconds of the first fork and of a later one."""
+    """Seconds of the first fork, and of the fastest later fork."""
     controller = world.first(program)
     times = []
     for seq in range(1, 30):
@@ -143,12 +143,12 @@ def forks(world: World, program: Program) -> tuple[float, float]:
 
 
 def resident_bytes() -> int:
-    """The resident memory of this process."""
+    """The resident memory of this process, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def live_bytes(world: World, program: Program, count: int) -> float:
-    """Growth of this process with ``count`` sequences."""
+    """Growth of this process's memory by ``count`` sequences, in bytes."""
     before = resident_bytes()
     live = [world.first(program) for _ in range(count)]
     for controller in live:

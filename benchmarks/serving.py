@@ -171,8 +171,8 @@ class Systems:
         )
 
     def slowest_second(self, seconds: float) -> float:
-        """Ratio of the tokens in the slowest second of one stream to the tokens in its median
-        second."""
+        """Ratio of the tokens of the slowest second to the tokens of the median second. Streams run
+        one after another for ``seconds``."""
         found = self._clients["model", "python"].run(
             prompts=prompts(random.Random(0), 100, 32), tokens=1_000, seconds=seconds
         )
