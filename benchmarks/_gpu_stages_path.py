@@ -25,7 +25,7 @@ PEERS = ("flash-attn", "flashinfer-python", "vllm", "sglang")
 
 
 def run(world: World) -> None:
-    """Records the versions and the fast paths of a model."""
+    """Records the versions, and which fast paths the engine uses for a model."""
     for name in (*PACKAGES, *PEERS):
         world.record(f"version_{name}", _version(name))
     world.record("version_python", platform.python_version())

@@ -31,7 +31,7 @@ HOW = "llama.cpp's server is not measured, because it is not built; build it wit
 THREADS = 2
 SLOTS = 32
 CONTEXT = 512
-"""Number of tokens of a slot."""
+"""Maximum number of tokens of a slot, in which llama.cpp's server computes one stream at a time."""
 OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DBUILD_SHARED_LIBS=OFF",

@@ -105,7 +105,8 @@ class Comparison:
         return XGrammar(self._xgrammar.compile_regex(pattern), self._world.vocabulary)
 
     def _makers(self, tables: bytes, grammar: str) -> tuple[Makers, Makers]:
-        """Makers of our engine and of llguidance, and an empty dict for makers of other engines."""
+        """Functions that make our engine and llguidance's, by name, and an empty dict for those of
+        the other engines."""
         world = self._world
         compared: Makers = {
             Ours.name: lambda: Ours(world.module, world.vocabulary, tables),

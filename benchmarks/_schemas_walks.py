@@ -183,7 +183,8 @@ class Walks:
         return tokens
 
     def _measure(self, controller: MatcherController) -> None:
-        """Adds the time of the closing computations of one sequence's controller to the figures."""
+        """Measures the time in which a sequence's controller computes how to close its text, and
+        adds this time to the figures."""
         closing = controller.closing
 
         def measured(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -127,7 +127,7 @@ def proxy(folder: Path) -> Iterator[tuple[str, str, Callable[[], float]]]:
 
 
 def _register(back: str) -> Socket:
-    """A registered worker that serves the model ``m``."""
+    """Registers as a worker that serves the model ``m``; returns the worker's socket."""
     worker = dealer(back)
     body = Register(
         name="w", role="gpu", version=1, pid=1, host="h", capacity=10_000, patterns=["m"]
@@ -148,7 +148,7 @@ def _sessions(worker: Socket, count: int) -> list[int]:
 
 
 def _join(front: str, capabilities: list[str]) -> Socket:
-    """A client with a live stream."""
+    """Opens a session and begins a stream; returns the client's socket."""
     client = dealer(front)
     hello = Hello(encodings=("msgpack",), capabilities=capabilities)
     client.send_multipart([b"HELLO", encode_body(hello, "json")])
@@ -181,8 +181,8 @@ def _proxied_body(frames: int, socket: Socket) -> list[bytes]:
 def _receive(
     front: str, proxied: int, clients: int, each: int, pipe: Connection, decode: Decode
 ) -> None:
-    """Receives ``each`` bodies on each of ``clients`` sockets. Sends the elapsed seconds and the
-    seconds of CPU time.
+    """Receives ``each`` bodies on each of ``clients`` sockets. Then sends the elapsed seconds and
+    the seconds of CPU time on ``pipe``.
 
     ``proxied``: number of frames of a message through the proxy; 0: the messages come through the
     broker.

@@ -158,7 +158,7 @@ class Worker:
         return found
 
     def send(self, messages: list[list[bytes]], per_s: float | None) -> None:
-        """Sends the messages, ``per_s`` in each second. None: as fast as possible."""
+        """Sends ``per_s`` messages in each second, or all as fast as possible if it is None."""
         began = time.perf_counter()
         for number, frames in enumerate(messages):
             if per_s is not None:

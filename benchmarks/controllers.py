@@ -363,7 +363,8 @@ def biased(folder: Path, model: Path, new: int) -> dict[str, float]:
 
 
 def variable_us(sandbox: Sandbox, model: Path) -> float:
-    """The median time of a message from a guest to the state worker and back, in microseconds."""
+    """The median time of a guest's operation on a variable, through the broker to the state worker
+    and back, in microseconds."""
     with system(["-m", "tokenbus.workers.gpu"], model) as running:
 
         def registration() -> Register:

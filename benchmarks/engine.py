@@ -122,7 +122,8 @@ class Ours:
 
 
 def against_generate(model: Any, ours: Ours, runs: int) -> dict[str, float]:
-    """Ratios of throughput for requests of equal and of different lengths."""
+    """Ratios of our engine's throughput to transformers', for requests of equal and of different
+    lengths."""
     rng = random.Random(1)
 
     def uniform_set() -> Prompts:
@@ -274,8 +275,8 @@ def compiled(loaded: LoadedModel, runs: int) -> dict[str, float]:
 
 
 NOTES = {
-    "uniform_vs_generate": "ratio of tokens/s, 32 requests, prompt 32, 64 new; at least 1.0",
-    "one_stream_vs_generate": "ratio of tokens/s, 1 request, prompt 32, 64 new; at least 1.5",
+    "uniform_vs_generate": "ratio of tokens/s to generate, 32 requests, 64 new; at least 1.0",
+    "one_stream_vs_generate": "ratio of tokens/s to generate, 1 request, 64 new; at least 1.5",
     "ragged_vs_generate_batch": "ratio of tokens/s to continuous batching, 64 requests, "
     "prompts 16-512, 16-256 new; at least 2.5",
     "ragged_vs_generate": "ratio of tokens/s to static batches of 32, same requests; at least 1.5",

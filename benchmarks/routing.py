@@ -89,8 +89,8 @@ class Run:
 
 NOTES = {
     "prefill_saved": "ratio of computed prompt tokens, least load to prefix; at least 2",
-    "p90_ttft_vs_least_load": "ratio of first-token times, 90th percentile; at most 0.5",
-    "throughput_vs_least_load": "ratio of tokens/s without shared prefixes; at least 0.98",
+    "p90_ttft_vs_least_load": "ratio of p90 first-token times, prefix to least load; at most 0.5",
+    "throughput_vs_least_load": "tokens/s ratio, prefix to least load, unique texts; at least 0.98",
 }
 
 

@@ -180,14 +180,14 @@ def measured(world: World, language: str, runs: int) -> dict[str, float]:
 
 
 NOTES = {
-    "js_first_ms_more": "at most 20",
-    "js_gen_round_us": "at most 150",
-    "js_fork_us": "at most 1,000",
-    "js_mb_200_live": "at most 1,000",
-    "py_first_ms_more": "at most 20",
-    "py_gen_round_us": "at most 300",
-    "py_fork_us": "at most 3,000",
-    "py_mb_50_live": "at most 2,000",
+    "js_first_ms_more": "ms by which the first mask is later than that of regex; at most 20",
+    "js_gen_round_us": "us of a round within ctx.gen; at most 150",
+    "js_fork_us": "us of a fork; at most 1,000",
+    "js_mb_200_live": "MB of memory of 200 sequences; at most 1,000",
+    "py_first_ms_more": "ms by which the first mask is later than that of regex; at most 20",
+    "py_gen_round_us": "us of a round within ctx.gen; at most 300",
+    "py_fork_us": "us of a fork; at most 3,000",
+    "py_mb_50_live": "MB of memory of 50 sequences; at most 2,000",
 }
 
 
