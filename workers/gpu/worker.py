@@ -67,7 +67,7 @@ REQUESTS: dict[bytes, type[Request]] = {
 }
 """The types of the client requests that a GPU worker serves, each with the struct of its body."""
 IDLE_S = 0.25
-"""Maximum time that an idle worker waits for a message before it checks its own state, in
+"""Maximum time that one pass of the main loop waits for a message if the worker has no work, in
 seconds."""
 
 
@@ -165,8 +165,8 @@ class GpuWorker:
 
     def stop(self, reason: str, *, restarts: bool = False) -> None:
         """Drains the worker: it refuses further requests, finishes its requests, and exits. May be
-        called from a signal handler. ``restarts``: hand the streams over to a successor if
-        supervisord starts one."""
+        called from a signal handler. ``restarts``: whether the streams are handed over to a
+        successor, if supervisord starts one."""
         self._stop_reason = reason
         self._restarts = restarts
         self._bus.interrupt()
@@ -215,8 +215,8 @@ class GpuWorker:
         self._bus.flush()
 
     def _answer(self) -> None:
-        """Answers ATTACHes and CLAIMs until this pass of the loop has sent its number of entries.
-        Skips ATTACHes of streams that have ended, because the broker has answered these
+        """Answers ATTACHes and CLAIMs until this pass of the loop has sent the maximum number of
+        entries. Skips ATTACHes of streams that have ended, because the broker has answered these
         ATTACHes."""
         answered: dict[Stream, Attaching] = {}
         released: defaultdict[int, list[int]] = defaultdict(list)
@@ -418,8 +418,8 @@ class GpuWorker:
 
     def _claim(self, session: int, link: int) -> None:
         """Handles a CLAIM: a client has connected to the broker of ``link``, at which the requests
-        of the client's session now continue. If this pass of the loop has sent its number of
-        entries, the remaining requests continue there in later passes."""
+        of the client's session now continue. If this pass of the loop has sent the maximum number
+        of entries, the remaining requests continue there in later passes."""
         if not session:
             self._claimed(session, link)
             return
@@ -469,13 +469,14 @@ class GpuWorker:
         controller."""
         self._streams.send_journal(stream)
         if self._streams.get(stream.request) is stream:
-            # Messages between the controller worker and this worker may have been lost.
+            # The controller is restarted, because messages between the controller worker and this
+            # worker may have been lost.
             self._start_again(stream, "", why)
 
     def _registered(self, answer: Registered, link: int) -> None:
         """Drops the streams that the broker gave to other workers while the lease was lost. If the
-        broker requests journals, because it was restarted or disconnected, sends them and continues
-        their requests."""
+        broker requests journals, because it was restarted or disconnected, sends the journals and
+        continues the requests at this broker."""
         kept = self._bus.kept(answer, link)
         if kept is not None:
             self._reports.drop_claims(link)
@@ -555,7 +556,7 @@ class GpuWorker:
         self._bus.post(frames, message.link)
 
     def _release(self, stream: Stream) -> None:
-        """Frees the state of an ended stream in the engine and in steering."""
+        """Frees the state of an ended stream in the engine and in ``Steering``."""
         self._steering.forget(stream.request)
         engine = self._models.engines.get(stream.model)
         if engine is not None:
