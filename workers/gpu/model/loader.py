@@ -37,7 +37,7 @@ from .weights import weights_version
 log = logging.getLogger(__name__)
 
 OnProgress = Callable[[float, str], None]
-"""Called with the fraction that is done, 0 to 1, and the current stage."""
+"""A function that is called with the loaded fraction, 0 to 1, and the current stage."""
 
 LOADED = 0.95
 """The fraction that is reported (``OnProgress``) when the model is in memory."""
@@ -344,7 +344,7 @@ def _read(
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The greatest difference of logits, relative to their standard deviation."""
+    """The greatest difference of logits, relative to the standard deviation of ``expected``."""
     distance = (found - expected).abs().max() / (expected.std() + 1e-6)
     return distance.item()
 

@@ -103,7 +103,7 @@ class Runner:
 
     @property
     def path(self) -> ForwardPath:
-        """How the steps are computed."""
+        """How the steps are computed, for logs and users."""
         why = self.backend.why_not_exact
         found = ForwardPath(
             attention=self._layout.attention if why else NATIVE_ATTENTION,

@@ -26,7 +26,7 @@ class StepTensors:
         self._mirror: dict[int, Mirror] = {}
 
     def tensor(self, values: np.ndarray) -> torch.Tensor:
-        """An array on the device."""
+        """A host array as a tensor on the device."""
         return on_device(values, self.device)
 
     def ids(self, packed: Packed, drawn: torch.Tensor | None) -> torch.Tensor:

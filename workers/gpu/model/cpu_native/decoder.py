@@ -230,7 +230,7 @@ class _Rotations:
 
 
 class NativeDecoder:
-    """Computes the forwards of a decoder. Raises Unsupported."""
+    """Computes the forwards of a decoder in native code. The constructor raises Unsupported."""
 
     def __init__(self, decoder: FusedDecoder, cache: KVCache, block_size: int) -> None:
         check_supported(decoder)

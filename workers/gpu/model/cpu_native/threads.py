@@ -18,8 +18,8 @@ MAX_TOKENS = 64
 WINDOW = 8
 """Number of steps over which the median duration is taken."""
 TRIAL = 4
-"""Number of steps of a trial: of steps that run with another number of threads. A step that takes
-more than ``SLOWER`` times the usual time ends the trial."""
+"""Number of steps of a trial, in which another number of threads is used. A step that takes more
+than ``SLOWER`` times the usual time ends the trial."""
 FIRST_TRIAL, LAST_TRIAL = 32, 1024
 """The initial and the greatest number of steps until the next trial. The number doubles with each
 trial that does not change the number of threads."""

@@ -29,7 +29,7 @@ WINDOW, CAP = 100, 20.0
 
 
 def choose_layout(loaded: LoadedModel) -> Layout:
-    """The layout of this model's keys and values on its device, and the attention that reads it."""
+    """The layout of a model's keys and values on its device, with the attention that reads them."""
     if loaded.device.type != "cuda":
         return Layout(BLOCK_SIZE, "gather", f"the device is {loaded.device.type}")
     found: list[Kernel] = []

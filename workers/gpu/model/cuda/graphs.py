@@ -203,8 +203,8 @@ class DecodeGraphs:
             if self._logits is None:
                 self._logits = torch.empty_like(wanted)
             graph = torch.cuda.CUDAGraph()
-            # Another thread may load a model during the capture. In this mode, its calls do not
-            # break the capture.
+            # Another thread may load a model during the capture. In this mode, that thread's calls
+            # of CUDA do not break the capture.
             with torch.cuda.graph(
                 graph,
                 pool=session.pool,
@@ -255,7 +255,7 @@ class _Session:
     @contextmanager
     def stream_current(self) -> Iterator[None]:
         """Makes the stream of the session current within the context. Work on this stream runs
-        after the work that was queued on the previous stream before."""
+        after the work that had been queued on the previous stream."""
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self.stream):
             yield

@@ -17,7 +17,7 @@ from . import varlen
 from .kernels import KERNELS, writing
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-"""Greatest difference from plain attention, for unit normal inputs."""
+"""Greatest allowed difference from plain attention, for standard normal inputs."""
 WARM_UPS, RUNS = 3, 10
 
 
@@ -85,7 +85,7 @@ class Trial:
             at += count
 
     def seconds(self) -> float:
-        """The time of one run on the device."""
+        """The mean time of one run on the device, in seconds."""
         for _ in range(WARM_UPS):
             self.run()
         torch.cuda.synchronize(self._query.device)

@@ -33,7 +33,8 @@ from .decoder import (
 from .projections import Projection, stored_by_input
 
 IGNORED = {"act_fn", "activation_fn", "resid_attn_dropout", "resid_mlp_dropout"}
-"""Modules without weights. Dropout does nothing in a model that is served."""
+"""Names of modules without weights, which a layer may have. Dropout does nothing in a model that is
+served."""
 BY_POSITION = {"default", "linear", "llama3", "yarn"}
 """Types of rotary embeddings that depend only on the position. Other rotary embeddings also depend
 on the length of the text."""

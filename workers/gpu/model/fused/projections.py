@@ -154,5 +154,5 @@ def can_be_packed(weight: torch.Tensor) -> bool:
 
 
 def packing_budget() -> int:
-    """Bytes that packed copies of weights may take now."""
+    """Number of bytes that packed copies of weights may take now."""
     return int(psutil.virtual_memory().available * PART_OF_MEMORY)

@@ -40,7 +40,7 @@ COUNTERS = 1 << 16
 
 @dataclass(slots=True)
 class Launch:
-    """One launch over short chunks."""
+    """One launch of the kernel for short chunks."""
 
     tiles: torch.Tensor
     """``[n, 3]``, int32: for each tile, its chunk, the index of its first token in the chunk, and
@@ -48,7 +48,7 @@ class Launch:
     places: int
     """Number of tiles whose keys may be split; each has a place for its partial results."""
     part_rows: int
-    """Number of rows of a tile that have a result."""
+    """Number of rows for which a tile stores partial results."""
 
 
 @dataclass(slots=True)

@@ -170,7 +170,8 @@ def _head_norms(norms: HeadNorms | None) -> tuple[list[torch.Tensor], list[float
 
 
 def _is_gelu(activation: Function) -> bool:
-    """Whether an activation is GELU in its tanh form; False for SiLU."""
+    """Whether an activation is GELU in its tanh form; False for SiLU. Raises NotFusible for other
+    activations."""
     if activation is silu:
         return False
     sample = torch.linspace(-4, 4, 64)
