@@ -35,7 +35,7 @@ def encode_body(body: Any, encoding: Encoding) -> bytes:
 
 
 def encode_bodies(bodies: Iterable[Any], encoding: Encoding) -> list[bytes]:
-    """The bytes of several bodies."""
+    """Encodes several structs, each as the body of a message."""
     return list(map(_encoders[encoding], bodies))
 
 
@@ -56,10 +56,11 @@ def _decoder(kind: Any, encoding: Encoding) -> _Decoder:
 
 
 def decode_as(kind: Any, body: bytes, encoding: Encoding | None = None) -> Any:
-    """The value of type ``kind`` in ``body``.
+    """Decodes ``body`` as a value of type ``kind``. ``encoding``: None if the body's first byte
+    decides (``encoding_of``).
 
-    Raises RequestError: ``bad_message`` if it is not valid JSON or msgpack, ``invalid_field`` with
-    the path of the field if a value has the wrong type or is out of range.
+    Raises RequestError: ``bad_message`` if the body is not valid JSON or msgpack, ``invalid_field``
+    with the path of the field if a value has the wrong type or is out of range.
     """
     encoding = encoding or encoding_of(body)
     try:

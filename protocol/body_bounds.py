@@ -1,8 +1,8 @@
 """Checks bounds on a body's size before the body is decoded.
 
 Decoding a text takes about 0.5 ns for each byte. Decoding numbers, short strings or maps takes up
-to 40 ns for each byte, because each of them becomes an object. So a large body may consist of
-texts, but everything else in a body has a smaller bound.
+to 40 ns for each byte, because each number, string or map becomes an object. So the texts of a body
+may be large, but the rest of the body has a smaller bound.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from .messages import MAX_BODY_BYTES
 WITH_TEXT = frozenset({b"GENERATE", b"SCORE", b"BUFFER", b"UPLOAD"})
 """Message types whose bodies may contain large texts or data."""
 MAX_PLAIN_BODY_BYTES = 64 * 1024
-"""Maximum number of bytes of the body of any other message."""
+"""Maximum number of bytes of the body of a message whose type is not in ``WITH_TEXT``."""
 MAX_STRUCTURE_BYTES = 1024 * 1024
-"""Maximum number of bytes of everything in a body except its texts, for example of token ids. A
-client sends more token ids as an attachment."""
+"""Maximum number of bytes of a body without its texts. Token ids count, for example: a client that
+has more token ids sends them as an attachment."""
 _STRINGS = frozenset((*b'"', *range(0xA0, 0xC0), *range(0xC4, 0xC7), *range(0xD9, 0xDC)))
 """The first byte of a JSON string, and the first bytes of msgpack strings and binary data."""
 

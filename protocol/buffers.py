@@ -1,7 +1,8 @@
 """Buffers: parts of prompts that a session keeps, in the form in which the broker forwards them.
 
-The first byte gives the kind: ``t`` for token ids, u32 little-endian each; ``s`` for text, UTF-8. A
-``GENERATE`` that names k buffers reaches its worker with these k buffers as its last attachments.
+The first byte of a stored buffer is ``t`` or ``s``. After ``t``, the buffer has token ids (u32
+little-endian each), after ``s`` text (UTF-8). A ``GENERATE`` that names k buffers reaches its
+worker with these k buffers as its last attachments.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
     tokens: bytes = b""
     """Token ids, u32 each."""
     logprobs: bytes = b""
-    """Log-probabilities, f64 each as in entries, so that both forms of a stream have the same
-    numbers."""
+    """Log-probabilities, f64 each. Entries also have 64-bit floats, so a stream has the same
+    log-probabilities in columns and in entries."""
     positions: bytes = b""
     """``pos`` of each row, u32 each."""
     seqs: bytes = b""
@@ -63,7 +63,8 @@ class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
     """``kept`` of each row: ids as u32 each, or a number, or None if the row's request did not ask
     for the field. Empty if no row has the field."""
     entries: list[Token] = []
-    """All entries of each stream that has an entry with a field that is not a column."""
+    """If an entry of a stream has a field that is not a column, all entries of this stream are
+    here."""
 
 
 TokenBody = list[Token] | TokenColumns
@@ -170,9 +171,9 @@ def row_columns(streams: Sequence[int], seqs: Sequence[int]) -> TokenColumns:
 
 
 def pack_columns(entries: Iterable[Token], texts: bool = False) -> TokenColumns:
-    """Entries as columns. The entries of a stream become rows if all of them are plain
+    """Encodes entries as columns. The entries of a stream become rows if all of them are plain
     (``is_plain``); otherwise they stay entries. The order within each stream is kept. ``texts``:
-    rows may have text."""
+    whether rows may have text."""
     entries = list(entries)
     others = {entry.stream_id for entry in entries if not is_plain(entry, texts)}
     plain = [entry for entry in entries if entry.stream_id not in others]
@@ -203,7 +204,7 @@ def column_entries(body: TokenColumns) -> list[Token]:
 
 
 def packed_kept(kept: int | list[int] | UnsetType) -> Kept | None:
-    """``Token.kept`` in the form of a column."""
+    """Converts ``Token.kept`` to the form that it has in a column."""
     if isinstance(kept, list):
         return _column("I", len(kept)).pack(*kept)
     return None if kept is UNSET else kept
@@ -252,7 +253,7 @@ def plain_entry(
 
 def is_plain(entry: Token, texts: bool = False) -> bool:
     """Whether a row can represent an entry: the entry has a token, and each of its fields is a
-    column. ``texts``: rows may have text."""
+    column. ``texts``: whether rows may have text."""
     token, logprob = entry.token, entry.logprob
     if token is None or logprob is None or entry.top_logprobs is UNSET:
         return False

@@ -13,11 +13,11 @@ def separate(addresses: str) -> list[str]:
 
 
 def numbered(address: str, number: int) -> str:
-    """The address of broker ``number``, if ``address`` is the address of broker 0. A TCP port is 10
-    higher for each broker. The name of a socket file gets ``-NUMBER``, before its suffix if it has
-    one.
+    """The address of broker ``number``, if ``address`` is the address of broker 0. The TCP port of
+    a broker is 10 higher than the port of the broker before it. The name of a socket file gets
+    ``-NUMBER``, before its suffix if it has one.
 
-    Raises ValueError if the address has neither form.
+    Raises ValueError if the address is neither a ``tcp://`` address with a port nor ``ipc://``.
     """
     if not number:
         return address

@@ -27,16 +27,17 @@ _PLAIN = {
 }
 """Patterns of msgspec's terms, and plain words for them."""
 _WRONG = re.compile("Invalid (?:enum )?value (.*)", re.DOTALL)
-"""msgspec's error if only certain values are valid."""
+"""Matches msgspec's error about a field for which only certain values are valid."""
 _STEP = re.compile(r"\.(\w+)|\[(\d*)")
 """A step of a path: into a field, or into an element of a list."""
 _BOUND = re.compile(r" [<>]=? ")
-"""Occurs in msgspec's error if a number, or the length of a value, is out of bounds."""
+"""Found in msgspec's error if a number, or the length of a value, is out of bounds."""
 MAX_SHOWN = 256
 """Maximum characters of msgspec's error that are shown. The error contains the wrong text, which
 may have any length."""
 MAX_REPEATED_BYTES = 65_536
-"""The part of a body that is decoded again for the number in an error message."""
+"""Number of bytes from the beginning of a body that are decoded again, in order to show in an error
+message the number that is out of bounds."""
 
 
 def expected(error: msgspec.ValidationError, given: object) -> str:
@@ -80,15 +81,15 @@ def out_of_bounds(message: str, path: str, body: Callable[[], Any]) -> str:
         for step in _STEP.finditer(path):
             value = value[step[1] or int(step[2])]
     except (LookupError, TypeError, ValueError, RecursionError):
-        # The body is malformed or cut after the number, or the path leads through a dict, whose
-        # keys it does not contain.
+        # The body is malformed or longer than the decoded part, or the path leads through a dict
+        # and does not name the key.
         return ""
     return f", not {value}" if isinstance(value, (int, float)) else ""
 
 
 def named_values(message: str, kind: Hashable, path: str) -> str | None:
-    """An error about the value at ``path`` in a body of type ``kind`` that lists the valid values.
-    None if any value of the right type is valid. ``message``: msgspec's error without its path."""
+    """An error text that lists the valid values for ``path`` in a body of type ``kind``. None if
+    any value of the right type is valid. ``message``: msgspec's error without its path."""
     given = _WRONG.fullmatch(message)
     valid = dict.fromkeys(_valid(type_of(kind), path)) if given else {}
     if given is None or not valid:

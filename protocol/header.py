@@ -2,8 +2,8 @@
 
 The broker routes by the header alone. Layout, little-endian: ``request`` u64, ``address`` u64,
 ``flags`` u32. In a worker's ``TOKEN``, the frame of the header also contains a manifest, after the
-header. It lists the session of each body, the requests that end, and the request of each further
-frame (``Manifest.deltas``).
+header. The manifest lists the session of each body, the requests that end, and the request of each
+further frame (``Manifest.deltas``).
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ MAX_WAITED_MS = (1 << 24) - 1
 class Header(NamedTuple):
     """The routing information of a message between the broker and a worker.
 
-    ``request`` is the id that the broker assigned to the request (0: none). ``address`` is the
-    client session of the request. In a message between two workers, ``address`` is the receiver
-    before the broker forwards the message, and the sender afterwards.
+    ``request`` is the id that the broker assigned to the request; 0 if the message is not about a
+    request. ``address`` is the client session of the request. In a message between two workers,
+    ``address`` is the receiver before the broker forwards the message, and the sender afterwards.
     """
 
     request: int = 0

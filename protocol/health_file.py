@@ -1,8 +1,9 @@
-"""Writes a file by which the probes of a container check whether a process works and serves.
+"""Writes a file by which the probes of a container check whether a process works, and whether it
+accepts requests.
 
 Workers do not listen on an address, so probes cannot connect to them. If a probe asked the broker
 instead, all workers would be restarted whenever the broker is down. The file's modification time
-shows that the process works; the file's text shows whether the process serves.
+shows that the process works; the file's text shows whether the process accepts requests.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .settings import Settings
 log = logging.getLogger(__name__)
 
 READY = "ready"
-"""The text of the file if the process serves."""
+"""The text of the file if the process accepts requests."""
 NOT_READY = "not ready"
 STANDBY = "standby"
 """The text of the file if the process is a state worker that waits until another state worker
@@ -44,8 +45,8 @@ class HealthFile:
 
     def beat(self, ready: bool, step_age_s: float | None, now: float) -> None:
         """Called with each heartbeat of a worker. ``step_age_s``: seconds that the current step has
-        been running; None if no step runs. If the step hangs, the process does not count as
-        working."""
+        been running; None if no step runs. If the step hangs, the file is not updated, so the
+        probes fail."""
         if step_age_s is None or step_age_s <= self._hung_step_s:
             self.touch(READY if ready else NOT_READY, now)
 

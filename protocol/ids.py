@@ -1,5 +1,4 @@
-"""Makes ids, which are u64 numbers that stay unique over restarts of the broker, and session
-tokens."""
+"""Makes session tokens, and ids: u64 numbers that are unique across restarts of the broker."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ def counting_ids(boot: int) -> Iterator[int]:
     """Yields the ids of one broker run. The upper 32 bits of an id are the number of the run, the
     lower 32 bits a counter.
 
-    Two runs with different numbers never assign the same id, so that a worker that outlives its
-    broker cannot confuse the requests of the two runs.
+    Two runs with different numbers never assign the same id. So a worker that outlives its broker
+    cannot confuse the requests of the two runs.
     """
     base = (boot & 0x7FFF_FFFF) << 32
     number = 0

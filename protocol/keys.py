@@ -1,8 +1,9 @@
 """The key files, which determine who may connect to a broker.
 
-Each party has a key pair of CURVE (curve25519, http://curvezmq.org). A *key file* contains the pair
-of one holder and the public key of the broker. A *key folder*, on the broker's machine, contains
-the broker's own pair, and a file for each public key that may connect:
+The broker and each of its clients and workers have a key pair of CURVE (curve25519,
+http://curvezmq.org). A *key file* contains the pair of one holder and the public key of the broker.
+A *key folder*, on the broker's machine, contains the broker's own pair, and a file for each public
+key that may connect:
 
     broker.key                 the broker's pair
     local-client.key           the pair of clients on this machine: tokenbus, the gateways
@@ -34,7 +35,7 @@ from .settings import Settings
 Role = Literal["client", "worker"]
 ROLES: tuple[Role, ...] = get_args(Role)
 PublicKey = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-"""32 bytes, hexadecimal."""
+"""A key of 32 bytes, in hexadecimal."""
 Bound = Annotated[int, Meta(ge=1)]
 
 LOCAL = "local"
@@ -48,7 +49,7 @@ class KeyFault(ValueError):
 
 
 class KeyPair(Struct, frozen=True):
-    """A public key and its secret, hexadecimal."""
+    """A public key and its secret key, both in hexadecimal."""
 
     public: PublicKey
     secret: PublicKey
@@ -122,8 +123,8 @@ class Allowed(Quotas, frozen=True, kw_only=True, omit_defaults=True):
     operator: bool = False
     """Whether this client may drain workers, and see the streams of all clients."""
     tools: list[str] | None = None
-    """Tools that the programs of this client may call, with ``*`` and ``?``. None: those of the
-    setting ``allow_tools``."""
+    """Names of the tools that the programs of this client may call; ``*`` and ``?`` match as in a
+    shell. If None, the setting ``allow_tools`` applies."""
 
 
 class KeyFolder:
@@ -156,7 +157,7 @@ class KeyFolder:
         """Creates the folder with the keys of this machine, unless it exists; returns whether it
         was created.
 
-        Raises KeyFault.
+        Raises KeyFault if the folder or a file cannot be written.
         """
         if (self.path / BROKER).exists():
             return False
@@ -174,7 +175,7 @@ class KeyFolder:
         for role in ROLES:
             key = self.issue(LOCAL, role, new_pair(), pair.public)
             with contextlib.suppress(FileNotFoundError):
-                self.own(role).unlink()  # An earlier attempt may have failed and left this file.
+                self.own(role).unlink()  # An earlier call may have failed and left this file.
             key.write(self.own(role))
             self._write(role, LOCAL, Allowed(public=key.public, operator=role == "client"))
         # This file is written last, because the folder counts as complete when the file exists.
@@ -205,8 +206,8 @@ class KeyFolder:
         self._write(role, name, allowed)
 
     def revoke(self, name: str, role: Role | None = None) -> list[Role]:
-        """Removes the rights of a name; returns the roles in which it could connect. Raises
-        KeyFault if it could not connect."""
+        """Removes the rights of a name; returns the roles in which the name could connect. Raises
+        KeyFault if the name could not connect."""
         check_name(name)
         roles = [r for r in ROLES if role in (None, r) and self._file(r, name).exists()]
         if not roles:
@@ -222,8 +223,8 @@ class KeyFolder:
     def allowed(self, role: Role, faults: list[KeyFault] | None = None) -> dict[str, Allowed]:
         """The keys that may connect in a role, by name.
 
-        Raises KeyFault for a file that is not valid. With ``faults``, the error is added to that
-        list instead, and the name may not connect.
+        Raises KeyFault for a file that is not valid. If ``faults`` is given, the error is added to
+        ``faults`` instead, and the returned keys do not include the key of this file.
         """
         found = {}
         for path in sorted(self._folder(role).glob("*.toml")):
@@ -262,10 +263,11 @@ class KeyFolder:
 
 
 def own_key(settings: Settings, role: Role) -> OwnKey | None:
-    """The key with which a program connects: the key file of the setting ``key``, or else this
-    machine's key file.
+    """The key with which a program connects: the key file of the setting ``key``, or, if the
+    setting is empty, this machine's key file.
 
-    None if neither exists: the program then connects without a key. Raises KeyFault.
+    None if the setting is empty and this machine has no key file; the program then connects without
+    a key. Raises KeyFault if the key file cannot be used.
     """
     if settings.key:
         return OwnKey.read(Path(settings.key))

@@ -3,8 +3,8 @@
 Clients over WebSocket, clients over standard input and output, and in-process clients use lines. A
 line has no attachments; the fields of its body replace them (token ids as a list, a module as
 base64). ``line_frames`` and ``frames_line`` convert between lines and frames; they decode only the
-bodies of ``HELLO`` and ``UPLOAD``. A carrier with binary messages (WebSocket) has ``frames_binary``
-for clients that ask for tokens in columns.
+bodies of ``HELLO`` and ``UPLOAD``. On a WebSocket, which also has binary messages,
+``frames_binary`` encodes the messages to a client that asks for tokens in columns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def decode_line(line: str, table: Mapping[bytes, Any]) -> Message:
 
 
 def split_line(line: str) -> tuple[bytes, bytes]:
-    """The type and the body of a line, undecoded; raises RequestError if it has no type."""
+    """The type and the undecoded body of a line; raises RequestError if the line has no type."""
     message_type, _, body = line.strip().partition(" ")
     if not message_type:
         raise RequestError(Code.BAD_MESSAGE, "the line is empty; it must be '<TYPE> <JSON>'")
@@ -49,9 +49,10 @@ def split_line(line: str) -> tuple[bytes, bytes]:
 def line_frames(line: str, binary: bool = False) -> Frames:
     """The frames of a client's line, for the broker, which decodes and checks the body.
 
-    Answers have to be text, so a ``HELLO`` may only choose JSON. If ``binary`` is true, a ``HELLO``
-    with the capability ``columns`` may also choose msgpack. The module of an ``UPLOAD`` becomes an
-    attachment of up to ``MAX_MODULE_BYTES``. Raises RequestError.
+    Answers have to be text, so the broker receives only JSON as the encodings of a ``HELLO``. If
+    ``binary`` is true, a ``HELLO`` with the capability ``columns`` keeps its encodings. The module
+    in an ``UPLOAD`` becomes an attachment. Raises RequestError if the line has no type, its body is
+    not JSON, or its ``HELLO`` is not valid or does not accept JSON.
     """
     message_type, body = split_line(line)
     if message_type == b"HELLO":
@@ -72,7 +73,8 @@ def frames_line(frames: Sequence[bytes]) -> str:
 
 def frames_binary(frames: Sequence[bytes]) -> bytes:
     """A message from the broker to a client whose encoding is msgpack, as one binary message: the
-    type, a space, and the bodies. A msgpack body shows where it ends."""
+    type, a space, and the bodies. The bodies need no separator, because a decoder of msgpack finds
+    the end of each body."""
     return b"%b %b" % (frames[0], b"".join(frames[1:]))
 
 

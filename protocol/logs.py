@@ -1,8 +1,8 @@
-"""Sets up the logs of all processes. Each record is one line, and the lines about a request contain
-the request's id.
+"""Sets up the logs of all processes. Each record is one line.
 
-A record about a request names it with ``extra=about(number)``. If the request has its own id
-(``x-request-id`` of HTTP, or a trace), the lines about the request have that id in every process.
+A record about a request has ``extra=about(number)``, with the number that the broker has assigned
+to the request. If the client has given the request an id (``x-request-id`` of HTTP, or a trace),
+the lines about the request contain this id in every process.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _CONTROL = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028\\u2029]")
 """Characters that would begin another line, or control the terminal on which a line is shown."""
 
 task_ids: ContextVar[tuple[str, str]] = ContextVar("tokenbus_task_ids", default=("", ""))
-"""Request id and trace id of the current task, for a process that receives them from outside."""
+"""Request id and trace id of the HTTP request that the current task handles, in a gateway."""
 
 _ids: dict[int, tuple[str, str]] = {}
-"""Request id and trace id of the live requests of this process that have such ids."""
+"""The client's request id and trace id, by the broker's number of the request. Only live requests
+of this process that have such an id are listed."""
 
 
 def set_up(settings: Settings, process: str) -> None:
@@ -55,12 +56,12 @@ def take_over(*packages: str) -> None:
 
 
 def about(request: int) -> dict[str, int]:
-    """The ``extra`` of a log call about a request, by the broker's number."""
+    """The ``extra`` of a log call about the request with this number of the broker."""
     return {"request": request}
 
 
 def begin(request: int, request_id: str, trace: str) -> None:
-    """Records the id or the trace (``traceparent``) of a request, for its log lines."""
+    """Stores the id or the trace (``traceparent``) that the request's log lines will contain."""
     if request_id or trace:
         trace_id = trace.split("-")[1] if trace.count("-") >= 3 else ""
         _ids[request] = (request_id or trace_id, trace_id)

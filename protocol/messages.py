@@ -50,16 +50,18 @@ MAX_DESCRIBED_TOOLS = 128
 """Maximum number of tools that a ``STATUS`` describes."""
 UserName = Annotated[str, Meta(max_length=256)]
 ModelName = Annotated[str, Meta(max_length=1024)]
-"""A name, or the path of a folder. STATUS repeats it for each stream."""
+"""The name of a model, or the path of its folder. The length is bounded because STATUS repeats the
+name for each stream."""
 ControllerName = Annotated[str, Meta(max_length=256)]
 GroupName = Annotated[str, Meta(max_length=64)]
 FinishReason = Literal["stop", "length", "controller", "cancelled", "timeout", "error"]
 ConstraintEnd = Literal["complete", "closed", "cut"]
 """How the text of a sequence under a built-in constraint ended.
 
-- ``complete``: the text is a whole value
-- ``closed``: the text is a whole value because a completion was appended before ``max_tokens``
-- ``cut``: the text ends inside a value
+- ``complete``: the text fulfils the whole constraint
+- ``closed``: the text fulfils the whole constraint because a completion was appended before
+  ``max_tokens``
+- ``cut``: the text ended before it fulfilled the constraint
 """
 WeightsVersion = Annotated[int, Meta(ge=0, le=MAX_STREAM_ID)]
 PauseMode = Literal["abort", "keep", "wait"]
@@ -85,8 +87,8 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     """The encodings that the client accepts, in order of preference. The broker uses the first one
     that it supports."""
     session: Annotated[str, Meta(max_length=256)] | None = None
-    """The token from an earlier ``WELCOME``. The client takes over the session of this token; it
-    must have the same key."""
+    """The token from an earlier ``WELCOME``. The client takes over the session of this token. Its
+    key must be the key with which the session began."""
     begin: bool = False
     """Begin a session with the token in ``session`` if the broker has no session with this token,
     under any key. The token is then a secret of 32 hexadecimal digits that the client has
@@ -146,20 +148,20 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     """A secret that several sessions of one client have in common, such as the sessions of a
     gateway. In the queue, their requests take turns as if they belonged to one session."""
     inspect: bool = False
-    """TOKEN entries also report the effect of their masks: ``allowed``, ``cut`` and
-    ``round_us``."""
+    """Whether TOKEN entries also have ``allowed``, ``cut``, ``bias`` and ``round_us``, which
+    describe the controller's masks, biases and rounds."""
     trace: TraceParent = ""
     """The ``traceparent`` of the request (W3C Trace Context); workers pass it on unchanged."""
     request_id: RequestId = ""
-    """The id of the request in the log lines of all processes; default: its trace, if it has
-    one."""
+    """The id of the request in the log lines of all processes; default: the trace id in ``trace``,
+    if the request has a trace."""
 
 
 def controller_of(controller: str | None, heal_prompt: bool) -> str:
     """The name of the controller that a GENERATE runs under; empty if the stream has no controller.
 
-    A prompt that is healed needs a controller: ``structural``, if the request does not name a
-    controller.
+    A prompt that is healed needs a controller. If the request does not name a controller, this is
+    ``structural``.
     """
     return controller or ("structural" if heal_prompt else "")
 
@@ -243,7 +245,8 @@ class InputAnswer(Struct, kw_only=True, omit_defaults=True):
     code: str | None = None
     message: str = ""
     retry_after_s: Pause | None = None
-    """Seconds to wait before a refused input is sent again; None: it would be refused again."""
+    """Seconds to wait before the client sends a refused input again; None: the input would be
+    refused again."""
 
 
 class Buffer(Struct, kw_only=True, omit_defaults=True):
@@ -362,7 +365,7 @@ class Tag(Struct, kw_only=True, omit_defaults=True):
     module."""
     tags: list[Name]
     by: UserName = ""
-    """As in ``Upload``."""
+    """The person or program that assigns the tags, for display."""
 
 
 class Tags(Struct, kw_only=True, omit_defaults=True):
@@ -420,7 +423,7 @@ class ResumeModel(Struct, kw_only=True, omit_defaults=True):
 
     stream_id: StreamId
     model: ModelName = ""
-    """As in PAUSE."""
+    """The model; empty: the default model."""
 
 
 class UpdateWeights(Struct, kw_only=True, omit_defaults=True):
@@ -436,12 +439,13 @@ class UpdateWeights(Struct, kw_only=True, omit_defaults=True):
     """The folder of the safetensors files, an absolute path on the workers' machines that their
     setting ``allow`` admits."""
     model: ModelName = ""
-    """As in PAUSE."""
+    """The model; empty: the default model."""
     version: WeightsVersion = 0
-    """The number of this version, above the current one; 0: the next number."""
+    """The number of the new version, above the number of the current version; 0: the next
+    number."""
     mode: UpdateMode = "recompute"
     """``recompute``: the KV cache of live streams is computed again. ``keep``: live streams keep
-    it, and their spans have ``kept_cache``."""
+    their KV cache, and their spans have ``kept_cache``."""
     timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] = 600.0
     """Seconds after which the update is given up if a worker has not read the weights."""
 
@@ -552,9 +556,9 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     If all tokens of the vocabulary, or more than ``MAX_KEPT`` tokens, were candidates, the number
     of candidates instead."""
     pos: int = 0
-    """Position in its sequence, counted from the first generated or scored token."""
+    """Position of the token in its sequence, counted from the first generated or scored token."""
     seq: int = 0
-    """The number of its sequence in the stream: 0, or a fork's number."""
+    """The number of the entry's sequence in the stream, from 0."""
     parent: int | None = None
     """In the first entry of a fork: the sequence from which it was forked."""
     text: str | UnsetType = UNSET
@@ -575,12 +579,13 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     """In an entry with a finish_reason: the element of the request's ``stop`` that ended the
     sequence; None if an end-of-sequence token ended it."""
     span: Span | None = None
-    """In the first entry of a sequence, and in its first entry from another worker: how its tokens
-    from this entry on are computed."""
+    """In the first entry of a sequence, and in its first entry from another worker: how the tokens
+    of the sequence are computed from this entry on."""
     exact: bool | None = None
     """In the last entry of a sequence: whether each step of its stream so far was exact with the
-    same arithmetic, including the steps at earlier workers of the stream. The bits of its logits
-    and log-probabilities then do not depend on batches, chunks, drafts, forks and moves."""
+    same arithmetic, including the steps at earlier workers of the stream. The bits of the
+    sequence's logits and log-probabilities then do not depend on batches, chunks, drafts, forks and
+    moves."""
     prompt_tokens: int = 0
     """In the first entry of a stream: the number of tokens of its prompt, including its buffers."""
     cached_tokens: int = 0
@@ -637,14 +642,15 @@ class ModelInfo(Struct, kw_only=True, omit_defaults=True):
     context_length: int
     eos_token_ids: list[int]
     fingerprint: str
-    """SHA-256 of the tokenizer's canonical JSON: equal fingerprints give equal tokens."""
+    """SHA-256 of the tokenizer's canonical JSON. Models with equal fingerprints give the same
+    tokens for the same text."""
     architecture: str = ""
     parameters: int = 0
     dtype: str = ""
     device: str = ""
     sampling: int = 1
-    """The version of the sampling algorithm: in another version, equal seeds give different
-    tokens."""
+    """The version of the sampling algorithm. Workers with different versions draw different tokens
+    from equal seeds."""
     path: ForwardPath = field(default_factory=ForwardPath)
 
 
@@ -667,16 +673,16 @@ class StoredModule(Struct, kw_only=True, omit_defaults=True):
     size: int = 0
     """Size of the upload in bytes."""
     uploaded: float = 0.0
-    """Seconds since 1970."""
+    """When the module was uploaded, in seconds since 1970."""
     abi: str = ""
-    """``native`` or ``aici``."""
+    """The interface that the module implements: ``native`` or ``aici``."""
     forks: bool = True
-    """Whether its sequences may fork."""
+    """Whether the sequences that the module steers may fork."""
     why_no_fork: str = ""
-    """The part of the module's state that cannot be copied to a fork; empty if its sequences may
-    fork."""
+    """The part of the module's state that cannot be copied to a fork; empty if ``forks`` is
+    true."""
     compiled_size: int = 0
-    """Size of its compiled form in bytes."""
+    """Size of the module's compiled form in bytes."""
     compile_ms: float = 0.0
     """The time to compile the upload, in milliseconds; almost 0 if the module was compiled
     before."""
@@ -688,7 +694,7 @@ class TokenizerFiles(Struct, kw_only=True, omit_defaults=True):
     """The tokenizer of a model, for programs that tokenize and detokenize themselves."""
 
     fingerprint: str
-    """As in ``ModelInfo``."""
+    """SHA-256 of the tokenizer's canonical JSON, as in ``ModelInfo``."""
     json: str
     """The content of the file that the tokenizers library reads (``tokenizer.json``). It has up to
     about 20 MB."""
@@ -703,13 +709,13 @@ class StreamStatus(Struct, kw_only=True, omit_defaults=True):
     """A live stream, as ``STATUS`` with ``streams`` shows it."""
 
     request: int
-    """The broker's own number of the request."""
+    """The id that the broker has assigned to the request."""
     type: str
     """``GENERATE``, ``SCORE``, or another message that a worker answers."""
     state: Literal["waiting", "running"]
     """Whether the stream waits for a worker, or runs at one."""
     age_s: float
-    """Seconds since it arrived."""
+    """Seconds since the request arrived."""
     client: str = ""
     """The name of the client's program, from its ``HELLO``."""
     model: str = ""
@@ -836,7 +842,7 @@ class Error(Struct, kw_only=True, omit_defaults=True):
     retry_after_s: Pause | None = None
     """Seconds to wait before another attempt."""
     type: str | None = None
-    """The type of the refused message, if there is no stream."""
+    """The type of the refused message, if the error does not concern a stream."""
 
 
 class Pong(Struct, kw_only=True, omit_defaults=True):

@@ -2,7 +2,7 @@
 them.
 
 Workers count events, and send the totals with their heartbeats. The broker stores the last totals
-of each worker. So every gateway reports the same numbers, and they cover all clients.
+of each worker. So every gateway reports the same numbers, which count the requests of all clients.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 """Bounds for the number of tokens in a step."""
 
 OTHER = "other"
-"""The value of a label under which all further values are counted when the label has its maximum
-number of different values."""
+"""When a label has its maximum number of different values, all further values are counted under
+this value."""
 
 
 class Histogram(Struct):
@@ -91,14 +91,16 @@ class Tally:
         self._counts: dict[str, float] = {}
 
     def add(self, value: str, count: float = 1) -> None:
-        """Counts under a value of the label. Only one thread at a time may call this method."""
+        """Adds ``count`` events with this value of the label. Only one thread at a time may call
+        this method."""
         counts = self._counts
         if value not in counts and len(counts) >= self._max_values:
             value = OTHER
         counts[value] = counts.get(value, 0) + count
 
     def series(self, **labels: str) -> list[Series]:
-        """The counts, with further labels. May be called on another thread."""
+        """The counts as series, which also have the labels ``labels``. May be called on another
+        thread."""
         return [
             Series(self._name, {self._label: value, **labels}, count)
             for value, count in list(self._counts.items())

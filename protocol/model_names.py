@@ -13,9 +13,9 @@ class AliasError(ValueError):
 class Aliases:
     """Names that stand for models.
 
-    An entry is ``NAME``, for the default model, or ``NAME=MODEL``. A name may have ``*`` and
-    ``?``. An exact name applies first, then the first pattern that matches. A name that is the
-    MODEL of an entry is not replaced.
+    An entry is ``NAME``, for the default model, or ``NAME=MODEL``. The NAME may be a pattern with
+    ``*`` and ``?``. If no entry has exactly the requested name, the first entry whose pattern
+    matches applies. A requested name that is the MODEL of an entry is not replaced.
     """
 
     def __init__(self, entries: Sequence[str]) -> None:

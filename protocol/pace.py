@@ -16,9 +16,9 @@ BOUNDS_S = (0.1, 60.0)
 class Pace:
     """The rate of one kind of event.
 
-    Events at one time count as one burst: a step of a GPU worker ends several streams. The rate is
-    the average size of a burst, divided by the average time between two bursts. Times are seconds
-    of a monotonic clock.
+    Events at the same time count as one burst, because one step of a GPU worker may end several
+    streams. The rate is the average number of events in a burst, divided by the average time
+    between two bursts. Times are seconds of a monotonic clock.
     """
 
     __slots__ = ("_at", "_burst", "_due", "_gap_s", "_number", "_times")
@@ -56,8 +56,8 @@ class Pace:
         """Seconds after which a refused client should try again, if each event makes room for one
         client.
 
-        Each refused client gets a later time than the client before it, so that they do not all
-        return at once.
+        Each refused client gets a later time than the client that was refused before it, so that
+        the clients do not all try again at the same time.
         """
         rate = self.per_s(now)
         if rate is None:

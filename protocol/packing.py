@@ -21,12 +21,13 @@ from .errors import Code, RequestError
 from .frames import Frames
 
 PACKING_VERSION = 2
-"""The version of this form. In version 1, which was not packed, the first byte was a letter."""
+"""The version of this form. Version 1 did not pack frames: a message began with a letter of its
+type."""
 MAX_PACKED_BYTES = 2**16
-"""Maximum bytes of a packed frame. The first frame with more bytes, and all frames after it, are
-sent separately. The type is always packed."""
+"""Maximum number of bytes of a frame that is packed with others. The first frame with more bytes,
+and all frames after it, are sent separately. The type is always packed."""
 MAX_PACKED = 2**16 - 1
-"""Maximum number of frames in the packed frame."""
+"""Maximum number of a message's frames that are packed into one frame."""
 
 _THREE = struct.Struct("<BBHII")
 _PACK, _UNPACK = _THREE.pack, _THREE.unpack_from

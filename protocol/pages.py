@@ -2,7 +2,8 @@
 caches, and in which the broker looks up prompts.
 
 The key of a page is a hash of its content, of all content before it, and of the model. A worker's
-blocks may be smaller than a page. A worker has a page if it has the page's last block.
+blocks may be smaller than a page. A worker reports a page while its KV cache has the page's last
+block.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ KEY_BYTES = 8
 
 
 def first_key(model: str, kind: str = "tokens") -> bytes:
-    """The key before the first page of a prompt of this kind, ``tokens`` or ``text``."""
+    """The ``before`` of ``next_key`` for the first page of a prompt. ``kind``: ``tokens`` or
+    ``text``."""
     return blake2b(f"{kind}:{model}".encode(), digest_size=KEY_BYTES).digest()
 
 
@@ -37,7 +39,7 @@ def page_keys(first: bytes, content: bytes, max_pages: int) -> Iterator[bytes]:
 
 
 def join_keys(keys: list[bytes]) -> bytes:
-    """Keys as an attachment."""
+    """Encodes keys as an attachment."""
     return b"".join(keys)
 
 

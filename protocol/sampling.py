@@ -33,13 +33,14 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     have the parameter, of vLLM and OpenAI.
 
     The parameters are applied to a row of logits ``[vocab]`` in this order: ``logit_bias`` is
-    added, then the three penalties, a controller's mask and ``min_tokens`` apply, and
-    ``temperature`` divides. Then ``top_k``, ``top_p`` and ``min_p`` exclude tokens, in that order.
+    added, then the three penalties, a controller's mask and ``min_tokens`` apply, and the logits
+    are divided by ``temperature``. Then ``top_k``, ``top_p`` and ``min_p`` exclude tokens, in that
+    order.
     The reported ``logprob`` is computed before all these steps.
     """
 
     temperature: NonNegative = 0.0
-    """0 is greedy; 1 samples from the model's own distribution."""
+    """0 takes the most likely token (greedy); 1 samples from the model's own distribution."""
     max_tokens: Annotated[int, Meta(ge=1)] = 64
     """Maximum number of tokens to generate. The context length of the model is a bound too. Both
     bounds end the sequence with the finish reason ``length``."""
@@ -68,7 +69,8 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     """Subtracted for each occurrence from the logits of tokens that were already generated."""
     seed: Seed | None = None
-    """The same request with the same seed gets the same tokens in every batch. If None, the seed is
+    """Determines the random numbers, in every batch. If the logits of two equal requests with the
+    same seed have the same bits (``Span.exact``), both get the same tokens. If None, the seed is
     derived from the broker's number of the request."""
     stop: Annotated[list[StopString | TokenId], Meta(max_length=MAX_STOP)] = []
     """Strings and token ids that end the sequence, in addition to the end-of-sequence tokens of the
@@ -117,8 +119,8 @@ class Distribution(Struct, kw_only=True, omit_defaults=True):
 
 
 class Override(Struct, array_like=True, frozen=True):
-    """Sampling parameters that a controller sets for its next token. None: the request's
-    parameter."""
+    """Sampling parameters that a controller sets for its next token. Where a field is None, the
+    request's parameter applies."""
 
     temperature: NonNegative | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None

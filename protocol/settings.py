@@ -1,5 +1,5 @@
-"""Reads the settings. A flag precedes an environment variable ``TOKENBUS_*``, which precedes
-``tokenbus.toml``, which precedes the default.
+"""Reads the settings. A flag overrides an environment variable ``TOKENBUS_*``, which overrides
+``tokenbus.toml``, which overrides the default.
 
 All programs have the same flat list of settings, so that each program can refuse a misspelt name.
 """
@@ -27,7 +27,7 @@ AtLeastZero = Annotated[int, Meta(ge=0)]
 
 PREFIX = "TOKENBUS_"
 CONFIG = "TOKENBUS_CONFIG"
-"""The environment variable that names the file; default: ``./tokenbus.toml``."""
+"""The environment variable with the path of the settings file; default: ``./tokenbus.toml``."""
 
 
 class SettingError(Exception):
@@ -60,7 +60,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     log_format: Literal["human", "json"] = "human"
     """Lines for people, or one JSON object a line."""
     health_file: str = ""
-    """A file that this process touches while it works, for probes; empty: no file."""
+    """The file that this process touches while it works, so that probes can check it; empty: the
+    process has no such file."""
     session_timeout_s: Positive = 30.0
     command_timeout_s: Positive = 3.0
     """How long a client waits for a broker that does not answer."""
@@ -73,7 +74,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Maximum number of models that a GPU worker keeps loaded; the least recently used one is
     evicted."""
     device: Annotated[str, Meta(pattern=r"^(auto|(cpu|cuda|mps|xpu)(:\d+)?)$")] = "auto"
-    """``auto``, ``cpu``, ``cuda``, ``cuda:1``."""
+    """The device of the models: ``auto``, ``cpu``, ``cuda``, or one device such as ``cuda:1``."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """``auto``: float32 on the CPU, the checkpoint's own data type on a GPU."""
     trust_remote_code: bool = False
@@ -88,15 +89,15 @@ class Settings(Struct, kw_only=True, frozen=True):
     require_fast_attention: bool = False
     """Refuse a model if no attention kernel can read its KV cache blocks in place."""
     exact: Literal["auto", "on", "off"] = "auto"
-    """Compute a sequence with the same bits in every batch. ``auto``: if the worker's kernels
-    support this; ``on``: refuse models for which they do not."""
+    """Compute a sequence with the same bits in every batch. ``auto``: only for models for which the
+    worker's kernels can do this. ``on``: refuse all other models."""
     compile: bool = False
     """Run models through torch.compile, which needs a C++ compiler on a CPU."""
     speculation: Literal["auto", "off"] = "auto"
     """Draft the tokens that a sequence is likely to continue with, and verify them in one step."""
     draft_model: str = ""
-    """A path or a hub id of a small model with the same tokenizer. The model drafts tokens if a
-    text has no repetitions to draft from; empty: no draft model."""
+    """A path or a hub id of a small model with the same tokenizer. The model drafts tokens for a
+    sequence whose text has no repetitions to draft from; empty: no draft model."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Launch the forward of a step before the tokens of the previous step are processed, so that
     the device does not wait for the worker's Python. ``auto``: on a GPU."""
@@ -116,9 +117,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     addition to the controller's own time limits. Starting a controller counts too: compiling a
     grammar may take 100 seconds."""
     controller_fuel_per_ms: AtLeastZero = 0
-    """Wasm instructions that a controller may execute for each millisecond of its CPU time limits,
-    so that every machine ends the same calls. The CPU time limits themselves are then a second
-    longer. 0: only CPU time is limited."""
+    """Wasm instructions that a controller may execute for each millisecond of its CPU time limits.
+    A call that executes too many instructions then fails on every machine, fast or slow. The CPU
+    time limits are then a second longer. 0: only CPU time is limited."""
     controller_memory_bytes: AtLeastOne = 64 * 1024 * 1024
     """Memory limit of the controller of one sequence."""
     controller_forks: AtLeastOne = 128
@@ -142,8 +143,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     controller_capacity: AtLeastOne = 1024
     """Maximum number of requests whose controllers one worker runs."""
     allow_tools: list[str] = []
-    """Tools that the programs of every client may call, with ``*`` and ``?``. A client's key may
-    list others. Empty: only the operator's programs may call tools."""
+    """Names of the tools that the programs of every client may call; ``*`` and ``?`` match as in a
+    shell. A client's key may list other tools. Empty: only the operator's programs may call
+    tools."""
     tool_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 30.0
     """Maximum time of a call of a tool that does not have its own time-out."""
     tool_threads: AtLeastOne = 16
@@ -153,8 +155,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     wait for a thread."""
 
     join: str = ""
-    """The workers' address of a broker on another machine, as ``HOST`` or ``HOST:PORT`` (5556).
-    ``tokenbus up`` then runs only GPU and controller workers, which connect there."""
+    """The address for workers of a broker on another machine, as ``HOST`` or ``HOST:PORT`` (default
+    port: 5556). ``tokenbus up`` then runs only GPU and controller workers, which connect there."""
     gpu_workers: AtLeastZero = 1
     """Number of GPU worker processes of ``tokenbus up``."""
     controller_workers: AtLeastZero = 1
@@ -274,7 +276,8 @@ NAMES = frozenset(field.name for field in msgspec.structs.fields(Settings))
 def resolve(
     flags: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any], file_name: str
 ) -> Settings:
-    """The settings in force. ``flags``: the settings of the command line; None: not given.
+    """The settings that apply. ``flags``: the settings of the command line; a setting that was not
+    given is None.
 
     Raises SettingError for the first setting that is unknown or invalid, with its name and source.
     """
@@ -331,7 +334,7 @@ def _of_all(addresses: str, brokers: int) -> str:
 
 
 def load(**flags: Any) -> Settings:
-    """The settings in force for this process: ``resolve`` on its environment and its file."""
+    """The settings of this process, which ``resolve`` reads from its environment and its file."""
     name = os.environ.get(CONFIG, "")
     path = Path(name or "tokenbus.toml")
     file: dict[str, Any] = {}

@@ -9,7 +9,8 @@ class SpecialToken(IntEnum):
     """A role that a token of a vocabulary may have.
 
     The first five have the numbers of AICI's ``SpecialToken`` (``aici_abi/src/toktree.rs`` of
-    January 2024). The name of a role in a ``VocabularyName`` and in Python is in lower case.
+    January 2024). In ``VocabularyName.special`` and in Python controllers, the name of a role is
+    written in lower case.
     """
 
     UNK = 0

@@ -37,8 +37,8 @@ class Tag(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A part of an answer that a text begins and a text may end."""
 
     begin: str
-    """The text that begins the tag. After its first ``trigger`` characters, its rest must
-    follow."""
+    """The text that begins the tag. After the first ``trigger`` characters of this text, the rest
+    of it must follow."""
     trigger: int = 0
     """Number of characters of ``begin`` that trigger the tag; 0: all of them."""
     end: str = ""
@@ -56,13 +56,13 @@ class Tag(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Maximum number of tokens of ``text`` content. If the content has reached this number,
     ``closing`` and ``end`` follow."""
     closing: str = ""
-    """The text before ``end`` if ``max_tokens`` are used up."""
+    """The text that is inserted before ``end`` if the content has reached ``max_tokens``."""
     then: int
     """The index of the phase after the tag."""
 
 
 class Phase(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The state of an answer: it determines which bytes may follow."""
+    """A phase of an answer, which determines the bytes that may follow."""
 
     text: bool = False
     """Whether free text may follow."""
@@ -72,15 +72,16 @@ class Phase(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
     arg: str | dict[str, Any] | list[Any] | None = None
     """The argument of the built-in constraint, as in ``controller_arg``."""
     tags: list[int] = []
-    """Tags that may begin anywhere in the text."""
+    """Indices of the tags that may begin anywhere in the free text."""
     first: list[int] = []
-    """Tags that may begin only at the beginning of the phase."""
+    """Indices of the tags that may begin only at the beginning of the phase."""
     excludes: list[str] = []
     """Texts that the free text may not contain."""
     may_end: bool = False
     """Whether the answer may end in this phase."""
     end: str = ""
-    """The end-of-sequence token with which the answer may end; empty: any."""
+    """The name of the end-of-sequence token with which the answer may end; empty: any such token
+    may end the answer."""
 
 
 class Structure(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -89,7 +90,8 @@ class Structure(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=
     phases: list[Phase]
     tags: list[Tag]
     inside: int | None = None
-    """The tag in whose content the answer begins, because its ``begin`` is in the prompt."""
+    """The index of the tag in whose content the answer begins, because the tag's ``begin`` is in
+    the prompt."""
 
     def check(self) -> None:
         """Raises StructureError if the structure is inconsistent."""
@@ -157,7 +159,7 @@ class Piece(NamedTuple):
 
     kind: Kind
     tag: int | None
-    """The tag of the part; None: free text."""
+    """The index of the part's tag; None: the part is free text."""
     data: bytes
     begins: bool = False
     """Whether the tag begins here; ``data`` is empty then."""
@@ -169,10 +171,11 @@ Mode = Literal["text", "value", "begin", "content", "end", "dead"]
 class State(NamedTuple):
     """The position in an answer.
 
-    In the modes ``text`` and ``value``, the position is in a phase. While all bytes of the phase
-    may be the beginning of a tag, ``tags`` are the tags that are still possible, and ``at`` is the
-    number of these bytes. In ``begin``, ``at`` bytes of the ``begin`` of one of ``tags`` were read.
-    In ``content``, ``tags`` has one tag. In ``end``, ``at`` bytes of that tag's ``end`` were read.
+    In the modes ``text`` and ``value``, the position is in a phase. While all bytes of the phase so
+    far may be the beginning of a tag, ``tags`` are the tags that are still possible, and ``at`` is
+    the number of these bytes. In ``begin``, the last ``at`` bytes begin the ``begin`` of each of
+    ``tags``. In ``content`` and ``end``, ``tags`` has one tag. In ``end``, ``at`` bytes of this
+    tag's ``end`` were read.
     """
 
     mode: Mode
@@ -180,7 +183,8 @@ class State(NamedTuple):
     tags: tuple[int, ...] = ()
     at: int = 0
     near: bytes = b""
-    """The longest suffix of the bytes so far that is a proper prefix of a watched text."""
+    """The longest suffix of the bytes so far that is a proper prefix of one of the texts that
+    ``Automaton.watched`` returns."""
     depth: int = 0
     """Number of open brackets of JSON."""
     quoted: int = 0
@@ -232,16 +236,16 @@ class Automaton:
         return self._enter(0, State("text"))
 
     def may_end(self, state: State) -> bool:
-        """Whether an answer may end in a state; in ``value``, provided that the value is
-        complete."""
+        """Whether an answer may end in a state. In the mode ``value``, the caller also checks that
+        the value is complete."""
         if state.mode not in ("text", "value"):
             return False
         phase = self.structure.phases[state.phase]
         return phase.may_end and (phase.text or state.mode == "value" or not state.at)
 
     def watched(self, state: State) -> Sequence[bytes]:
-        """The texts in free text, or in a tag's content, that change the state. Outside of JSON, no
-        other bytes change the state."""
+        """The texts that change the state when they occur in free text or in a tag's content.
+        Outside of JSON, no other bytes change the state."""
         return (
             self._watched_inside[state.tags[0]]
             if state.mode == "content"
@@ -254,8 +258,8 @@ class Automaton:
 
     def shortest_end(self, tag: int) -> bytes:
         """The shortest literal text from the end of a tag's content to a possible end of the
-        answer. The text stops earlier, in the first phase in which no tag without content may
-        begin."""
+        answer. If the text reaches a phase in which no tag without content may begin, the text ends
+        there."""
         text, number = self.ends[tag], self.structure.tags[tag].then
         for _ in self.structure.phases:
             phase = self.structure.phases[number]
@@ -420,8 +424,8 @@ class Reader:
     def feed(self, data: bytes) -> list[Piece]:
         """The pieces that are certain after some more bytes.
 
-        Bytes that the structure does not allow, and all bytes after them, are free text: the answer
-        was not made under the masks of the structure, or was cut.
+        If the structure does not allow a byte, this byte and all bytes after it are returned as
+        free text. Such an answer was not generated under the masks of the structure, or was cut.
         """
         pieces: list[Piece] = []
         for byte in data:
@@ -491,7 +495,7 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _with_special(text: str, names: Sequence[str]) -> bytes:
-    """A text as bytes, with special tokens marked. ``names``: the longest names first."""
+    """Encodes a text, and marks the special tokens in it. ``names``: the longest names first."""
     for name in names:
         before, found, after = text.partition(name)
         if found:

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 from .errors import Code, RequestError
 
 SEGMENT_CHARS = 65_536
-"""Longer texts are counted in segments of this length before they are tokenized."""
+"""Before a text with more characters is tokenized, its tokens are counted in segments of this
+number of characters."""
 MAX_SHORTENING = 4
 """The factor by which the bound grows for a tokenizer that shortens text."""
 
@@ -30,7 +31,7 @@ class TokenSize(NamedTuple):
     """The amount of text that a token of a tokenizer can represent."""
 
     max_bytes: int
-    """Bytes of its longest token, in UTF-8."""
+    """Bytes of the tokenizer's longest token, in UTF-8."""
     shortens: bool = True
     """Whether a token may represent a longer text than its entry in the vocabulary."""
 
@@ -112,8 +113,8 @@ class TextBound(NamedTuple):
     ) -> None:
         """Counts a long text in segments; raises RequestError if it has too many tokens.
 
-        ``count`` returns the number of tokens of a segment. It is not called again once ``go_on``
-        is false.
+        ``count`` returns the number of tokens of a segment. Counting stops, without an error, when
+        ``go_on`` returns false.
         """
         found = 0
         for start in range(0, len(text) if len(text) > SEGMENT_CHARS else 0, SEGMENT_CHARS):

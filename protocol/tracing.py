@@ -1,9 +1,9 @@
 """Traces: W3C trace contexts, and the spans that a process exports if ``OTEL_*`` is set.
 
-A request carries the ``traceparent`` of its client to all processes. Each process creates one span
-for the request when its part has ended. The span's id follows from the request's number, so that
-the next process can compute the id of its parent. OpenTelemetry (the extra ``otel``) is imported
-only if one of its variables names an exporter.
+A request carries the ``traceparent`` of its client to all processes. When a process has ended its
+part of the request, it creates one span for this part. The span's id is computed from the request's
+number and the name of the process, so the next process can compute the id of its span's parent.
+OpenTelemetry (the extra ``otel``) is imported only if one of the variables ``NAMED_BY`` is set.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ NAMED_BY = (
 )
 """Any of these variables turns traces on, unless ``OTEL_TRACES_EXPORTER`` is ``none``."""
 PARENTS = {"broker": "", "gpu": "broker", "controller": "gpu"}
-"""The process whose span is the parent of each process's span; "": the parent is the client's
-span."""
+"""For each process, the process whose span is the parent of its spans; "" if the client's span is
+the parent."""
 PROVIDER = "tokenbus"
 """``gen_ai.provider.name`` of all spans."""
 

@@ -1,5 +1,5 @@
-"""Encodes the entries of a stream that its client has received. From these entries, another worker
-continues the stream."""
+"""Encodes the entries of a stream that the broker has routed to the client. From these entries,
+another worker continues the stream."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from .messages import Token
 class Transcript(Struct, kw_only=True, omit_defaults=True):
     """The last attachment of a request with ``Flag.MOVED``, in msgpack.
 
-    The worker continues after these entries: the client receives neither a gap nor a repeated
-    entry.
+    The worker continues after these entries, so the client receives each entry once.
     """
 
     sent: TokenBody
-    """All TOKEN entries of the stream that were routed to its client, in their order."""
+    """All TOKEN entries of the stream that were routed to its client, in order."""
     left: str = ""
     """The worker that had the stream."""
     why: str = ""

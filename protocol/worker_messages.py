@@ -47,7 +47,7 @@ Role = Literal["gpu", "controller", "state", "tool"]
 Id = Annotated[int, Meta(ge=0)]
 
 ANY_MODULE = "*"
-"""The pattern of a controller worker that runs every uploaded module."""
+"""The pattern in ``Register.patterns`` of a controller worker that runs every uploaded module."""
 
 
 class LiveRequest(Struct, kw_only=True, omit_defaults=True):
@@ -69,10 +69,11 @@ class ModelState(Struct, kw_only=True, omit_defaults=True):
 
 
 class Register(Struct, kw_only=True, omit_defaults=True):
-    """``REGISTER``: sent by a worker at its start, and whenever the broker requests it."""
+    """``REGISTER``: registers a worker. Sent by the worker at its start, at the broker's request,
+    and when the worker's models, tools or capacity have changed."""
 
     name: str
-    """Unique among the running workers, stable over reconnections."""
+    """The worker's name: unique among the running workers, and the same after a reconnection."""
     role: Role
     version: int
     pid: int
@@ -96,7 +97,8 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     update: bool = False
     """Whether a registered worker changes what it serves; its lease continues."""
     step_age_s: float | None = None
-    """As in ``Heartbeat``: a worker whose step hangs registers too."""
+    """How long the current step has been running, in seconds; None between steps. A worker may
+    register while its step hangs."""
     process: Id = 0
     """Random number of the worker's process. Two containers may have the same host name and pid."""
     states: list[ModelState] = []
@@ -123,8 +125,8 @@ class Registered(Struct, kw_only=True, omit_defaults=True):
     """For a GPU worker: the models whose weights have changed, or that are or were paused. The
     worker loads these weights before it runs streams of the model."""
     registration: Id = 0
-    """``Register.registration`` of the message that began the lease. 0: the broker does not repeat
-    it."""
+    """``Register.registration`` of the message that began the lease. 0: the broker does not send
+    this number back."""
 
 
 class Journal(Struct, kw_only=True, omit_defaults=True):
@@ -141,9 +143,9 @@ class Journal(Struct, kw_only=True, omit_defaults=True):
     ended: bool = False
     """Whether the sent entries include the end of the stream."""
     moves: int = 0
-    """How often the stream had moved when it came to this worker. The broker compares the number
-    with the other copy of the stream if a worker was cut off and the stream continued at another
-    worker. The entries of the two copies may be in different orders."""
+    """How often the stream had moved when it came to this worker. If a worker was cut off and the
+    stream continued at another worker, the copy that has moved more often is valid, even if the
+    other copy has more entries. The entries of the two copies may be in different orders."""
     gone: bool = False
     """Whether the worker no longer has the request. The message then has no attachments."""
     entries: Annotated[int, Meta(ge=0)] | None = None
@@ -176,8 +178,9 @@ class Claim(Struct, kw_only=True, omit_defaults=True):
 
     The worker sends a JOURNAL for each live stream of the session, and for each stream that has
     just ended. These streams continue under this broker. CLAIMED follows the last JOURNAL. The
-    worker may answer CLAIMs of other sessions earlier. A CLAIM with session 0 asks for no streams;
-    its CLAIMED confirms that the worker has processed all earlier messages except other CLAIMs.
+    worker may answer the CLAIMs of several sessions in any order. A CLAIM with session 0 asks for
+    no streams; its CLAIMED confirms that the worker has processed all earlier messages except other
+    CLAIMs.
     """
 
     session: Id
@@ -215,8 +218,8 @@ class Refused(Struct, kw_only=True, omit_defaults=True):
 
 
 class Order(Struct, kw_only=True, omit_defaults=True):
-    """``ORDER``: a part of PAUSE, RESUME or UPDATE_WEIGHTS, for a GPU worker. Each order is
-    answered with ORDER_DONE.
+    """``ORDER``: one action of PAUSE, RESUME or UPDATE_WEIGHTS. Sent by the broker to a GPU worker,
+    which answers with ORDER_DONE.
 
     ``prepare`` reads and checks weights, while streams run. ``commit`` makes them the model's
     current weights, even if this worker has not prepared them or has not loaded the model. ``drop``
@@ -269,10 +272,10 @@ class Reregister(Struct, kw_only=True, omit_defaults=True):
 
 
 class Drain(Struct, kw_only=True, omit_defaults=True):
-    """``DRAIN``: no more requests for this worker.
+    """``DRAIN``: the worker gets no more requests.
 
-    From a worker: it finishes its requests and then unregisters. From the broker: the worker is
-    asked to do so.
+    A worker that sends this message finishes its requests and then unregisters. If the broker sends
+    the message, it asks the worker to drain.
     """
 
     reason: str = ""
@@ -344,24 +347,26 @@ class Replay(Struct, array_like=True):
     """Whether the last of ``tokens`` ended the sequence (by its length or a stop string). Only a
     last ``post_process`` followed that token."""
     distributions: dict[Id, Distribution] = {}
-    """The distributions that its controller received, by the place of their token in ``tokens``."""
-    wakes: dict[Id, int] = {}
-    """How often the sequence was woken before a token was sampled, by the token's place in
+    """The distributions that the sequence's controller received, by the index of their token in
     ``tokens``."""
+    wakes: dict[Id, int] = {}
+    """How often the sequence was woken from suspension before a token was sampled, by the token's
+    index in ``tokens``."""
 
 
 class Start(Struct, kw_only=True, omit_defaults=True):
     """``START``: start the controller of a request, with sequence 0.
 
-    From a GPU worker; the broker chooses the controller worker and attaches the client's tenant and
-    its session.
+    Sent by a GPU worker. The broker chooses the controller worker, and attaches the tenant and the
+    session of the request.
     """
 
     controller: str
     arg: str | dict[str, Any] | list[Any] | None = None
     prompt: list[TokenId]
     n: int = 1
-    """Number of sequences: sequence 0 is forked into them before its first round."""
+    """Number of sequences. Sequence 0 is forked into this number of sequences before its first
+    round."""
     healed: TokenId | None = None
     """The token that was removed from the end of the prompt; it is not in ``prompt``."""
     max_tokens: int
@@ -378,15 +383,15 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     request_id: RequestId = ""
     """The trace and the request id, as in ``GENERATE``."""
     replay: list[Replay] = []
-    """The sequences of a request that was started before, parents before their forks. Other
-    sequences do not exist yet; a fork of one of these may create them."""
+    """The sequences of a request whose controller was started before; parents come before their
+    forks. No other sequence exists yet."""
     attempt: Annotated[int, Meta(ge=0)] = 0
     """A number that the GPU worker gives to each START that starts a controller again, so that it
     can ignore decisions for earlier attempts; 0 for the first START of a request."""
 
 
 class StepSequence(Struct, array_like=True):
-    """The events of one sequence since its last round."""
+    """The events of one sequence since its last round, in a ``STEP``."""
 
     request: Id
     seq: int
@@ -404,7 +409,8 @@ class StepSequence(Struct, array_like=True):
     """Tokens that are likely to follow, for a controller that takes drafts. If the controller
     decides to sample, its result also has the masks along the draft."""
     distributions: list[Distribution] = []
-    """The distribution of each of ``tokens`` if the decision before it had a query; else empty."""
+    """The distribution that each of ``tokens`` was sampled from, if the decision before the token
+    had a query; else empty."""
 
 
 class Step(Struct, kw_only=True, omit_defaults=True):
@@ -412,7 +418,7 @@ class Step(Struct, kw_only=True, omit_defaults=True):
 
     sequences: list[StepSequence]
     masks: str = ""
-    """The file of mask rows that both workers map; empty: masks are attachments."""
+    """The file of mask rows that both workers map into memory; empty: masks are attachments."""
     rows: int = 0
     row_bytes: int = 0
     bias_bytes: int = 0
@@ -493,7 +499,7 @@ class StepResult(Struct, array_like=True):
 
 
 class Result(Struct, kw_only=True, omit_defaults=True):
-    """``RESULT``: the answer to ``START`` or ``STEP``. Sequences whose rounds are not finished
+    """``RESULT``: the answer to ``START`` or ``STEP``. The results of rounds that are not finished
     follow in a later message.
 
     When a suspended sequence resumes, its result is sent although no message asks for it.
@@ -501,7 +507,7 @@ class Result(Struct, kw_only=True, omit_defaults=True):
 
     sequences: list[StepResult]
     host: str = ""
-    """The machine of the controller worker, by ``machine_id``."""
+    """The id of the controller worker's machine (``machine_id``)."""
     attempts: dict[Id, int] = {}
     """``Start.attempt`` of each request that was started again and has its first result in this
     message, by the request's id. Results of the request in earlier messages belong to an earlier
@@ -511,7 +517,8 @@ class Result(Struct, kw_only=True, omit_defaults=True):
 class Lost(Struct, kw_only=True, omit_defaults=True):
     """``LOST``: the controllers of these requests are lost. Sent by the broker to a GPU worker.
 
-    With the code ``worker_lost``, the GPU worker starts them again at another controller worker.
+    With the code ``worker_lost``, the GPU worker starts the controllers again at another controller
+    worker.
     With any other code, the controllers cannot run on any worker, and the streams end with this
     error.
     """
@@ -591,10 +598,10 @@ class VariableAnswer(Struct, array_like=True):
     written: bool = False
     error: str | None = None
     repeated: bool = False
-    """The operation was done before, and this message repeats its first answer."""
+    """Whether the operation was done before, so that this message repeats its first answer."""
     again: bool = False
-    """With ``error``: the operation was not done for a temporary reason, such as a full disk; it
-    may succeed if it is sent again."""
+    """With ``error``: whether the operation failed for a temporary reason, such as a full disk. It
+    may then succeed if it is sent again."""
 
 
 class Inputs(Struct, kw_only=True, omit_defaults=True):
@@ -616,26 +623,28 @@ its request."""
 class Call(Struct, array_like=True):
     """``CALL``: a program of a request calls a tool.
 
-    From a controller worker; the broker chooses the tool worker. A call is identified by (request,
-    lineage, count), and is made at most once.
+    Sent by a controller worker. The broker chooses the tool worker. A call is identified by
+    (request, lineage, count), and is made at most once.
     """
 
     request: Id
     lineage: int
-    """As in ``Variable``: the lineage of the sequence that calls."""
+    """The lineage of the sequence that calls, as in ``Variable``."""
     count: int
-    """The number of the operation on variables that recorded the call."""
+    """The ``count`` of the operation on variables that recorded the call."""
     tool: str
     arguments: bytes = b""
     """A JSON object: the arguments by name."""
     again: bool = False
-    """Whether an earlier attempt of the request may have sent the call. The call is then not made;
-    the tool worker that has it sends its answer, now or when the function returns."""
+    """Whether an earlier attempt of the request may have sent the call. The call is then not made
+    again. The tool worker that has received the call sends the answer now, or when the function
+    returns."""
 
 
 CALL_TOOL = "call_tool"
-"""The name of the built-in program that makes one call. Its argument is the JSON of ``ToolCall``;
-it sends the JSON of ``ToolAnswer`` to its client, in one or several messages, and stops."""
+"""The name of the built-in program that makes one call. The program's argument is the JSON of
+``ToolCall``. The program sends the JSON of ``ToolAnswer`` to its client, in one or several
+messages, and stops."""
 
 
 class ToolCall(Struct):
@@ -667,21 +676,21 @@ class CallAnswer(Struct, array_like=True):
 
 
 # --- modules -------------------------------------------------------------------------------------
-# The state worker has the table of a tenant, which lists its modules and tags. The bytes of a
-# module are at the controller workers that have needed it; messages about modules do not name a
-# request.
+# The state worker has the table of a tenant, which lists the tenant's modules and tags. The bytes
+# of a module are at the controller workers that have needed the module. Messages about modules do
+# not name a request.
 
 
 class ModuleTable(Struct, array_like=True):
     """``MODULE_TABLE``: reads or replaces the table of a tenant. Sent to the state worker, which
-    does not interpret it.
+    does not interpret the table.
 
     The table is replaced only if ``known`` is its current version (compare-and-set).
     """
 
     id: Id
-    """Identifies the operation: the answer has the same id, and a repeated replacement is done
-    once."""
+    """Identifies the operation. The answer has the same id, and a replacement that is sent again
+    with the same id is done once."""
     tenant: str
     known: int = 0
     """The version that the sender has; 0: the sender has no version, or the table does not exist
@@ -705,15 +714,16 @@ class ModuleTableAnswer(Struct, array_like=True):
 class FetchModule(Struct, kw_only=True, omit_defaults=True):
     """``FETCH_MODULE``: a controller worker needs the bytes of a module.
 
-    Without an address, the message goes to all other workers that run modules; each worker that has
-    the module reports this, without the bytes. Then the message is sent again, to the address of
-    one of these workers, which answers with the bytes.
+    If the header has no address, the broker sends the message to all other workers that run
+    modules. Each worker that has the module reports this, without the bytes. Then the message is
+    sent again, to the address of one of these workers, which answers with the bytes.
     """
 
     module: str
     """The id of the module: SHA-256 of its bytes, hexadecimal."""
     send: bool = False
-    """Whether the receiver sends the bytes. If false, it only reports that it has them."""
+    """Whether the receiver sends the bytes. If false, the receiver only reports that it has the
+    module."""
 
 
 class ModuleBytes(Struct, kw_only=True, omit_defaults=True):

@@ -132,8 +132,8 @@ export interface Hello {
    */
   readonly encodings?: readonly string[] | undefined;
   /**
-   * The token from an earlier `WELCOME`. The client takes over the session of this token; it must
-   * have the same key. At most 256 in length.
+   * The token from an earlier `WELCOME`. The client takes over the session of this token. Its key
+   * must be the key with which the session began. At most 256 in length.
    */
   readonly session?: string | null | undefined;
   /**
@@ -167,7 +167,10 @@ export interface Hello {
 
 /** `GENERATE`: begin a stream of tokens. */
 export interface Generate {
-  /** 0 is greedy; 1 samples from the model's own distribution. At least 0. Default: 0. */
+  /**
+   * 0 takes the most likely token (greedy); 1 samples from the model's own distribution. At least
+   * 0. Default: 0.
+   */
   readonly temperature?: number | undefined;
   /**
    * Maximum number of tokens to generate. The context length of the model is a bound too. Both
@@ -216,7 +219,8 @@ export interface Generate {
    */
   readonly frequency_penalty?: number | undefined;
   /**
-   * The same request with the same seed gets the same tokens in every batch. If null, the seed is
+   * Determines the random numbers, in every batch. If the logits of two equal requests with the
+   * same seed have the same bits (`Span.exact`), both get the same tokens. If null, the seed is
    * derived from the broker's number of the request. At least 0, at most 9223372036854775807.
    */
   readonly seed?: number | null | undefined;
@@ -294,8 +298,8 @@ export interface Generate {
    */
   readonly group?: string | undefined;
   /**
-   * TOKEN entries also report the effect of their masks: `allowed`, `cut` and `round_us`. Default:
-   * false.
+   * Whether TOKEN entries also have `allowed`, `cut`, `bias` and `round_us`, which describe the
+   * controller's masks, biases and rounds. Default: false.
    */
   readonly inspect?: boolean | undefined;
   /**
@@ -304,8 +308,8 @@ export interface Generate {
    */
   readonly trace?: string | undefined;
   /**
-   * The id of the request in the log lines of all processes; default: its trace, if it has one. At
-   * most 128 in length.
+   * The id of the request in the log lines of all processes; default: the trace id in `trace`, if
+   * the request has a trace. At most 128 in length.
    */
   readonly request_id?: string | undefined;
 }
@@ -498,7 +502,7 @@ export interface Tag {
    */
   readonly module: string;
   readonly tags: readonly string[];
-  /** As in `Upload`. At most 256 in length. */
+  /** The person or program that assigns the tags, for display. At most 256 in length. */
   readonly by?: string | undefined;
 }
 
@@ -565,7 +569,7 @@ export interface PauseModel {
 export interface ResumeModel {
   /** At least 0, at most 9223372036854775807. */
   readonly stream_id: number;
-  /** As in PAUSE. At most 1024 in length. */
+  /** The model; empty: the default model. At most 1024 in length. */
   readonly model?: string | undefined;
 }
 
@@ -584,16 +588,16 @@ export interface UpdateWeights {
    * setting `allow` admits. At least 1, at most 4096 in length.
    */
   readonly folder: string;
-  /** As in PAUSE. At most 1024 in length. */
+  /** The model; empty: the default model. At most 1024 in length. */
   readonly model?: string | undefined;
   /**
-   * The number of this version, above the current one; 0: the next number. At least 0, at most
-   * 9223372036854775807. Default: 0.
+   * The number of the new version, above the number of the current version; 0: the next number. At
+   * least 0, at most 9223372036854775807. Default: 0.
    */
   readonly version?: number | undefined;
   /**
-   * `recompute`: the KV cache of live streams is computed again. `keep`: live streams keep it, and
-   * their spans have `kept_cache`. Default: "recompute".
+   * `recompute`: the KV cache of live streams is computed again. `keep`: live streams keep their KV
+   * cache, and their spans have `kept_cache`. Default: "recompute".
    */
   readonly mode?: "keep" | "recompute" | undefined;
   /**
@@ -828,9 +832,9 @@ export interface Token {
    * candidates instead.
    */
   readonly kept?: number | readonly number[];
-  /** Position in its sequence, counted from the first generated or scored token. */
+  /** Position of the token in its sequence, counted from the first generated or scored token. */
   readonly pos: number;
-  /** The number of its sequence in the stream: 0, or a fork's number. */
+  /** The number of the entry's sequence in the stream, from 0. */
   readonly seq: number;
   /** In the first entry of a fork: the sequence from which it was forked. */
   readonly parent: number | null;
@@ -856,14 +860,14 @@ export interface Token {
    */
   readonly stop: string | number | null;
   /**
-   * In the first entry of a sequence, and in its first entry from another worker: how its tokens
-   * from this entry on are computed.
+   * In the first entry of a sequence, and in its first entry from another worker: how the tokens of
+   * the sequence are computed from this entry on.
    */
   readonly span: Span | null;
   /**
    * In the last entry of a sequence: whether each step of its stream so far was exact with the same
-   * arithmetic, including the steps at earlier workers of the stream. The bits of its logits and
-   * log-probabilities then do not depend on batches, chunks, drafts, forks and moves.
+   * arithmetic, including the steps at earlier workers of the stream. The bits of the sequence's
+   * logits and log-probabilities then do not depend on batches, chunks, drafts, forks and moves.
    */
   readonly exact: boolean | null;
   /** In the first entry of a stream: the number of tokens of its prompt, including its buffers. */
@@ -1015,14 +1019,18 @@ export interface ModelInfo {
   readonly vocab_size: number;
   readonly context_length: number;
   readonly eos_token_ids: readonly number[];
-  /** SHA-256 of the tokenizer's canonical JSON: equal fingerprints give equal tokens. */
+  /**
+   * SHA-256 of the tokenizer's canonical JSON. Models with equal fingerprints give the same tokens
+   * for the same text.
+   */
   readonly fingerprint: string;
   readonly architecture: string;
   readonly parameters: number;
   readonly dtype: string;
   readonly device: string;
   /**
-   * The version of the sampling algorithm: in another version, equal seeds give different tokens.
+   * The version of the sampling algorithm. Workers with different versions draw different tokens
+   * from equal seeds.
    */
   readonly sampling: number;
   readonly path: ForwardPath;
@@ -1156,13 +1164,13 @@ export function readWorkerStatus(
 
 /** A live stream, as `STATUS` with `streams` shows it. */
 export interface StreamStatus {
-  /** The broker's own number of the request. */
+  /** The id that the broker has assigned to the request. */
   readonly request: number;
   /** `GENERATE`, `SCORE`, or another message that a worker answers. */
   readonly type: string;
   /** Whether the stream waits for a worker, or runs at one. */
   readonly state: "running" | "waiting";
-  /** Seconds since it arrived. */
+  /** Seconds since the request arrived. */
   readonly age_s: number;
   /** The name of the client's program, from its `HELLO`. */
   readonly client: string;
@@ -1269,7 +1277,7 @@ export function readStatus(
 
 /** The tokenizer of a model, for programs that tokenize and detokenize themselves. */
 export interface TokenizerFiles {
-  /** As in `ModelInfo`. */
+  /** SHA-256 of the tokenizer's canonical JSON, as in `ModelInfo`. */
   readonly fingerprint: string;
   /**
    * The content of the file that the tokenizers library reads (`tokenizer.json`). It has up to
@@ -1327,7 +1335,10 @@ export interface InputAnswer {
   readonly number: number;
   readonly code: string | null;
   readonly message: string;
-  /** Seconds to wait before a refused input is sent again; null: it would be refused again. */
+  /**
+   * Seconds to wait before the client sends a refused input again; null: the input would be refused
+   * again.
+   */
   readonly retry_after_s: number | null;
 }
 
@@ -1444,7 +1455,7 @@ export interface ErrorMessage {
   readonly path: string | null;
   /** Seconds to wait before another attempt. */
   readonly retry_after_s: number | null;
-  /** The type of the refused message, if there is no stream. */
+  /** The type of the refused message, if the error does not concern a stream. */
   readonly type: string | null;
 }
 
@@ -1518,18 +1529,15 @@ export interface StoredModule {
   readonly tags: readonly string[];
   /** Size of the upload in bytes. */
   readonly size: number;
-  /** Seconds since 1970. */
+  /** When the module was uploaded, in seconds since 1970. */
   readonly uploaded: number;
-  /** `native` or `aici`. */
+  /** The interface that the module implements: `native` or `aici`. */
   readonly abi: string;
-  /** Whether its sequences may fork. */
+  /** Whether the sequences that the module steers may fork. */
   readonly forks: boolean;
-  /**
-   * The part of the module's state that cannot be copied to a fork; empty if its sequences may
-   * fork.
-   */
+  /** The part of the module's state that cannot be copied to a fork; empty if `forks` is true. */
   readonly why_no_fork: string;
-  /** Size of its compiled form in bytes. */
+  /** Size of the module's compiled form in bytes. */
   readonly compiled_size: number;
   /**
    * The time to compile the upload, in milliseconds; almost 0 if the module was compiled before.
