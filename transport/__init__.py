@@ -1,1 +1,1 @@
-"""The connection of workers and clients to the broker: a DEALER socket with its own thread."""
+"""The connections of workers and clients to the broker: DEALER sockets, or queues in memory."""

@@ -37,8 +37,8 @@ class Carrier(Protocol):
 
     def send(self, queue: deque[Frames]) -> None:
         """Sends the messages of ``queue`` in order, on the calling thread if possible. Otherwise
-        the connection's thread sends them soon: the peer's ``outgoing`` has to yield them too. May
-        be called from any thread."""
+        the connection's thread soon calls the peer's ``outgoing``, which must yield the messages of
+        ``queue``. May be called from any thread."""
 
     def close(self) -> None:
         """Sends the peer's remaining messages, and ends the connection and its thread."""
@@ -55,9 +55,10 @@ def carrier(
 ) -> Carrier:
     """Connects ``peer`` to the broker at ``address``; ``name`` is the name of the thread.
 
-    ``linger_ms`` is how long an orderly close continues to send. ``packed``: on a socket, messages
-    are in the form between broker and workers. ``key``: the key with which a socket connects, if
-    any. Raises AddressError.
+    ``linger_ms`` is how long an orderly close continues to send, in milliseconds. ``packed``:
+    whether messages on a socket are packed, as between broker and workers
+    (``protocol/packing.py``). ``key``: the key with which a socket connects, if any. Raises
+    AddressError if the address is not valid.
     """
     if address.startswith(memory.SCHEME):
         return memory.MemoryCarrier(address, peer, name)

@@ -1,9 +1,10 @@
-"""A DEALER socket with its own thread, which carries one side of the protocol.
+"""A DEALER socket with its own thread, which sends and receives the messages of a ``Peer``.
 
-A ``Peer`` is one side of the protocol: a worker's lease or a client's session. It does not depend
-on sockets. The connection, ``Dealer``, owns the socket, and does not depend on the content of
-messages. It handles wake-ups from other threads, reconnects with growing pauses, sends the
-remaining messages before it closes, and handles a terminated ZeroMQ context.
+A ``Peer`` is one side of the protocol: a worker's lease or a client's session. Its code does not
+depend on sockets. A ``Dealer`` is the peer's connection to the broker. It owns the socket, and does
+not depend on the content of messages. It handles wake-ups from other threads, reconnects with
+growing pauses, sends the remaining messages before it closes, and handles a terminated ZeroMQ
+context.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _EVENT = struct.Struct("=hi")
 """The first frame of a socket monitor's message: event and value (zmq_socket_monitor)."""
 CLOSED_OFTEN = 3
-"""If a broker closes this number of connections in a row during the handshake, without a reason, it
-refuses the key. A broker that is being stopped closes one or two."""
+"""If a broker closes this number of connections in a row during the handshake, without a reason,
+the key counts as refused. A broker that is being stopped closes one or two connections like
+this."""
 
 
 class AddressError(ValueError):
@@ -93,10 +95,10 @@ def open_dealer(
     context: Context, address: str, pipe_messages: int = 0, key: OwnKey | None = None
 ) -> zmq.Socket[bytes]:
     """A DEALER socket that connects to ``address``, and reconnects if necessary. ``key``: the key
-    with which it connects, if any.
+    with which the socket connects, if any.
 
-    ``pipe_messages``: the maximum number of messages that ZeroMQ queues in each direction; 0:
-    without a bound. Raises AddressError.
+    ``pipe_messages``: the maximum number of messages that ZeroMQ queues in each direction; 0: the
+    number is not bounded. Raises AddressError.
     """
     socket = make_dealer(context, pipe_messages, key)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -126,7 +128,7 @@ def make_dealer(
 
 
 def _connect(socket: zmq.Socket[bytes], address: str) -> None:
-    """Connects a socket; raises AddressError."""
+    """Connects a socket; raises AddressError if the address is not valid."""
     port = address.rpartition(":")[2]
     # ZeroMQ accepts a larger port number, but then never connects.
     if address.startswith("tcp://") and port.isdecimal() and not 1 <= int(port) <= 65535:
@@ -146,7 +148,8 @@ def receive(socket: zmq.Socket[bytes]) -> Frames | None:
     """The next message that has arrived; None if no message waits.
 
     The function uses pyzmq's backend, which takes 0.7 µs for a frame; ``recv_multipart`` takes 1.1
-    µs. Frames are received without a copy, because only such a frame shows whether another follows.
+    µs. Frames are received without a copy, because only a frame that was not copied shows whether
+    another frame of the message follows.
     """
     try:
         frame = _RECV(socket, _NOBLOCK, False)
@@ -160,7 +163,7 @@ def receive(socket: zmq.Socket[bytes]) -> Frames | None:
 
 
 def readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message waits."""
+    """Whether a message has arrived on the socket."""
     return bool(_GET(socket, _EVENTS) & _POLLIN)
 
 
@@ -271,7 +274,7 @@ class Peer(Protocol):
         """
 
     def wait_s(self, now: float) -> float:
-        """Seconds until ``outgoing`` is to be called again without a wake-up."""
+        """Seconds after which ``outgoing`` is called again if there is no wake-up before."""
 
     def lost(self, now: float) -> bool:
         """Whether the broker was silent for so long that a new socket is needed."""
@@ -291,15 +294,15 @@ class Dealer:
     The dealer connects to one of the brokers. If that broker fails, is silent or refuses the
     connection, the dealer connects to the next broker.
 
-    ZeroMQ queues sent messages without a bound, so that a send does not block. The queue is
-    discarded when the socket is closed, at the latest when the peer reports ``lost``. ``linger_ms``
-    is how long an orderly close continues to send.
+    ZeroMQ's queue of sent messages is not bounded, so a send does not block. The queue is discarded
+    when the socket is closed, at the latest when the peer reports ``lost``. ``linger_ms`` is how
+    long an orderly close continues to send, in milliseconds.
 
     The connection's thread receives messages and checks deadlines. Any thread may ``send``, because
     sending a message takes less time than handing it to the connection's thread.
 
-    ``packed``: messages are in the form between broker and workers (``protocol/packing.py``).
-    ``key``: the key for the connection, or None. Raises AddressError.
+    ``packed``: whether messages are packed, as between broker and workers
+    (``protocol/packing.py``). ``key``: the key for the connection, or None. Raises AddressError.
     """
 
     def __init__(
@@ -371,7 +374,7 @@ class Dealer:
     def send(self, queue: deque[Frames]) -> None:
         """Sends the messages of ``queue`` in order, on the calling thread if the socket is free.
 
-        Otherwise the connection's thread sends them: the peer's ``outgoing`` has to yield the
+        Otherwise the connection's thread soon calls the peer's ``outgoing``, which must yield the
         messages of ``queue``. May be called from any thread.
         """
         if self._turn.acquire(blocking=False):
@@ -471,8 +474,8 @@ class Dealer:
         self._at = (self._at + 1) % len(self._addresses)
 
     def _pause(self, pause_s: float) -> None:
-        """Waits without a socket. The peer's deadlines are still checked; its messages are
-        discarded."""
+        """Waits while the dealer has no socket. The peer's deadlines are still checked, and the
+        peer's messages are discarded."""
         until = time.monotonic() + pause_s
         while (left_s := until - time.monotonic()) > 0 and not self._closing:
             poller = zmq.Poller()
@@ -562,8 +565,8 @@ class Dealer:
         """The messages that have arrived, up to ``RECEIVE_AT_ONCE``."""
         messages: list[Frames] = []
         while len(messages) < RECEIVE_AT_ONCE:
-            # Checking for a message takes half as long as failing to receive one, so the check pays
-            # if at most one message is expected.
+            # Checking for a message takes half as long as a failed receive. So the check saves time
+            # if usually at most one message has arrived.
             if len(messages) < 2 and not readable(socket):
                 break
             frames = receive(socket)

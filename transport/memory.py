@@ -1,8 +1,8 @@
 """Addresses in memory: the bus within one process, without a socket.
 
 A broker listens at ``memory://NAME``, and a ``Link`` is a connection to the broker.
-``MemoryCarrier`` carries one side of the protocol over a link, as ``Dealer`` does over a socket.
-Frames are passed by reference.
+``MemoryCarrier`` sends and receives the messages of a ``Peer`` over a link, as ``Dealer`` does over
+a socket. Frames are passed by reference.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _numbers = itertools.count(1)
 
 
 def listen(address: str, listener: Listener) -> None:
-    """Makes ``address`` available in this process; raises ValueError if it is in use."""
+    """Makes ``address`` available in this process; raises ValueError if another broker has it."""
     if _listeners.setdefault(address, listener) is not listener:
         raise ValueError(f"another broker listens at {address}")
 
@@ -59,8 +59,9 @@ def unlisten(address: str) -> None:
 class Link:
     """A connection to the broker at ``address``; the broker identifies it by ``peer``.
 
-    ``notify`` is called on the broker's thread whenever a message has arrived. Raises AddressError
-    if no broker of this process listens there.
+    ``notify`` is called on the broker's thread whenever a message of the broker has arrived, or the
+    broker has closed the link. Raises AddressError if no broker of this process listens at
+    ``address``.
     """
 
     def __init__(self, address: str, notify: Callable[[], None]) -> None:
@@ -112,7 +113,7 @@ class Link:
 class MemoryCarrier:
     """Connects ``peer`` to the broker at ``address``, with its own thread, as ``Dealer`` does.
 
-    Raises AddressError.
+    Raises AddressError if no broker of this process listens at ``address``.
     """
 
     def __init__(self, address: str, peer: Peer, name: str) -> None:
@@ -149,7 +150,8 @@ class MemoryCarrier:
         self._woken.put(None)
 
     def send(self, queue: deque[Frames]) -> None:
-        """Makes the peer's ``outgoing`` send the messages of ``queue``."""
+        """Wakes the connection's thread, which sends the messages that ``outgoing`` yields. The
+        peer's ``outgoing`` must yield the messages of ``queue``."""
         self.wake()
 
     def close(self) -> None:
@@ -210,7 +212,7 @@ class MemoryCarrier:
         return True
 
     def _wait(self, seconds: float) -> None:
-        """Waits for a wake-up, for up to ``seconds``; removes all wake-ups so far."""
+        """Waits up to ``seconds`` for a wake-up, and removes all wake-ups that have arrived."""
         with contextlib.suppress(Empty):
             get_within(self._woken, max(seconds, 0.001))
             while True:
