@@ -17,7 +17,7 @@ from ..transport import memory
 from ..transport.memory import Link
 
 MAX_WAITING = 4096
-"""Maximum number of messages that wait for the broker; a sender of further messages blocks."""
+"""Maximum number of messages that wait for the broker. If this number waits, a sender blocks."""
 RETRY_S = 0.002
 """Seconds until delivery to a peer is tried again after its link was full."""
 

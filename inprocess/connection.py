@@ -17,14 +17,15 @@ class Connection:
     """Sends lines, ``<TYPE> <JSON>``, and receives lines. One thread may send while another
     receives.
 
-    If a connection is not read for long, the broker ends its streams with ``slow_client``, as on
-    any transport. Raises AddressError if no broker of this process listens at ``address``.
+    If the client does not read a connection for long, the broker ends the connection's streams with
+    ``slow_client``, as on any transport. Raises AddressError if no broker of this process listens
+    at ``address``.
     """
 
     def __init__(self, address: str) -> None:
         self._arrivals: SimpleQueue[None] = SimpleQueue()
-        """An item for each message of the link and for each refusal, and one for the end of the
-        link."""
+        """Wakes ``receive``: the queue gets an item for each message of the broker, for each
+        refusal, and for the end of the link."""
         self._refusals: SimpleQueue[str] = SimpleQueue()
         self._link = Link(address, lambda: self._arrivals.put(None))
 

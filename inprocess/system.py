@@ -38,7 +38,7 @@ class _Worker(Protocol):
 
 
 class InProcess:
-    """A system within this process. ``settings``: by default, the settings of the environment.
+    """A system within this process. ``settings``: by default, the settings that ``load`` reads.
 
     ``controllers`` adds a controller worker and a state worker. By default, they are added if the
     extra ``controller`` is installed. Uploaded modules and variables are stored in the ``run_dir``
@@ -69,7 +69,7 @@ class InProcess:
         )
         self._running: list[tuple[_Worker, threading.Thread]] = []
         self._failed: list[str] = []
-        """The failures that ended workers."""
+        """Error texts, one for each worker that has failed."""
 
     def start(self) -> None:
         """Starts the threads, and waits until the workers have registered and the model is
