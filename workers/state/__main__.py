@@ -50,10 +50,10 @@ def main() -> int:
 
 
 def _when_free(settings: Settings) -> StateWorker | None:
-    """The worker, as soon as the folder is free; None if a signal ends the wait.
+    """Waits until the folder is free, and returns the worker; None if a signal ends the wait.
 
-    The kernel releases the lock when the process that holds it ends, for any reason. At most one
-    worker has the lock and writes.
+    The kernel releases the folder's lock when the process that has the lock ends, for any reason.
+    At most one worker has the lock and writes.
     """
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

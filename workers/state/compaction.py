@@ -1,7 +1,8 @@
-"""Compaction of the log: a new log with the current state, written a few requests at a time.
+"""Compaction of the log: writes the current state to a new log, a few requests at a time.
 
-Operations continue meanwhile. Once a request is saved in the new log, its operations are written to
-both logs. Requests do not depend on each other, so each can be saved at a different time.
+Operations continue meanwhile. Once the state of a request is saved in the new log, further
+operations of the request are written to both logs. Requests do not depend on each other, so each
+can be saved at a different time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from .module_tables import SavedTable
 from .variables import MIB, StorageLimits, VariableStorage
 
 SLICE = MIB // 2
-"""Bytes of requests that are saved in one call; operations wait for the end of the call."""
+"""A call of ``save`` ends when it has written this number of bytes, because operations wait for the
+end of the call."""
 
 _encode = msgpack.Encoder().encode
 
@@ -44,8 +46,8 @@ class Compaction:
             raise
 
     def save(self, storage: VariableStorage, key: Callable[[int], str]) -> None:
-        """Saves some of the pending requests, with the key of each request's tenant. Raises
-        OSError."""
+        """Saves some of the pending requests in the new log. ``key`` returns the key of a request's
+        tenant. Raises OSError."""
         size = 0
         while self.pending and size < SLICE:
             request = self.pending.pop()
@@ -57,8 +59,8 @@ class Compaction:
             size += len(body)
 
     def also(self, records: Iterable[Record]) -> None:
-        """Adds records that were written to the current log, if they are of tables (all tables are
-        in the new log) or of requests in the new log. Raises OSError."""
+        """Adds records that were written to the current log. Records of pending requests are left
+        out, because ``save`` will write the state of these requests. Raises OSError."""
         new = [record for record in records if record.request not in self.pending]
         if new:
             self.log.append(new)

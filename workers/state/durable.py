@@ -1,8 +1,8 @@
 """Durable variables and tables of modules: each operation is written to a log before it is applied.
 
-The log has the operations as they were received; replaying it gives the same answers. If the
-process is killed during an operation, the sender has no answer and repeats the operation. The
-operation is applied exactly once, whether it is in the log or not.
+The log has the operations as they were received, so a replay of the log gives the same answers. If
+the process is killed during an operation, the sender does not get an answer and repeats the
+operation. The operation is then applied once, whether the log already contains it or not.
 
 A change of a table is synced before the operation is answered; changes of variables are synced
 within ``SYNC_S``. After a failed sync, operations are refused until a new log with the whole state
@@ -74,7 +74,8 @@ class DurableVariables:
     def __init__(
         self, path: Path, limits: StorageLimits | None = None, compact_floor: int = COMPACT_FLOOR
     ) -> None:
-        """Replays the log if there is one; raises FolderError if it cannot be used."""
+        """Replays the log if it exists; raises FolderError if the folder or the log cannot be
+        used."""
         self._limits = limits or StorageLimits()
         self._compact_floor = compact_floor
         self._lock = threading.Lock()
@@ -82,7 +83,7 @@ class DurableVariables:
         self._compact_above = compact_floor
         self._synced_at = time.monotonic()
         self.failures = 0
-        """Writes and syncs of the log that have failed."""
+        """Number of writes and syncs of the log that have failed."""
         self._tables = ModuleTables(self._limits.table_bytes)
         self._shares = Shares(self._limits.total_bytes)
         self._folder = Folder(path)
@@ -99,7 +100,7 @@ class DurableVariables:
 
     @property
     def requests(self) -> list[int]:
-        """Requests that have not ended."""
+        """The ids of the requests that have variables, inputs or answers and have not ended."""
         return self._storage.requests
 
     @property
@@ -125,7 +126,7 @@ class DurableVariables:
         storage = self._storage
         refusals: list[str | None] = []
         crowded: list[bool] = []
-        """Whether each operation is refused because its stream has too many inputs now."""
+        """For each operation, whether it is refused because too many inputs of its stream wait."""
         records: list[Record] = []
         with self._lock:
             keys = {op.request: self._shares.key(op.request) for op, _ in ops}
@@ -156,8 +157,9 @@ class DurableVariables:
     def _reserve(
         self, op: Variable, body: bytes, tenant: Tenant | None, records: list[Record]
     ) -> str | None:
-        """Counts the cost of an operation for its tenant and adds its records; returns the error if
-        the tenant has no room for it."""
+        """Counts the cost of an operation towards its tenant's share, and adds the operation's
+        records to ``records``. Returns the error if the tenant's share does not have room for the
+        cost."""
         shares, request = self._shares, op.request
         known = shares.key(request)
         tenant = tenant or Tenant(known)
@@ -306,7 +308,7 @@ class DurableVariables:
         took = time.monotonic() - started
         log.info("%d records replayed, %d requests restored, in %.2f s", count, len(storage), took)
         try:
-            # Parts of the old log may be only in the kernel's memory, and not on the disk.
+            # Parts of the old log may be only in the kernel's memory, so a new log is synced.
             return storage, self._new_log(storage, self._folder)
         except OSError as error:
             self._note("write", error)
@@ -362,8 +364,8 @@ class DurableVariables:
         if error is not None:
             self._log.cut(size)
             if self._compaction is not None:
-                # The new log of the compaction has the table too. Because of the fault, another
-                # compaction begins.
+                # The new log of the compaction also has the refused table. Because of the fault,
+                # another compaction begins.
                 self._compaction.abandon()
                 self._compaction = None
         return error
@@ -395,7 +397,8 @@ class DurableVariables:
         log.info("the log was rewritten: it has %d bytes now and had %d", self._log.size, old.size)
 
     def _abandon(self, error: OSError) -> None:
-        """Continues with the old log, and tries again when the old log has doubled in size."""
+        """Continues with the old log. The next compaction begins when the log has doubled in
+        size."""
         if self._compaction is not None:
             self._compaction.abandon()
             self._compaction = None
@@ -403,7 +406,8 @@ class DurableVariables:
         self._note("rewrite", error)
 
     def _note(self, what: str, error: OSError) -> None:
-        """Counts a failure, and logs the first, second, fourth, eighth failure and so on."""
+        """Counts a failure, and logs the first, second, fourth, eighth failure and so on. ``what``:
+        the operation that failed, such as ``sync``."""
         self.failures += 1
         if self.failures & (self.failures - 1) == 0:
             log.error("cannot %s the log %s: %s", what, self._path, error.strerror)

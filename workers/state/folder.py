@@ -21,7 +21,8 @@ class Folder:
     def __init__(self, path: Path) -> None:
         """Creates the folder if it is missing, and locks it.
 
-        Raises FolderError, FolderInUseError if another process has the lock.
+        Raises FolderInUseError if another process has the lock, and FolderError if the folder
+        cannot be used.
         """
         self.path = path
         try:

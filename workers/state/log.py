@@ -40,7 +40,7 @@ class Head(Struct, array_like=True):
 
 
 class Record(NamedTuple):
-    """One record, and the request to which it belongs (0: none)."""
+    """One record, and the request to which it belongs (0: it does not belong to a request)."""
 
     kind: bytes
     """``OPERATION``: the body of a ``VARIABLE`` message. ``END``: the request id, as msgpack.
@@ -139,7 +139,7 @@ class Log:
                 self._synced = size
 
     def replace(self, path: Path, folder: Folder) -> None:
-        """Renames the log to ``path``, replacing any file there, and syncs its folder.
+        """Renames the log to ``path``, replacing any file there, and syncs ``folder``.
 
         Raises OSError if the log was not renamed. If only the sync fails, the log has its new name
         and a ``fault``.
@@ -166,12 +166,13 @@ class Log:
 
 
 class Reader:
-    """The complete records of a log file, in order: kind and body of each after the header."""
+    """Reads a log file. Iteration yields the kind and the body of each complete record after the
+    header, in order."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError, and FolderError if another version wrote the file."""
         self.limits: StorageLimits | None = None
-        """None if the file has no valid header."""
+        """The limits in the header; None if the file does not have a valid header."""
         self.size = 0
         """Bytes of the complete records that were read."""
         self._file = path.open("rb", buffering=1 << 20)

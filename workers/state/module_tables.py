@@ -17,11 +17,12 @@ from ...protocol.worker_messages import ModuleTable, ModuleTableAnswer
 from .variables import MIB
 
 TABLE_BYTES = 8 * MIB
-"""Maximum bytes of a table: enough for all modules and tags of a tenant with usual names."""
+"""Maximum bytes of a table: enough for all modules and tags of a tenant if their names are not
+unusually long."""
 TOTAL_BYTES = 256 * MIB
 """Maximum bytes of all tables, on a machine with enough memory."""
 PARTS = 8
-"""A table may have at most this fraction (1 / PARTS) of the bytes of all tables."""
+"""A table may have at most 1 / ``PARTS`` of the bytes that all tables together may have."""
 
 
 class SavedTable(Struct, array_like=True):
@@ -48,7 +49,7 @@ class ModuleTables:
         self._clock = clock
         self._tables: dict[str, SavedTable] = {}
         self.bytes = 0
-        """Bytes of all contents."""
+        """Bytes of the contents of all tables."""
 
     def __iter__(self) -> Iterator[SavedTable]:
         return iter(self._tables.values())
@@ -77,7 +78,8 @@ class ModuleTables:
         return SavedTable(op.tenant, max(current + 1, self._clock()), op.id, op.content)
 
     def refusal(self, table: SavedTable) -> str | None:
-        """The error of a table that does not fit into its tenant's share; None if it fits."""
+        """The error if a table, or all tables with this table, would have too many bytes; otherwise
+        None."""
         size = len(table.content)
         if size > self._max_bytes:
             return (

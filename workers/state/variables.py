@@ -4,8 +4,9 @@ Source: AICI's storage commands (``ReadVar``, ``WriteVar``). Each answer is stor
 ends, so that a replayed controller receives the same answers again. Requests affect each other only
 through the bound of the whole worker. A refusal at this bound is not stored.
 
-Appends extend a value in place, and a stored answer refers to a prefix of it: if a controller
-appends and reads at each token, its reads need no further memory.
+An append extends the value in place, and a stored answer refers to a prefix of the value. So if a
+controller appends and reads at each token, the answers to its reads do not need copies of the
+value.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ ends does not recreate the request. Request ids are never reused."""
 
 class StorageLimits(Struct, frozen=True, kw_only=True):
     """Operations beyond these limits are refused. A request counts 512 bytes; each variable 256
-    plus its name and value; each stored answer 256 plus its error text. A value that was replaced
-    counts while stored answers refer to it: once for all of them, plus 256 bytes."""
+    plus its name and value; each stored answer 256 plus its error text. A replaced value still
+    counts, with 256 bytes more, while stored answers refer to it. If several answers refer to it,
+    it counts once."""
 
     value_bytes: int = MIB
     """Bytes of one value."""
@@ -93,7 +95,7 @@ class _Result(NamedTuple):
     version: int = 0
     value: _Value | None = None
     length: int = 0
-    """The answer's value is a prefix of this length."""
+    """Length of the prefix of ``value`` that the answer returns."""
     written: bool = False
     error: str | None = None
 
@@ -208,7 +210,7 @@ class VariableStorage:
         """Applies an operation, or returns the stored answer if it was applied before.
 
         ``append`` creates a variable that does not exist. Versions count writes, from 1. A ``get``
-        ignores ``when_version_is``. An operation that exceeds a quota changes nothing and is
+        ignores ``when_version_is``. An operation that would exceed a limit changes nothing and is
         answered with an ``error``.
         """
         name = (op.lineage, op.count)
@@ -344,7 +346,7 @@ class VariableStorage:
         return _Result(stored.version, written=True)
 
     def _over(self, held: _Held, stored: _Stored | None, op: Variable) -> str | None:
-        """The error for a write that would exceed a quota of its request; None if it fits."""
+        """The error for a write that would exceed a limit of its request; otherwise None."""
         limits = self.limits
         grows = ANSWER_BYTES + len(op.value)
         if stored is None:

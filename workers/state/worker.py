@@ -63,7 +63,7 @@ _table = msgpack.Decoder(ModuleTable).decode
 
 
 class StateWorker:
-    """One process of the state group. ``run`` serves until ``stop``."""
+    """The state worker. ``run`` serves until ``stop``."""
 
     def __init__(self, settings: Settings, name: str = "") -> None:
         """Replays the log; raises FolderError if its folder or a file in it cannot be used."""
