@@ -27,8 +27,8 @@ MAX_KEPT_BYTES = 64 * 1024 * 1024
 """Maximum bytes of the answers that are kept. The answers of the oldest request are dropped
 first."""
 MAX_KEPT_OF_REQUEST = 64
-"""Maximum number of answers of a request that are kept. The broker does not request older answers
-(``MAX_ENDED``)."""
+"""Maximum number of answers of a request that are kept. The broker does not ask for older answers,
+because it stores the same number of answered calls (``MAX_ENDED`` in ``broker/tools.py``)."""
 ANSWER_BYTES = 512
 """Bytes that count for a kept answer in addition to its body."""
 MAX_ERROR = 2_000
@@ -163,7 +163,7 @@ class Calls:
             try:
                 value = function()
             except BaseException as error:
-                # A future does not take StopIteration, and SystemExit is not for this thread.
+                # A future does not accept StopIteration. SystemExit would end the event loop.
                 plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
                 raised = error if plain else RuntimeError(f"{type(error).__name__}: {error}")
             try:
@@ -181,7 +181,7 @@ class Calls:
     def _answer(
         self, owner: _Owner, call: Call, value: bytes = b"", error: TokenbusError | None = None
     ) -> None:
-        """Sends the answer of a call and keeps it, as far as there is room."""
+        """Sends the answer of a call, and keeps the answer within ``MAX_KEPT_BYTES``."""
         answer = CallAnswer(call.request, call.lineage, call.count, value)
         if error is not None:
             answer.error, answer.code = error.message[:MAX_ERROR], str(error.code)

@@ -33,7 +33,7 @@ MARK = "__tokenbus_tool__"
 MAX_TIMEOUT_S = 600.0
 """Maximum time-out of a tool, in seconds."""
 _PLAIN = (str, int, float, bool, type(None))
-"""Types of defaults that a schema shows."""
+"""The schema of a tool shows the default of a parameter if the default has one of these types."""
 
 InThread = Callable[[Callable[[], Any]], "typing.Awaitable[Any]"]
 """Runs a function on a thread, and returns its result."""
@@ -121,7 +121,8 @@ def load_tools(source: str, timeout_s: float) -> dict[str, Served]:
     """The tools of a module, given as its dotted name or as a file that ends with ``.py``.
 
     The tools are the functions that ``tool`` marks. If no function is marked, all public functions
-    that the module defines are tools. Raises RequestError.
+    that the module defines are tools. Raises RequestError if the module cannot be loaded, or if a
+    tool is not valid.
     """
     module = _module(source)
     found = [each for each in vars(module).values() if inspect.isfunction(each)]
@@ -153,7 +154,7 @@ def _module(source: str) -> ModuleType:
         if spec is None or spec.loader is None or not path.is_file():
             raise _wrong(f"the file {source} does not exist")
         module = importlib.util.module_from_spec(spec)
-        # The type hints of a function refer to the names of its module.
+        # Type hints of classes in the module are looked up by the module's name.
         sys.modules[path.stem] = module
         spec.loader.exec_module(module)
         return module

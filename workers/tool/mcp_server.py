@@ -1,4 +1,4 @@
-"""The tools of a server of the Model Context Protocol, which runs as a process of the worker.
+"""The tools of a server of the Model Context Protocol, which runs as a child process of the worker.
 
 Source: the client of the package mcp (https://modelcontextprotocol.io), over standard input and
 output.
@@ -32,7 +32,8 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class McpServer:
-    """A server. Its process ends with the worker, because its standard input is then closed."""
+    """An MCP server. Its process ends with the worker, because its standard input is then
+    closed."""
 
     def __init__(self, command: str, timeout_s: float, ended: Callable[[str], None]) -> None:
         """``command``: the server and its arguments, as in a shell. ``timeout_s``: the time-out of
@@ -84,7 +85,7 @@ class McpServer:
 
     async def _begin(self) -> dict[str, Served]:
         listed: asyncio.Future[list[McpTool]] = asyncio.get_running_loop().create_future()
-        # The loop has only a weak reference to a task.
+        # The loop has only a weak reference to a task, so the task is stored here.
         self._task = asyncio.create_task(self._serve(listed))
         tools = await asyncio.wait_for(listed, START_S)
         return {tool.name: _McpTool(self, tool, self._timeout_s) for tool in tools}
