@@ -1,10 +1,10 @@
 """A worker's connection to the bus. It has its own threads, so that heartbeats are sent while a
 forward runs.
 
-The worker's own thread receives messages with ``take`` and sends with ``post``; neither waits for
-the network. A worker registers with each broker of a list, and has a link to each (``link.py``). A
-message from the bus has the number of its link, and messages for a request are posted to the link
-from which the request came.
+The worker's own thread receives messages with ``take`` and sends messages with ``post``, which does
+not wait for the network. A worker registers with each broker of a list, and has a link to each
+(``link.py``). A message from the bus has the number of its link. Messages about a request are
+posted to the link over which the request came.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Bus:
     returns the number of requests and the gauges, ``metrics`` the counters, and ``sandbox_ms`` the
     CPU time of controllers.
 
-    ``first`` receives new messages at once, on a bus thread, and returns the messages for ``take``.
-    ``first`` handles answers that must not wait for another thread. If ``first`` raises an
-    exception, it receives the same messages again one by one, so that only the faulty message is
-    dropped.
+    ``first`` receives new messages at once, on a bus thread, and handles those that must not wait
+    for another thread. It returns the other messages, which ``take`` then returns. If ``first``
+    raises an exception, it receives the same messages again one by one, so that only the faulty
+    message is dropped.
 
     ``health`` is updated with each heartbeat. ``key``: the worker's key, if the brokers have keys.
     ``link_of``: the link of a live request; None if the request is unknown. ``elsewhere``: the
@@ -142,15 +142,15 @@ class Bus:
             link.post(frames, True)
 
     def post_to_any(self, frames: Frames, turn: int) -> None:
-        """Sends a message to one of the brokers that have registered this worker. Each ``turn``
-        selects another broker, because a broker that has failed is noticed only after some silence.
-        """
+        """Sends a message to one of the brokers that have registered this worker. If the message is
+        sent again with the next ``turn``, it goes to another broker: a failure of the first broker
+        is detected only after some silence."""
         there = [link for link in self._links if link.lease.registered] or self._links
         there[turn % len(there)].post(frames, True)
 
     def post_to(self, worker: int, frames: Frames) -> None:
-        """Sends a message to another worker, over the broker that assigned this id; drops it if
-        that broker is disconnected."""
+        """Sends a message to the worker with this id, over the broker that assigned the id; drops
+        the message if that broker is disconnected."""
         for link in self._links:
             if len(self._links) == 1 or link.assigned(worker):
                 link.post(frames, True)
@@ -252,7 +252,7 @@ class Bus:
             self._inbox.put(messages)
 
     def lease_ended(self, link: int) -> None:
-        """Drops messages that have arrived for requests of the registration that has ended."""
+        """Drops messages that have arrived for requests of the lease that has ended."""
         waiting: list[FromBus] = []
         with contextlib.suppress(Empty):
             while True:
@@ -263,8 +263,8 @@ class Bus:
         self._inbox.put(kept)
 
     def link_ended(self, reason: str) -> None:
-        """Handles the end of a link's thread, which also ends the connection. ``reason`` is empty
-        if the connection was closed."""
+        """Handles the end of a link's thread. After an unexpected end, ``take`` raises
+        BusEndedError. ``reason`` is empty if the link was closed."""
         self._ended = reason
         self._inbox.put([])
 

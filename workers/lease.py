@@ -19,7 +19,8 @@ class RefusedError(Exception):
 
 
 class Lease:
-    """Registers, sends heartbeats, and registers again after silence or at the broker's request.
+    """Registers the worker, sends heartbeats, and registers the worker again after silence of the
+    broker or at the broker's request.
 
     ``registration`` returns the current registration, because models and live requests change.
     ``beat`` returns the heartbeat. Times are seconds of a monotonic clock.
@@ -41,7 +42,7 @@ class Lease:
         """Whether the registration changed after REGISTER was sent. ``changed`` sets this flag.
         ``connected`` clears the flag, and ``changed`` clears it when it sends the update."""
         self._reported: frozenset[int] = frozenset()
-        """The live requests that this lease began with."""
+        """The live requests that the last REGISTER of a new lease has reported."""
         self._registrations = 0
         """Number of leases that were requested. REGISTER and REGISTERED of the last lease have this
         number."""
@@ -58,7 +59,7 @@ class Lease:
         return [self._frames(b"REGISTER", registration)]
 
     def kept(self, answer: Registered) -> frozenset[int]:
-        """The live requests that continue under the lease of this answer."""
+        """The reported live requests that continue under the lease that this answer grants."""
         return self._reported - frozenset(answer.unknown)
 
     def on_frames(self, frames: Frames, now: float) -> tuple[bool, list[Frames]]:
@@ -66,7 +67,7 @@ class Lease:
         and the answers to send.
 
         The message must have at least three frames. A ``REGISTERED`` that answers the last REGISTER
-        is for the worker too. Raises RefusedError.
+        is for the worker too. Raises RefusedError if the broker refuses the worker.
         """
         self._received_at = now
         match frames[0]:

@@ -58,8 +58,8 @@ class Worker(Protocol):
         """Called with messages that have arrived."""
 
     def lease_ended(self, link: int) -> None:
-        """Called when the lease at a broker has ended: messages that have arrived for its requests
-        must be ignored."""
+        """Called when the lease at a broker has ended. Messages that have arrived for requests of
+        this lease must be ignored."""
 
     def link_ended(self, reason: str) -> None:
         """Called when the thread of a link has ended. ``reason`` is empty if the link was
@@ -77,7 +77,8 @@ class Link:
         """Whether posted messages are dropped. The holder of ``_gate`` sets and clears this
         flag."""
         self._handled = 0
-        """The lease whose ``REGISTERED`` the worker has handled."""
+        """``Registered.worker`` of the last answer that the worker has handled. The broker assigns
+        another number for each lease."""
 
         def registration() -> Register:
             return worker.registration(number)
@@ -142,7 +143,8 @@ class Link:
 
 
 class _WorkerPeer:
-    """The lease, the posted messages and the received messages, as the connection's peer."""
+    """The ``Peer`` of a link's connection. It sends the messages of the lease and the posted
+    messages, and passes received messages to the lease and to the worker."""
 
     def __init__(
         self,
@@ -166,7 +168,7 @@ class _WorkerPeer:
         self.ended = worker.link_ended
 
     def connected(self, now: float) -> None:
-        """Registers. Drops messages that have arrived for requests of an earlier registration, and
+        """Registers. Drops messages that have arrived for requests of an earlier lease, and
         messages that are posted for these requests."""
         self._mute()
         self._worker.lease_ended(self._number)
@@ -209,7 +211,7 @@ class _WorkerPeer:
                     header = decode_header(frames[1])
                     taken.append(FromBus(frames[0], header, frames[2], frames[3:], self._number))
             except RefusedError as error:
-                # The broker refuses an attempt each second; a reason is logged once.
+                # The worker tries to register about once a second; each reason is logged once.
                 if str(error) != self._refusal:
                     self._refusal = str(error)
                     log.error("the broker at %s refuses this worker: %s", self._address, error)
@@ -233,8 +235,8 @@ class _WorkerPeer:
         return self._lease.wait_s(now)
 
     def lost(self, now: float) -> bool:
-        """Whether the broker was silent for too long; messages that were posted for it are then
-        discarded."""
+        """Whether the broker was silent for too long. If so, the messages that were posted for this
+        broker are discarded."""
         lost = self._lease.lost(now)
         if lost:
             log.warning("the broker at %s is silent; connecting again", self._address)

@@ -1,5 +1,5 @@
-"""The id of this machine, which shows whether two processes can share memory, and the size of its
-memory."""
+"""The id of this machine, by which processes detect whether they can share memory, and the size of
+the machine's memory."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def memory_limits(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Iterator[int]
         else:
             continue
         folder = PurePosixPath(path.lstrip("/"))
-        # In a container, the path may be that of the host's hierarchy. Its folders then do not
-        # exist in the container; only the root of the mount does.
+        # In a container, the path may be one of the host's hierarchy. The folders of this path do
+        # not exist in the container, but the root of the mount does.
         for each in (folder, *folder.parents):
             try:
                 text = (root / each / file).read_text().strip()

@@ -37,7 +37,7 @@ def settings_of(role: str, *, traced: bool = True) -> Settings:
 def serve(worker: Worker) -> int:
     """Runs a worker until SIGINT or SIGTERM stops it; returns the exit code."""
     signal.signal(signal.SIGINT, lambda *_: worker.stop("SIGINT"))
-    # supervisord sends SIGTERM before a restart too.
+    # supervisord sends SIGTERM when it stops a worker, and also when it restarts a worker.
     signal.signal(signal.SIGTERM, lambda *_: worker.stop("SIGTERM", restarts=True))
     return worker.run()
 

@@ -44,7 +44,7 @@ def write_first(file: Path, content: bytes) -> None:
 
 
 def _begun(folder: Path) -> tuple[int, str]:
-    """A new file of mode 0600, open and locked, and its name."""
+    """Creates, opens and locks a new file of mode 0600; returns its descriptor and its name."""
     while True:
         number, name = tempfile.mkstemp(prefix=_NEW, dir=folder)
         # The lock shows that the file was not left by a process that died.
