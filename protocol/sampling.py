@@ -32,10 +32,10 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     """The sampling parameters of one request. Their names are those of LMTP or, if LMTP does not
     have the parameter, of vLLM and OpenAI.
 
-    The parameters are applied to a row of logits ``[vocab]`` in this order: ``logit_bias`` is
-    added, then the three penalties, a controller's mask and ``min_tokens`` apply, and the logits
-    are divided by ``temperature``. Then ``top_k``, ``top_p`` and ``min_p`` exclude tokens, in that
-    order.
+    The parameters are applied to a row of logits ``[vocab]`` in this order. First, ``logit_bias``
+    is added. Then the three penalties, a controller's mask and ``min_tokens`` apply, and the logits
+    are divided by ``temperature``. At last ``top_k``, ``top_p`` and ``min_p`` exclude tokens, in
+    that order.
     The reported ``logprob`` is computed before all these steps.
     """
 
