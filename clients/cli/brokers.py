@@ -42,8 +42,8 @@ class Brokers:
 
     @property
     def shown(self) -> str:
-        """The brokers' addresses for display, each marked if its broker did not answer the last
-        time."""
+        """The brokers' addresses for display. An address is marked if its broker did not answer the
+        last STATUS."""
         names = [
             one.front + (" (does not answer)" if one.front in self._silent else "")
             for one in self._clients
@@ -51,7 +51,8 @@ class Brokers:
         return f"broker{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
     def status(self, streams: bool = False) -> Status:
-        """The answers of the brokers; raises TokenbusError if none answers."""
+        """The combined state of the brokers that answer; raises TokenbusError if no broker
+        answers."""
         ask = partial(_ask, streams, self._timeout_s)
         if len(self._clients) == 1:
             answers = [ask(self._clients[0])]
@@ -78,8 +79,8 @@ def _ask(streams: bool, timeout_s: float, client: Client) -> Status | TokenbusEr
 
 
 def merged(found: Sequence[Status]) -> Status:
-    """The state of several brokers: the sums of their counts, and each worker as reported by the
-    broker that received its last message."""
+    """Combines the states of several brokers: adds their counts, and takes each worker from the
+    broker that received the worker's last message."""
     first, *others = found
     if not others:
         return first

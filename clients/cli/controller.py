@@ -20,7 +20,8 @@ from .module_files import FileFault, read_module
 from .options import add_connection, add_parameters, add_request, client_for
 
 SHORT_ID = 12
-"""Number of characters of a module id in messages. Commands accept 8 or more characters."""
+"""Number of characters of a module id that messages show. Commands accept the first 8 or more
+characters of an id."""
 
 
 def add_command(commands: Any) -> None:
@@ -207,7 +208,7 @@ def _serve(args: argparse.Namespace, settings: Settings) -> int:
         raise FileFault("wasmtime is not installed; use pip install 'tokenbus[controller]'")
     command = [sys.executable, "-m", "tokenbus.workers.controller", *args.programs]
     wait_notice(settings)
-    # Gives sets of strings the same order in all workers, because a stream may move to another
-    # worker.
+    # With the same hash seed, sets of strings have the same order in all workers. A controller then
+    # behaves the same after its stream has moved to another worker.
     same_order = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
     os.execve(sys.executable, command, os.environ | same_order | environment(settings))

@@ -29,7 +29,8 @@ class Dialogue:
         self._sends_inputs = with_inputs
 
     def show(self, entry: Token, line_begun: bool) -> None:
-        """Prints the messages of an entry. ``line_begun``: the last printed line has not ended."""
+        """Prints the messages of an entry. ``line_begun``: whether the last printed line has not
+        ended."""
         for message in entry.messages:
             before = "\n" if line_begun else ""
             line_begun = False
@@ -39,7 +40,7 @@ class Dialogue:
             threading.Thread(target=self._send_lines, daemon=True).start()
 
     def _send_lines(self) -> None:
-        # Reading ``sys.stdin`` would hold its lock, and Python cannot exit while a thread holds it.
+        # A thread that reads ``sys.stdin`` holds its lock, and Python cannot exit meanwhile.
         try:
             for line in split_lines(lambda: os.read(0, READ_BYTES), MAX_INPUT_BYTES):
                 self._send(line.decode("utf-8", "replace"))

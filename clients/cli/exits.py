@@ -17,7 +17,7 @@ FAILED = 1
 WRONG_USAGE = 2
 """A flag, a variable or a file is not valid. argparse exits with the same code."""
 UNAVAILABLE = 3
-"""No broker, no worker, or a full queue; the same command may succeed later."""
+"""The broker or a worker is missing, or a queue is full; the same command may succeed later."""
 REFUSED = 4
 """The request is not valid."""
 TIMED_OUT = 5

@@ -150,8 +150,9 @@ def _fields(step: MaskStep, vocabulary: TokenizerVocabulary, lines: Lines) -> di
 
 
 def _compare(last: MaskStep, wrong_at: int | None, vocabulary: TokenizerVocabulary) -> None:
-    """Raises ServiceError if only one of the grammar backend and the reference accepts an input, or
-    if they stop at different places."""
+    """Raises ServiceError if only one of the grammar backend and the reference
+    (``Language.wrong_at``) accepts an input, or if they stop at different places. ``last``: the
+    last step of the grammar backend."""
     guest = f"stops at the token at byte {last.offset}"
     if last.allowed:
         agree, guest = wrong_at is None, "accepts the text"

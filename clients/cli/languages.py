@@ -1,4 +1,4 @@
-"""Compiles the grammar or the regular expression that a name or a file gives.
+"""Compiles a grammar or a regular expression of the library or of a file.
 
 ``Recognizer`` and ``Dfa`` interpret the compiled tables in Python. They are the *reference*, with
 which the masks of the grammar backend are compared.
@@ -70,7 +70,7 @@ class Language(Protocol):
         early; None if the text is accepted."""
 
     def expected(self, beginning: bytes) -> tuple[str, ...]:
-        """The names of the lexemes that may follow a beginning."""
+        """The names of the lexemes that may follow ``beginning``, the beginning of a text."""
 
 
 def library_sources() -> list[Source]:

@@ -67,12 +67,13 @@ class LinePipe:
         self._timeout_s = timeout_s
         self._key = key
         self._live: set[int] = set()
-        """The streams and requests that have not ended."""
+        """The ids of the streams and requests that have not ended."""
         self._sent_all = False
         """Whether the broker has received all of the input."""
 
     async def serve(self) -> None:
-        """Runs until the input and every stream have ended. Raises ConnectionLostError."""
+        """Runs until the input and every stream have ended. Raises ConnectionLostError if the
+        broker does not answer."""
         self._dealer = AsyncDealer(zmq.Context.instance(), self._front, self._key)
         sending = [asyncio.create_task(self._ping()), asyncio.create_task(self._send_all())]
         try:

@@ -121,6 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The output's reader has closed the pipe. Python would report the error again at exit.
+        # The output's reader has closed the pipe. Python would report the error again at exit, so
+        # further output is discarded.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -27,7 +27,7 @@ class Mask(NamedTuple):
     flags: int
     """The flags ``ANY``, ``FORCED`` and ``COMPLETE`` of ``grammar_instance.py``."""
     seconds: float
-    """Time of the grammar backend for the mask, including the copy of the mask."""
+    """Time in which the grammar backend computed and copied the mask, in seconds."""
 
     def allows(self, token: int) -> bool:
         """Whether a token is allowed."""
@@ -53,7 +53,7 @@ class MaskStep(NamedTuple):
     choices: int
     """Number of tokens that the mask allowed."""
     seconds: float
-    """Time of the grammar backend for the mask."""
+    """Time in which the grammar backend computed and copied the mask, in seconds."""
     allowed: bool
     """Whether the mask allows the token; at the end of the text, whether the text may end."""
     forced: bool
@@ -69,7 +69,7 @@ class Guest:
         module = GrammarModule(make_engine(Limits()))
         self._guest = GrammarInstance(module, vocabulary, tables)
         self.seconds = time.perf_counter() - started
-        """Time to create the instance with its code, vocabulary and tables."""
+        """Time to create the instance with its code, vocabulary and tables, in seconds."""
         self._words = memoryview(bytearray(4 * -(-vocabulary.size // 32)))
 
     @property
@@ -78,9 +78,9 @@ class Guest:
         return self._guest.size
 
     def walk(self, tokens: Sequence[int]) -> Iterator[MaskStep]:
-        """Yields a step for each token and a step for the end. Stops after the first step that is
-        not allowed. Raises ServiceError if a mask allows a token that cannot be appended, or the
-        reverse."""
+        """Yields a step for each token and a step for the end. Stops after the first token that is
+        not allowed. Raises ServiceError if a mask allows a token that cannot be appended, or
+        forbids a token that can be appended."""
         guest, place = self._guest, self._guest.start()
         at = forced_to = 0
         try:

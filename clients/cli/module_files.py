@@ -21,7 +21,8 @@ SUFFIXES = (".wasm", ".c", *SCRIPT_SUFFIXES, *type_eraser.SUFFIXES)
 C_FLAGS = "-target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536"
 WARNINGS = "-Wall -Wmissing-prototypes"
 CALLS = ("tb_init_prompt", "tb_pre_process", "tb_mid_process", "tb_post_process")
-"""The functions ``tb_…`` that a controller in C defines. The SDK defines all other ``tb_…``."""
+"""The functions ``tb_…`` that a controller in C defines. The SDK defines all other functions
+``tb_…``."""
 
 _DIAGNOSTIC = re.compile(r"^.*:\d+:\d+: (warning|error|fatal error|note|remark): ")
 _UNDECLARED = re.compile(r"no previous prototype for function '(\w+)' \[-Wmissing-prototypes\]")
@@ -45,7 +46,7 @@ def check_writable(path: str) -> None:
 
 
 def is_file(name: str) -> bool:
-    """Whether a name has the form of a file name, and not of a tag, an id or a built-in."""
+    """Whether a name has the form of a file name, and not of a tag, a module id or a constraint."""
     return "/" in name or Path(name).suffix in SUFFIXES
 
 
@@ -68,7 +69,7 @@ def read_module(file: Path) -> bytes:
 
 
 def _without_types(file: Path, content: bytes) -> bytes:
-    """A script in TypeScript as JavaScript."""
+    """Converts a script in TypeScript to JavaScript: erases its types."""
     try:
         return erase_types(content)
     except TypeScriptFault as error:
@@ -95,7 +96,7 @@ def _compiled(source: Path) -> bytes:
         out = Path(folder) / "out.wasm"
         flags = [*C_FLAGS.split(), *WARNINGS.split(), *include]
         command = [sys.executable, "-m", "ziglang", "cc", *flags, str(source), "-o", str(out)]
-        # The compiler does not repeat its warnings for a cached result.
+        # The compiler does not repeat the warnings of a cached result, so the cache is new.
         fresh = os.environ | {"ZIG_LOCAL_CACHE_DIR": f"{folder}/cache"}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=fresh)
         if done.returncode:

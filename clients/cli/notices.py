@@ -13,7 +13,8 @@ from ...protocol.messages import System
 
 
 class Notices:
-    """Shows SYSTEM notices on stderr. ``clear`` removes the bar when the first token arrives.
+    """Shows SYSTEM notices on stderr, with a progress bar. Callers call ``clear``, which removes
+    the bar, when the first token has arrived.
 
     If stderr is not a terminal, only retries are printed, because a log needs them.
     """

@@ -24,7 +24,7 @@ PARAMETERS = {
     for field in msgspec.structs.fields(Generate)
     if field.name not in ("stream_id", "prompt")
 }
-"""The options of a generation, by name."""
+"""The fields of GENERATE that are options of a generation, by name."""
 FLAGS = {
     "max_tokens": "maximum number of generated tokens (default: 64)",
     "min_tokens": "minimum number of generated tokens (default: 0)",

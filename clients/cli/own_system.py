@@ -92,8 +92,8 @@ def own_system(settings: Settings, model: str) -> Iterator[Client]:
 
 @contextmanager
 def interrupted() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise KeyboardInterrupt in the block, so that the block cleans
-    up."""
+    """Makes SIGTERM and SIGHUP raise KeyboardInterrupt in the ``with`` block, so that the block's
+    ``finally`` clauses run."""
     before = [(n, signal.signal(n, _interrupt)) for n in (signal.SIGTERM, signal.SIGHUP)]
     try:
         yield

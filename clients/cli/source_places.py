@@ -30,7 +30,7 @@ class Lines:
         return len(self._starts) - (self._starts[-1] == len(self._text))
 
     def place(self, offset: int) -> tuple[int, int]:
-        """Line and column of a byte."""
+        """The line and the column of the byte at ``offset``."""
         line = bisect_right(self._starts, offset)
         before = self._text[self._starts[line - 1] : offset]
         return line, len(before.decode(errors="replace")) + 1

@@ -154,7 +154,8 @@ def _byte_level_bpe(tokens: Sequence[bytes], first: int, pattern: str) -> Tokeni
 
 
 def _letters() -> dict[int, str]:
-    """The letter that GPT-2 writes for each byte, as a table for ``str.translate``."""
+    """The letters that GPT-2 writes for bytes, as a table for ``str.translate``. Bytes that GPT-2
+    writes as the character with the same number are left out."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in shown]
     return {byte: chr(0x100 + place) for place, byte in enumerate(others)}

@@ -1,4 +1,7 @@
-"""``tokenbus top``: shows the workers, streams and rates of a running system, updated live."""
+"""``tokenbus top``: shows the workers, streams and rates of a running system, updated live.
+
+A *picture* is the output of one update.
+"""
 
 from __future__ import annotations
 
@@ -147,8 +150,8 @@ class FittedTable:
 
 
 class Pictures:
-    """Makes a picture of each status. Its requests per second and rounds per second are means since
-    the previous picture."""
+    """Makes a picture of each status. The requests per second and the rounds per second in a
+    picture are means since the previous picture."""
 
     def __init__(self) -> None:
         self._last: tuple[Status, float] | None = None
@@ -228,8 +231,8 @@ def _work(worker: WorkerStatus, rounds: str) -> str:
 def _streams(status: Status) -> FittedTable:
     rows = [
         [
-            # Shows the lower half of a request number, which is a counter. The upper half
-            # identifies the broker's run.
+            # The lower half of a request number is a counter. The upper half, which identifies the
+            # broker's run, is not shown.
             str(stream.request & 0xFFFF_FFFF),
             stream.type,
             stream.client or "anonymous",

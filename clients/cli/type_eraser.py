@@ -27,7 +27,7 @@ _TYPES = frozenset(
         "override_modifier",
     }
 )
-"""Types of nodes that are erased as parts of a construct."""
+"""Nodes of the syntax tree with these node types are erased as parts of a construct."""
 _DECLARATIONS = frozenset(
     {
         "ambient_declaration",
@@ -39,7 +39,7 @@ _DECLARATIONS = frozenset(
         "index_signature",
     }
 )
-"""Types of nodes that are erased as whole statements or as whole members of a class."""
+"""Nodes with these node types are erased as whole statements or as whole members of a class."""
 _TOKENS = {
     "optional_parameter": ("?",),
     "method_definition": ("?",),
@@ -58,7 +58,7 @@ _STATEMENTS = frozenset(
         "public_field_definition",
     }
 )
-"""Types of nodes of statements and members that a line break may end."""
+"""The node types of statements, and of members of a class, that a line break may end."""
 _NOT_ERASABLE = {
     "enum_declaration": "an enum; expected a const object",
     "internal_module": "a namespace with values; expected a const object",
@@ -97,7 +97,7 @@ def erase_types(text: bytes) -> bytes:
 
 
 class _Eraser:
-    """A text whose types are replaced with spaces, node by node."""
+    """A script in TypeScript whose types are replaced with spaces, node by node."""
 
     def __init__(self, text: bytes) -> None:
         self._text = text
