@@ -1,4 +1,7 @@
-/** A call: a request of this client, with its state across all connections and attempts. */
+/**
+ * A call: a request of this client, with its state across all connections and attempts. Each
+ * attempt sends the request with another `stream_id`.
+ */
 
 import { Row } from "./columns.js";
 import type { TokenbusError } from "./errors.js";
@@ -88,7 +91,7 @@ export class Call {
   moves = 0;
   /** All inputs of the stream, in order. */
   readonly inputs: SentInput[] = [];
-  /** When the first input that is not stored is sent again; null if it was not sent yet. */
+  /** When the first input that is not stored is sent again; null if this input was not sent yet. */
   inputAt: number | null = null;
   /** Number of delivered messages of the program, of all attempts, by sequence. */
   readonly #seenMessages = new Map<number, number>();

@@ -1,4 +1,4 @@
-/** The client. The entry points choose its transport. */
+/** The client. The entry points (`browser.ts`, `node.ts`) choose its transport. */
 
 import type { Call } from "./calls.js";
 import { Connection } from "./connection.js";
@@ -72,7 +72,7 @@ export class BaseClient {
 
   /**
    * Begins a stream under a controller with the argument `arg`. `controller` is the id or the tag of
-   * a module, or the name of a built-in (`regex`, `json_schema`, …).
+   * a module, or the name of a built-in constraint (`regex`, `json_schema`, …).
    */
   run(controller: string, prompt: Prompt, options: RunOptions = {}): TokenStream {
     checkOptions(options, RUN_OPTIONS);
@@ -106,12 +106,12 @@ export class BaseClient {
     return present((await this.#ask(statusCall(options), options)).status, "status");
   }
 
-  /** Stores a prompt part at the broker, for `buffers: [name]`. null deletes the buffer. */
+  /** Stores a prompt part at the broker, for `buffers: [name]`; deletes it if `content` is null. */
   async buffer(name: string, content: Prompt | null, options: AskOptions = {}): Promise<void> {
     await this.#ask(bufferCall(name, content, options), options);
   }
 
-  /** Stores a controller's Wasm module, for `run`. If it is already stored, only adds the tag. */
+  /** Stores a Wasm module, for `run`. If the module is already stored, only adds the tag. */
   async upload(wasm: Uint8Array, options: UploadOptions = {}): Promise<StoredModule> {
     return storedModule((await this.#ask(uploadCall(wasm, options), options)).result);
   }

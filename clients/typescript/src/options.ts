@@ -1,4 +1,4 @@
-/** The names of all options, and a check for code that the TypeScript compiler does not check. */
+/** The names of all options, and a check of the options that JavaScript code gives. */
 
 import { GENERATE_FIELDS, SCORE_FIELDS } from "./messages.js";
 import type { ClientOptions } from "./client.js";
@@ -17,7 +17,7 @@ const STREAM = [
   ...ASK,
   ...named<Own<StreamOptions, AskOptions>>({ stall_s: true, retry_s: true, on_system: true }),
 ];
-/** Fields that are arguments of the methods, or that the session sets. */
+/** Fields of messages that are arguments of the methods, or that the session sets. */
 const NOT_OPTIONS: readonly string[] = ["stream_id", "prompt", "scored"];
 
 export const CLIENT_OPTIONS: ReadonlySet<string> = new Set(

@@ -23,7 +23,7 @@ export interface AskOptions {
   readonly signal?: AbortSignal | undefined;
 }
 
-/** Options of requests for tokens that the package itself uses. Times are in seconds. */
+/** Options of requests for tokens that are not sent to the broker. Times are in seconds. */
 export interface StreamOptions extends AskOptions {
   /** Time without a message after which the request is sent again. */
   readonly stall_s?: number | undefined;
@@ -104,7 +104,7 @@ export function scoreCall(prompt: Prompt, scored: Prompt, options: ScoreOptions)
   return checkedCall({ type: "SCORE", body }, timing);
 }
 
-/** The call of a BUFFER. null deletes the buffer. */
+/** The call of a BUFFER. If `content` is null, the call deletes the buffer. */
 export function bufferCall(name: string, content: Prompt | null, options: AskOptions): Call {
   const prompt = content === null ? null : checkedPrompt(content, "$.tokens");
   const body =

@@ -91,7 +91,7 @@ export class GeneratedSequence {
       this.#top_logprobs.push(entry.top_logprobs ?? {});
       this.texts.push(text);
     } else if (text && this.texts.length > 0) {
-      // The last token receives the text that the worker sent only at the end.
+      // At the end, the worker sends the text that it has held back. It belongs to the last token.
       this.texts.push(this.texts.pop() + text);
     }
     this.logs += entry.logs;

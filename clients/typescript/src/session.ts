@@ -78,7 +78,7 @@ export class Session {
 
   /**
    * `patienceS`: seconds that calls wait for a broker that does not answer at `address`. `several`:
-   * a new connection may be to another broker.
+   * whether a new connection may be to another broker.
    */
   constructor(
     readonly address: string,
@@ -91,12 +91,12 @@ export class Session {
 
   // --- the connection ----------------------------------------------------------------------------
 
-  /** Handles the start of a new connection. */
+  /** Called when the opening of a new connection begins. */
   connecting(now: number): void {
     this.#helloAt = now;
   }
 
-  /** Handles a new connection: discards unsent messages of the old connection, and sends HELLO. */
+  /** Called when the connection is open: discards unsent messages of the old one, sends HELLO. */
   connected(now: number): void {
     if (this.#welcomed) this.#offlineSince = now;
     this.#hello(now);
@@ -206,7 +206,7 @@ export class Session {
       answer.code === "no_worker" ||
       answer.code === "unknown_stream"
     ) {
-      // If the stream is unknown, the answer to its request follows.
+      // If the broker does not know the stream, it still answers the stream's request.
       call.inputAt = now + (answer.retry_after_s ?? INPUT_AGAIN_S);
     } else {
       const { retry_after_s } = answer;
@@ -506,7 +506,7 @@ export class Session {
     }
   }
 
-  /** The error if no broker answers, with the remedy. */
+  /** The message of the error if no broker answers, with the remedy. */
   #noBroker(): string {
     const reason = this.#failure && ` (${this.#failure})`;
     const remedy =

@@ -63,7 +63,7 @@ export class TokenStream implements AsyncIterableIterator<Token> {
     return this.sequences;
   }
 
-  /** The text of the first sequence, read to its end. Rejected if the request has no text. */
+  /** Reads to the end; returns the text of the first sequence. Rejected if there is no text. */
   async text(): Promise<string> {
     const { type, body } = this.#call.request;
     if (type !== "GENERATE" || body.text !== true) {
@@ -74,7 +74,7 @@ export class TokenStream implements AsyncIterableIterator<Token> {
     return (await this.wait())[0]?.text ?? "";
   }
 
-  /** The tokens of the first sequence, read to its end. */
+  /** Reads to the end; returns the tokens of the first sequence. */
   async tokens(): Promise<number[]> {
     return (await this.wait())[0]?.tokens ?? [];
   }

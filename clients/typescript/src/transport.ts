@@ -48,8 +48,8 @@ export function separate(addresses: string): string[] {
 }
 
 /**
- * A transport to several brokers. Each connection is to the next broker. The first broker is random,
- * so that clients are distributed over the brokers.
+ * A transport to several brokers. Each new connection is to the next broker of the list. The first
+ * broker is random, so that clients are distributed over the brokers.
  */
 export function oneOf(transports: readonly Transport[]): Transport {
   let at = Math.floor(Math.random() * transports.length);

@@ -56,7 +56,7 @@ class Line implements Link {
   close(): void {
     const { socket } = this;
     socket.onopen = socket.onmessage = socket.onclose = null;
-    // If a connection is closed before it opens, the package ws reports an error.
+    // If a connection is closed before it opens, the package ws reports an error, which is ignored.
     socket.onerror = () => {};
     socket.close();
   }
