@@ -31,7 +31,7 @@ export class Composer extends EventTarget {
   #stored = [];
   #uploads = 0;
   #connection;
-  /** The prompt and request of `replay`. The request is sent only if the prompt is unchanged. */
+  /** The prompt and request that `replay` received. The request is sent if the prompt is unchanged. */
   #replayed = null;
 
   constructor(connection) {
@@ -58,7 +58,7 @@ export class Composer extends EventTarget {
     this.fill(EXAMPLES[2]);
   }
 
-  /** Sets the prompt, the kind and the argument. Uploads the module of an example if it has one. */
+  /** Sets the prompt, the kind of controller and its argument; uploads the module, if given. */
   fill({ kind, prompt, argument = "", module = "" }) {
     this.#texts[kind] = argument;
     this.#prompt.value = prompt;
@@ -98,7 +98,7 @@ export class Composer extends EventTarget {
     this.#suggestControllers();
   }
 
-  /** Requests the stored modules. */
+  /** Requests the stored modules, and suggests their names. */
   async refreshModules() {
     const { result } = await this.#connection.request("TAGS");
     this.#stored = result.flatMap((m) => (m.tags?.length ? m.tags : [m.module]));
@@ -170,7 +170,7 @@ export class Composer extends EventTarget {
     this.#enable();
   }
 
-  /** Disables the button if a request would name a controller whose upload has not ended. */
+  /** Disables the button Generate while a controller that a request would name is being uploaded. */
   #enable() {
     byId("generate").disabled = this.#kind === "controller" && this.#uploads > 0;
   }

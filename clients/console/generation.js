@@ -70,7 +70,7 @@ export class Sequence {
     return this.kept.length - this.inherited;
   }
 
-  /** Drops the last tokens. Dropped tokens of the parent are shown as taken back in this sequence. */
+  /** Drops the last `n` tokens. Dropped tokens of the parent are shown as taken back here. */
   takeBack(n) {
     const dropped = this.kept.splice(Math.max(0, this.kept.length - n), n);
     const own = new Set(this.items);
@@ -96,7 +96,7 @@ export class Sequence {
   }
 
   /**
-   * Whether `run` has all tokens of the sequence after its fork. The last one may be missing.
+   * Whether `run` has all tokens of the sequence after its fork. The last of them may be missing.
    */
   hasWritten(run) {
     const own = this.kept.slice(this.inherited);

@@ -43,7 +43,7 @@ connection.addEventListener("state", ({ detail: state }) => {
 
 let explained = false;
 
-/** Generates the answer of the chat page that the address names, once. */
+/** Generates again, only once, the answer of the chat page that this page's address names. */
 async function explain() {
   if (explained) return;
   explained = true;

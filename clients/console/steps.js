@@ -124,12 +124,12 @@ export class Steps extends EventTarget {
   }
 }
 
-/** The height of a step with a mask; null if the step has no mask. */
+/** The height of a step's column, 0 to 1, from its mask; null if the step has no mask. */
 function allowedOf(item, vocabSize) {
   return item.allowed === null ? null : allowedShare(item.allowed, vocabSize);
 }
 
-/** The height of a step without a mask; null if the token was appended, not sampled. */
+/** The height of a step's column, 0 to 1, without masks; null if the token was not sampled. */
 function surpriseOf(item) {
   return item.appended ? null : surprise(item);
 }

@@ -1,4 +1,4 @@
-// The request of an answer of the chat page, which the console generates again step by step.
+// Reads the request of an answer of the chat page. The console then generates this answer again.
 
 import { send } from "../chat/completion.js";
 import { messageOf, requestOf } from "../chat/conversation.js";
