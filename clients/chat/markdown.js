@@ -17,7 +17,7 @@ const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(?:([ \t]+)(.*)|[ \t]*)$/;
 const TABLE_RULE = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
 const BLANK = /^[ \t]*$/;
 
-/** Shows `text` in `parent`. Blocks at the beginning that are as in the last call are kept. */
+/** Shows `text` in `parent`. Keeps the elements of first blocks that are as in the last call. */
 export function showMarkdown(parent, text) {
   const blocks = blocksOf(text.replace(/\r\n?/g, "\n").split("\n"));
   const sources = blocks.map(({ kind, lines, info }) => `${kind} ${info} ${lines.join("\n")}`);

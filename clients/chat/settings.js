@@ -41,7 +41,7 @@ export class Settings {
     });
   }
 
-  /** Opens the dialog. `error`: shown at its field. */
+  /** Opens the dialog. `error`: an error to show at the field that it names, or null. */
   open(error = null) {
     const { settings } = this.#chat.conversation;
     for (const name of [...TEXTS, ...NUMBERS]) byId(name).value = settings[name] ?? "";
