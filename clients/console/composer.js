@@ -31,7 +31,7 @@ export class Composer extends EventTarget {
   #stored = [];
   #uploads = 0;
   #connection;
-  /** The prompt and request that `replay` received. The request is sent if the prompt is unchanged. */
+  /** The prompt and the request of `replay`. The request is sent if the prompt is unchanged. */
   #replayed = null;
 
   constructor(connection) {
@@ -170,7 +170,7 @@ export class Composer extends EventTarget {
     this.#enable();
   }
 
-  /** Disables the button Generate while a controller that a request would name is being uploaded. */
+  /** Disables the button Generate while the controller for a request is being uploaded. */
   #enable() {
     byId("generate").disabled = this.#kind === "controller" && this.#uploads > 0;
   }
