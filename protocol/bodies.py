@@ -42,8 +42,8 @@ def encode_bodies(bodies: Iterable[Any], encoding: Encoding) -> list[bytes]:
 def encoding_of(body: bytes) -> Encoding:
     """The encoding of a body.
 
-    A body is a map or a list. The first byte is 0x80 or more in msgpack, and an ASCII character in
-    JSON. An empty body, which stands for a message without fields, counts as JSON.
+    A body is a map or a list, so its first byte is 0x80 or more in msgpack, and an ASCII character
+    in JSON. An empty body, which stands for a message without fields, counts as JSON.
     """
     return "json" if not body or body[0] < 0x80 else "msgpack"
 

@@ -29,12 +29,12 @@ _PLAIN = {
 _WRONG = re.compile("Invalid (?:enum )?value (.*)", re.DOTALL)
 """Matches msgspec's error about a field for which only certain values are valid."""
 _STEP = re.compile(r"\.(\w+)|\[(\d*)")
-"""A step of a path: into a field, or into an element of a list."""
+"""Matches one part of a path: the name of a field, or the index of an element of a list."""
 _BOUND = re.compile(r" [<>]=? ")
 """Found in msgspec's error if a number, or the length of a value, is out of bounds."""
 MAX_SHOWN = 256
-"""Maximum characters of msgspec's error that are shown. The error contains the wrong text, which
-may have any length."""
+"""Maximum number of characters of msgspec's error that are shown. The error repeats the client's
+invalid text, which may have any length."""
 MAX_REPEATED_BYTES = 65_536
 """Number of bytes from the beginning of a body that are decoded again, in order to show in an error
 message the number that is out of bounds."""
@@ -81,15 +81,16 @@ def out_of_bounds(message: str, path: str, body: Callable[[], Any]) -> str:
         for step in _STEP.finditer(path):
             value = value[step[1] or int(step[2])]
     except (LookupError, TypeError, ValueError, RecursionError):
-        # The body is malformed or longer than the decoded part, or the path leads through a dict
-        # and does not name the key.
+        # The body is malformed or longer than the decoded part, or the path leads through a dict,
+        # whose key msgspec does not name.
         return ""
     return f", not {value}" if isinstance(value, (int, float)) else ""
 
 
 def named_values(message: str, kind: Hashable, path: str) -> str | None:
-    """An error text that lists the valid values for ``path`` in a body of type ``kind``. None if
-    any value of the right type is valid. ``message``: msgspec's error without its path."""
+    """An error text that lists the valid values of the field at ``path`` in a body of type
+    ``kind``. None if any value of the right type is valid. ``message``: msgspec's error without its
+    path."""
     given = _WRONG.fullmatch(message)
     valid = dict.fromkeys(_valid(type_of(kind), path)) if given else {}
     if given is None or not valid:
@@ -99,7 +100,7 @@ def named_values(message: str, kind: Hashable, path: str) -> str | None:
 
 
 def kinds_of(kind: inspect.Type) -> tuple[inspect.Type, ...]:
-    """The alternatives of a type, without their bounds."""
+    """The types that a union allows, or the type itself if it is not a union, without bounds."""
     while isinstance(kind, inspect.Metadata):
         kind = kind.type
     if not isinstance(kind, inspect.UnionType):

@@ -1,4 +1,4 @@
-"""The frame codec: a message as a ZeroMQ multipart ``[TYPE][header?][body][attachment…]``."""
+"""The frame codec. A message is a ZeroMQ multipart ``[TYPE][header?][body][attachment…]``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Message(NamedTuple):
 
 
 def encode_frames(message: Message, encoding: Encoding, header: Header | None = None) -> Frames:
-    """The frames of a message. If ``header`` is given, the frames have the form that the broker and
-    workers exchange."""
+    """The frames of a message. Messages between the broker and workers have a header, messages
+    between the broker and clients do not."""
     head = [message.type] if header is None else [message.type, encode_header(*header)]
     return [*head, encode_body(message.body, encoding), *message.attachments]
 

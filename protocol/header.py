@@ -108,7 +108,8 @@ def encode_token_header(
 
 
 def decode_manifest(frame: bytes) -> Manifest:
-    """The manifest of a worker's ``TOKEN`` header frame; raises RequestError if invalid."""
+    """The manifest in the header frame of a worker's ``TOKEN``; raises RequestError if the frame is
+    not valid."""
     if len(frame) < _MANIFEST.size:
         raise RequestError(
             Code.BAD_MESSAGE,

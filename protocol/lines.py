@@ -30,7 +30,7 @@ def encode_line(message: Message) -> str:
 
 
 def decode_line(line: str, table: Mapping[bytes, Any]) -> Message:
-    """The message in a line; raises RequestError if invalid."""
+    """The message in a line; raises RequestError if the line is not valid."""
     type_word, encoded = split_line(line)
     return Message(type_word, decode_as(body_type(table, type_word), encoded, "json"))
 

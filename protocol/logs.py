@@ -35,7 +35,7 @@ def set_up(settings: Settings, process: str) -> None:
     """Sends the log records of this process to standard error, in the format of the setting
     ``log_format``.
 
-    ``process`` is its name in JSON lines: ``broker``, ``gpu``, ``gateway``.
+    ``process`` is the name of this process in JSON lines: ``broker``, ``gpu``, ``gateway``.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(
@@ -79,7 +79,8 @@ def ids_of(record: logging.LogRecord) -> tuple[str, str]:
 
 
 class HumanFormatter(logging.Formatter):
-    """``2026-11-22 08:20:01,123 INFO message [request id]``, control characters escaped."""
+    """Formats a record as ``2026-11-22 08:20:01,123 INFO message [request id]``, and escapes its
+    control characters."""
 
     def __init__(self) -> None:
         super().__init__(_HUMAN)
@@ -134,7 +135,7 @@ def _encoded(line: dict[str, Any]) -> str:
     try:
         return msgspec.json.encode(line).decode()
     except (TypeError, ValueError):
-        # A file name may contain bytes that are not valid Unicode.
+        # A value may contain the name of a file, whose bytes may not be valid Unicode.
         plain = {name: _escaped(value) for name, value in line.items()}
         return msgspec.json.encode(plain).decode()
 

@@ -118,9 +118,9 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     stream_id: StreamId
     """Chosen by the client, unique among the live streams of its session."""
     model: ModelName = ""
-    """The name of the model. Empty: the only model that is served, or else the embedded one."""
+    """The name of the model; if empty, the only model that is served, or else the embedded one."""
     prompt: list[TokenId] | str | None = None
-    """Token ids, or text that the worker tokenizes. None: the ids are attachment 0, u32 each."""
+    """Token ids, or text that the worker tokenizes. If None, attachment 0 has the ids, u32 each."""
     buffers: list[Name] = []
     """Buffers that precede the prompt, in order."""
     save: Name | None = None
@@ -188,7 +188,7 @@ class Score(Queued, kw_only=True, omit_defaults=True):
     text: bool = False
     """Whether each entry also has the text of its token."""
     top_logprobs: TopLogprobs = 0
-    """How many of the most likely tokens to report at each position, in addition to the scored
+    """Number of the most likely tokens to report at each position, in addition to the scored
     token."""
 
 
@@ -297,18 +297,18 @@ class Embed(Queued, kw_only=True, omit_defaults=True):
     ]
     """The token ids of each input."""
     pooling: Pooling | None = None
-    """Default: the pooling that the checkpoint names (``1_Pooling/config.json``); otherwise
-    ``mean`` for an encoder, and ``last`` for a causal model."""
+    """If None, the pooling that the checkpoint names (``1_Pooling/config.json``). If it does not
+    name one: ``mean`` for an encoder, and ``last`` for a causal model."""
 
 
 class Embedded(Struct, kw_only=True, omit_defaults=True):
     """The vectors of the inputs of an ``EMBED``."""
 
     dimensions: int
-    """Length of each vector."""
+    """Number of elements of each vector."""
     vectors: bytes
-    """The vectors, one after another, as little-endian float32; their lengths (L2) are 1. Base64 in
-    JSON."""
+    """The vectors, one after another, as little-endian float32. Each vector has the L2 norm 1. In
+    JSON, the bytes are encoded as base64."""
     pooling: Pooling
 
 
@@ -406,8 +406,8 @@ class DrainWorker(Struct, kw_only=True, omit_defaults=True):
 class PauseModel(Struct, kw_only=True, omit_defaults=True):
     """``PAUSE``: the workers of a model stop its steps. Requests that arrive later wait for RESUME.
 
-    Only the operator may send PAUSE, RESUME and UPDATE_WEIGHTS. The answer is a ``MSG`` with a
-    ``Rollout`` as its result. It is sent when all workers of the model have followed the order.
+    Only the operator may send PAUSE, RESUME and UPDATE_WEIGHTS. When all workers of the model have
+    followed the order, the answer is sent: a ``MSG`` with a ``Rollout`` as its result.
     """
 
     stream_id: StreamId
@@ -447,7 +447,7 @@ class UpdateWeights(Struct, kw_only=True, omit_defaults=True):
     """``recompute``: the KV cache of live streams is computed again. ``keep``: live streams keep
     their KV cache, and their spans have ``kept_cache``."""
     timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] = 600.0
-    """Seconds after which the update is given up if a worker has not read the weights."""
+    """Seconds after which the broker gives up the update if a worker has not read the weights."""
 
 
 class Rollout(Struct, kw_only=True, omit_defaults=True):
@@ -553,8 +553,8 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     ``top_k``, ``top_p`` and ``min_p`` left). 0 for a greedy token."""
     kept: int | list[int] | UnsetType = UNSET
     """With ``Sampling.kept``: the ids of the candidates that the token was drawn from, ascending.
-    If all tokens of the vocabulary, or more than ``MAX_KEPT`` tokens, were candidates, the number
-    of candidates instead."""
+    If all tokens of the vocabulary, or more than ``MAX_KEPT`` tokens, were candidates, this is the
+    number of candidates."""
     pos: int = 0
     """Position of the token in its sequence, counted from the first generated or scored token."""
     seq: int = 0
@@ -679,8 +679,7 @@ class StoredModule(Struct, kw_only=True, omit_defaults=True):
     forks: bool = True
     """Whether the sequences that the module steers may fork."""
     why_no_fork: str = ""
-    """The part of the module's state that cannot be copied to a fork; empty if ``forks`` is
-    true."""
+    """If ``forks`` is false: the part of the module's state that cannot be copied to a fork."""
     compiled_size: int = 0
     """Size of the module's compiled form in bytes."""
     compile_ms: float = 0.0
@@ -731,7 +730,7 @@ class Tool(Struct, kw_only=True, omit_defaults=True):
     name: Name
     description: str = ""
     parameters: dict[str, Any] = {}
-    """The JSON schema of its arguments, an object."""
+    """The JSON schema of the function's arguments, which are the members of an object."""
     timeout_s: Period = 30.0
     """Maximum time from the arrival of a call to its answer, in seconds."""
 

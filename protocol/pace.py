@@ -1,5 +1,5 @@
-"""Measures the recent rate of an event. From the rate, the time in a queue and the time of a
-client's next try are estimated."""
+"""Measures the recent rate of an event. From this rate, the broker estimates how long a request
+waits in a queue, and when a refused client should try again."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ MAX_N = 128
 MAX_KEPT = 1024
 """Maximum number of candidates of a token that are reported by their ids."""
 SAMPLING_VERSION = 2
-"""The version of the sampling algorithm of GPU workers. It increases when equal seeds give
-different tokens."""
+"""The version of the sampling algorithm of GPU workers. A change after which equal seeds give other
+tokens increases this number."""
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 MAX_QUERY_TOP = 64
 MAX_QUERY_TOKENS = 256
@@ -53,7 +53,7 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     """Added to the logits of these tokens, by id. In practice, -100 forbids a token and 100 forces
     it."""
     top_logprobs: TopLogprobs = 0
-    """How many of the most likely tokens to report, in addition to the sampled one."""
+    """Number of the most likely tokens to report, in addition to the sampled token."""
     top_k: Annotated[int, Meta(ge=0)] = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -83,7 +83,7 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     ignore_eos: bool = False
     """Do not end at the model's end-of-sequence token."""
     n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
-    """How many sequences to sample from this prompt; each has its ``seq`` in 0..n-1."""
+    """Number of sequences to sample from this prompt. Their ``seq`` are 0 to n - 1."""
 
 
 class Query(Struct, array_like=True, frozen=True):

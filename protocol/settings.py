@@ -39,48 +39,51 @@ class Settings(Struct, kw_only=True, frozen=True):
     """All settings. Times are in seconds, sizes in bytes."""
 
     run_dir: str = ""
-    """The folder for sockets, logs and process ids of a running system; empty: a folder that
-    belongs to this user."""
+    """The folder for sockets, logs and process ids of a running system; if empty, a folder of this
+    user among the temporary files of the machine."""
     brokers: AtLeastOne = 1
-    """Number of broker processes. Each has its own addresses, which follow from the addresses of
-    the first."""
+    """Number of broker processes. If only the first broker's addresses are given, the addresses of
+    the other brokers are derived from them."""
     front: str = "tcp://127.0.0.1:5555"
     """The address at which clients connect, or the addresses of several brokers, separated by
     commas."""
     back: str = ""
-    """The address at which workers connect, or several addresses as in ``front``; empty:
+    """The address at which workers connect, or several addresses as in ``front``; if empty,
     ``ipc://<run dir>/back.sock``."""
     keys: str = ""
-    """The folder of the broker's keys; empty: ``<run dir>/keys``. Without such a folder the broker
-    has no keys, and programs may only listen on addresses of this machine."""
+    """The folder of the broker's keys; if empty, ``<run dir>/keys``. Without such a folder, the
+    broker has no keys, and programs may only listen on addresses of this machine."""
     key: str = ""
-    """The key file with which this program connects; empty: this machine's key file in the folder
-    of keys, if it exists."""
+    """The key file with which this program connects; if empty, this machine's key file in the
+    folder of keys, if that file exists."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["human", "json"] = "human"
-    """Lines for people, or one JSON object a line."""
+    """Whether the log has lines for people, or one JSON object in each line."""
     health_file: str = ""
-    """The file that this process touches while it works, so that probes can check it; empty: the
-    process has no such file."""
+    """The file that this process touches while it works, so that probes can check the process; if
+    empty, the process does not write such a file."""
     session_timeout_s: Positive = 30.0
     command_timeout_s: Positive = 3.0
     """How long a client waits for a broker that does not answer."""
 
     model: str = "embedded"
-    """The model of the GPU workers: a path, a hub id, ``embedded``, or ``auto``: load on demand."""
+    """The model of the GPU workers: a path, a hub id, ``embedded``, or ``auto``, with which models
+    are loaded on demand."""
     allow: list[str] = []
-    """Models that may be loaded on demand: names or paths with ``*`` and ``?``."""
+    """Names or paths of the models that may be loaded on demand; ``*`` and ``?`` match as in a
+    shell."""
     max_models: AtLeastOne = 2
     """Maximum number of models that a GPU worker keeps loaded; the least recently used one is
     evicted."""
     device: Annotated[str, Meta(pattern=r"^(auto|(cpu|cuda|mps|xpu)(:\d+)?)$")] = "auto"
     """The device of the models: ``auto``, ``cpu``, ``cuda``, or one device such as ``cuda:1``."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """``auto``: float32 on the CPU, the checkpoint's own data type on a GPU."""
+    """The data type of the weights; ``auto`` is float32 on the CPU, and the checkpoint's own data
+    type on a GPU."""
     trust_remote_code: bool = False
     """Run Python code that a checkpoint contains, with the worker's rights."""
     kv_cache_bytes: AtLeastZero = 0
-    """Memory of the KV cache; 0: the worker derives it from the memory of the device."""
+    """Size of the KV cache; if 0, the worker derives the size from the memory of the device."""
     max_running: AtLeastOne = 256
     """Maximum number of sequences in one batch."""
     capacity: AtLeastOne = 512
@@ -100,12 +103,12 @@ class Settings(Struct, kw_only=True, frozen=True):
     sequence whose text has no repetitions to draft from; empty: no draft model."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Launch the forward of a step before the tokens of the previous step are processed, so that
-    the device does not wait for the worker's Python. ``auto``: on a GPU."""
+    the device does not wait for the worker's Python. ``auto``: only on a GPU."""
     tp: AtLeastOne = 1
     """Number of devices over which each GPU worker spreads its model (tensor parallelism)."""
     threads: AtLeastZero = 0
-    """Number of CPU threads of torch in a GPU worker; 0: the fastest number, up to the number of
-    cores."""
+    """Number of CPU threads of torch in a GPU worker; if 0, the worker chooses the fastest number,
+    up to the number of cores."""
 
     controller_init_ms: Positive = 1000.0
     """CPU time limit of ``init_prompt`` and of starting a module, in milliseconds."""
@@ -133,8 +136,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Maximum number of processes of one controller worker in which uploaded modules run, one for
     each key; 0: modules run on the worker's threads."""
     guest_user: str = ""
-    """The user of guest processes. The worker needs the right to change users. Empty: the worker's
-    own user."""
+    """The user under which guest processes run, to whom the worker must be allowed to change. If
+    empty, guest processes run under the worker's own user."""
     grammar_compile_s: Positive = 1.5
     """CPU time limit of compiling a pattern, a schema or a Lark grammar, in seconds. A refusal
     takes up to a quarter longer, because the compiler searches for the slow part."""
@@ -147,7 +150,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     shell. A client's key may list other tools. Empty: only the operator's programs may call
     tools."""
     tool_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 30.0
-    """Maximum time of a call of a tool that does not have its own time-out."""
+    """Maximum time of a call, for tools that do not have their own time-out."""
     tool_threads: AtLeastOne = 16
     """Maximum number of functions without ``async`` that a tool worker runs at the same time."""
     tool_capacity: AtLeastOne = 256
@@ -160,30 +163,32 @@ class Settings(Struct, kw_only=True, frozen=True):
     gpu_workers: AtLeastZero = 1
     """Number of GPU worker processes of ``tokenbus up``."""
     controller_workers: AtLeastZero = 1
-    """Number of controller worker processes of ``tokenbus up``. If there are any, a state worker
-    runs too."""
+    """Number of controller worker processes of ``tokenbus up``. If this number is above 0, a state
+    worker runs too."""
     ray: str = ""
     """The Ray cluster in which ``tokenbus up`` places GPU and controller workers: its address, or
-    ``auto`` for the one on this machine; empty: they run on this machine, without Ray."""
+    ``auto`` for the cluster on this machine. If empty, the workers run on this machine, without
+    Ray."""
     max_gpu_workers: AtLeastZero = 0
     """In a Ray cluster, the maximum number of GPU workers; ``gpu_workers`` is the minimum."""
     max_controller_workers: AtLeastZero = 0
     """In a Ray cluster, the maximum number of controller workers."""
     scale_up_s: Positive = 5.0
-    """Workers are added when more workers have been needed for this time."""
+    """Time for which more workers must have been needed before workers are added."""
     scale_down_s: Positive = 120.0
-    """A worker is removed when fewer workers have been sufficient for this time."""
+    """Time for which fewer workers must have been sufficient before a worker is removed."""
     http: str = "127.0.0.1:8080"
     """Address where the gateways listen for HTTP and WebSocket; ``none``: no gateway runs."""
     gateways: AtLeastOne = 1
     """Number of gateway processes of ``tokenbus up``. Several gateways share the port by
     SO_REUSEPORT."""
     api_keys: str = ""
-    """A file of hashed API keys; with it, every path but ``/live`` and ``/ready`` needs a key."""
+    """A file of hashed API keys. If it is given, every path but ``/live`` and ``/ready`` needs a
+    key."""
     operator_over_http: bool = False
     """Without API keys, accept the operator's requests over HTTP, for example ``/pause``."""
     tls_cert: str = ""
-    """The certificate (PEM) of the gateways, for HTTPS; it needs ``tls_key``."""
+    """The certificate (PEM) of the gateways, for HTTPS. ``tls_key`` must be given too."""
     tls_key: str = ""
     """The private key of the certificate."""
     max_connections: AtLeastOne = 10_000
@@ -194,13 +199,14 @@ class Settings(Struct, kw_only=True, frozen=True):
     cors: list[str] = []
     """Origins whose pages may use the gateways, for example ``https://example.org``; ``*``: all."""
     trust_request_chat_template: bool = False
-    """Render chat templates that requests contain; without it, ``chat_template`` is refused."""
+    """Render chat templates that requests contain. If false, the gateway refuses the field
+    ``chat_template``."""
     served_model_name: list[str] = []
     """Further names of models over HTTP: ``NAME`` for the default model, or ``NAME=MODEL``. A name
     may have ``*`` and ``?``, for example ``claude-*``."""
     strict_fields: bool = False
-    """Refuse fields that a gateway does not know; without it, they have no effect and are named in
-    the header ``x-tokenbus-ignored``."""
+    """Refuse fields of HTTP requests that a gateway does not know. If false, such fields have no
+    effect, and the header ``x-tokenbus-ignored`` of the answer names them."""
     drain_s: Positive = 30.0
     """How long a worker that is stopped continues its running requests."""
     linger_s: Positive = 3600.0

@@ -27,5 +27,5 @@ class SpecialToken(IntEnum):
 
     @property
     def role(self) -> str:
-        """The name, as in ``VocabularyName.special``."""
+        """The name of the role in lower case, as in ``VocabularyName.special``."""
         return self.name.lower()

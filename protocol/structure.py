@@ -145,7 +145,7 @@ FREE_TEXT: Final[dict[str, Any]] = {"phases": [{"text": True, "may_end": True}],
 
 
 def decode_structure(arg: bytes) -> Structure:
-    """Reads and checks a structure. Raises StructureError."""
+    """Reads and checks a structure. Raises StructureError if the structure is not valid."""
     try:
         structure = msgspec.json.decode(arg, type=Structure)
     except msgspec.MsgspecError as error:
@@ -192,15 +192,15 @@ class State(NamedTuple):
     part: int = 0
     """Number of parts before this one."""
     last: int = -1
-    """The tag that was the last to begin or to end; -1 before the first tag."""
+    """The index of the tag that was the last to begin or to end; -1 before the first tag."""
 
 
 _DEAD = State("dead")
 
 
 class Automaton:
-    """The states of a structure, and the transition of each byte. Immutable, and shared by
-    readers."""
+    """The states of a structure, and the transition for each byte. The automaton is immutable, so
+    several readers can share it."""
 
     def __init__(self, structure: Structure, special: Iterable[str] = ()) -> None:
         """``special``: the special tokens of the vocabulary, which are not text."""
@@ -253,7 +253,8 @@ class Automaton:
         )
 
     def holds_json(self, state: State) -> bool:
-        """Whether the state is in JSON, which its schema constrains."""
+        """Whether the position is in the content of a ``json`` tag, which the tag's schema
+        constrains."""
         return state.mode == "content" and self.structure.tags[state.tags[0]].content == "json"
 
     def shortest_end(self, tag: int) -> bytes:

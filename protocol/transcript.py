@@ -55,8 +55,8 @@ class _Encoded(Struct, kw_only=True, omit_defaults=True):
 
 
 def transcript_of(sent: bytes, left: str, why: str, pause_s: float, moves: int) -> bytes:
-    """The attachment for a stream. ``sent``: its entries, as a body of TOKEN in msgpack; empty: no
-    entries."""
+    """The attachment for a stream. ``sent``: the stream's entries, as a body of TOKEN in msgpack;
+    empty if the stream has no entries."""
     entries = Raw(sent or b"\x90")
     encoded = _Encoded(sent=entries, left=left, why=why, pause_s=pause_s, moves=moves)
     return encode_body(encoded, "msgpack")

@@ -317,8 +317,8 @@ class VocabularyName(Struct, kw_only=True, omit_defaults=True):
     """Number of logits of the model: a mask has ceil(size / 32) words."""
     eos: list[int]
     special: dict[str, int] = {}
-    """Other special tokens by their roles (``SpecialToken.role``). GPU workers of earlier versions
-    do not send these."""
+    """The ids of other special tokens, by role (``SpecialToken.role``). GPU workers of earlier
+    versions do not send these ids."""
 
 
 class Replay(Struct, array_like=True):
@@ -334,9 +334,9 @@ class Replay(Struct, array_like=True):
 
     seq: Id
     tokens: list[TokenId]
-    """The tokens that were sampled, in order; one round followed each. Sampled tokens that the
-    controller dropped later are included. Tokens that it appended are not included, because the
-    replay appends them again."""
+    """The tokens that were sampled, in order; one round followed each of them. Sampled tokens that
+    the controller dropped later are included. Tokens that the controller appended are not included,
+    because the replay appends them again."""
     forks: list[int] = []
     """The sequences that the forks of this sequence created, in order. If the replay forks more
     often, the further forks are new."""
@@ -400,8 +400,8 @@ class StepSequence(Struct, array_like=True):
     draft: each token but the last was then sampled under one of the controller's masks along the
     draft."""
     ended: FinishReason | None = None
-    """The finish reason if the sequence has finished. Its controller gets a last post_process and
-    is then dropped."""
+    """The finish reason if the sequence has finished. The sequence's controller then gets a last
+    ``post_process`` and is dropped."""
     stop: str = ""
     """The stop string that ended the sequence. The sequence's text ends before the first occurrence
     of this string."""
@@ -466,11 +466,11 @@ class StepResult(Struct, array_like=True):
     along: list[int] = []
     """``sample``, in answer to a draft: the masks after the first draft token, after the first two,
     and so on. They end before the first position where the controller would do more than sample.
-    The numbers are rows, or attachments if the mask is an attachment."""
+    The numbers are rows, or attachments if the result's own mask is an attachment."""
     bias_row: int | None = None
-    """Row of the shared file that holds the bias: a u32, the number of pairs, and the pairs of a
-    token id (u32) and a float32 by ascending ids. If the number is 0, a float32 for each token
-    follows."""
+    """Row of the shared file that holds the bias. The row begins with a u32, the number of pairs
+    that follow. A pair is a token id (u32) and its bias (float32); the ids ascend. If the number is
+    0, the biases of all tokens follow (float32 each)."""
     bias_attachment: int | None = None
     """Attachment that holds the bias, in the same form. With neither ``bias_row`` nor
     ``bias_attachment``, the result has no bias."""
@@ -583,8 +583,8 @@ class Variable(Struct, array_like=True):
 
 
 class VariableAnswer(Struct, array_like=True):
-    """``VARIABLE_ANSWER``: the variable after the operation. ``version`` 0: the variable does not
-    exist.
+    """``VARIABLE_ANSWER``: the variable after the operation. If ``version`` is 0, the variable does
+    not exist.
 
     The answer to an applied write has ``written`` and no value. The answer to a write whose version
     did not match has the version and value of a ``get``.
@@ -696,11 +696,12 @@ class ModuleTable(Struct, array_like=True):
     """The version that the sender has; 0: the sender has no version, or the table does not exist
     yet."""
     content: bytes | None = None
-    """The new content; None: read only."""
+    """The new content; None if the operation only reads the table."""
 
 
 class ModuleTableAnswer(Struct, array_like=True):
-    """``MODULE_TABLE_ANSWER``: the table after the operation; ``version`` 0: no table exists."""
+    """``MODULE_TABLE_ANSWER``: the table after the operation. If ``version`` is 0, the tenant does
+    not have a table."""
 
     id: Id
     version: int = 0

@@ -190,7 +190,7 @@ export interface Generate {
    */
   readonly logit_bias?: Readonly<Record<string, number>> | undefined;
   /**
-   * How many of the most likely tokens to report, in addition to the sampled one. At least 0, at
+   * Number of the most likely tokens to report, in addition to the sampled token. At least 0, at
    * most 256. Default: 0.
    */
   readonly top_logprobs?: number | undefined;
@@ -239,8 +239,8 @@ export interface Generate {
   /** Do not end at the model's end-of-sequence token. Default: false. */
   readonly ignore_eos?: boolean | undefined;
   /**
-   * How many sequences to sample from this prompt; each has its `seq` in 0..n-1. At least 1, at
-   * most 128. Default: 1.
+   * Number of sequences to sample from this prompt. Their `seq` are 0 to n - 1. At least 1, at most
+   * 128. Default: 1.
    */
   readonly n?: number | undefined;
   /**
@@ -249,11 +249,11 @@ export interface Generate {
    */
   readonly stream_id: number;
   /**
-   * The name of the model. Empty: the only model that is served, or else the embedded one. At most
-   * 1024 in length.
+   * The name of the model; if empty, the only model that is served, or else the embedded one. At
+   * most 1024 in length.
    */
   readonly model?: string | undefined;
-  /** Token ids, or text that the worker tokenizes. null: the ids are attachment 0, u32 each. */
+  /** Token ids, or text that the worker tokenizes. If null, attachment 0 has the ids, u32 each. */
   readonly prompt?: readonly number[] | string | null | undefined;
   /** Buffers that precede the prompt, in order. */
   readonly buffers?: readonly string[] | undefined;
@@ -338,7 +338,7 @@ export interface Score {
   /** Whether each entry also has the text of its token. Default: false. */
   readonly text?: boolean | undefined;
   /**
-   * How many of the most likely tokens to report at each position, in addition to the scored token.
+   * Number of the most likely tokens to report at each position, in addition to the scored token.
    * At least 0, at most 256. Default: 0.
    */
   readonly top_logprobs?: number | undefined;
@@ -442,8 +442,8 @@ export interface Embed {
   /** The token ids of each input. At least 1, at most 256 in length. */
   readonly inputs: readonly (readonly number[])[];
   /**
-   * Default: the pooling that the checkpoint names (`1_Pooling/config.json`); otherwise `mean` for
-   * an encoder, and `last` for a causal model.
+   * If null, the pooling that the checkpoint names (`1_Pooling/config.json`). If it does not name
+   * one: `mean` for an encoder, and `last` for a causal model.
    */
   readonly pooling?: "first" | "last" | "mean" | null | undefined;
 }
@@ -550,8 +550,8 @@ export interface DrainWorker {
 /**
  * `PAUSE`: the workers of a model stop its steps. Requests that arrive later wait for RESUME.
  *
- * Only the operator may send PAUSE, RESUME and UPDATE_WEIGHTS. The answer is a `MSG` with a
- * `Rollout` as its result. It is sent when all workers of the model have followed the order.
+ * Only the operator may send PAUSE, RESUME and UPDATE_WEIGHTS. When all workers of the model have
+ * followed the order, the answer is sent: a `MSG` with a `Rollout` as its result.
  */
 export interface PauseModel {
   /** At least 0, at most 9223372036854775807. */
@@ -601,8 +601,8 @@ export interface UpdateWeights {
    */
   readonly mode?: "keep" | "recompute" | undefined;
   /**
-   * Seconds after which the update is given up if a worker has not read the weights. More than 0,
-   * at most 86400. Default: 600.
+   * Seconds after which the broker gives up the update if a worker has not read the weights. More
+   * than 0, at most 86400. Default: 600.
    */
   readonly timeout_s?: number | undefined;
 }
@@ -828,8 +828,8 @@ export interface Token {
   readonly processed?: number;
   /**
    * With `Sampling.kept`: the ids of the candidates that the token was drawn from, ascending. If
-   * all tokens of the vocabulary, or more than `MAX_KEPT` tokens, were candidates, the number of
-   * candidates instead.
+   * all tokens of the vocabulary, or more than `MAX_KEPT` tokens, were candidates, this is the
+   * number of candidates.
    */
   readonly kept?: number | readonly number[];
   /** Position of the token in its sequence, counted from the first generated or scored token. */
@@ -1211,7 +1211,7 @@ export function readStreamStatus(
 export interface Tool {
   readonly name: string;
   readonly description: string;
-  /** The JSON schema of its arguments, an object. */
+  /** The JSON schema of the function's arguments, which are the members of an object. */
   readonly parameters: Readonly<Record<string, Json>>;
   /** Maximum time from the arrival of a call to its answer, in seconds. */
   readonly timeout_s: number;
@@ -1308,11 +1308,11 @@ export function readTokenizerFiles(
 
 /** The vectors of the inputs of an `EMBED`. */
 export interface Embedded {
-  /** Length of each vector. */
+  /** Number of elements of each vector. */
   readonly dimensions: number;
   /**
-   * The vectors, one after another, as little-endian float32; their lengths (L2) are 1. Base64 in
-   * JSON.
+   * The vectors, one after another, as little-endian float32. Each vector has the L2 norm 1. In
+   * JSON, the bytes are encoded as base64.
    */
   readonly vectors: string;
   readonly pooling: "first" | "last" | "mean";
@@ -1535,7 +1535,7 @@ export interface StoredModule {
   readonly abi: string;
   /** Whether the sequences that the module steers may fork. */
   readonly forks: boolean;
-  /** The part of the module's state that cannot be copied to a fork; empty if `forks` is true. */
+  /** If `forks` is false: the part of the module's state that cannot be copied to a fork. */
   readonly why_no_fork: string;
   /** Size of the module's compiled form in bytes. */
   readonly compiled_size: number;
