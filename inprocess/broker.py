@@ -60,7 +60,8 @@ class MemoryBroker:
             link.cut()
 
     def _put(self, side: Side, link: Link, frames: Frames | None) -> None:
-        """Queues a message; called on the sender's thread."""
+        """Queues a message for the broker, or the end of a link (None). Called on the sender's
+        thread."""
         with self._changed:
             if threading.current_thread() is not self._thread:
                 self._changed.wait_for(lambda: len(self._arrived) < MAX_WAITING or self._closing)

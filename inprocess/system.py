@@ -23,7 +23,7 @@ from .broker import MemoryBroker
 from .connection import Connection
 
 START_S = 300.0
-"""Maximum time for loading the model, in seconds."""
+"""Maximum time until the system is ready, in seconds. Loading the model takes most of it."""
 LOOK_EVERY_S = 0.02
 
 _numbers = itertools.count(1)

@@ -17,7 +17,8 @@ from ..protocol.keys import OwnKey
 from .dealer import Context, open_dealer, receive, send
 
 PIPE = 64
-"""Maximum number of messages that ZeroMQ queues in each direction; others wait at the sender."""
+"""Maximum number of messages that ZeroMQ queues in each direction. Further messages wait at the
+sender."""
 TAKE_AT_ONCE = 64
 
 _EVENTS, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
@@ -27,8 +28,8 @@ class AsyncDealer:
     """A connection to the broker at ``address``, on the running loop. One task may receive and one
     task may send.
 
-    ZeroMQ reconnects by itself; the broker then sees a new connection. Raises AddressError, or
-    ZMQError if the process cannot open another descriptor or socket.
+    ZeroMQ reconnects by itself; the broker then sees a new connection. Raises AddressError if the
+    address is not valid, and ZMQError if the process cannot open another descriptor or socket.
     """
 
     def __init__(self, context: Context, address: str, key: OwnKey | None = None) -> None:
@@ -38,14 +39,14 @@ class AsyncDealer:
         self._receiver: asyncio.Future[None] | None = None
         self._sender: asyncio.Future[None] | None = None
         self._waited = True
-        """Whether the last ``receive`` has waited. If so, other tasks have had their turns."""
+        """Whether the last ``receive`` has waited. If so, other tasks have run meanwhile."""
         self._loop.add_reader(self._descriptor, self._look)
 
     async def receive(self) -> list[Frames]:
         """Waits until a message has arrived. Returns the messages that have arrived, up to
         ``TAKE_AT_ONCE``; never an empty list.
 
-        Other tasks of the loop have their turns, however fast messages arrive.
+        Other tasks of the loop run between two calls, however fast messages arrive.
         """
         if not self._waited:
             await asyncio.sleep(0)
@@ -88,8 +89,8 @@ class AsyncDealer:
         return messages
 
     def _look(self) -> None:
-        """Wakes the tasks that can continue now. Reading the events resets the descriptor, which
-        then becomes readable again on the next change."""
+        """Wakes the tasks that wait in ``receive`` or ``send`` and can continue now. Reading the
+        events resets the descriptor, which then becomes readable again on the next change."""
         events = int(self._socket.get(_EVENTS))
         if events & _POLLIN and self._receiver is not None and not self._receiver.done():
             self._receiver.set_result(None)

@@ -1,4 +1,4 @@
-"""Chooses the connection to the broker by the scheme of the broker's address."""
+"""Chooses the kind of connection to the broker, by the scheme of the broker's address."""
 
 from __future__ import annotations
 

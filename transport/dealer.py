@@ -80,7 +80,7 @@ class AddressError(ValueError):
 
 
 class HandshakeError(OSError):
-    """The broker does not accept the connection; ``refusal`` is the error that the peer gets."""
+    """The broker does not accept the connection. ``Peer.refused`` is called with ``refusal``."""
 
     def __init__(self, refusal: TokenbusError) -> None:
         super().__init__(refusal.message)
@@ -97,8 +97,8 @@ def open_dealer(
     """A DEALER socket that connects to ``address``, and reconnects if necessary. ``key``: the key
     with which the socket connects, if any.
 
-    ``pipe_messages``: the maximum number of messages that ZeroMQ queues in each direction; 0: the
-    number is not bounded. Raises AddressError.
+    ``pipe_messages``: the maximum number of messages that ZeroMQ queues in each direction; 0 if the
+    number is not bounded. Raises AddressError if the address is not valid.
     """
     socket = make_dealer(context, pipe_messages, key)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -267,7 +267,7 @@ class Peer(Protocol):
         """Called with the messages that have arrived, in order; never an empty list."""
 
     def outgoing(self, now: float) -> Iterable[Frames]:
-        """The messages to send now; deadlines are checked here too.
+        """Yields the messages to send now, and checks the peer's deadlines.
 
         Called after each wake-up and whenever ``wait_s`` has passed. The method is also called
         during a pause between two sockets; the messages are then discarded.
@@ -302,7 +302,8 @@ class Dealer:
     sending a message takes less time than handing it to the connection's thread.
 
     ``packed``: whether messages are packed, as between broker and workers
-    (``protocol/packing.py``). ``key``: the key for the connection, or None. Raises AddressError.
+    (``protocol/packing.py``). ``key``: the key for the connection, or None. Raises AddressError if
+    an address is not valid.
     """
 
     def __init__(
@@ -508,7 +509,7 @@ class Dealer:
                 socket.close(linger=self._linger_ms if self._closing else 0)
 
     def _exchange(self, socket: zmq.Socket[bytes], events: _Events) -> None:
-        # zmq.Poller would use the socket while other threads send.
+        # zmq.Poller would use the socket itself, while other threads may be sending on it.
         poller = select.poll()
         poller.register(int(socket.getsockopt(zmq.FD)), select.POLLIN)
         poller.register(self._wake_r, select.POLLIN)
@@ -520,7 +521,8 @@ class Dealer:
                 with self._turn:
                     wait_s = self._take_turn(socket)
             except zmq.Again:
-                # The queue of a socket whose connection was refused is always full.
+                # A send fails like this if the connection was refused, because the queue of such a
+                # socket is always full.
                 events.check()
                 raise
             if wait_s is None:

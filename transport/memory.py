@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 SCHEME = "memory://"
 PIPE = 256
-"""Maximum number of messages that wait in a link for its receiver. Further messages wait at the
-broker, which bounds them."""
+"""Maximum number of messages that wait in a link for its receiver. Further messages wait in the
+broker's outbox, which is bounded."""
 
 
 class Listener(Protocol):

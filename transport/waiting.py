@@ -11,7 +11,7 @@ Item = TypeVar("Item")
 
 def get_within(queue: SimpleQueue[Item], seconds: float | None) -> Item:
     """Waits up to ``seconds`` for the next item, or without a bound if ``seconds`` is None, and
-    returns the item. Raises Empty.
+    returns the item. Raises Empty if no item has arrived in this time.
 
     In CPython 3.11 and 3.12 ``queue.get(timeout=seconds)`` alone may wait forever. If the queue's
     own lock is free, the call takes the lock and only then computes how long to wait. If more than
