@@ -34,7 +34,8 @@ class Compaction:
         requests: Iterable[int],
         tables: Iterable[SavedTable],
     ) -> None:
-        """Creates the new log at ``path``, with all tables. Raises OSError."""
+        """Creates the new log at ``path``, with all tables. Raises OSError if the log cannot be
+        written."""
         self.log = Log.create(path, limits)
         self.pending = set(requests)
         """Requests that are not in the new log yet."""
@@ -47,7 +48,7 @@ class Compaction:
 
     def save(self, storage: VariableStorage, key: Callable[[int], str]) -> None:
         """Saves some of the pending requests in the new log. ``key`` returns the key of a request's
-        tenant. Raises OSError."""
+        tenant. Raises OSError if the log cannot be written."""
         size = 0
         while self.pending and size < SLICE:
             request = self.pending.pop()
@@ -60,7 +61,8 @@ class Compaction:
 
     def also(self, records: Iterable[Record]) -> None:
         """Adds records that were written to the current log. Records of pending requests are left
-        out, because ``save`` will write the state of these requests. Raises OSError."""
+        out, because ``save`` will write the state of these requests. Raises OSError if the new log
+        cannot be written."""
         new = [record for record in records if record.request not in self.pending]
         if new:
             self.log.append(new)

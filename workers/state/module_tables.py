@@ -36,7 +36,7 @@ class SavedTable(Struct, array_like=True):
 
 
 class ModuleTables:
-    """All tables by tenant."""
+    """The tables of all tenants."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ _NOTHING = _Part()
 
 
 class Shares:
-    """The bytes of live requests, by request and by tenant."""
+    """The bytes that the variables of live requests take, by request and by tenant."""
 
     def __init__(self, total_bytes: int) -> None:
         self._total_bytes = total_bytes

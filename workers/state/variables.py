@@ -43,17 +43,17 @@ class StorageLimits(Struct, frozen=True, kw_only=True):
     it counts once."""
 
     value_bytes: int = MIB
-    """Bytes of one value."""
+    """Maximum bytes of one value."""
     name_bytes: int = 256
-    """Bytes of one name, as UTF-8."""
+    """Maximum bytes of one name, as UTF-8."""
     variables: int = 1000
-    """Variables of one request."""
+    """Maximum number of variables of one request."""
     request_bytes: int = 8 * MIB
-    """Bytes of one request: about 32,000 operations if its values are small."""
+    """Maximum bytes of one request: about 32,000 operations if its values are small."""
     total_bytes: int = KIB * MIB
-    """Bytes of all requests."""
+    """Maximum bytes of all requests."""
     table_bytes: int = 256 * MIB
-    """Bytes of all tables of modules."""
+    """Maximum bytes of all tables of modules."""
 
 
 class SavedRequest(Struct, array_like=True):
@@ -69,7 +69,7 @@ class SavedRequest(Struct, array_like=True):
     inputs: list[int] = []
     """The indexes of the values of the inputs that have not been taken."""
     given: int = 0
-    """Number of inputs so far."""
+    """Number of inputs that the client has given so far."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +83,7 @@ class _Value:
 
 @dataclass(slots=True, eq=False)
 class _Stored:
-    """A variable."""
+    """A variable. ``version`` counts its writes."""
 
     version: int
     value: _Value
@@ -109,7 +109,7 @@ class _Held:
     inputs: deque[_Value] = field(default_factory=deque)
     """The client's inputs that have not been taken, in order."""
     given: int = 0
-    """Number of inputs so far."""
+    """Number of inputs that the client has given so far."""
     bytes: int = REQUEST_BYTES
 
     @property
@@ -237,7 +237,7 @@ class VariableStorage:
         return _answer(op, kept)
 
     def end(self, request: int) -> bool:
-        """Removes the state of an ended request; returns whether it had any."""
+        """Removes the state of an ended request; returns whether the request had any state."""
         self._ended[request] = None
         if len(self._ended) > ENDED:
             del self._ended[next(iter(self._ended))]

@@ -39,10 +39,10 @@ from .variables import StorageLimits
 log = logging.getLogger(__name__)
 
 CAPACITY = 1_000_000
-"""Capacity in requests, practically unlimited: storage is bounded by bytes instead."""
+"""Maximum number of requests. It is never reached in practice, because bytes are bounded too."""
 ABSENT_S = 300.0
 """How long a request may be on its way from one broker to another, in seconds. The next broker may
-have to wait for a controller worker before the first operation comes over its link."""
+have to wait for a controller worker, and only then does an operation come over its link."""
 VARIABLES_PART, TABLES_PART = 8, 32
 """Variables have at most 1/8 of the memory of this machine, and tables of modules 1/32. The log,
 which may be on a file system in memory, takes up to three times the bytes of both."""

@@ -35,7 +35,8 @@ def main() -> int:
 
 
 def _worker(settings: Settings, module: str | None, command: str | None) -> ToolWorker:
-    """The worker for a module or an MCP server. Raises RequestError, AddressError or KeyFault."""
+    """The worker for a module or an MCP server. Raises RequestError if the tools cannot be loaded,
+    and AddressError or KeyFault if an address or a key in the settings is not valid."""
     timeout_s = settings.tool_timeout_s
     if module is not None:
         return ToolWorker(settings, load_tools(module, timeout_s))

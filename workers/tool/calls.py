@@ -35,7 +35,8 @@ MAX_ERROR = 2_000
 """Maximum characters of the error of a tool; the rest is cut off."""
 
 _Owner = tuple[int, int]
-"""The link and the number of a request: two brokers may have the same request for a while."""
+"""The link and the id of a request. Both are needed, because two brokers may have the same request
+for a while."""
 _Name = tuple[int, int]
 """The lineage and the count of a call."""
 
@@ -117,7 +118,7 @@ class Calls:
         return tool
 
     async def _run(self, owner: _Owner, call: Call, tool: Served) -> None:
-        """Runs a call and sends its answer, unless its request ends before."""
+        """Runs a call and sends the answer, unless the call's request ends before the call."""
         try:
             async with asyncio.timeout(tool.info.timeout_s) as timeout:
                 result = await tool.call(call.arguments, self._in_thread)
@@ -136,7 +137,7 @@ class Calls:
         finally:
             self.num_running -= 1
             of_request = self._running.get(owner, {})
-            # After a cancellation, the table has no entry, or the entry of a later attempt.
+            # After a cancellation, the table does not have the call, or a later attempt's call.
             if of_request.get((call.lineage, call.count)) is asyncio.current_task():
                 del of_request[call.lineage, call.count]
                 if not of_request:

@@ -105,7 +105,7 @@ class Function:
         )
 
     async def call(self, arguments: bytes, in_thread: InThread) -> Any:
-        """See ``Served``."""
+        """Calls the function, as ``Served.call`` describes."""
         try:
             decoded = self._decode(arguments or b"{}")
         except msgspec.MsgspecError as error:
@@ -165,7 +165,8 @@ def _module(source: str) -> ModuleType:
 
 
 def _arguments(name: str, function: Callable[..., Any]) -> type[msgspec.Struct]:
-    """A struct with the parameters of a function. Raises TypeError."""
+    """A struct type with the parameters of a function as its fields. Raises TypeError if a
+    parameter cannot be given by its name."""
     hints = typing.get_type_hints(function, include_extras=True)
     fields: list[Any] = []
     for parameter in inspect.signature(function).parameters.values():
@@ -186,7 +187,7 @@ def _arguments(name: str, function: Callable[..., Any]) -> type[msgspec.Struct]:
 
 
 def _object_schema(arguments: type[msgspec.Struct]) -> dict[str, Any]:
-    """The schema of a struct, with an object at its top."""
+    """The JSON schema of a struct type, without a reference at its root."""
     (top,), others = msgspec.json.schema_components([arguments], ref_template="#/$defs/{name}")
     schema: Mapping[str, Any] = others.pop(top["$ref"].removeprefix("#/$defs/"))
     return {**schema, **({"$defs": others} if others else {})}

@@ -53,7 +53,8 @@ class McpServer:
         self._task: asyncio.Task[None]
 
     def start(self, loop: asyncio.AbstractEventLoop) -> dict[str, Served]:
-        """Starts the server on a running event loop; returns its tools. Raises RequestError."""
+        """Starts the server on a running event loop; returns its tools. Raises RequestError if the
+        server does not start."""
         try:
             return asyncio.run_coroutine_threadsafe(self._begin(), loop).result()
         except RequestError:
@@ -64,7 +65,7 @@ class McpServer:
 
     async def call(self, name: str, arguments: bytes) -> Any:
         """Calls a tool of the server; returns its structured result, or else its text. Raises
-        RequestError."""
+        RequestError if the arguments are not valid or the tool fails."""
         try:
             given = _decode(arguments or b"{}")
         except msgspec.MsgspecError as error:
@@ -122,7 +123,7 @@ class _McpTool:
         )
 
     async def call(self, arguments: bytes, in_thread: InThread) -> Any:
-        """See ``Served``."""
+        """Calls the tool, as ``Served.call`` describes."""
         return await self._server.call(self.info.name, arguments)
 
 

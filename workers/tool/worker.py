@@ -38,7 +38,7 @@ class ToolWorker:
         loop: asyncio.AbstractEventLoop | None = None,
         name: str = "",
     ) -> None:
-        """``loop``: the running event loop that the tools need; None: a new one."""
+        """``loop``: the running event loop that the tools need; None if a new loop is made."""
         self._settings = settings
         self._name = name or f"tool-{socket.gethostname()}-{os.getpid()}"
         self._tools = tools
