@@ -57,7 +57,7 @@ class Bus:
     ``health`` is updated with each heartbeat. ``key``: the worker's key, if the brokers have keys.
     ``link_of``: the link of a live request; None if the request is unknown. ``elsewhere``: the
     number of requests that came over other links than the given one. Callbacks are called by one
-    thread at a time. Raises AddressError.
+    thread at a time. Raises AddressError if an address is not valid.
     """
 
     def __init__(
@@ -108,7 +108,8 @@ class Bus:
             link.start()
 
     def take(self, wait_s: float) -> list[FromBus]:
-        """All messages that have arrived, waiting up to ``wait_s`` seconds for the first.
+        """Returns all messages that have arrived. If no message has arrived, waits up to ``wait_s``
+        seconds for the first.
 
         Raises BusEndedError if messages cannot arrive any more.
         """
@@ -129,8 +130,8 @@ class Bus:
         self._inbox.put([])
 
     def post(self, frames: Frames, link: int = 0, wake: bool = True) -> None:
-        """Sends a message over a link without waiting, in order. Without ``wake``, the message is
-        sent with the next message.
+        """Sends a message over a link without waiting. The messages of a link are sent in order. If
+        ``wake`` is false, the message is sent together with the next message.
 
         Drops the message if the lease for which it was made has ended.
         """
@@ -194,8 +195,8 @@ class Bus:
             link.post_own(link.lease.changed())
 
     def drain(self, reason: str, successor: bool | None = False) -> None:
-        """Stops the brokers from sending further requests. ``successor``: another process replaces
-        this process, so that the streams of this process may move at once; None: the whole system
+        """Stops the brokers from sending further requests. ``successor``: whether another process
+        replaces this process; its streams may then move at once. None means that the whole system
         on this machine ends."""
         for link in self._links:
             link.post_own(link.lease.drain(reason, successor))

@@ -48,7 +48,7 @@ class Lease:
         number."""
 
     def connected(self, now: float) -> list[Frames]:
-        """Handles a new connection; returns its first message."""
+        """Handles a new connection; returns the first message for the broker, REGISTER."""
         self.registered = self._outdated = False
         self._received_at = now
         self._next_beat = now + self._heartbeat_s

@@ -67,7 +67,8 @@ class Worker(Protocol):
 
 
 class Link:
-    """The link with this number, to the broker at ``endpoint``; raises AddressError."""
+    """A worker's link to the broker at ``endpoint``. ``number``: the index of this broker in the
+    worker's list. Raises AddressError if the address is not valid."""
 
     def __init__(self, number: int, endpoint: str, worker: Worker, key: OwnKey | None) -> None:
         self.number = number

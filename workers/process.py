@@ -20,8 +20,8 @@ class Worker(Protocol):
         """Serves until the worker is stopped; returns the exit code."""
 
     def stop(self, reason: str, *, restarts: bool = False) -> None:
-        """Stops the worker; callable from a signal handler. ``restarts``: a successor may follow,
-        which takes over the worker's requests."""
+        """Stops the worker. May be called from a signal handler. ``restarts``: whether a successor
+        may follow, which takes over the worker's requests."""
 
 
 def settings_of(role: str, *, traced: bool = True) -> Settings:

@@ -12,8 +12,9 @@ _NEW = ".new-"
 
 
 def write_whole(file: Path, content: bytes, *, synced: bool) -> None:
-    """Writes a file under another name, and renames it; if ``synced``, the content is on the disk
-    before the rename. After an OSError, the old file is unchanged."""
+    """Writes ``content`` to a file with another name, and renames this file to ``file``. If
+    ``synced``, the content is on the disk before the rename. After an OSError, the old file is
+    unchanged."""
     number, name = _begun(file.parent)
     try:
         with os.fdopen(number, "wb") as new:
@@ -29,8 +30,8 @@ def write_whole(file: Path, content: bytes, *, synced: bool) -> None:
 
 
 def write_first(file: Path, content: bytes) -> None:
-    """Writes a file unless it exists; only one of several simultaneous processes writes it. Raises
-    OSError."""
+    """Writes a file unless the file exists. If several processes do this at the same time, the file
+    has the content of one of them. Raises OSError if the file cannot be written."""
     number, name = _begun(file.parent)
     try:
         with os.fdopen(number, "wb") as new:
