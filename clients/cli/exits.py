@@ -22,7 +22,7 @@ REFUSED = 4
 """The request is not valid."""
 TIMED_OUT = 5
 INTERRUPTED = 130
-"""Ctrl-C."""
+"""The command was interrupted by Ctrl-C."""
 
 
 def one_line(text: str) -> str:

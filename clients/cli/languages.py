@@ -201,7 +201,7 @@ class _Grammar:
 
 
 class _Regex:
-    """A regular expression, in a file like those of the library."""
+    """A regular expression, in a file of the form that ``joined`` reads."""
 
     def __init__(self, source: Source) -> None:
         self.source = source

@@ -23,7 +23,7 @@ class Mask(NamedTuple):
     """The token mask at one place of a text."""
 
     bits: bytes
-    """Bit i set: token i is allowed."""
+    """The mask. Bit i is set if token i is allowed."""
     flags: int
     """The flags ``ANY``, ``FORCED`` and ``COMPLETE`` of ``grammar_instance.py``."""
     seconds: float
