@@ -14,7 +14,7 @@ Frames = list[bytes]
 
 
 class Message(NamedTuple):
-    """A message in the form that both codecs (frames and lines) convert to and from."""
+    """A decoded message, which the two codecs encode as frames or as a line."""
 
     type: bytes
     body: Any

@@ -20,7 +20,8 @@ class GuestUser(NamedTuple):
 
     @classmethod
     def named(cls, name: str) -> GuestUser:
-        """The user with this name. Raises ValueError if guest processes cannot run under it."""
+        """The user with this name. Raises ValueError if guest processes cannot run under this
+        user."""
         try:
             found = pwd.getpwnam(name)
         except KeyError:

@@ -468,7 +468,7 @@ class Rollout(Struct, kw_only=True, omit_defaults=True):
 
 
 class Ping(Struct, kw_only=True, omit_defaults=True):
-    """``PING``: answered by ``PONG`` with the same number; renews the lease of the session."""
+    """``PING``: answered by ``PONG`` with the same number. PINGs keep the session from expiring."""
 
     n: Count = 0
     ack: Count = 0
@@ -494,7 +494,7 @@ class Welcome(Struct, kw_only=True, omit_defaults=True):
     version: int
     encoding: str
     session: str
-    """The token of the session. Its holder can take the session over."""
+    """The token of the session. A client that has the token can take the session over."""
     resumed: bool = False
     """Whether ``HELLO`` took over an existing session; its streams wait for ``ATTACH``."""
     streams: list[StreamId] = []
@@ -539,7 +539,7 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     """
 
     token: int | None
-    """The id of the token. None: the entry has no token, only other information."""
+    """The id of the token; None if the entry does not have a token, but only other information."""
     stream_id: StreamId
     logprob: float | None
     """Natural log-probability under the model's own distribution, before bias and temperature."""
@@ -712,7 +712,7 @@ class StreamStatus(Struct, kw_only=True, omit_defaults=True):
     type: str
     """``GENERATE``, ``SCORE``, or another message that a worker answers."""
     state: Literal["waiting", "running"]
-    """Whether the stream waits for a worker, or runs at one."""
+    """Whether the stream waits for a worker, or runs at a worker."""
     age_s: float
     """Seconds since the request arrived."""
     client: str = ""
@@ -807,8 +807,8 @@ SystemEvent = Literal[
 
 
 class System(Struct, kw_only=True, omit_defaults=True):
-    """``SYSTEM``: an event of a stream that is not in its entries, for display: for example, that
-    the stream waits or has moved."""
+    """``SYSTEM``: an event of a stream, for display. For example, the stream waits or has moved.
+    The stream's entries do not contain such events."""
 
     event: SystemEvent
     message: str
@@ -834,12 +834,13 @@ class Error(Struct, kw_only=True, omit_defaults=True):
     code: str
     message: str
     stream_id: StreamId | None = None
-    """The stream that was ended; None if it could not be read from the message. With
-    ``duplicate_stream`` the new request was ended, and the stream of this id continues."""
+    """The stream that was ended; None if the message's ``stream_id`` could not be read. With
+    ``duplicate_stream``, the new request was ended, and the earlier stream of this id
+    continues."""
     path: str | None = None
     """The path of the invalid field, such as ``$.max_tokens``."""
     retry_after_s: Pause | None = None
-    """Seconds to wait before another attempt."""
+    """Seconds to wait before the request is sent again."""
     type: str | None = None
     """The type of the refused message, if the error does not concern a stream."""
 
@@ -879,7 +880,7 @@ CLIENT_MESSAGES: dict[bytes, Any] = {
     b"PING": Ping,
     b"BYE": Bye,
 }
-"""The messages of a client: type to body."""
+"""The messages that a client sends: the struct of the body, by message type."""
 
 OPERATOR_MESSAGES = frozenset({b"DRAIN", b"PAUSE", b"RESUME", b"UPDATE_WEIGHTS"})
 """Messages that only the operator may send."""
@@ -894,4 +895,4 @@ SERVER_MESSAGES: dict[bytes, Any] = {
     b"ERROR": Error,
     b"PONG": Pong,
 }
-"""The messages to a client: type to body."""
+"""The messages that the broker sends to a client: the type of the body, by message type."""

@@ -21,22 +21,22 @@ TOKEN_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
 )
-"""Bounds for times between tokens, in seconds."""
+"""Upper bounds of a histogram of times between tokens, in seconds."""
 REQUEST_S = (
     *(0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-"""Bounds for times of whole requests and of their phases, in seconds."""
+"""Upper bounds of a histogram of times of requests, or of a phase of requests, in seconds."""
 WAIT_S = (0.0, 0.0001, 0.0003, 0.001, 0.002, 0.005, 0.01, 0.05)
-"""Bounds for a step's wait for masks, in seconds. The wait is at most 5 ms plus the time to receive
-a message."""
+"""Upper bounds of a histogram of the times that steps wait for masks, in seconds. A step waits at
+most 5 ms plus the time to receive a message."""
 TOKENS = (
     *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000),
     *(10_000, 20_000, 50_000, 100_000, 200_000),
 )
-"""Bounds for numbers of tokens."""
+"""Upper bounds of a histogram of numbers of tokens."""
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
-"""Bounds for the number of tokens in a step."""
+"""Upper bounds of a histogram of the number of tokens in a step."""
 
 OTHER = "other"
 """When a label has its maximum number of different values, all further values are counted under
@@ -54,11 +54,11 @@ class Histogram(Struct):
 
     @classmethod
     def over(cls, bounds: Sequence[float]) -> Histogram:
-        """An empty histogram; ``bounds`` ascend."""
+        """An empty histogram. ``bounds``: the upper bounds, in ascending order."""
         return cls(bounds, [0] * (len(bounds) + 1))
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Counts an observation, ``times`` times."""
+        """Counts ``times`` observations of the same value."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
@@ -82,7 +82,7 @@ class Series(Struct):
 
 class Tally:
     """Counts events by the value of one label. At most ``max_values`` different values are counted
-    separately."""
+    separately; the events of all other values are counted under ``OTHER``."""
 
     def __init__(self, name: str, label: str, max_values: int = 64) -> None:
         self._name = name

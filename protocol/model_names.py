@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 
 class AliasError(ValueError):
-    """An entry of ``served_model_name`` is not valid; the message says which entries are valid."""
+    """An entry of ``served_model_name`` is not valid; the message says how to correct it."""
 
 
 class Aliases:

@@ -31,7 +31,7 @@ def next_key(before: bytes, content: bytes | memoryview) -> bytes:
 
 
 def page_keys(first: bytes, content: bytes, max_pages: int) -> Iterator[bytes]:
-    """The keys of the full pages of a prompt, up to a bound."""
+    """The keys of the full pages of a prompt, of at most ``max_pages`` pages."""
     key, view = first, memoryview(content)
     for start in range(0, min(len(content) // PAGE_BYTES, max_pages) * PAGE_BYTES, PAGE_BYTES):
         key = next_key(key, view[start : start + PAGE_BYTES])

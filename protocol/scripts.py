@@ -16,7 +16,8 @@ def language_of(suffix: str) -> str | None:
 
 
 def marked_script(text: bytes, language: str) -> bytes:
-    """The upload of a script. A text that already names its language is not changed."""
+    """The bytes to upload for a script: a line that names the language, and the text. A text that
+    already begins with ``SCRIPT_MARK`` is not changed."""
     if text.startswith(SCRIPT_MARK):
         return text
     return SCRIPT_MARK + language.encode() + b"\n" + text

@@ -287,7 +287,7 @@ class Automaton:
         return _DEAD
 
     def walk(self, state: State, data: bytes) -> State:
-        """The state after some bytes."""
+        """The state after the bytes of ``data``."""
         for byte in data:
             state = self.step(state, byte)
         return state

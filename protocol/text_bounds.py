@@ -82,8 +82,8 @@ class TextBound(NamedTuple):
         return self.max_tokens * self.size.max_bytes * shortening
 
     def check(self, texts: Iterable[str], path: str = "$.prompt") -> int:
-        """Returns the number of bytes of ``texts``; raises RequestError if the model cannot take
-        them."""
+        """Returns the number of bytes of ``texts``; raises RequestError if ``texts`` are too long
+        for the model."""
         texts = list(texts)
         # Each character has at least one byte, so a text with too many characters is not encoded.
         self.check_bytes(sum(map(len, texts)), path)
@@ -92,7 +92,7 @@ class TextBound(NamedTuple):
         return num_bytes
 
     def check_bytes(self, num_bytes: int, path: str = "$.prompt") -> None:
-        """Raises RequestError if the model cannot take ``num_bytes`` of text."""
+        """Raises RequestError if a text of ``num_bytes`` bytes is too long for the model."""
         if num_bytes > self.max_bytes:
             shortens = f", times {MAX_SHORTENING} because the tokenizer may shorten text"
             factor = shortens if self.size.shortens else ""

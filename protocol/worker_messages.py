@@ -105,8 +105,8 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     """The models of a GPU worker whose weights have changed, or that are paused. A restarted broker
     receives these states from its workers."""
     registration: Id = 0
-    """Number of the lease that this message begins or updates, among the leases of this process. 0:
-    the worker does not number its leases."""
+    """Number of the lease that this message begins or updates, among the leases of this process; 0
+    if the worker does not number its leases."""
 
 
 class Registered(Struct, kw_only=True, omit_defaults=True):
@@ -125,7 +125,7 @@ class Registered(Struct, kw_only=True, omit_defaults=True):
     """For a GPU worker: the models whose weights have changed, or that are or were paused. The
     worker loads these weights before it runs streams of the model."""
     registration: Id = 0
-    """``Register.registration`` of the message that began the lease. 0: the broker does not send
+    """``Register.registration`` of the message that began the lease; 0 if the broker does not send
     this number back."""
 
 
@@ -149,8 +149,8 @@ class Journal(Struct, kw_only=True, omit_defaults=True):
     gone: bool = False
     """Whether the worker no longer has the request. The message then has no attachments."""
     entries: Annotated[int, Meta(ge=0)] | None = None
-    """Number of entries in attachment 0. None: the worker is of an earlier release, and the broker
-    counts the entries."""
+    """Number of entries in attachment 0. If None, the worker is of an earlier release, and the
+    broker counts the entries."""
 
 
 class Heartbeat(Struct, kw_only=True, omit_defaults=True):
@@ -693,8 +693,8 @@ class ModuleTable(Struct, array_like=True):
     with the same id is done once."""
     tenant: str
     known: int = 0
-    """The version that the sender has; 0: the sender has no version, or the table does not exist
-    yet."""
+    """The version that the sender has; 0 if the sender does not have a version, or if the table
+    does not exist yet."""
     content: bytes | None = None
     """The new content; None if the operation only reads the table."""
 
@@ -728,8 +728,8 @@ class FetchModule(Struct, kw_only=True, omit_defaults=True):
 
 
 class ModuleBytes(Struct, kw_only=True, omit_defaults=True):
-    """``MODULE_BYTES``: a controller worker has the bytes of this module. They are attachment 0,
-    unless the request asked only whether the worker has them."""
+    """``MODULE_BYTES``: the sender, a controller worker, has the bytes of this module. They are
+    attachment 0 if ``FetchModule.send`` was true."""
 
     module: str
 
@@ -769,7 +769,7 @@ TO_BROKER: dict[bytes, Any] = {
     b"BUFFER": Buffer,
     **_BETWEEN_WORKERS,
 }
-"""The messages of a worker: type to body."""
+"""The messages that a worker sends: the type of the body, by message type."""
 
 TO_WORKER: dict[bytes, Any] = {
     b"REGISTERED": Registered,
@@ -795,4 +795,4 @@ TO_WORKER: dict[bytes, Any] = {
     b"INPUTS": Inputs,
     **_BETWEEN_WORKERS,
 }
-"""The messages to a worker: type to body."""
+"""The messages that a worker receives: the type of the body, by message type."""

@@ -6,7 +6,7 @@ import { type Code, ERROR_KINDS, type ErrorKind, RETRYABLE } from "./messages.js
 export interface ErrorDetails {
   /** The faulty field, such as `$.max_tokens`. */
   readonly path?: string | null | undefined;
-  /** Seconds to wait before another attempt. */
+  /** Seconds to wait before the request is sent again. */
   readonly retry_after_s?: number | null | undefined;
 }
 
@@ -16,7 +16,7 @@ export class TokenbusError extends Error {
   readonly code: Code | (string & {});
   /** The faulty field. */
   readonly path: string | null;
-  /** Seconds to wait before another attempt. */
+  /** Seconds to wait before the request is sent again. */
   readonly retry_after_s: number | null;
 
   constructor(code: Code | (string & {}), message: string, details: ErrorDetails = {}) {
@@ -51,7 +51,7 @@ export class RequestTimeoutError extends TokenbusError {}
 /** The streams were ended, because the client did not read its tokens fast enough. */
 export class SlowClientError extends TokenbusError {}
 
-/** An internal error of the service; its log has the details. */
+/** An internal error of the service. The service's log has the details. */
 export class ServiceError extends TokenbusError {}
 
 const CLASSES: Readonly<Record<ErrorKind, typeof TokenbusError>> = {

@@ -607,7 +607,7 @@ export interface UpdateWeights {
   readonly timeout_s?: number | undefined;
 }
 
-/** `PING`: answered by `PONG` with the same number; renews the lease of the session. */
+/** `PING`: answered by `PONG` with the same number. PINGs keep the session from expiring. */
 export interface Ping {
   /** At least 0. Default: 0. */
   readonly n?: number | undefined;
@@ -686,7 +686,7 @@ export const SCORE_FIELDS: readonly (keyof Score)[] = [
 export interface Welcome {
   readonly version: number;
   readonly encoding: string;
-  /** The token of the session. Its holder can take the session over. */
+  /** The token of the session. A client that has the token can take the session over. */
   readonly session: string;
   /** Whether `HELLO` took over an existing session; its streams wait for `ATTACH`. */
   readonly resumed: boolean;
@@ -809,7 +809,7 @@ export function readDistribution(sent: Sent<Distribution, "top" | "scores">): Di
  * The first four fields, and `top_logprobs` of a generation, are LMTP's, and always present.
  */
 export interface Token {
-  /** The id of the token. null: the entry has no token, only other information. */
+  /** The id of the token; null if the entry does not have a token, but only other information. */
   readonly token: number | null;
   readonly stream_id: number;
   /** Natural log-probability under the model's own distribution, before bias and temperature. */
@@ -1168,7 +1168,7 @@ export interface StreamStatus {
   readonly request: number;
   /** `GENERATE`, `SCORE`, or another message that a worker answers. */
   readonly type: string;
-  /** Whether the stream waits for a worker, or runs at one. */
+  /** Whether the stream waits for a worker, or runs at a worker. */
   readonly state: "running" | "waiting";
   /** Seconds since the request arrived. */
   readonly age_s: number;
@@ -1392,8 +1392,8 @@ export function readMsg(sent: Sent<Msg, "moves">): Msg {
 }
 
 /**
- * `SYSTEM`: an event of a stream that is not in its entries, for display: for example, that the
- * stream waits or has moved.
+ * `SYSTEM`: an event of a stream, for display. For example, the stream waits or has moved. The
+ * stream's entries do not contain such events.
  */
 export interface System {
   readonly event: "draining" | "loaded" | "loading" | "moved" | "not_movable" | "queued" | "retrying" | "throttled";
@@ -1447,13 +1447,13 @@ export interface ErrorMessage {
   readonly code: string;
   readonly message: string;
   /**
-   * The stream that was ended; null if it could not be read from the message. With
-   * `duplicate_stream` the new request was ended, and the stream of this id continues.
+   * The stream that was ended; null if the message's `stream_id` could not be read. With
+   * `duplicate_stream`, the new request was ended, and the earlier stream of this id continues.
    */
   readonly stream_id: number | null;
   /** The path of the invalid field, such as `$.max_tokens`. */
   readonly path: string | null;
-  /** Seconds to wait before another attempt. */
+  /** Seconds to wait before the request is sent again. */
   readonly retry_after_s: number | null;
   /** The type of the refused message, if the error does not concern a stream. */
   readonly type: string | null;
