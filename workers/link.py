@@ -34,7 +34,7 @@ LINGER_MS = 1000
 
 
 class FromBus(NamedTuple):
-    """A message that a broker passed on: its type, header, body and attachments."""
+    """A message that a broker has sent to this worker: its type, header, body and attachments."""
 
     type: bytes
     header: Header
@@ -49,10 +49,10 @@ class Worker(Protocol):
     called on the worker's own thread."""
 
     def registration(self, link: int) -> Register:
-        """The registration at a broker."""
+        """The registration that is sent to the broker of this link."""
 
     def beat(self, link: int, now: float) -> Heartbeat:
-        """The heartbeat for a broker."""
+        """The heartbeat that is sent to the broker of this link."""
 
     def take_in(self, messages: list[FromBus]) -> None:
         """Called with messages that have arrived."""
