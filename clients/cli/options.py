@@ -128,7 +128,7 @@ def given_text(words: list[str]) -> str:
 
 
 def parameter(name: str, text: str | None) -> Any:
-    """Parses the value of a parameter; raises RequestError if it is missing or not valid."""
+    """Parses the value of a parameter; raises RequestError if the value is missing or not valid."""
     if name not in PARAMETERS:
         near = difflib.get_close_matches(name, PARAMETERS, 1, 0.7)
         known = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(sorted(PARAMETERS))}"
@@ -160,8 +160,8 @@ def _value(name: str, text: str) -> Any:
 
 
 def number(name: str) -> Callable[[str], Any]:
-    """Parses a numeric flag. argparse calls this function as a ``type``, and adds the flag's name
-    to errors."""
+    """Returns a parser for the value of a numeric flag. argparse calls the parser as a ``type``,
+    and adds the flag's name to errors."""
 
     def parse(text: str) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Finds lines and columns in a text, and prints a line with a caret under a column."""
+"""Finds lines and columns in a text, and shows a line with a caret under a column."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _files(name: str, settings: Settings) -> TokenizerFiles:
-    """The template of a path, or of a served model. Raises FileFault."""
+    """The template of a path, or of a served model. Raises FileFault if the path cannot be read."""
     path = Path(name)
     if not path.exists():
         with client_for(settings) as client:

@@ -13,7 +13,7 @@ from .notices import Notices
 
 
 class LiveText:
-    """The text of one sequence on standard output, as it arrives.
+    """Prints the text of one sequence on standard output, as it arrives.
 
     Printed text cannot be removed. After a backtrack a line states how many tokens were removed,
     and the text is printed again from its beginning.

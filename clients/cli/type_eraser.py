@@ -72,13 +72,14 @@ _BREAKS = b"\r\n"
 
 class TypeScriptFault(ValueError):
     """A script in TypeScript is not valid, or cannot be run without its types. The message begins
-    with the line."""
+    with the number of the line."""
 
 
 def erase_types(text: bytes) -> bytes:
-    """The JavaScript of a script in TypeScript; raises TypeScriptFault.
+    """Converts a script in TypeScript to JavaScript.
 
-    Raises ModuleNotFoundError if the parser is not installed.
+    Raises TypeScriptFault if the script is not valid or cannot be run without its types, and
+    ModuleNotFoundError if the parser is not installed.
     """
     import tree_sitter_typescript
     from tree_sitter import Language, Parser
