@@ -36,7 +36,7 @@ class GuestUser(NamedTuple):
             )
         if missing := [each for each, bit in _NEEDED.items() if not _capabilities() >> bit & 1]:
             raise ValueError(
-                f"guest_user: this process may not start processes of {name}, because it lacks "
+                f"guest_user: this process may not start processes as {name}, because it lacks "
                 f"{', '.join(missing)}; start the system as root, or with these capabilities "
                 "(AmbientCapabilities= in a systemd unit)"
             )

@@ -242,9 +242,9 @@ class _Events:
         if self._closed[self._address] < CLOSED_OFTEN:
             return None
         return (
-            f"{broker} closes each connection: it has no keys, or another key than the file of "
-            f"{shown} names; the file names {key.broker}, and 'tokenbus keys list' on the broker's "
-            "machine prints the broker's key"
+            f"{broker} closes each connection: it has no keys, or not the key that the file of "
+            f"{shown} expects; the file names {key.broker}, and 'tokenbus keys list' on the "
+            "broker's machine prints the broker's key"
         )
 
 
@@ -488,7 +488,7 @@ class Dealer:
                     pass
             except Exception:
                 log.exception(
-                    "deadlines were not checked before the connection to %s", self.address
+                    "the peer's deadlines were not checked while disconnected from %s", self.address
                 )
 
     def _serve(self) -> None:

@@ -38,8 +38,8 @@ def _add_check(actions: Any) -> None:
         allow_abbrev=False,
         help="check whether a grammar accepts an input",
         description="Checks an input against the masks of a grammar, token by token. The exit code "
-        "is 0 if the input is accepted, otherwise 1. A refusal prints its place and the expected "
-        "lexemes.",
+        "is 0 if the input is accepted, otherwise 1. For a refused input, the place of the refusal "
+        "and the expected lexemes are printed.",
     )
     _add_grammar(parser)
     parser.add_argument("input", metavar="INPUT", help="input file; - is standard input")

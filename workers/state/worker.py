@@ -104,7 +104,7 @@ class StateWorker:
                     # After LEASE_ENDED, the variables are kept, because the requests may continue
                     # at another broker.
                     log.warning(
-                        "ignored a message of type %r, which a state worker does not take",
+                        "ignored a message of type %r, which a state worker does not handle",
                         message.type,
                     )
         log.info("stopping: %s", self._stop_reason)
@@ -152,7 +152,7 @@ class StateWorker:
                 )
             except Exception:
                 # The bus thread continues, so that the other messages of the burst are answered.
-                log.exception("a %r message failed", message.type)
+                log.exception("the handling of a %r message failed", message.type)
         self._do(run)
         return others
 
