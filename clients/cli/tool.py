@@ -26,8 +26,7 @@ def add_command(commands: Any) -> None:
         allow_abbrev=False,
         help="run a tool worker",
         description="Adds a worker to a running system. The worker serves those functions of a "
-        "Python module or file that are marked with @tool, or all public functions if no function "
-        "is marked.",
+        "Python module or file that are marked with @tool, or else all its public functions.",
     )
     serve.add_argument(
         "module", nargs="?", metavar="FILE|MODULE", help="file that ends with .py, or module"
