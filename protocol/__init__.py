@@ -1,1 +1,1 @@
-"""LMTP on Tokenbus: messages, codecs, headers, errors and ids. Sans-IO: no sockets, no clocks."""
+"""LMTP on Tokenbus: messages, codecs, headers, errors, ids and settings, without sockets."""

@@ -117,8 +117,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     controller_post_ms: Positive = 1.0
     controller_decision_s: Positive = 300.0
     """Time that a GPU worker waits for a controller's decision before it ends the sequence, in
-    addition to the controller's own time limits. Starting a controller counts too: compiling a
-    grammar may take 100 seconds."""
+    addition to the controller's own time limits. The first decision includes the start of the
+    controller: compiling a grammar may take 100 seconds."""
     controller_fuel_per_ms: AtLeastZero = 0
     """Wasm instructions that a controller may execute for each millisecond of its CPU time limits.
     A call that executes too many instructions then fails on every machine, fast or slow. The CPU
@@ -136,7 +136,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Maximum number of processes of one controller worker in which uploaded modules run, one for
     each key; 0: modules run on the worker's threads."""
     guest_user: str = ""
-    """The user under which guest processes run, to whom the worker must be allowed to change. If
+    """The user under which guest processes run. The worker needs the right to change users. If
     empty, guest processes run under the worker's own user."""
     grammar_compile_s: Positive = 1.5
     """CPU time limit of compiling a pattern, a schema or a Lark grammar, in seconds. A refusal

@@ -68,7 +68,7 @@ class Happened(NamedTuple):
 
 
 class Tracing:
-    """The exporter of one process."""
+    """Exports the spans of one process."""
 
     def __init__(self, process: str) -> None:
         """Raises ImportError without the extra ``otel``."""

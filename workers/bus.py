@@ -33,8 +33,9 @@ log = logging.getLogger(__name__)
 
 
 LEASE_ENDED = b"LEASE_ENDED"
-"""The type of a message that brokers do not send. A worker with several brokers receives a message
-of this type when the lease at one of the brokers has ended, possibly for good."""
+"""The type of a message that comes from this module, not from a broker. If a worker has several
+brokers, ``take`` returns such a message when the lease at one of the brokers has ended, possibly
+for good."""
 
 
 class BusEndedError(RuntimeError):
@@ -74,10 +75,11 @@ class Bus:
         elsewhere: Callable[[int], int] = lambda link: 0,
     ) -> None:
         self._inbox: SimpleQueue[list[FromBus]] = SimpleQueue()
-        """An empty list only wakes ``take``. Unlike a Condition, the queue is implemented in C, and
-        a signal handler that interrupts a ``put`` may call ``put`` too."""
+        """The messages for ``take``; an empty list only wakes ``take``. Unlike a Condition, the
+        queue is implemented in C, so a signal handler that interrupts a ``put`` may call ``put``
+        too."""
         self._turn = threading.RLock()
-        """Held by the bus thread that calls the worker."""
+        """Held by the bus thread that calls a callback of the worker."""
         self._registration = registration
         self._ended: str | None = None
         self._step_started: float | None = None

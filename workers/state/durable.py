@@ -40,7 +40,8 @@ log = logging.getLogger(__name__)
 COMPACT_FLOOR = 16 * MIB
 """A log of at most this many bytes is rewritten only after a fault of the disk."""
 COMPACT_FACTOR = 2
-"""The log is rewritten if it exceeds the floor and this many times the size of the state."""
+"""The log is rewritten if it has more bytes than the floor, and more than this many times the bytes
+of the state."""
 SYNC_S = 1.0
 """Seconds between two syncs of the log. A power failure can lose the operations of about this time;
 a crash of the process loses no operations."""
@@ -210,8 +211,9 @@ class DurableVariables:
                 self._compaction.pending.difference_update(ended)
 
     def maintain(self) -> float:
-        """Syncs the log, and writes a part of a new log, if these are due. Returns the seconds
-        until the next call. Another thread may apply operations meanwhile.
+        """Syncs the log if a sync is due, and writes a part of a new log if the log is being
+        rewritten. Returns the seconds until the next call. Another thread may apply operations
+        meanwhile.
         """
         now = time.monotonic()
         if now - self._synced_at >= SYNC_S:

@@ -2,7 +2,7 @@
 
 Source: AICI's storage commands (``ReadVar``, ``WriteVar``). Each answer is stored until its request
 ends, so that a replayed controller receives the same answers again. Requests affect each other only
-through the bound of the whole worker. A refusal at this bound is not stored.
+through the bound on the bytes of all requests. A refusal at this bound is not stored.
 
 An append extends the value in place, and a stored answer refers to a prefix of the value. So if a
 controller appends and reads at each token, the answers to its reads do not need copies of the
