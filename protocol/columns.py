@@ -55,7 +55,7 @@ class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
     """``seq`` of each row, u32 each; empty if all of them are 0."""
     texts: list[str | None] = []
     """``text`` of each row, or None if the row's entry has no text. The list is empty if no row has
-    text. Only for clients that have the capability ``text_columns``."""
+    text. Sent only to clients that have the capability ``text_columns``."""
     processed: bytes = b""
     """``processed`` of each row, f64 each; NaN if the row's request did not ask for the field.
     Empty if no row has the field."""

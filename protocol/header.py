@@ -35,7 +35,7 @@ class Flag(IntFlag):
     MOVED = 8
     """The request began at another worker: its last attachment is a ``Transcript``."""
     TEXTS = 16
-    """With ``COLUMNS``: the client also accepts rows with text."""
+    """The client also accepts rows with text. Set only together with ``COLUMNS``."""
 
 
 FORM = Flag.MSGPACK | Flag.COLUMNS | Flag.TEXTS

@@ -87,8 +87,8 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     """The encodings that the client accepts, in order of preference. The broker uses the first one
     that it supports."""
     session: Annotated[str, Meta(max_length=256)] | None = None
-    """The token from an earlier ``WELCOME``. The client takes over the session of this token. Its
-    key must be the key with which the session began."""
+    """The token from an earlier ``WELCOME``. The client takes over the session of this token, and
+    must have the key with which the session began."""
     begin: bool = False
     """Begin a session with the token in ``session`` if the broker has no session with this token,
     under any key. The token is then a secret of 32 hexadecimal digits that the client has
@@ -134,8 +134,8 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     """The argument of the controller. A text is passed unchanged, any other value as JSON."""
     heal_prompt: bool = False
     """Remove the last token of the prompt, and force the first sampled token to begin with the text
-    of the removed token. The text of the stream begins after that text. Not available with a
-    module."""
+    of the removed token. The text of the stream begins after that text. This is not possible if
+    ``controller`` is a module."""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     """Higher priorities are served first."""
     timeout_s: Timeout | None = None
@@ -245,7 +245,7 @@ class InputAnswer(Struct, kw_only=True, omit_defaults=True):
     code: str | None = None
     message: str = ""
     retry_after_s: Pause | None = None
-    """Seconds to wait before the client sends a refused input again; None: the input would be
+    """Seconds to wait before the client sends a refused input again; None if the input would be
     refused again."""
 
 
@@ -404,7 +404,7 @@ class DrainWorker(Struct, kw_only=True, omit_defaults=True):
 
 
 class PauseModel(Struct, kw_only=True, omit_defaults=True):
-    """``PAUSE``: the workers of a model stop its steps. Requests that arrive later wait for RESUME.
+    """``PAUSE``: the workers of a model stop the model's steps. Later requests wait for RESUME.
 
     Only the operator may send PAUSE, RESUME and UPDATE_WEIGHTS. When all workers of the model have
     followed the order, the answer is sent: a ``MSG`` with a ``Rollout`` as its result.
@@ -412,7 +412,7 @@ class PauseModel(Struct, kw_only=True, omit_defaults=True):
 
     stream_id: StreamId
     model: ModelName = ""
-    """The model; empty: the default model."""
+    """The name of the model; if empty, the default model."""
     mode: PauseMode = "keep"
     """``keep``: live streams stop between two steps and continue after RESUME. ``wait``: the
     workers first complete the live streams. ``abort``: live streams end as ``cancelled``."""
@@ -423,11 +423,11 @@ class ResumeModel(Struct, kw_only=True, omit_defaults=True):
 
     stream_id: StreamId
     model: ModelName = ""
-    """The model; empty: the default model."""
+    """The name of the model; if empty, the default model."""
 
 
 class UpdateWeights(Struct, kw_only=True, omit_defaults=True):
-    """``UPDATE_WEIGHTS``: the workers of a model replace its weights, while its streams run.
+    """``UPDATE_WEIGHTS``: the workers of a model replace the model's weights while streams run.
 
     Each worker first reads and checks the new weights. If all of these checks succeed, each worker
     replaces its weights between two steps. Otherwise the answer is an ``ERROR``, and no worker has
@@ -439,9 +439,9 @@ class UpdateWeights(Struct, kw_only=True, omit_defaults=True):
     """The folder of the safetensors files, an absolute path on the workers' machines that their
     setting ``allow`` admits."""
     model: ModelName = ""
-    """The model; empty: the default model."""
+    """The name of the model; if empty, the default model."""
     version: WeightsVersion = 0
-    """The number of the new version, above the number of the current version; 0: the next
+    """The number of the new version, above the number of the current version; 0 stands for the next
     number."""
     mode: UpdateMode = "recompute"
     """``recompute``: the KV cache of live streams is computed again. ``keep``: live streams keep
@@ -496,7 +496,8 @@ class Welcome(Struct, kw_only=True, omit_defaults=True):
     session: str
     """The token of the session. A client that has the token can take the session over."""
     resumed: bool = False
-    """Whether ``HELLO`` took over an existing session; its streams wait for ``ATTACH``."""
+    """Whether ``HELLO`` took over an existing session. The session's streams then wait for
+    ``ATTACH``."""
     streams: list[StreamId] = []
     """The live streams of a resumed session; if ``recovering``, the streams that are known so
     far."""
@@ -695,8 +696,8 @@ class TokenizerFiles(Struct, kw_only=True, omit_defaults=True):
     fingerprint: str
     """SHA-256 of the tokenizer's canonical JSON, as in ``ModelInfo``."""
     json: str
-    """The content of the file that the tokenizers library reads (``tokenizer.json``). It has up to
-    about 20 MB."""
+    """The content of the file that the tokenizers library reads (``tokenizer.json``). The file has
+    up to about 20 MB."""
     chat_template: str = ""
     """The chat template in Jinja, as in transformers; empty if the model has no chat template."""
     special_tokens: dict[str, str] = {}

@@ -100,7 +100,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Draft the tokens that a sequence is likely to continue with, and verify them in one step."""
     draft_model: str = ""
     """A path or a hub id of a small model with the same tokenizer. The model drafts tokens for a
-    sequence whose text has no repetitions to draft from; empty: no draft model."""
+    sequence whose text has no repetitions to draft from. If empty, there is no draft model."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Launch the forward of a step before the tokens of the previous step are processed, so that
     the device does not wait for the worker's Python. ``auto``: only on a GPU."""
@@ -122,7 +122,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     controller_fuel_per_ms: AtLeastZero = 0
     """Wasm instructions that a controller may execute for each millisecond of its CPU time limits.
     A call that executes too many instructions then fails on every machine, fast or slow. The CPU
-    time limits are then a second longer. 0: only CPU time is limited."""
+    time limits are then a second longer. If 0, only CPU time is limited."""
     controller_memory_bytes: AtLeastOne = 64 * 1024 * 1024
     """Memory limit of the controller of one sequence."""
     controller_forks: AtLeastOne = 128
@@ -147,8 +147,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Maximum number of requests whose controllers one worker runs."""
     allow_tools: list[str] = []
     """Names of the tools that the programs of every client may call; ``*`` and ``?`` match as in a
-    shell. A client's key may list other tools. Empty: only the operator's programs may call
-    tools."""
+    shell. A client's key may list other tools. If this list is empty, only the operator's programs
+    may call tools."""
     tool_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 30.0
     """Maximum time of a call, for tools that do not have their own time-out."""
     tool_threads: AtLeastOne = 16
@@ -178,7 +178,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     scale_down_s: Positive = 120.0
     """Time for which fewer workers must have been sufficient before a worker is removed."""
     http: str = "127.0.0.1:8080"
-    """Address where the gateways listen for HTTP and WebSocket; ``none``: no gateway runs."""
+    """Address where the gateways listen for HTTP and WebSocket. If ``none``, no gateway runs."""
     gateways: AtLeastOne = 1
     """Number of gateway processes of ``tokenbus up``. Several gateways share the port by
     SO_REUSEPORT."""
@@ -197,7 +197,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Maximum number of entries of a stream that a gateway stores for an HTTP client that does not
     read; a stream with more unread entries ends."""
     cors: list[str] = []
-    """Origins whose pages may use the gateways, for example ``https://example.org``; ``*``: all."""
+    """Origins whose pages may use the gateways, for example ``https://example.org``; ``*`` stands
+    for all origins."""
     trust_request_chat_template: bool = False
     """Render chat templates that requests contain. If false, the gateway refuses the field
     ``chat_template``."""

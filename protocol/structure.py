@@ -40,13 +40,13 @@ class Tag(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """The text that begins the tag. After the first ``trigger`` characters of this text, the rest
     of it must follow."""
     trigger: int = 0
-    """Number of characters of ``begin`` that trigger the tag; 0: all of them."""
+    """Number of characters of ``begin`` that trigger the tag; 0 stands for all characters."""
     end: str = ""
     """The text that ends the tag. ``text`` content ends at the first occurrence of ``end``,
-    ``json`` content where its value ends."""
+    ``json`` content where the JSON value ends."""
     content: Literal["text", "json", "none"] = "text"
     schema: dict[str, Any] | bool | None = None
-    """The schema of ``json`` content; null: any value."""
+    """The schema of ``json`` content; None if every value is valid."""
     excludes: list[str] = []
     """Texts that the content may not contain."""
     kind: Kind = "text"
@@ -80,8 +80,8 @@ class Phase(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
     may_end: bool = False
     """Whether the answer may end in this phase."""
     end: str = ""
-    """The name of the end-of-sequence token with which the answer may end; empty: any such token
-    may end the answer."""
+    """The name of the end-of-sequence token with which the answer may end. If empty, any
+    end-of-sequence token may end the answer."""
 
 
 class Structure(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -159,7 +159,7 @@ class Piece(NamedTuple):
 
     kind: Kind
     tag: int | None
-    """The index of the part's tag; None: the part is free text."""
+    """The index of the part's tag; None if the part is free text."""
     data: bytes
     begins: bool = False
     """Whether the tag begins here; ``data`` is empty then."""
@@ -188,7 +188,7 @@ class State(NamedTuple):
     depth: int = 0
     """Number of open brackets of JSON."""
     quoted: int = 0
-    """0: outside of JSON strings; 1: in a JSON string; 2: after a backslash in a JSON string."""
+    """0 outside of JSON strings, 1 in a JSON string, 2 after a backslash in a JSON string."""
     part: int = 0
     """Number of parts before this one."""
     last: int = -1

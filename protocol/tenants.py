@@ -18,7 +18,7 @@ class Tenant(NamedTuple):
 
     key: str = ""
     quota_bytes: int | None = None
-    """The tenant's quota of the resource that the message concerns; None: unlimited."""
+    """The tenant's quota of the resource that the message concerns; None if it is unlimited."""
 
     def encode(self) -> bytes:
         """Encodes the tenant as an attachment."""

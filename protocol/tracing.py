@@ -31,8 +31,8 @@ NAMED_BY = (
 )
 """Any of these variables turns traces on, unless ``OTEL_TRACES_EXPORTER`` is ``none``."""
 PARENTS = {"broker": "", "gpu": "broker", "controller": "gpu"}
-"""For each process, the process whose span is the parent of its spans; "" if the client's span is
-the parent."""
+"""For each process, the process whose spans are the parents of this process's spans; "" if the
+client's spans are the parents."""
 PROVIDER = "tokenbus"
 """``gen_ai.provider.name`` of all spans."""
 

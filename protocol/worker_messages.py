@@ -95,7 +95,7 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     """The worker's live requests that came from this broker, or from an earlier broker at its
     address."""
     update: bool = False
-    """Whether a registered worker changes what it serves; its lease continues."""
+    """Whether a registered worker changes what it serves. The worker's lease then continues."""
     step_age_s: float | None = None
     """How long the current step has been running, in seconds; None between steps. A worker may
     register while its step hangs."""
@@ -194,7 +194,8 @@ class Claimed(Struct, kw_only=True, omit_defaults=True):
 
 
 class Released(Struct, kw_only=True, omit_defaults=True):
-    """``RELEASED``: these requests continue under another broker. Sent by their GPU worker."""
+    """``RELEASED``: these requests continue under another broker. Sent by the GPU worker that has
+    the requests."""
 
     requests: list[Id]
 
@@ -290,8 +291,8 @@ class Drain(Struct, kw_only=True, omit_defaults=True):
 class Handover(Struct, kw_only=True, omit_defaults=True):
     """``HANDOVER``: other workers, or a successor, can take all requests of this draining worker.
 
-    Sent by the broker. The worker ends its current step, sends its results, and unregisters; then
-    its streams move.
+    Sent by the broker. The worker ends its current step, sends the results, and unregisters. Then
+    the worker's streams move.
     """
 
 
@@ -303,8 +304,8 @@ class Unregister(Struct, kw_only=True, omit_defaults=True):
 
 # --- the step between a GPU worker and a controller worker ----------------------------------------
 #
-# In a message from one worker to another, ``Header.address`` is the receiver when it is sent (0:
-# the broker chooses) and the sender when it arrives. Bodies are msgpack.
+# In a message from one worker to another, ``Header.address`` is the receiver when the message is
+# sent (0 if the broker chooses), and the sender when the message arrives. Bodies are msgpack.
 
 
 class VocabularyName(Struct, kw_only=True, omit_defaults=True):
@@ -409,8 +410,8 @@ class StepSequence(Struct, array_like=True):
     """Tokens that are likely to follow, for a controller that takes drafts. If the controller
     decides to sample, its result also has the masks along the draft."""
     distributions: list[Distribution] = []
-    """The distribution that each of ``tokens`` was sampled from, if the decision before the token
-    had a query; else empty."""
+    """The distributions that ``tokens`` were sampled from. Empty if the decision before the tokens
+    did not have a query."""
 
 
 class Step(Struct, kw_only=True, omit_defaults=True):
@@ -418,11 +419,12 @@ class Step(Struct, kw_only=True, omit_defaults=True):
 
     sequences: list[StepSequence]
     masks: str = ""
-    """The file of mask rows that both workers map into memory; empty: masks are attachments."""
+    """The file of mask rows that both workers map into memory; empty if masks are attachments."""
     rows: int = 0
     row_bytes: int = 0
     bias_bytes: int = 0
-    """Bytes of a row's bias; the biases of all rows follow the masks. 0: biases are attachments."""
+    """Bytes of a row's bias; 0 if biases are attachments. The biases of all rows follow the
+    masks."""
 
 
 class StepResult(Struct, array_like=True):
@@ -482,8 +484,9 @@ class StepResult(Struct, array_like=True):
     wakes: int = 0
     """How often the sequence has been woken since its last sampled token."""
     biases_along: list[int | None] = []
-    """The biases that belong to the masks of ``along``, in the same order, as rows or attachments;
-    None: no bias. Empty if no position along the draft has a bias."""
+    """The biases that belong to the masks of ``along``, in the same order, as rows or attachments.
+    An element is None if its position has no bias. The list is empty if no position along the draft
+    has a bias."""
     messages: list[str] = []
     """The texts that the program has sent to its client."""
 

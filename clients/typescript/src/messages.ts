@@ -132,8 +132,8 @@ export interface Hello {
    */
   readonly encodings?: readonly string[] | undefined;
   /**
-   * The token from an earlier `WELCOME`. The client takes over the session of this token. Its key
-   * must be the key with which the session began. At most 256 in length.
+   * The token from an earlier `WELCOME`. The client takes over the session of this token, and must
+   * have the key with which the session began. At most 256 in length.
    */
   readonly session?: string | null | undefined;
   /**
@@ -275,8 +275,8 @@ export interface Generate {
   readonly controller_arg?: string | Readonly<Record<string, Json>> | readonly Json[] | null | undefined;
   /**
    * Remove the last token of the prompt, and force the first sampled token to begin with the text
-   * of the removed token. The text of the stream begins after that text. Not available with a
-   * module. Default: false.
+   * of the removed token. The text of the stream begins after that text. This is not possible if
+   * `controller` is a module. Default: false.
    */
   readonly heal_prompt?: boolean | undefined;
   /** Higher priorities are served first. At least -100, at most 100. Default: 0. */
@@ -548,7 +548,7 @@ export interface DrainWorker {
 }
 
 /**
- * `PAUSE`: the workers of a model stop its steps. Requests that arrive later wait for RESUME.
+ * `PAUSE`: the workers of a model stop the model's steps. Later requests wait for RESUME.
  *
  * Only the operator may send PAUSE, RESUME and UPDATE_WEIGHTS. When all workers of the model have
  * followed the order, the answer is sent: a `MSG` with a `Rollout` as its result.
@@ -556,7 +556,7 @@ export interface DrainWorker {
 export interface PauseModel {
   /** At least 0, at most 9223372036854775807. */
   readonly stream_id: number;
-  /** The model; empty: the default model. At most 1024 in length. */
+  /** The name of the model; if empty, the default model. At most 1024 in length. */
   readonly model?: string | undefined;
   /**
    * `keep`: live streams stop between two steps and continue after RESUME. `wait`: the workers
@@ -569,12 +569,12 @@ export interface PauseModel {
 export interface ResumeModel {
   /** At least 0, at most 9223372036854775807. */
   readonly stream_id: number;
-  /** The model; empty: the default model. At most 1024 in length. */
+  /** The name of the model; if empty, the default model. At most 1024 in length. */
   readonly model?: string | undefined;
 }
 
 /**
- * `UPDATE_WEIGHTS`: the workers of a model replace its weights, while its streams run.
+ * `UPDATE_WEIGHTS`: the workers of a model replace the model's weights while streams run.
  *
  * Each worker first reads and checks the new weights. If all of these checks succeed, each worker
  * replaces its weights between two steps. Otherwise the answer is an `ERROR`, and no worker has
@@ -588,11 +588,11 @@ export interface UpdateWeights {
    * setting `allow` admits. At least 1, at most 4096 in length.
    */
   readonly folder: string;
-  /** The model; empty: the default model. At most 1024 in length. */
+  /** The name of the model; if empty, the default model. At most 1024 in length. */
   readonly model?: string | undefined;
   /**
-   * The number of the new version, above the number of the current version; 0: the next number. At
-   * least 0, at most 9223372036854775807. Default: 0.
+   * The number of the new version, above the number of the current version; 0 stands for the next
+   * number. At least 0, at most 9223372036854775807. Default: 0.
    */
   readonly version?: number | undefined;
   /**
@@ -688,7 +688,9 @@ export interface Welcome {
   readonly encoding: string;
   /** The token of the session. A client that has the token can take the session over. */
   readonly session: string;
-  /** Whether `HELLO` took over an existing session; its streams wait for `ATTACH`. */
+  /**
+   * Whether `HELLO` took over an existing session. The session's streams then wait for `ATTACH`.
+   */
   readonly resumed: boolean;
   /** The live streams of a resumed session; if `recovering`, the streams that are known so far. */
   readonly streams: readonly number[];
@@ -1280,8 +1282,8 @@ export interface TokenizerFiles {
   /** SHA-256 of the tokenizer's canonical JSON, as in `ModelInfo`. */
   readonly fingerprint: string;
   /**
-   * The content of the file that the tokenizers library reads (`tokenizer.json`). It has up to
-   * about 20 MB.
+   * The content of the file that the tokenizers library reads (`tokenizer.json`). The file has up
+   * to about 20 MB.
    */
   readonly json: string;
   /** The chat template in Jinja, as in transformers; empty if the model has no chat template. */
@@ -1336,8 +1338,8 @@ export interface InputAnswer {
   readonly code: string | null;
   readonly message: string;
   /**
-   * Seconds to wait before the client sends a refused input again; null: the input would be refused
-   * again.
+   * Seconds to wait before the client sends a refused input again; null if the input would be
+   * refused again.
    */
   readonly retry_after_s: number | null;
 }
