@@ -51,9 +51,9 @@ class Bus:
     CPU time of controllers.
 
     ``first`` receives new messages at once, on a bus thread, and handles those that must not wait
-    for another thread. It returns the other messages, which ``take`` then returns. If ``first``
-    raises an exception, it receives the same messages again one by one, so that only the faulty
-    message is dropped.
+    for another thread. ``first`` returns the other messages, which ``take`` then returns. If
+    ``first`` raises an exception, it receives the same messages again one by one, so that only the
+    faulty message is dropped.
 
     ``health`` is updated with each heartbeat. ``key``: the worker's key, if the brokers have keys.
     ``link_of``: the link of a live request; None if the request is unknown. ``elsewhere``: the
@@ -166,7 +166,7 @@ class Bus:
         return self._links[link].kept(answer)
 
     def registered(self, answer: Registered, link: int = 0) -> None:
-        """Called when the worker has handled this ``REGISTERED``: it has dropped the requests that
+        """Called when the worker has handled this ``REGISTERED``, and has dropped the requests that
         do not continue.
 
         From now on, the worker's messages over the link are sent, unless another lease has begun
@@ -181,8 +181,8 @@ class Bus:
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """Wraps a step, or other work that may hang, so that heartbeats report how long it has been
-        running. An inner step counts as part of the outer step."""
+        """Wraps a step, or other work that may hang, so that heartbeats report how long the work
+        has been running. An inner step counts as part of the outer step."""
         outer = self._step_started
         if outer is None:
             self._step_started = time.monotonic()

@@ -16,8 +16,8 @@ _BOOT_ID = _PROC / "sys/kernel/random/boot_id"
 
 @cache
 def machine_id() -> str:
-    """An id that all processes of one machine share; it differs on each machine and after each
-    boot."""
+    """An id that all processes of one machine share. The id is different on each machine, and after
+    each boot."""
     try:
         return f"{socket.gethostname()}/{_BOOT_ID.read_text().strip()}"
     except OSError:

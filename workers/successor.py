@@ -1,7 +1,8 @@
 """Finds out whether supervisord will start a successor when this process has ended.
 
 supervisord restarts a process that has ended, unless supervisord itself is ending. The query goes
-to supervisord's Unix socket, whose path is in the environment of each process that it starts.
+to supervisord's Unix socket. The environment of each process that supervisord starts has the path
+of this socket.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Head(Struct, array_like=True):
 
 
 class Record(NamedTuple):
-    """One record, and the request to which it belongs (0: it does not belong to a request)."""
+    """One record. ``request`` is the request to which the record belongs, or 0."""
 
     kind: bytes
     """``OPERATION``: the body of a ``VARIABLE`` message. ``END``: the request id, as msgpack.
@@ -61,8 +61,9 @@ class Log:
         """Bytes of complete records."""
         self.fault: OSError | None = None
         """The reason why records may be missing on the disk although they were synced. Set if a
-        sync of the log or of its folder fails: Linux drops pages that it cannot write, and a later
-        sync succeeds without them. Never cleared: a new log has to replace this one."""
+        sync of the log or of its folder fails, because Linux drops pages that it cannot write, and
+        a later sync succeeds without them. Never cleared, because a new log has to replace this
+        one."""
         self._number = number
         self._torn = False
         self._synced = 0

@@ -39,8 +39,8 @@ ends does not recreate the request. Request ids are never reused."""
 class StorageLimits(Struct, frozen=True, kw_only=True):
     """Operations beyond these limits are refused. A request counts 512 bytes; each variable 256
     plus its name and value; each stored answer 256 plus its error text. A replaced value still
-    counts, with 256 bytes more, while stored answers refer to it. If several answers refer to it,
-    it counts once."""
+    counts, with 256 bytes more, while stored answers refer to the value. If several answers refer
+    to it, the value counts once."""
 
     value_bytes: int = MIB
     """Maximum bytes of one value."""
@@ -143,7 +143,7 @@ class VariableStorage:
         return held.bytes if held is not None else 0
 
     def answered(self, op: Variable) -> bool:
-        """Whether the operation was already applied, so that it only gets the same answer again."""
+        """Whether the operation was applied before; it then only gets the same answer again."""
         held = self._held.get(op.request)
         if op.op == "give":
             return held is not None and op.count <= held.given

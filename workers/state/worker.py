@@ -164,7 +164,7 @@ class StateWorker:
     def _end(self, requests: list[int], link: int, *, elsewhere: bool = False) -> None:
         """Drops the variables of requests that the broker of a link has ended or does not have,
         unless another broker may have them. ``elsewhere``: whether another broker may continue the
-        requests although it has not sent an operation yet."""
+        requests although that broker has not sent an operation yet."""
         over = []
         for request in requests:
             links = self._links.get(request, set())

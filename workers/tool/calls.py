@@ -1,4 +1,4 @@
-"""The calls that a tool worker runs, and the answers that it keeps until their requests end.
+"""The calls that a tool worker runs, and their answers, which are kept until the request ends.
 
 All methods run on the thread of the event loop.
 """
