@@ -40,7 +40,8 @@ class Dialogue:
             threading.Thread(target=self._send_lines, daemon=True).start()
 
     def _send_lines(self) -> None:
-        # A thread that reads ``sys.stdin`` holds its lock, and Python cannot exit meanwhile.
+        # A thread that reads ``sys.stdin`` holds the lock of ``sys.stdin``, and Python cannot exit
+        # while a thread has this lock.
         try:
             for line in split_lines(lambda: os.read(0, READ_BYTES), MAX_INPUT_BYTES):
                 self._send(line.decode("utf-8", "replace"))

@@ -173,8 +173,8 @@ class _Grammar:
     @property
     def sizes(self) -> dict[str, int]:
         grammar = self._compilation.grammar
-        # Not counted: the terminal for the end of the text, and the rule for the whole text with
-        # its alternative. The grammar's file does not contain them.
+        # The terminal for the end of the text, and the rule for the whole text with its
+        # alternative, are not counted, because the grammar's file does not contain them.
         return {
             "terminals": grammar.num_terminals - 1,
             "rules": grammar.num_nonterminals - 1,

@@ -16,7 +16,7 @@ class Notices:
     """Shows SYSTEM notices on stderr, with a progress bar. Callers call ``clear``, which removes
     the bar, when the first token has arrived.
 
-    If stderr is not a terminal, only retries are printed, because a log needs them.
+    If stderr is not a terminal, only retries are printed, for logs.
     """
 
     def __init__(self) -> None:

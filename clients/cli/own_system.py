@@ -128,7 +128,7 @@ def _wait_until_ready(supervisor: Supervisor, watcher: Watcher) -> None:
 
 
 def _end(supervisor: Supervisor, gently: bool) -> None:
-    """Stops the system. Kills it if it was never ready, if the stop takes too long, or at
+    """Stops the system. Kills the system if it was never ready, if the stop takes too long, or at
     Ctrl-C."""
     deadline = time.monotonic() + END_S
     try:

@@ -72,7 +72,7 @@ def absence_lines(status: Status) -> list[str]:
 
 
 def isolation_lines(status: Status) -> list[str]:
-    """The layers of isolation that the guests of each controller worker lack."""
+    """Lines about the layers of isolation that the guests of each controller worker lack."""
     return [
         f"{worker.name}: guests run without {', '.join(worker.missing_layers)}"
         for worker in status.workers
@@ -81,7 +81,8 @@ def isolation_lines(status: Status) -> list[str]:
 
 
 def path_lines(status: Status) -> list[str]:
-    """How each GPU worker computes each of its models, and which fast paths it lacks."""
+    """Lines about how each GPU worker computes each of its models, and which fast paths are
+    missing."""
     lines = []
     for worker in status.workers:
         for model, path in worker.paths.items():

@@ -28,7 +28,8 @@ _WANTED = (
 
 
 def read_vocabulary(name: str) -> TokenizerVocabulary:
-    """The vocabulary of a folder, a file, or ``embedded``. Raises FileFault if it cannot be read.
+    """The vocabulary of a folder, a file, or ``embedded``. Raises FileFault if the tokenizer cannot
+    be read.
 
     The vocabulary size and the end-of-sequence tokens come from the folder's configuration. If the
     folder has no configuration, the size comes from the tokenizer.
