@@ -160,8 +160,8 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
 def controller_of(controller: str | None, heal_prompt: bool) -> str:
     """The name of the controller that a GENERATE runs under; empty if the stream has no controller.
 
-    A prompt that is healed needs a controller. If the request does not name a controller, this is
-    ``structural``.
+    A prompt that is healed needs a controller. If the request does not name a controller, it runs
+    under ``structural``.
     """
     return controller or ("structural" if heal_prompt else "")
 
@@ -297,8 +297,8 @@ class Embed(Queued, kw_only=True, omit_defaults=True):
     ]
     """The token ids of each input."""
     pooling: Pooling | None = None
-    """If None, the pooling that the checkpoint names (``1_Pooling/config.json``). If it does not
-    name one: ``mean`` for an encoder, and ``last`` for a causal model."""
+    """If None, the pooling that the checkpoint names (``1_Pooling/config.json``). If the checkpoint
+    does not name a pooling, ``mean`` for an encoder, and ``last`` for a causal model."""
 
 
 class Embedded(Struct, kw_only=True, omit_defaults=True):

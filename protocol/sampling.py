@@ -47,8 +47,8 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     min_tokens: Annotated[int, Meta(ge=0)] = 0
     """Minimum number of tokens to generate, at most ``max_tokens``. Before this number is reached,
     end-of-sequence tokens and token ids of ``stop`` are not sampled, and strings of ``stop`` do not
-    end the sequence. A controller can end the sequence earlier: if its mask allows only such
-    tokens, one of them is sampled."""
+    end the sequence. A controller can end the sequence earlier: if its mask allows only tokens that
+    would end the sequence, one of them is sampled."""
     logit_bias: dict[TokenId, float] = {}
     """Added to the logits of these tokens, by id. In practice, -100 forbids a token and 100 forces
     it."""

@@ -54,8 +54,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     """The folder of the broker's keys; if empty, ``<run dir>/keys``. Without such a folder, the
     broker has no keys, and programs may only listen on addresses of this machine."""
     key: str = ""
-    """The key file with which this program connects; if empty, this machine's key file in the
-    folder of keys, if that file exists."""
+    """The key file with which this program connects. If empty, the program uses this machine's key
+    file in the folder of keys, or no key if this file does not exist."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["human", "json"] = "human"
     """Whether the log has lines for people, or one JSON object in each line."""

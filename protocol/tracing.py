@@ -102,7 +102,7 @@ class Tracing:
         events: Sequence[Happened] = (),
         error: str | None = None,
     ) -> None:
-        """Records the span of this process's part of a request, which has just ended.
+        """Records a span for this process's part of a request. Called when this part has ended.
 
         ``began`` and the times of events are times of ``time.monotonic``. The method does not
         raise.

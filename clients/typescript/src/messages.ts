@@ -180,8 +180,8 @@ export interface Generate {
   /**
    * Minimum number of tokens to generate, at most `max_tokens`. Before this number is reached, end-
    * of-sequence tokens and token ids of `stop` are not sampled, and strings of `stop` do not end
-   * the sequence. A controller can end the sequence earlier: if its mask allows only such tokens,
-   * one of them is sampled. At least 0. Default: 0.
+   * the sequence. A controller can end the sequence earlier: if its mask allows only tokens that
+   * would end the sequence, one of them is sampled. At least 0. Default: 0.
    */
   readonly min_tokens?: number | undefined;
   /**
@@ -442,8 +442,8 @@ export interface Embed {
   /** The token ids of each input. At least 1, at most 256 in length. */
   readonly inputs: readonly (readonly number[])[];
   /**
-   * If null, the pooling that the checkpoint names (`1_Pooling/config.json`). If it does not name
-   * one: `mean` for an encoder, and `last` for a causal model.
+   * If null, the pooling that the checkpoint names (`1_Pooling/config.json`). If the checkpoint
+   * does not name a pooling, `mean` for an encoder, and `last` for a causal model.
    */
   readonly pooling?: "first" | "last" | "mean" | null | undefined;
 }
