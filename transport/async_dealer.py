@@ -2,7 +2,7 @@
 
 A socket does not need a thread or a task of its own: the loop watches the socket's descriptor, and
 a receiver takes several messages at once. The number of waiting messages is bounded in both
-directions, so each end notices if the other end stops reading.
+directions, so each end can detect that the other end has stopped reading.
 """
 
 from __future__ import annotations
