@@ -120,9 +120,9 @@ class DurableVariables:
         """Applies operations in order; returns their answers. ``ops`` has each operation decoded,
         and its body as it was received.
 
-        ``tenants`` has the tenant of each operation, None if the broker did not name one. All
-        operations are logged with one write. If the write fails, or a sync of the log has failed,
-        new operations are not applied. Their answers then have an ``error`` and ``again``.
+        ``tenants`` has the tenant of each operation, or None if the broker did not name the tenant.
+        All operations are logged with one write. If the write fails, or a sync of the log has
+        failed, new operations are not applied. Their answers then have an ``error`` and ``again``.
         """
         storage = self._storage
         refusals: list[str | None] = []
