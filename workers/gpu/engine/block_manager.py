@@ -2,11 +2,11 @@
 
 A block stores the keys and values of ``block_size`` consecutive tokens. Each block counts the
 sequences that use it; forks share blocks until one of them writes (copy-on-write). A full block is
-registered under its content, so that a later request with the same prefix reuses it. A registered
-block whose count is 0 stays registered until it is reused; the least recently used block is reused
-first. Paging is vLLM's idea (Kwon et al. 2023). A key of this prefix cache is not a hash: it
-consists of the block's tokens and the id of the content before them, so that different contents
-have different keys.
+registered under its content, so that a later request with the same prefix can share it. A block
+whose count is 0 stays registered until it is allocated for other content; the least recently used
+block is allocated first. Paging is vLLM's idea (Kwon et al. 2023). A key of this prefix cache is
+not a hash: it consists of the block's tokens and the id of the content before them, so that
+different contents have different keys.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class BlockManager:
         return copies
 
     def commit(self, table: BlockTable, tokens: Tokens[int], num_computed_tokens: int) -> None:
-        """Registers the blocks that are full with the first ``num_computed_tokens`` tokens, so that
-        later sequences can reuse them."""
+        """Registers the blocks that the first ``num_computed_tokens`` tokens of a sequence fill, so
+        that later sequences can share them."""
         if table.mixed:
             return
         size = self.block_size
@@ -156,7 +156,7 @@ class BlockManager:
                 self._key_of[table.blocks[i]] = content
                 if self._pages is not None:
                     self._pages.registered(table.blocks[i], i, tokens, table.pages)
-            # If another block is registered with the same content, this one is not registered.
+            # If another block is registered with the same content, this block is not registered.
             table.keys.append(known[1])
 
     def fork(self, table: BlockTable, num_tokens: int) -> BlockTable:
@@ -191,7 +191,8 @@ class BlockManager:
             table.mixed = bool(table.blocks)
 
     def free(self, table: BlockTable) -> None:
-        """Frees all blocks of a table. Registered blocks can be matched until they are reused."""
+        """Frees all blocks of a table. Registered blocks can be matched until they are allocated
+        for other content."""
         self.truncate(table, 0)
 
     def discard(self, table: BlockTable) -> list[int]:
@@ -228,7 +229,8 @@ class BlockManager:
         """Ends the registration of a block whose content is about to change.
 
         Registered blocks whose content continues this block cannot be matched any more. They stay
-        registered until they are the least recently used blocks and are reused.
+        registered until they are the least recently used blocks and are allocated for other
+        content.
         """
         content = self._key_of.pop(block, None)
         if content is not None:

@@ -23,9 +23,9 @@ table must be enlarged."""
 class Decodes:
     """The sequences of a batch of decodes, and the inputs of its next forward.
 
-    ``chunks``: one token of each sequence, in the order of the rows of ``packed``. ``changes``:
-    ``Scheduler.changes`` when the batch was scheduled. If the scheduler's count differs, the next
-    step must be scheduled.
+    ``chunks``: a chunk of one token for each sequence, in the order of the rows of ``packed``.
+    ``changes``: the value of ``Scheduler.changes`` when the batch was scheduled. If the value has
+    changed since, the next step must be scheduled.
     """
 
     def __init__(

@@ -59,12 +59,12 @@ class EncoderEngine(Engine):
 
     @property
     def has_work(self) -> bool:
-        """False."""
+        """Always False, because an encoder does not run steps."""
         return False
 
     @property
     def has_requests(self) -> bool:
-        """False."""
+        """Always False, because an encoder does not have sequences."""
         return False
 
     @property
@@ -73,9 +73,9 @@ class EncoderEngine(Engine):
         return ForwardPath(attention="transformers' own", why_not_exact="texts are padded")
 
     def stats(self) -> dict[str, float]:
-        """No gauges."""
+        """Empty, because an encoder has no gauges."""
         return {}
 
     def metrics(self) -> dict[str, Any]:
-        """No metrics."""
+        """Empty, because an encoder has no metrics."""
         return {}

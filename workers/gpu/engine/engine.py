@@ -6,8 +6,8 @@ while engine.has_work:
     for output in engine.step():
         print(output.token, output.finish_reason)
 
-A step has two halves: ``begin`` launches the forward, and ``finish`` samples. Between the two, a
-program can steer the sequences in ``PendingStep.ready`` with ``fork``, ``splice``, ``suspend``,
+A step has two halves: ``begin`` launches the forward, and ``finish`` samples. Between the two, the
+caller can steer the sequences in ``PendingStep.ready`` with ``fork``, ``splice``, ``suspend``,
 ``defer`` and ``set_mask``. These methods may also be called at any other time.
 """
 
@@ -70,11 +70,11 @@ class EngineConfig:
     max_forks: int = 128
     """Maximum number of sequences of one request, including ended ones."""
     kv_cache_bytes: int | None = None
-    """Size of the KV cache, in bytes; None: the size depends on the free memory (on a GPU, see
-    ``memory_part``)."""
+    """Size of the KV caches of the model and of its draft model together, in bytes. If None, the
+    size depends on the free memory, and on a GPU also on ``memory_part``."""
     memory_part: float = 1.0
-    """The fraction of a GPU's memory for the weights, the steps and the KV cache of the model;
-    unused if ``kv_cache_bytes`` is set."""
+    """The fraction of a GPU's memory that the weights, the steps and the KV caches of the model may
+    use; ignored if ``kv_cache_bytes`` is set."""
     require_fast_attention: bool = False
     """Refuse a model if no attention kernel can read its KV cache blocks in place."""
     compiled: bool = False
@@ -84,8 +84,8 @@ class EngineConfig:
     fixed_threads: bool = False
     """On a CPU, use all of torch's threads for every forward, even if fewer are faster."""
     exact: Literal["auto", "on", "off"] = "auto"
-    """Compute a sequence with the same bits in every batch. ``auto``: if the kernels can; ``on``:
-    refuse a model whose kernels cannot."""
+    """Whether the logits of a sequence must have the same bits in every batch. ``auto``: yes, if
+    the kernels can compute them so. ``on``: yes, and a model whose kernels cannot is refused."""
     speculation: bool = False
     """Speculative decoding: draft tokens are verified, so that a step can yield several tokens of
     a sequence."""
@@ -133,13 +133,14 @@ class Engine:
         per_token = token_bytes(loaded.layers, loaded.dtype)
         num_blocks = max(2, size // (layout.block_size * per_token))
         self.pages = PageLog(loaded.name, layout.block_size)
-        """The pages in the KV cache, which the worker reports to the broker."""
+        """The pages (units of 256 tokens) in the KV cache, which the worker reports to the
+        broker."""
         self._blocks = BlockManager(num_blocks, layout.block_size, self.pages)
         self._scheduler = Scheduler(
             self._blocks, config.max_num_seqs, config.max_num_batched_tokens
         )
         # Steps of several ranks do not overlap: this process sends the token ids of each forward to
-        # the other ranks, so it must have received them from the device.
+        # the other ranks, and must first receive the ids of sampled tokens from its device.
         overlap = config.overlap and loaded.ranks is None
         queue = device_queue(loaded.device, overlap)
         options = ForwardOptions(config.compiled, config.fixed_threads, config.exact != "off")
@@ -233,8 +234,8 @@ class Engine:
         return sequence.prompt_usage
 
     def healed(self, prompt: Tokens[int]) -> int | None:
-        """The last token of a prompt, if token healing can remove it: the token has text and is not
-        the only one. Else None."""
+        """The last token of a prompt, if token healing can remove this token: if the token has text
+        and is not the prompt's only token. Otherwise None."""
         if len(prompt) < 2 or not self._intake.text_after(prompt[:-1], prompt[-1]):
             return None
         return prompt[-1]
@@ -251,13 +252,13 @@ class Engine:
         top_logprobs: int = 0,
         num_scored: int = 0,
     ) -> PromptUsage:
-        """Begins a score: the log-probability of each token of ``scored``, given all tokens before
-        it.
+        """Begins a score, which computes the log-probability of each token of ``scored``, given all
+        tokens before it.
 
         ``text``: outputs contain text. ``top_logprobs``: number of most likely tokens in each
-        output. ``num_scored``: number of leading tokens that another worker has scored; they have
-        no output. Returns the prompt's usage, which is complete when the first output arrives.
-        Raises RequestError if the request cannot be run.
+        output. ``num_scored``: number of tokens at the beginning of ``scored`` that another worker
+        has scored; the engine makes no outputs for them. Returns the prompt's usage, which is
+        complete when the first output arrives. Raises RequestError if the request cannot be run.
         """
         sequence = self._intake.scoring(
             request,
@@ -344,9 +345,10 @@ class Engine:
     def replace_weights(self, new: NewWeights, keep: bool) -> set[int]:
         """Replaces the weights between two steps; the live sequences continue with the new weights.
 
-        ``keep``: sequences keep their KV cache. Otherwise it is computed again. Returns the
-        requests with sequences that keep blocks. If this method raises an exception, some weights
-        are old and some are new, and the engine must not be used any more.
+        ``keep``: sequences keep the KV cache that the old weights have computed; if False, the
+        cache is computed again. Returns the requests with sequences that keep blocks. If this
+        method raises an exception, some weights are old and some are new, and the engine must not
+        be used any more.
         """
         self._stepper.cancel_ahead()
 
@@ -381,11 +383,11 @@ class Engine:
         """Forks a sequence ``n`` times and returns the numbers of the forks.
 
         ``numbers``: the numbers of the forks. By default, the forks are numbered consecutively,
-        from the number of sequences that the request has had. Forks share blocks until one of them
-        writes. Forks of a ready sequence sample from its logits, so they need no forward. Each fork
-        draws its own token, because the random numbers depend on the sequence number. If the
-        request would have more than ``max_forks`` sequences, the sequence ends with an error and
-        has no forks.
+        from the number of sequences that the request has had so far. Forks share the sequence's
+        blocks, and a shared block is copied before one of them writes to it. Forks of a ready
+        sequence sample from its logits, so they need no forward. Each fork draws its own token,
+        because the random numbers depend on the sequence number. If the request would have more
+        than ``max_forks`` sequences, the sequence ends with an error and has no forks.
         """
         parent = self._live.named(request, seq)
         if n < 1:
@@ -462,7 +464,8 @@ class Engine:
     ) -> None:
         """Sets the token mask, the logit bias and the sampling options of a sequence's next token.
 
-        ``mask``: u32 ``[ceil(vocab / 32)]``; bit i is set if token i is allowed. None allows all.
+        ``mask``: u32 ``[ceil(vocab / 32)]``; bit i is set if token i is allowed. None allows all
+        tokens.
         """
         words = self.mask_words
         if mask is not None and (mask.dtype != np.uint32 or mask.shape != (words,)):
@@ -482,9 +485,9 @@ class Engine:
             self._speculation.begin(sequence, steered=True)
 
     def draft_ahead(self, keys: Tokens[tuple[int, int]]) -> dict[tuple[int, int], Tokens[int]]:
-        """The drafts that the next step verifies, by (request, seq), for those of the sequences
-        ``keys`` that have a draft. A controller steers each of these sequences. Empty if the next
-        step has been launched already."""
+        """Makes drafts for the sequences ``keys``, which controllers steer. Returns the drafts that
+        the next step verifies, by (request, seq), without the sequences that have no draft. Empty
+        if the next step has been launched already."""
         if self._stepper.launched_ahead:
             return {}
         found = [sequence for key in keys if (sequence := self._live.find(*key)) is not None]
@@ -493,8 +496,9 @@ class Engine:
 
     def sample_along(self, request: int, seq: int, unders: Tokens[Under]) -> None:
         """Sets the masks and biases that apply after each token of a sequence's draft. Must be
-        called after ``set_mask``. The step verifies one draft token for each element of ``unders``.
-        A mask of the wrong size is ignored, with all masks and biases after it."""
+        called after ``set_mask``, and does nothing if the sequence has ended or has no mask. The
+        step verifies one draft token for each element of ``unders``. A mask of the wrong size is
+        ignored, with all masks and biases after it."""
         sequence = self._live.find(request, seq)
         if sequence is not None and sequence.mask is not None:
             sizes = [self.mask_words if u.mask is None else len(u.mask) for u in unders]

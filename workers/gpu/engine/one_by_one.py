@@ -29,9 +29,10 @@ class OneByOne:
         self._results = results
 
     def undo(self, ahead: PendingStep | None) -> None:
-        """Reverts the bookkeeping of a step that was launched after the failed step. The forward of
-        the launched step depended on the failed step's tokens and was not computed. Its block
-        copies were made, so block tables stay as they are."""
+        """Reverts the number of computed tokens of each sequence in a step that was launched after
+        the failed step. The forward of the launched step needed the failed step's tokens, so it was
+        not computed. The copies of blocks before this forward were made, so block tables stay as
+        they are."""
         self._runner.forget_mirrors()
         self._live.changed()
         if ahead is None:
@@ -58,7 +59,8 @@ class OneByOne:
     def _run_part(self, step: PendingStep, part: Part, sampled: dict[Sequence, int]) -> None:
         live, chunk = self._live, part.chunk
         kept = [(row, k) for row, k in step.keeping if part.row <= row < part.row + part.rows]
-        # Even if the sequence itself has been spliced, its forks still have the chunk's tokens.
+        # The chunk is computed for a sampled sequence, if there is one: the chunk's own sequence
+        # may have been spliced, but its sampled forks still have the chunk's tokens.
         sequence = next(iter(sampled), chunk.sequence)
         if live.find(sequence.request, sequence.seq) is not sequence:
             return

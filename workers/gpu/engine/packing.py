@@ -1,4 +1,4 @@
-"""Packs a step's chunks into the inputs of its forward. Pure: no torch.
+"""Packs a step's chunks into the inputs of its forward, without torch.
 
 The tokens of all chunks are concatenated. For the attention, chunks of similar size are padded to
 rectangles, so that a few calls compute all of them. The packed inputs can be sent to other ranks.
@@ -16,10 +16,12 @@ from .block_manager import PADDING_BLOCK
 from .scheduler import Batch, Chunk
 
 DECODE_WASTE = 64
-"""Number of blocks of padding above which decodes of different lengths are split into two calls."""
+"""Number of blocks of padding above which decodes of different lengths are split into two groups,
+for each of which the attention is called once."""
 MIRROR_BYTES = 512 * 2**20
-"""Number of bytes of keys and values above which a group of decodes does not have a mirror, which
-is a contiguous copy of them (``Mirrors``). Each step then gathers the keys and values."""
+"""Maximum size of a *mirror*, which is a contiguous copy of the keys and values of a group of
+decodes (``Mirrors``), in bytes. A group that would need more has no mirror, and each step gathers
+its keys and values from the blocks."""
 
 
 class PackedGroup(Struct, array_like=True):
@@ -40,11 +42,13 @@ class PackedGroup(Struct, array_like=True):
     """``[batch * width]``: the index of the packed token at each place of the rectangle; None at
     width 1."""
     places: np.ndarray | None
-    """``[end - start]``: the place of each packed token in the flattened rectangle."""
+    """``[end - start]``: the place of each packed token in the flattened rectangle; None at width
+    1."""
     fresh: bool
     """Whether all chunks begin at position 0 and have the same length."""
     mirror: int = 0
-    """For decodes: the number of the mirror with their keys and values; 0: no mirror."""
+    """For decodes: the number of the mirror with their keys and values; 0 if they have no
+    mirror."""
     continues: bool = False
     """Whether the mirror already contains all tokens except the new ones."""
     room: int = 0
@@ -79,11 +83,11 @@ class Packed(Struct, array_like=True):
     spans: PackedSpans | None = None
     """The metadata for kernels that read blocks in place, instead of ``groups``."""
     fed: np.ndarray | None = None
-    """The indices of the packed tokens that the previous step has drawn, and whose ids are still on
-    the device."""
+    """The indices of the packed tokens that the previous step has sampled and whose ids are only on
+    the device; None if the host has all ids."""
     drawn: np.ndarray | None = None
-    """For each entry of ``fed``: its row among the previous step's drawn tokens; None: row i for
-    entry i."""
+    """For each entry of ``fed``: the row of the token in the previous step's sampled tokens. None
+    if entry i is in row i."""
 
 
 def pack(
@@ -163,7 +167,8 @@ class Mirrors:
         self._bytes_per_token = bytes_per_token
         self._block_size = block_size
         self._last: dict[tuple[int, ...], tuple[list[Chunk], int, int]] = {}
-        """By the ids of a group's sequences: their last chunks, their mirror, and its capacity."""
+        """By the Python ids of a group's sequences: their chunks in the previous step, the number
+        of their mirror, and the mirror's ``room``."""
         self._numbers = count(1)
 
     def forget(self) -> None:
@@ -199,8 +204,8 @@ class Mirrors:
         return True
 
     def _room(self, length: int) -> int:
-        """Capacity of a new mirror, in tokens; an eighth is spare, so that mirrors are rarely
-        replaced."""
+        """Capacity of a new mirror for each sequence, in tokens. At least an eighth of ``length``
+        and at least 4 blocks are spare, so that mirrors are rarely replaced."""
         block = self._block_size
         return -(-(length + max(4 * block, length // 8)) // block) * block
 
@@ -247,7 +252,8 @@ def _group(part: _Part, block_size: int) -> PackedGroup:
     chunks = part.chunks
     sizes = [c.end - c.start for c in chunks]
     width = max(sizes)
-    # The length is not rounded up to whole blocks, because the last block is rarely full.
+    # The length is not rounded up to whole blocks, because the attention would then also compute
+    # the unused places of the last block.
     length = max([c.end for c in chunks])
     blocks, _ = _table(chunks, block_size)
     positions = ints([c.start for c in chunks])

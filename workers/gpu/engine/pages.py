@@ -16,13 +16,13 @@ class PageLog:
     def __init__(self, model: str, block_size: int) -> None:
         self._first = first_key(model)
         self._per_page = PAGE_TOKENS // block_size if PAGE_TOKENS % block_size == 0 else 0
-        """Number of blocks in a page. 0: a page is not a whole number of blocks, so pages are not
-        reported."""
+        """Number of blocks in a page; 0 if a page is not a whole number of blocks. Pages are then
+        not reported."""
         self._by_block: dict[int, bytes] = {}
         self._blocks: dict[bytes, int] = {}
         """By page: number of registered blocks that contain the page's last tokens. A page has two
         such blocks if a prefix was evicted in part and computed again: the old block stays
-        registered until it is reused."""
+        registered until it is allocated for other content."""
         self._changed: dict[bytes, bool] = {}
         """Pages that were added (True) or removed (False) since the last ``take``."""
 
@@ -71,6 +71,6 @@ class PageLog:
         return added, [key for key, there in changed.items() if not there]
 
     def every(self) -> list[bytes]:
-        """The keys of all present pages. Clears the recorded changes."""
+        """The keys of all pages in the cache. Clears the recorded changes."""
         self._changed.clear()
         return list(self._blocks)

@@ -32,19 +32,22 @@ class Part(NamedTuple):
 class PendingStep:
     """A step whose forward has been launched and whose rows have not been sampled.
 
-    Row numbers: first the rows of the forward, then the kept rows of deferred sequences.
+    The step's rows of logits are numbered: first the rows of the forward, then the rows in
+    ``kept``.
     """
 
     forward: Forward | None = None
     """None if all sequences of the step are sampled from kept rows."""
     kept: list[KeptRow] = field(default_factory=list)
-    """The logits of rescheduled sequences."""
+    """The logits of rescheduled sequences, from which this step samples them."""
     rows: dict[Sequence, int] = field(default_factory=dict)
     """The sequences that will be sampled, each with its row number."""
     keeping: list[tuple[int, KeptRow]] = field(default_factory=list)
-    """Rows of this forward to copy for sequences that are deferred in this step."""
+    """For each sequence that is deferred in this step: its row of the forward, and the object that
+    receives a copy of this row."""
     decodes: tuple[list[Sequence], np.ndarray] | None = None
-    """The sequences and positions of a forward that computes one token of each sequence."""
+    """If the forward computes one token of each sequence: the sequences, and the positions of these
+    tokens. Otherwise None."""
     chunked: list[Part] = field(default_factory=list)
     """The parts of a forward that is not described by ``decodes``."""
     launched_at: float = field(default_factory=time.monotonic)
@@ -91,8 +94,8 @@ class PendingStep:
         return self.device_logits()
 
     def device_logits(self) -> torch.Tensor | None:
-        """``[rows, vocab]``, float32. Does not wait, and is only for work that is queued after the
-        forward."""
+        """``[rows, vocab]``, float32; None if the step has no rows. Does not wait for the forward,
+        so only work that is queued after the forward may call this method."""
         parts = [kept.logits.unsqueeze(0) for kept in self.kept if kept.logits is not None]
         if self.forward is not None and self.forward.num_rows:
             parts.insert(0, self.forward.work.value)
@@ -116,13 +119,14 @@ class PendingStep:
                 self.kept.append(sequence.row)
 
     def keep_rows(self, logits: torch.Tensor) -> None:
-        """Copies the rows of sequences that were deferred in this step; called on the device
-        queue."""
+        """Copies the rows of sequences that were deferred in this step. ``logits``: all rows of the
+        step. Called by work on the device queue."""
         for row, kept in self.keeping:
             kept.logits = logits[row].clone()
 
     def keep(self, row: int) -> KeptRow:
-        """The kept row of a sequence that is deferred in this step."""
+        """The kept row for a sequence that is deferred in this step. ``row``: the number of the
+        sequence's row."""
         if row >= self.num_forward_rows:
             return self.kept[row - self.num_forward_rows]
         kept = KeptRow()

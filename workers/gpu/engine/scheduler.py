@@ -1,4 +1,5 @@
-"""The plan of the next step: continuous batching with chunked prefill. Pure: no clock, no torch.
+"""The plan of the next step: continuous batching with chunked prefill. The scheduler uses neither
+a clock nor torch.
 
 A step computes at most ``max_num_batched_tokens`` tokens. Decodes need one token each and go first,
 so that a long prompt never delays them. Prefill chunks fill the rest, and then waiting sequences
@@ -37,9 +38,9 @@ On average, tokens that are computed again for this reason may take at most 1 / 
 the engine compute a long text again for each request."""
 MAX_DISPLACED = 8
 """Bound on the waiting sequences that were preempted for other clients: 1 / ``MAX_DISPLACED`` of
-the number of slots. If no such sequence is waiting, the next preemption may exceed the bound. Each
-session is a client. Without this bound, many sessions of one user could preempt all but one of
-another user's sequences."""
+the number of slots. If no such sequence is waiting, the next preemption may exceed the bound. The
+engine treats each session as a client. Without this bound, many sessions of one user could
+therefore preempt all but one of another user's sequences."""
 
 
 class Chunk(NamedTuple):
@@ -59,7 +60,8 @@ class Chunk(NamedTuple):
 
     @property
     def completes(self) -> bool:
-        """Whether the sequence has a result after this chunk."""
+        """Whether this chunk computes the last token that the sequence needs
+        (``Sequence.target``)."""
         return self.end - len(self.draft) == self.sequence.target
 
     @property
@@ -71,7 +73,7 @@ class Chunk(NamedTuple):
 
     @property
     def scored_tokens(self) -> Tokens[int]:
-        """For a score: the tokens that follow the positions whose logits are needed."""
+        """For a score: the tokens whose log-probabilities are computed from this chunk's logits."""
         return self.sequence.tokens[self.first_row + 1 : self.end + 1]
 
 
@@ -83,13 +85,13 @@ class Batch:
     copies: list[tuple[int, int]] = field(default_factory=list)
     """Blocks to copy before the forward, as (from, to)."""
     rescheduled: list[Sequence] = field(default_factory=list)
-    """Sequences that are sampled from their kept rows, without a forward."""
+    """Sequences that are sampled from their kept rows of logits, without a forward."""
     admitted: list[Sequence] = field(default_factory=list)
     """Sequences that were admitted in this step."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the packed forward."""
+        """Number of tokens that the forward computes, including drafts."""
         return sum(chunk.end - chunk.start for chunk in self.chunks)
 
 
@@ -127,8 +129,8 @@ class Scheduler:
         few blocks."""
         self._recomputed = 0
         """Number of tokens that were computed again after preemptions for other clients, less the
-        number that the steps since then allow (``RECOMPUTED``). While it is above 0, no sequence is
-        preempted for another client."""
+        number that the steps since then allow (``RECOMPUTED``). While this difference is above 0,
+        no sequence is preempted for another client."""
         self.owes_room = False
         """Whether one of the next steps will preempt sequences for ``_refused``. Until then, each
         step must be scheduled anew."""
@@ -229,8 +231,8 @@ class Scheduler:
         self._stalled = False
 
     def take_rescheduled(self) -> list[Sequence]:
-        """Removes and returns the sequences with kept rows that were rescheduled since the last
-        step was scheduled, so that this step can sample them. Empty while more than
+        """Removes and returns the sequences with kept rows that were rescheduled since the current
+        step was scheduled, so that this step can still sample them. Empty while more than
         ``max_num_seqs`` sequences run."""
         found, self._rescheduled = self._rescheduled, []
         if len(self.running) > self._max_num_seqs:
@@ -238,7 +240,7 @@ class Scheduler:
         return [s for s in found if s.row is not None and s in self.running]
 
     def schedule(self) -> Batch:
-        """The next step's work."""
+        """Plans the next step and returns its work."""
         self._rescheduled.clear()
         self._recomputed = max(0, self._recomputed - self._max_num_batched_tokens // RECOMPUTED)
         self._make_room()
@@ -271,8 +273,8 @@ class Scheduler:
     # --- the parts of a step --------------------------------------------------------------------
 
     def _admit_waiting(self, batch: Batch, room: int, num_ending: int) -> None:
-        """Admits waiting sequences, up to ``room`` tokens. ``num_ending``: number of running
-        sequences that end with their next token."""
+        """Admits waiting sequences and adds their first chunks to the batch, up to ``room`` tokens.
+        ``num_ending``: number of running sequences that end with their next token."""
         while room > 0 and self.waiting:
             slots = len(self.running) - num_ending + sum(s.pending_forks for s in self.running)
             sequence = self.waiting.first()
@@ -280,7 +282,8 @@ class Scheduler:
                 self._refused = sequence
                 break
             if sequence.drawn >= 0:
-                # The sequence was preempted in this step, and its token is still on the device.
+                # The sequence was preempted in this step. Its last token is still on the device, so
+                # the sequence is not admitted before the next step.
                 break
             if self.running and slots + 1 + sequence.pending_forks > self._max_num_seqs:
                 self._refused = sequence
@@ -372,7 +375,7 @@ class Scheduler:
 
     def _spare(self, drafted: int, room: int) -> bool:
         """Whether a draft of ``drafted`` tokens leaves enough of the step's tokens and enough
-        blocks to the other sequences."""
+        blocks for the other sequences."""
         blocks = self._blocks.blocks_for(drafted) + 1
         running = len(self.running)
         return room >= running + drafted and self._blocks.num_available >= running + blocks
@@ -413,8 +416,8 @@ class Scheduler:
         return True
 
     def _match_limit(self, sequence: Sequence) -> int:
-        """Maximum number of tokens to take from the prefix cache. The last token is always
-        computed, because its logits are needed."""
+        """Maximum number of tokens to take from the prefix cache. A token whose logits are needed
+        is always computed."""
         return sequence.scored_from - 1 if sequence.scored else sequence.target - 1
 
     def _admit(self, sequence: Sequence) -> None:
@@ -442,10 +445,10 @@ class Scheduler:
 
     def _evict_suspended(self, sequence: Sequence) -> bool:
         """Frees blocks of other clients' suspended sequences for a waiting sequence, while other
-        sequences run. Returns whether blocks were freed. Each victim belongs to the client with the
-        most blocks left, if this client has more blocks than the client of the waiting sequence.
-        Does nothing if the victims have too few blocks, or if enough blocks are available
-        already."""
+        sequences run. Returns whether blocks were freed. Each victim belongs to the client whose
+        suspended sequences have the most blocks left, and this client must have more blocks than
+        the client of the waiting sequence. Does nothing if the victims have too few blocks, or if
+        enough blocks are available already."""
         wanted = self._blocks.blocks_for(sequence.target + 1) - len(sequence.block_table.blocks)
         kept = num_blocks(s for s in self._with_blocks() if s.client == sequence.client)
         wanted += len(self.running) + len(self.deferred) - self._blocks.num_available

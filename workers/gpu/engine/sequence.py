@@ -39,8 +39,8 @@ class TokenOutput(Token, kw_only=True, omit_defaults=True):
     """The number of the request. Clients do not receive it."""
     shortened: bool = False
     """In the last output: whether the text ends before the last token that the controller has
-    processed. The reason is a stop string, or that the sequence ended between appended tokens.
-    Clients do not receive this field."""
+    processed. This happens if a stop string was found, or if the sequence ended before the last of
+    the tokens that the controller appended. Clients do not receive this field."""
 
     @classmethod
     def of(
@@ -74,7 +74,8 @@ class TokenOutput(Token, kw_only=True, omit_defaults=True):
 
 @dataclass(slots=True)
 class PromptUsage:
-    """The usage of a request's prompt; all sequences of the request share one object."""
+    """The token counts of a request's prompt, for the usage that the client receives; all sequences
+    of the request share one object."""
 
     tokens: int = 0
     cached: int | None = None
@@ -126,11 +127,11 @@ class Sequence:
     arrival: int = 0
     stop_ids: frozenset[int] = frozenset()
     least: Least | None = None
-    """The minimum length (``min_tokens``); None: the sequence may end at once."""
+    """The minimum length that ``min_tokens`` requires; None if the sequence may end at once."""
     logit_bias: Bias | None = None
     """The request's ``logit_bias``; all sequences of the request share one object."""
     counts: TokenCounts | None = None
-    """The tokens that ``count_tokens`` has counted; None: no tokens have been counted."""
+    """The numbers of the tokens that ``count_tokens`` has counted; None before the first count."""
     text: TextStream | None = None
     healed: int = 0
     """With token healing: number of characters at the beginning of the text that belong to the
@@ -143,7 +144,8 @@ class Sequence:
     num_computed_tokens: int = 0
     """Number of tokens whose keys and values are in the cache."""
     continued: bool = False
-    """Whether the request began at another worker, with several sequences that share much text."""
+    """Whether the request began at another worker and has several live sequences, which share the
+    prompt."""
     pending_forks: int = 0
     """Number of sequences that will be forked when the prompt has been computed."""
     overtaken: int = 0
@@ -151,32 +153,34 @@ class Sequence:
     displaced: bool = False
     """Whether the sequence was preempted for another client, and has not been admitted again."""
     mask: np.ndarray | None = None
-    """Allowed next tokens: bit i of u32 words, little-endian; None allows all."""
+    """The allowed next tokens, as u32 words: the bit of token i is ``1 << i % 32`` in word
+    ``i // 32``. None allows all tokens."""
     bias: Bias | None = None
     """The controller's logit bias for the next token."""
     options: TokenOptions | None = None
     """The controller's other sampling options for the next token."""
     along: Tokens[Under] = ()
-    """Under a controller: masks and biases after the first tokens of ``draft``, as far as the
-    controller has computed them."""
+    """If a controller steers the sequence: the masks and biases that apply after the first tokens
+    of ``draft``, as far as the controller has computed them."""
     row: KeptRow | None = None
     """The logits of a deferred sequence, from which it is sampled when it is rescheduled."""
     drawn: int = -1
-    """If the next token is only on the device, its row among the drawn tokens; else -1."""
+    """The row of the next token in the tensor of sampled tokens, if this token is only on the
+    device; otherwise -1."""
     drafting: Drafting | None = None
-    """The state of speculative decoding; None: the sequence has no drafts."""
+    """The state of speculative decoding; None if the sequence gets no drafts."""
     draft: Tokens[int] = ()
     """Draft tokens that the next step verifies."""
 
     @property
     def target(self) -> int:
-        """Number of tokens that must be in the cache before the sequence has a result. A score does
-        not need its last token in the cache."""
+        """Number of tokens that must be in the cache before the next token can be sampled, or
+        before a score is complete. A score does not need its last token in the cache."""
         return len(self.tokens) + (self.drawn >= 0) - self.scored
 
     @property
     def gives_columns(self) -> bool:
-        """Whether all tokens except the first and the last can be reported in columns."""
+        """Whether all tokens except the first and the last can be rows of ``TokenColumns``."""
         return not (self.inspect or self.sampling.top_logprobs)
 
     @property
@@ -214,7 +218,8 @@ class Sequence:
         return self.tokens[self.num_prompt :]
 
     def count_tokens(self) -> TokenCounts:
-        """The counts of all tokens, for penalties. Counts only the tokens since the last call."""
+        """The counts of all tokens, for penalties. A call counts only the tokens that were appended
+        after the previous call."""
         if self.counts is None:
             self.counts = TokenCounts.of(self.sampling, self.prompt)
         self.counts = self.counts.plus(self.tokens[self.num_prompt + self.counts.total :])
@@ -239,15 +244,15 @@ class TokenColumns:
     sequences: list[Sequence]
     """Steps that sample the same sequences share this list object."""
     tokens: np.ndarray
-    """int64."""
+    """The token ids, int64."""
     logprobs: np.ndarray
-    """float64."""
+    """The log-probabilities of the tokens, float64."""
     positions: np.ndarray
-    """int64; see ``Token.pos``."""
+    """The positions of the tokens after the prompt (``Token.pos``), int64."""
     texts: list[str | None] | None = None
-    """See ``Token.text``; None if no row has text."""
+    """The texts of the tokens (``Token.text``); None if no row has text."""
     candidates: list[Candidate | None] | None = None
-    """See ``Token.processed`` and ``Token.kept``; None if no row has these fields."""
+    """The values of ``Token.processed`` and ``Token.kept``; None if no row has these fields."""
 
     @property
     def requests(self) -> set[int]:
@@ -293,7 +298,7 @@ class StepOutputs:
     ``others``."""
 
     others: list[TokenOutput] = field(default_factory=list)
-    """In order within each sequence."""
+    """All outputs that are not plain tokens, in order within each sequence."""
     columns: TokenColumns | None = None
     """The plain tokens; None if the step has no plain tokens."""
 

@@ -302,7 +302,8 @@ class LiveSequences:
         return output
 
     def fail(self, sequence: Sequence, error: str) -> None:
-        """Ends a sequence and its pending forks with an error. Clears and frees its blocks."""
+        """Ends a sequence and its pending forks with an error. Frees the sequence's blocks, and
+        clears those that other sequences do not share, because they may contain NaN."""
         self._runner.clear_blocks(self._blocks.discard(sequence.block_table))
         sequence.block_table = BlockTable()
         sequence.num_computed_tokens = 0
@@ -325,8 +326,8 @@ class LiveSequences:
         self.fail(sequence, f"decoding its text failed: {error}")
 
     def fail_defect(self, sequence: Sequence, error: Exception) -> None:
-        """Ends a sequence whose result raised an exception. The other sequences of the step
-        continue."""
+        """Ends a sequence because an exception was raised while its result was processed. The other
+        sequences of the step continue."""
         number, what = sequence.request, "taking a result of request %d failed"
         log.error(what, number, exc_info=error, extra=about(number))
         self.fail(sequence, f"taking its result failed: {type(error).__name__}: {error}")
@@ -337,8 +338,9 @@ class LiveSequences:
         return outputs
 
     def abort(self, request: int, reason: FinishReason) -> list[TokenOutput]:
-        """Ends all sequences of a request. Returns its pending outputs, then its last outputs."""
-        # Older outputs come first: they may announce a fork whose end follows.
+        """Ends all sequences of a request. Returns the outputs of the request that have not been
+        returned yet, then the last output of each sequence."""
+        # The older outputs come first, because they may report forks whose last outputs follow.
         ended = [o for o in self.outputs if o.request == request]
         self.outputs = [o for o in self.outputs if o.request != request]
         for sequence in list(self.requests.get(request, {}).values()):

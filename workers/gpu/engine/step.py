@@ -62,8 +62,8 @@ class Stepper:
     """Runs the steps of one model over its live sequences.
 
     ``overlap``: the next forward is launched before the tokens of this step are processed.
-    ``speculation``: sequences may have drafts. A step does not overlap with the next one if either
-    has drafts, because the token after a draft is unknown until the draft is verified.
+    ``speculation`` makes drafts for the sequences. A step does not overlap with the next one if
+    either has drafts, because the token after a draft is unknown until the draft is verified.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Stepper:
         return self._results.sampled_tokens + self._verifier.sampled_tokens
 
     def begin(self) -> PendingStep:
-        """The first half: schedules and launches a forward, unless it was launched ahead."""
+        """The first half: schedules a forward and launches it, unless ``finish`` has done so."""
         step, self._ahead = self._ahead, None
         if step is None or not self._live.has_any_of(step):
             step = self._launch(None) or PendingStep()
@@ -122,7 +122,7 @@ class Stepper:
         return self._take(sampling)
 
     def cancel_ahead(self) -> None:
-        """Discards the next step if it was launched ahead; its tokens are computed again."""
+        """Discards the next step if ``finish`` has launched it; its tokens are computed again."""
         if self._ahead is not None and self._ahead.forward is not None:
             self._ahead.forward.work.wait()
         self._one_by_one.undo(self._ahead)
@@ -133,8 +133,8 @@ class Stepper:
     def _launch(self, before: Sampling | None) -> PendingStep | None:
         """Launches the next forward; None if the step would be empty.
 
-        ``before``: the sampling that is queued before the forward, if the sampled tokens are still
-        on the device.
+        ``before``: the sampling of the previous step, which the device runs before this forward;
+        None if the host already has its tokens.
         """
         # A draft depends on the last token, so no drafts are made while this token is on the
         # device.
@@ -237,8 +237,9 @@ class Stepper:
                 usage.admitted_at = time.monotonic()
 
     def _take_in(self, step: PendingStep, chunks: list[Chunk]) -> None:
-        """Records the results of a launched forward before it has run: computed tokens, rows to
-        sample and score, and pending forks. Work that is queued later may rely on them."""
+        """Updates the tables for a launched forward as if it had run: numbers of computed tokens,
+        rows to sample and score, and pending forks. Work that is queued later runs after the
+        forward, so it may rely on these entries."""
         row = 0
         for chunk in chunks:
             sequence, rows = chunk.sequence, chunk.end - chunk.first_row

@@ -56,14 +56,14 @@ class TextStream:
         min_tokens: int = 0,
     ) -> None:
         """``skip``: number of characters at the beginning to leave out. ``min_tokens``: number of
-        tokens at the beginning that do not complete a stop string. A later token can complete a
-        stop string that begins in their text."""
+        tokens at the beginning after which stop strings are not searched for. A later token can
+        complete a stop string that begins in the text of these tokens."""
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
         self._skip = skip
         self._early = 1 + min_tokens if min_tokens else 0
-        """While stop strings are not searched, 1 plus the number of further tokens without a
-        search; else 0."""
+        """1 plus the number of further tokens after which stop strings are not searched for; 0 as
+        soon as they are searched for."""
         self._held = ""
 
     def push(self, token: int) -> Text:
@@ -92,7 +92,8 @@ class TextStream:
         if not self._stop:
             return Text(new)
         before, held = len(self._held), self._held + new
-        # Only a stop string that ends in the new text counts.
+        # Only a stop string that ends in the new text counts, because the text before it has been
+        # searched already, or comes from the first ``min_tokens`` tokens.
         found = [
             (at, stop)
             for stop in (() if self._early else self._stop)

@@ -148,7 +148,8 @@ class _Order:
         self._queues: dict[int, dict[int, list[tuple[int, int, Sequence]]]] = {}
         """By client and priority: (arrival, tick, sequence)."""
         self._heads: list[tuple[int, int, int, int, Sequence]] = []
-        """(-priority, share, arrival, tick, sequence) of the first of each queue."""
+        """(-priority, number of the client's running sequences, arrival, tick, sequence) for the
+        first sequence of each queue."""
 
     def __bool__(self) -> bool:
         return bool(self._heads)
