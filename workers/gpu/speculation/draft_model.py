@@ -62,10 +62,10 @@ def check_draft_model(loaded: LoadedModel, draft: LoadedModel) -> None:
 
 @dataclass(slots=True)
 class Guessed:
-    """The tokens at one position of all drafts."""
+    """The draft tokens of all sequences at one position of their drafts."""
 
     tokens: torch.Tensor
-    """int64 ``[num_texts]``, on the device."""
+    """The draft token of each sequence, int64 ``[num_texts]``, on the device."""
     on_host: torch.Tensor
     """``tokens`` on the host; valid when the device has finished the copy."""
 
@@ -95,7 +95,7 @@ class DraftModel:
         num_blocks = max(2, cache_bytes // size)
         self._blocks = BlockManager(num_blocks, layout.block_size)
         self._queue = queue
-        # The tokens of a stream do not depend on the bits of its drafts.
+        # The tokens of a stream do not depend on its drafts, so the draft model need not be exact.
         options = ForwardOptions(fixed_threads=fixed_threads, exact=False)
         self._runner = Runner(draft, num_blocks, layout, queue, options)
         self._device = draft.device
@@ -106,8 +106,8 @@ class DraftModel:
         """The assumed cost of the draft model's forward, relative to a forward of the large
         model."""
         self._texts: dict[Sequence, Sequence] = {}
-        """By sequence: the draft model's own sequence, with equal tokens and other blocks. Ordered
-        by last use, the least recently used first."""
+        """By sequence: its *text*, which is the draft model's own sequence with the same tokens, in
+        blocks of the draft model's cache. The least recently used text is first."""
 
     def draft(self, sequences: Items[Sequence], count: int) -> list[list[int]]:
         """Writes ``count`` draft tokens for each of these sequences. A draft is empty if the draft
@@ -169,7 +169,7 @@ class DraftModel:
         copies: list[tuple[int, int]],
     ) -> Chunk | None:
         """The next chunk of a sequence's text to compute before its draft, at most ``room`` tokens.
-        None if no blocks are free."""
+        None if no blocks are free. ``among``: the sequences whose texts keep their blocks."""
         text = self._texts.pop(sequence, None) or _empty(sequence)
         self._texts[sequence] = text
         tokens, table = sequence.tokens, text.block_table
@@ -196,8 +196,8 @@ class DraftModel:
         self, batch: Batch, owners: dict[Sequence, Sequence], count: int
     ) -> tuple[list[Sequence], list[list[int]]]:
         """Computes the chunks, then ``count`` draft tokens for each text that is computed to its
-        end. Returns these texts, and the tokens by position of the draft. On a GPU everything is
-        launched at once: tokens go from one forward to the next on the device."""
+        end. Returns these texts, and a list of their tokens for each position of the drafts. On a
+        GPU everything is launched at once: tokens go from one forward to the next on the device."""
         chunks, packed = self._runner.pack(batch)
         forward = self._runner.launch(packed)
         for chunk in chunks:
@@ -224,7 +224,8 @@ class DraftModel:
         return texts, found
 
     def _next(self, texts: Items[Sequence], place: int) -> Batch:
-        """The batch that computes the tokens that were drawn last."""
+        """The batch that computes the tokens that were drawn last. ``place``: number of tokens that
+        have been drawn for each text."""
         batch = Batch()
         for row, text in enumerate(texts):
             if place > 1:
@@ -238,7 +239,8 @@ class DraftModel:
 
     def _row(self, sequence: Sequence) -> Row:
         """The sampling inputs of the large model's next token, except masks and other decisions of
-        a controller."""
+        a controller. If the vocabularies have different sizes, also without biases, penalties and
+        the minimum length."""
         sampling = structs.replace(sequence.sampling, top_logprobs=0)
         if not self._same_vocabulary:
             sampling = structs.replace(sampling, logit_bias={}, repetition_penalty=1.0)
@@ -255,7 +257,8 @@ class DraftModel:
 
 
 def _multiplied(loaded: LoadedModel) -> int:
-    """Number of weights in the products of a forward. Embeddings are only looked up."""
+    """Number of weights that a forward multiplies. Embeddings that the head does not share are only
+    looked up, so they do not count."""
     embeddings = loaded.model.get_input_embeddings().weight
     head = loaded.model.get_output_embeddings()
     tied = head is None or head.weight is embeddings

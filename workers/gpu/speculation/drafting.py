@@ -12,7 +12,7 @@ from .places import Match
 
 
 class Guess(NamedTuple):
-    """The token that a match predicts for a position."""
+    """The token that a match (``places.Match``) predicts for a position of the sequence."""
 
     position: int
     token: int
@@ -30,13 +30,14 @@ class Drafting:
     kind: int = 0
     """The kind of the last match or draft (``kind_of``)."""
     idle: int = 0
-    """Number of steps without a draft from the draft model."""
+    """Number of steps since the last draft from the draft model."""
     guess: Guess | None = None
-    """The prediction of a match from which no draft was made. Checking the prediction costs
-    nothing, and counts towards ``acceptance`` like a draft of one token."""
+    """The prediction of a match from which no draft was made. When the next token is known, the
+    prediction counts towards ``acceptance`` like a draft of one token."""
 
     def look(self, tokens: list[int]) -> Match | None:
-        """Looks up the match of a sequence with these tokens, and checks the last guess."""
+        """Looks up the match of the sequence, and checks the last guess. ``tokens``: all tokens of
+        the sequence."""
         guess, self.guess = self.guess, None
         if guess is not None and guess.position < len(tokens):
             self.acceptance.observe(guess.kind, 1, tokens[guess.position] == guess.token)

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from .draft_model import DraftModel
 
 MIN_PROBABILITY = 0.2
-"""Minimum expected acceptance of a sequence for which the draft model writes drafts."""
+"""Minimum probability that a sequence accepts a token of the draft model. Below it, the sequence
+only gets trial drafts from the draft model."""
 RETRY_STEPS = 32
 """Number of steps without a draft from the draft model, after which a sequence gets a trial draft,
-because its new text may be easier to predict. The trial is in a step without other drafts from the
-model."""
+because its new text may be easier to predict. In the step of a trial draft, the draft model does
+not write other drafts."""
 RETRY_TOKENS = 3
 """Number of tokens of a trial draft."""
 
@@ -30,8 +31,8 @@ class Speculation:
 
     A draft does not change any token: it is verified, and each token is sampled from the logits as
     without a draft (``verify.py``). So a draft may be wrong. ``costs``: the costs of drafts on the
-    engine's device; None disables drafts. ``model``: writes drafts for sequences whose text has no
-    match.
+    engine's device; None disables drafts. ``model`` writes drafts for sequences for which prompt
+    lookup (``ngrams.py``) does not find a draft.
     """
 
     def __init__(self, costs: Costs | None, model: DraftModel | None = None) -> None:
@@ -54,8 +55,8 @@ class Speculation:
             sequence.drafting = Drafting(PromptLookup(sequence.tokens, earlier), steered)
 
     def ended(self, sequence: Sequence) -> None:
-        """Stores the text of an ended sequence, from which the session's next requests can
-        draft."""
+        """Stores the text of an ended sequence, so that drafts for the session's next requests can
+        be copied from it."""
         if self._model is not None:
             self._model.forget(sequence)
         if self._costs is None or sequence.scored or not sequence.num_generated:
@@ -179,5 +180,5 @@ def _steered(sequence: Sequence) -> bool:
 
 def _room(sequence: Sequence) -> int:
     """The greatest useful length of a draft. The step samples one more token after the draft, so
-    the draft may be one token shorter than the rest of the sequence."""
+    this length is one less than the number of tokens that the sequence may still get."""
     return sequence.max_length - len(sequence.tokens) - 1

@@ -2,7 +2,8 @@
 
 A session that edits several files, or extracts records from several pages, repeats text that its
 earlier requests generated. Texts are stored for each session separately: drafts never come from the
-texts of another session.
+texts of another session. The index (``places.py``) maps each *run* of ``SIZE`` tokens to its places
+in these texts.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class EarlierTexts:
         self._whole: Tokens[int] = ()
         """The complete last text. In a conversation, the next text begins with this text."""
         self.num_tokens = 0
-        """Approximate number of stored tokens."""
+        """Approximate number of tokens in the stored texts."""
 
     def add(self, text: list[int]) -> None:
         """Adds the text of an ended sequence, including its prompt. The list must not change

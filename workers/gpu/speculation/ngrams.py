@@ -31,8 +31,9 @@ class PromptLookup:
     """The lookups of one sequence. Forks share the index.
 
     ``tokens`` is the sequence's own list: tokens that are appended to it are found without a
-    further call. Dropped tokens may still be in the index; comparing the places excludes them.
-    ``earlier``: the texts of the session's earlier requests.
+    further call. Runs with dropped tokens may still be in the index, but they never match, because
+    a match compares the tokens of the texts. ``earlier``: the texts of the session's earlier
+    requests.
     """
 
     __slots__ = ("_earlier", "_index", "_indexed", "_last", "_size", "_tokens")

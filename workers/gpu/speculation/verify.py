@@ -139,9 +139,9 @@ class Verifier:
 
 
 def _is_verifiable(sequence: Sequence) -> bool:
-    """Whether a part of a sequence's draft can be verified; shortens the draft to that part.
-    Options apply only to the next token, so a sequence with options is sampled without its
-    draft."""
+    """Whether a part of a sequence's draft can be verified; shortens the draft to that part. A
+    controller's options apply only to the next token, so a sequence with options is sampled without
+    its draft."""
     if sequence.options is not None:
         return False
     if sequence.drafting is None or not sequence.drafting.steered:
