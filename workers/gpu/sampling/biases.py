@@ -1,8 +1,8 @@
 """Logit biases of requests and controllers: float32 numbers that are added to a row of logits.
 
-The format of a controller's bias is that of ``StepResult.bias_row``. A sparse bias is the number of
-pairs, then pairs of a token and its value by ascending token. A dense bias is 0, then a value for
-each token. Minus infinity forbids a token.
+A controller's bias has the format of ``StepResult.bias_row``. A sparse bias consists of the number
+of pairs, and then the pairs of a token and its value, ordered by token. A dense bias consists of 0,
+and then a value for each token of the vocabulary. A value of minus infinity forbids its token.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from ....protocol.errors import Code, ControllerError
 
 @dataclass(slots=True, eq=False)
 class Bias:
-    """Biases for the logits of a sequence's next token. Rows of one request share the object of its
-    ``logit_bias``."""
+    """Biases for the logits of a sequence's next token. All sequences of a request share one object
+    for the request's ``logit_bias``."""
 
     values: np.ndarray
-    """float32 ``[num_tokens]``, or ``[vocab]`` if ``tokens`` is None."""
+    """The bias of each token, float32 ``[num_tokens]``, or ``[vocab]`` if ``tokens`` is None."""
     tokens: np.ndarray | None = None
-    """int64, ascending; None: ``values`` has a value for each token of the vocabulary."""
+    """The tokens that have a bias, int64, ascending; None if all tokens of the vocabulary have
+    one."""
 
     def of(self, token: int) -> float:
         """The bias of one token."""
@@ -59,8 +60,8 @@ def read_bias(words: np.ndarray, vocab: int) -> Bias:
     """Decodes a bias from u32 words. A dense bias is a view of the words.
 
     Raises ControllerError if the bias is malformed or has a token outside the vocabulary. The
-    values are not checked here: the controller worker checks them, and a NaN would fail only its
-    own sequence.
+    values are not checked here: the controller worker checks them, and a NaN would only end the
+    sequence of this bias with an error.
     """
     pairs = int(words[0]) if len(words) else 0
     if not pairs:

@@ -28,16 +28,17 @@ class Candidate(NamedTuple):
     processed: float | None = None
     """``Token.processed``; None if the request does not ask for it."""
     kept: int | bytes | None = None
-    """``Token.kept``: a number, or ids as u32 each; None if the request does not ask for it."""
+    """``Token.kept``: the number of candidates, or their ids, each as a u32. None if the request
+    does not ask for it."""
 
 
 @dataclass(slots=True)
 class Candidates:
-    """Reports about some rows, while they are copied to the host."""
+    """Reports about the tokens of some rows, while they are copied to the host."""
 
     rows: Sequence[int]
     processed: torch.Tensor
-    """float64 ``[rows]``."""
+    """``Token.processed`` of each row's token, float64 ``[rows]``."""
     kept: torch.Tensor
     """Whether each token was a candidate, bool ``[rows, vocab]``."""
 
@@ -92,7 +93,9 @@ def candidate_columns(
 
 
 def packed_ids(kept: np.ndarray) -> int | bytes:
-    """``Token.kept`` in the form of a column. ``kept``: whether each token was a candidate."""
+    """``Token.kept`` in the form of a column: the ids of the candidates, or their number if there
+    are more than ``MAX_KEPT`` or if all tokens are candidates. ``kept``: whether each token was a
+    candidate."""
     ids = np.flatnonzero(kept)
     return len(ids) if len(ids) == len(kept) or len(ids) > MAX_KEPT else _u32(ids)
 

@@ -32,8 +32,9 @@ class Answers:
     queries: Mapping[int, Query]
     """The queries, by row of the step."""
     numbers: torch.Tensor
-    """float64 ``[2, num_queries]``: rank and entropy. This tensor and those below are on the host,
-    and valid when the device has finished the copy."""
+    """float64 ``[2, num_queries]``: the rank of the sampled token, and the entropy of the
+    distribution. This tensor and those below are on the host, and valid when the device has
+    finished the copy."""
     likely: tuple[torch.Tensor, torch.Tensor] | None
     """The most likely tokens ``[num_queries, most]`` and their log-probabilities."""
     scores: torch.Tensor | None
@@ -41,8 +42,9 @@ class Answers:
     the right."""
 
     def fetch(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[int, Distribution]:
-        """The answer of each row. ``tokens`` and ``logprobs``: the sampled tokens of all rows. The
-        device must have finished the copy."""
+        """The answer for each row with a query. ``tokens`` and ``logprobs``: the sampled tokens of
+        all rows of the step, and their log-probabilities. The device must have finished the
+        copy."""
         ranks, entropies = self.numbers.tolist()
         likely = [part.tolist() for part in self.likely] if self.likely is not None else None
         scores = self.scores.tolist() if self.scores is not None else None
@@ -66,8 +68,8 @@ class Answers:
 
 @torch.inference_mode()
 def answer(logits: torch.Tensor, chosen: torch.Tensor, queries: Mapping[int, Query]) -> Answers:
-    """Answers queries about rows of ``logits`` ``[rows, vocab]``. ``chosen`` ``[rows]``: the tokens
-    that were sampled from them. Does not wait for a CUDA device."""
+    """Answers queries about rows of ``logits`` ``[rows, vocab]``. ``chosen`` ``[rows]``: the token
+    that was sampled from each row. Does not wait for a CUDA device."""
     device = logits.device
     own = logits
     if list(queries) != list(range(len(logits))):

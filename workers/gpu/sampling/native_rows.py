@@ -12,11 +12,11 @@ from ..model.cpu_native.library import address, library
 def reduce_rows(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray] | None:
     """Reduces the rows of ``logits`` ``[n, vocab]``; returns two arrays. The first, int64 ``[n]``,
     has the most likely token of each row, the lowest id among equals. The second, float64
-    ``[3, n]``, has these tokens, their log-probabilities, and 1.
+    ``[3, n]``, has these tokens, their log-probabilities, and 1 for each row (``OnHost.numbers``).
 
     A log-probability is NaN if the row contains NaN, or only -inf. Returns None if torch must
-    reduce the rows: they are not on the CPU, not contiguous float32, or this machine has no native
-    code.
+    reduce the rows, because they are not on the CPU or not contiguous float32, or because this
+    machine has no native code.
     """
     native = library()
     if native is None or logits.device.type != "cpu" or logits.dtype != torch.float32:

@@ -13,10 +13,11 @@ from .races import costs_launches
 from .token_counts import TokenCounts
 
 MAX_ENTRIES = 2**18
-"""Number of penalised tokens, of all rows, from which on further rows are processed separately.
-This number bounds the memory of the temporary tensors."""
+"""Maximum number of penalised tokens of the rows that are processed at a time; a row that has more
+is processed alone. This number bounds the memory of the temporary tensors."""
 Penalised = tuple[int, Sampling, TokenCounts]
-"""A row of logits with penalties, its request's sampling, and its tokens."""
+"""A row of logits, the sampling parameters of its request, and the counts of its sequence's
+tokens."""
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -69,7 +70,8 @@ def _penalise(
     factors: np.ndarray,
     amounts: np.ndarray,
 ) -> None:
-    """Changes the logit at each row and token, on a CPU."""
+    """Applies penalties on a CPU. Entry i of each array is for the logit of token ``tokens[i]`` in
+    row ``rows[i]``. ``factors``: the repetition penalties. ``amounts``: the numbers to add."""
     index = (torch.from_numpy(rows), torch.from_numpy(tokens))
     factor = torch.from_numpy(factors.astype(np.float32)).to(logits.dtype)
     amount = torch.from_numpy(amounts.astype(np.float32)).to(logits.dtype)

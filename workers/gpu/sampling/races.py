@@ -1,9 +1,10 @@
 """Draws a token from each row of logits, robust to rounding differences of the logits.
 
-Candidates of weights ``w`` run a race: each arrives after ``E / w``, where the ``E`` are
-independent exponential numbers, and the first is drawn. Candidate i wins with probability ``w[i] /
-sum(w)``. In logarithms this is the Gumbel-max trick (Gumbel 1954; Maddison, Tarlow, Minka 2014). A
-change of the logits by 1e-6 changes the winner only if the two earliest arrivals are nearly equal.
+Candidates of weights ``w`` run a race: each arrives after the time ``E / w``, where each ``E`` is
+an independent exponential random number. The candidate that arrives first is drawn; candidate i
+wins with probability ``w[i] / sum(w)``. In logarithms this is the Gumbel-max trick (Gumbel 1954;
+Maddison, Tarlow, Minka 2014). A change of the logits by 1e-6 changes the winner only if the two
+earliest arrivals are nearly equal.
 Inverting the cumulative distribution would be far more sensitive: a change of one weight moves the
 boundaries of all later tokens.
 
@@ -12,10 +13,10 @@ sum of its tokens' weights. Then the tokens of the winning part race. The probab
 same, and a vocabulary of 131,072 tokens takes 768 random numbers. With ``top_k``, only the
 remaining tokens race.
 
-The random numbers are counter-based: SplitMix64 (Steele, Lea, Flood 2014) of the row's key and of
-the candidate, in 64-bit integers, so that all devices compute equal numbers. The key is derived
-from (seed, sequence, position). The logarithm of a uniform number is -E. A uniform number has 53
-bits, so that even a token of probability 1e-9 is drawn with this probability.
+The random numbers are counter-based: SplitMix64 (Steele, Lea, Flood 2014) of the row's key and the
+candidate's number, in 64-bit integers, so that all devices compute equal numbers. The key is
+derived from (seed, sequence, position). The logarithm of a uniform number is -E. A uniform number
+has 53 bits, so that even a token of probability 1e-9 is drawn with this probability.
 """
 
 from __future__ import annotations
@@ -56,15 +57,15 @@ class Draws:
     """The sampling parameters of n random rows: arrays of length n. Temperatures are above 0."""
 
     streams: np.ndarray
-    """int64; see the function ``streams``."""
+    """The number of each row's stream of random numbers (function ``streams``), int64."""
     temperature: np.ndarray
     top_k: np.ndarray
     """int64; 0 keeps all tokens."""
     top_p: np.ndarray
     min_p: np.ndarray
     any_temperature: bool = field(init=False)
-    """Whether any temperature differs from 1. The next three flags: whether any row has ``top_k``,
-    ``top_p`` or ``min_p``."""
+    """Whether any temperature differs from 1. The next three flags say whether any row has
+    ``top_k``, ``top_p`` or ``min_p``."""
     any_top_k: bool = field(init=False)
     any_top_p: bool = field(init=False)
     any_min_p: bool = field(init=False)
@@ -108,8 +109,8 @@ class Draws:
 class Ahead:
     """The logarithms of the random numbers of consecutive steps of a batch.
 
-    These numbers do not depend on logits, so a device computes many steps with the launches of one
-    step.
+    These numbers do not depend on logits, so a device computes the numbers of many steps with as
+    few kernel launches as for one step.
     """
 
     positions: np.ndarray
@@ -118,8 +119,8 @@ class Ahead:
     """float64 ``[steps, rows, candidates]``."""
 
     def at(self, positions: np.ndarray) -> torch.Tensor | None:
-        """The numbers of the step at these positions; None if it is not among the computed
-        steps."""
+        """The numbers of the step at these positions; None if the numbers of this step have not
+        been computed."""
         step = int(positions[0] - self.positions[0])
         if not 0 <= step < len(self.logs) or (positions - self.positions != step).any():
             return None
@@ -407,8 +408,8 @@ def _likeliest_weights(logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor
 
 
 def likeliest(logits: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The top ``most`` logits of each row, in descending order, and their tokens. Equal logits are
-    ordered by token."""
+    """The greatest logits of each row in descending order, and their tokens, ``[rows, most]``
+    each. Equal logits are ordered by token."""
     size = logits.shape[-1]
     if 2 * most > size:
         ordered = logits.sort(dim=-1, descending=True, stable=True)

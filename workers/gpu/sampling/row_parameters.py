@@ -32,17 +32,18 @@ class Row:
     """The generated tokens. Prompt and generated tokens are read only if the request has penalties
     and there are no ``counts``."""
     mask: np.ndarray | None = None
-    """Allowed tokens: bit i of u32 words, little-endian; None allows all."""
+    """The allowed tokens, as u32 words: the bit of token i is ``1 << i % 32`` in word ``i // 32``.
+    None allows all tokens."""
     bias: Bias | None = None
     """The controller's bias, which is added to the logits after the request's ``logit_bias``."""
     inspect: bool = False
     """Whether to report the most likely tokens that the mask forbids."""
     options: TokenOptions | None = None
-    """The controller's options; only the query is used here."""
+    """The controller's options. The query is answered; the override is ignored here."""
     least: Least | None = None
     """The minimum length of the sequence, if its request has ``min_tokens``."""
     logit_bias: Bias | None = None
-    """The request's ``logit_bias``; None: it is read from ``sampling``."""
+    """The request's ``logit_bias``; if None, it is read from ``sampling``."""
     counts: TokenCounts | None = None
     """The counts of prompt and generated tokens, if they have been counted."""
 
@@ -61,8 +62,8 @@ class RowParameters:
         biases: dict[int, Bias],
     ) -> None:
         """``rows``: sampling parameters, seed and sequence number of each row. ``min_tokens``: the
-        minimum lengths of the rows' sequences. ``biases``: by row, if it has any: the request's
-        ``logit_bias``."""
+        minimum lengths of the rows' sequences. ``biases``: by row, the ``logit_bias`` of its
+        request; without the rows whose requests have none."""
         samplings = [sampling for sampling, _, _ in rows]
         self.seeds = [seed for _, seed, _ in rows]
         self.temperature = np.array([s.temperature for s in samplings], dtype=np.float32)
@@ -75,7 +76,8 @@ class RowParameters:
         self.changed = [i for i, s in enumerate(samplings) if _changes_logits(s)]
         """The rows whose logits are changed by biases or penalties."""
         self.biases = biases
-        """By row, if it has any: the ``logit_bias`` of its request, which may forbid tokens."""
+        """By row: the ``logit_bias`` of its request, which may forbid tokens. Rows whose requests
+        have no ``logit_bias`` are left out."""
         self.penalised = [i for i, s in enumerate(samplings) if has_penalties(s)]
         """The rows whose requests have penalties."""
         self.samplings = samplings
@@ -132,18 +134,18 @@ class Rows:
     positions: np.ndarray
     """int64 ``[n]``: the position of each row's token, counted from the first generated token."""
     masks: dict[int, np.ndarray] = field(default_factory=dict)
-    """By row, if it has one: the allowed tokens (``Row.mask``)."""
+    """By row: the allowed tokens (``Row.mask``). Rows without a mask are left out."""
     biases: dict[int, Bias] = field(default_factory=dict)
-    """By row, if it has one: the controller's bias (``Row.bias``)."""
+    """By row: the controller's bias (``Row.bias``). Rows without a bias are left out."""
     counts: dict[int, TokenCounts] = field(default_factory=dict)
     """By row, if its request has penalties: the counts of its tokens."""
     inspected: Sequence[int] = ()
     """The rows with ``inspect``."""
     options: dict[int, TokenOptions] = field(default_factory=dict)
-    """By row, if it has any: the controller's options (``Row.options``). ``parameters`` already
-    contains their overrides."""
+    """By row: the controller's options (``Row.options``). Rows without options are left out. In
+    ``SampledBatch.rows``, ``parameters`` already contains the overrides."""
     excluded: dict[int, np.ndarray] = field(init=False, default_factory=dict)
-    """By row, if its sequence may not end yet: the tokens that would end it, int64."""
+    """By row, if its sequence may not end yet: the tokens that would end the sequence, int64."""
 
     def __post_init__(self) -> None:
         if self.parameters.min_tokens is not None:

@@ -35,8 +35,9 @@ class SampledBatch:
         self._limits = ints(s.max_length - s.num_prompt for s in sequences)
 
     def rows(self, positions: np.ndarray | None) -> Rows:
-        """The inputs of sampling the next token of each sequence. ``positions``: the positions of
-        the last tokens, if this step's forward has computed all of them as plain decodes."""
+        """The inputs of sampling the next token of each sequence. ``positions``: the position of
+        each sequence's last token, if this step's forward computes exactly these tokens; otherwise
+        None."""
         sequences = self.sequences
         if positions is None:
             generated = ints(s.num_generated for s in sequences)
@@ -68,8 +69,8 @@ class SampledBatch:
         )
 
     def others(self, rows: Rows, tokens: list[int]) -> list[int]:
-        """The rows whose tokens of this step are not plain: the first and the last token of a
-        sequence, and tokens with more fields than columns contain."""
+        """The rows whose tokens of this step are not plain (``TokenColumns``): the first and the
+        last token of a sequence, and tokens with more fields than columns contain."""
         positions = rows.positions
         others = np.flatnonzero((positions == 0) | (positions + 1 >= self._limits)).tolist()
         stops = compress(count(), map(contains, self._stop_ids, tokens))

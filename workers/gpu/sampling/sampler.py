@@ -31,8 +31,8 @@ INSPECTED = 5
 """Number of most likely tokens to examine for ``inspect`` if the request has no
 ``top_logprobs``."""
 SHORT_BIAS = 1024
-"""Number of tokens up to which sparse biases are added together. The temporary tensors of longer
-biases would take too much of the device's memory."""
+"""Maximum number of tokens of a sparse bias that is added together with the biases of other rows.
+The temporary tensors for longer biases would take too much of the device's memory."""
 NOTHING_ALLOWED = "bias and mask forbid all tokens at this position; allow at least one"
 
 
@@ -46,9 +46,10 @@ class Sampled:
     numbers: np.ndarray
     """``tokens`` and ``logprobs`` as float64 ``[2, rows]``."""
     top: dict[int, dict[int, float]] = field(default_factory=dict)
-    """By row, if its request has ``top_logprobs``: the most likely tokens and the chosen token."""
+    """By row, if its request has ``top_logprobs``: the log-probabilities of the most likely tokens
+    and of the chosen token."""
     errors: dict[int, str] = field(default_factory=dict)
-    """Errors of rows from which no token could be chosen."""
+    """By row, if no token could be chosen from it: the reason."""
     cut: dict[int, list[int]] = field(default_factory=dict)
     """For rows with ``inspect``: the most likely tokens that a mask or a controller's bias
     forbids."""
@@ -69,15 +70,15 @@ class Sampled:
 
 @dataclass(slots=True)
 class OnHost:
-    """Host copies of a device's tensors, in the dtypes in which they were computed. Converting them
-    on the device would cost launches."""
+    """Host copies of a device's tensors, in the dtypes in which they were computed. A conversion on
+    the device would cost kernel launches."""
 
     tokens: torch.Tensor
-    """int64 ``[rows]``."""
+    """The chosen tokens, int64 ``[rows]``."""
     logprobs: torch.Tensor
-    """``[rows]``."""
+    """The log-probabilities of the chosen tokens, ``[rows]``."""
     allowed: torch.Tensor | None
-    """Whether each row allows any token; None: all rows do."""
+    """Whether each row allows any token; None if all rows do."""
 
     @classmethod
     def of(
@@ -102,12 +103,12 @@ class OnHost:
 
 @dataclass(slots=True, frozen=True)
 class Numbers:
-    """The results of rows that a CPU has reduced: float64 ``[3, rows]``, as ``OnHost.numbers``."""
+    """The results of rows that a CPU has reduced, in the form of ``OnHost.numbers``."""
 
     values: np.ndarray
 
     def numbers(self) -> np.ndarray:
-        """float64 ``[3, rows]``, as ``OnHost.numbers``."""
+        """float64 ``[3, rows]``, in the form of ``OnHost.numbers``."""
         return self.values
 
 
@@ -118,7 +119,7 @@ class Drawn:
     rows: Rows
     vocab: int
     tokens: torch.Tensor
-    """int64 ``[rows]``, on the device."""
+    """The chosen tokens, int64 ``[rows]``, on the device."""
     on_host: OnHost | Numbers
     """Tokens, log-probabilities and errors on the host; valid when the device has finished the
     copies."""
@@ -167,8 +168,8 @@ def sample(logits: torch.Tensor, indices: Sequence[int], rows: Sequence[Row]) ->
 
 
 def draw(logits: torch.Tensor, indices: Sequence[int] | None, rows: Rows) -> Drawn:
-    """Chooses a token for each of ``rows``, without waiting for the device. ``indices``: the index
-    in ``logits`` for each row; None: row i uses ``logits[i]``."""
+    """Chooses a token for each of ``rows``, without waiting for the device. Row i is sampled from
+    ``logits[indices[i]]``, or from ``logits[i]`` if ``indices`` is None."""
     row_logits = _rows_of(logits, indices)
     drawn = _drawn(row_logits, rows)
     if rows.options:
@@ -287,14 +288,15 @@ class Scores:
 
     tokens: Sequence[int]
     values: torch.Tensor
-    """``[num_tokens]``. This tensor and those below are on the host, and valid when the device has
-    finished the copy."""
+    """The log-probabilities of ``tokens``, ``[num_tokens]``. This tensor and those below are on the
+    host, and valid when the device has finished the copy."""
     likely: tuple[torch.Tensor, torch.Tensor] | None
     """The most likely tokens ``[num_tokens, most]`` and their log-probabilities."""
 
     def fetch(self) -> tuple[list[float], Sequence[dict[int, float] | None]]:
-        """The log-probability of each token; and the most likely tokens of its row together with
-        the token itself, None if not requested. The device must have finished the copy."""
+        """Two lists: the log-probability of each token; and, for each token, the log-probabilities
+        of the most likely tokens of its row and of the token itself, or None if they were not
+        requested. The device must have finished the copy."""
         values: list[float] = self.values.tolist()
         if self.likely is None:
             return values, [None] * len(values)
@@ -305,8 +307,9 @@ class Scores:
 
 @torch.inference_mode()
 def score(logits: torch.Tensor, tokens: Sequence[int], most: int = 0) -> Scores:
-    """The natural log-probability of each of ``tokens`` under its row of ``logits``, and the top
-    ``most`` tokens of each row. Does not wait for a CUDA device."""
+    """The natural log-probability of each of ``tokens`` under its row of ``logits``, and the most
+    likely tokens of each row. ``most``: number of these tokens for each row. Does not wait for a
+    CUDA device."""
     wanted = _ints(tokens, logits).unsqueeze(-1)
     reduced = reduce_rows(logits)
     if reduced is not None:
@@ -320,7 +323,7 @@ def score(logits: torch.Tensor, tokens: Sequence[int], most: int = 0) -> Scores:
 
 
 def _rows_of(logits: torch.Tensor, indices: Sequence[int] | None) -> torch.Tensor:
-    """Selects the rows ``indices``; None: all rows."""
+    """Selects the rows ``indices``, or all rows if ``indices`` is None."""
     if indices is None or list(indices) == list(range(logits.shape[0])):
         return logits
     return logits[_ints(indices, logits)]
@@ -344,8 +347,8 @@ def _best(logits: torch.Tensor) -> torch.Tensor:
 def _choose(
     logits: torch.Tensor, rows: Rows, best: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The token of each row; and whether the row allows any token, None if all rows do. ``best``:
-    the most likely tokens, if known; it is overwritten."""
+    """The chosen token of each row; and whether each row allows any token, or None if all rows do.
+    ``best``: the most likely tokens, if they are known; this tensor is overwritten."""
     random = rows.parameters.random
     changed = _changed_rows(rows, logits, best)
     if len(random) == len(logits) and changed in ([], random):
@@ -382,15 +385,14 @@ def _choose(
 def _allowed(
     processed_logits: torch.Tensor, chosen: torch.Tensor, rows: Rows
 ) -> torch.Tensor | None:
-    """Whether the chosen token of each row is allowed. None if neither masks nor biases forbid
-    tokens."""
+    """Whether the chosen token of each row is allowed. None if no row has a mask or a bias."""
     if not rows.masks and not rows.biases and not rows.parameters.biases:
         return None
     return processed_logits.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) > float("-inf")
 
 
 def _draw(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Draws the tokens of the rows that are not greedy from their logits."""
+    """Draws a token for each row that is not greedy. ``logits``: the logits of these rows."""
     p = rows.parameters
     return draw_tokens(logits, p.draws, rows.positions[p.random_rows])
 
@@ -551,8 +553,8 @@ def _most_likely(rows: Rows) -> int:
 
 
 def _likely(every: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The top ``most`` tokens of each row and their log-probabilities, copied to the host.
-    ``every``: the log-probabilities of all tokens."""
+    """The most likely tokens of each row and their log-probabilities, ``[rows, most]`` each, copied
+    to the host. ``every``: the log-probabilities of all tokens."""
     if not most:
         return None
     logprobs, ids = every.topk(min(most, every.shape[-1]), -1)
@@ -562,9 +564,10 @@ def _likely(every: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]
 def _likely_of(
     logits: torch.Tensor, best: torch.Tensor, of_best: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The top ``most`` tokens of each row on a CPU and their log-probabilities, computed from the
-    differences to the logit of the ``best`` token as in ``_change``. ``of_best`` ``[rows]``: the
-    log-probability of each row's ``best`` token, float64."""
+    """The most likely tokens of each row on a CPU and their log-probabilities, ``[rows, most]``
+    each. As in ``_change``, a log-probability is computed from that of the row's ``best`` token and
+    the difference of the two logits. ``of_best``: the log-probability of each row's ``best`` token,
+    float64 ``[rows]``."""
     values, ids = likeliest(logits, min(most, logits.shape[-1]))
     less = values - logits.gather(-1, best.unsqueeze(-1))
     return ids, of_best.unsqueeze(-1) + less
