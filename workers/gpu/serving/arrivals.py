@@ -49,7 +49,7 @@ Request = Generate | Score | ModelInfoRequest | ModelTokenizerRequest | Embed
 
 @dataclass(slots=True)
 class Waiting:
-    """A request that waits for its model to be loaded or for its texts to be tokenized."""
+    """A request that waits until its model can be used, or until its texts have been tokenized."""
 
     stream: Stream
     message: Request
@@ -58,7 +58,7 @@ class Waiting:
     """For a request that moved to this worker: the entries that its client has received."""
     attempt: int = 0
     """The attempt (``Start.attempt``) of a request that this worker may have run before. Decisions
-    for the earlier attempt may still arrive. 0: no worker has run the request before."""
+    for the earlier attempt may still arrive. 0 if no worker has run the request before."""
     job: Job[Tokens] | None = None
     """The tokenization of the request's texts; None while the request waits for its model."""
 
@@ -70,9 +70,9 @@ class Waiting:
 
 
 class Arrivals:
-    """Receives requests. ``post`` sends frames over a link. ``on_models`` is called when the set of
-    loaded models has changed. ``wake`` is called on another thread when ``take_tokenized`` has
-    work.
+    """Receives requests. ``post`` sends frames over the link to a broker. ``on_models`` is called
+    when the set of loaded models has changed. ``wake`` is called on another thread when
+    ``take_tokenized`` has work.
 
     A request is passed to its engine, waits for its model or its tokens, or is refused. If anything
     fails, the request's client receives an ERROR, and all state of the request is removed.
@@ -99,8 +99,8 @@ class Arrivals:
         self._attempts = itertools.count(1)
         """Counts ``Start.attempt`` of restarted controllers."""
         self.held: set[str] = set()
-        """The models whose new streams wait. ``Rollouts`` adds models, and removes them before it
-        calls ``release``."""
+        """The models whose new streams wait because the model is paused or gets new weights.
+        ``Rollouts`` adds models, and removes them before it calls ``release``."""
         self._logged = ("", 0)
         """The last logged stage of loading, and the last logged tenth of that stage."""
 
@@ -125,8 +125,8 @@ class Arrivals:
         return waiting + self.embeddings.streams()
 
     def request(self, message: FromBus, kind: type[Request]) -> None:
-        """Receives a request. Drops an earlier attempt of the same request, which then does not
-        send further messages."""
+        """Receives a request. If this worker has an earlier attempt of the request, the earlier
+        attempt is dropped and sends no further messages."""
         earlier = self._drop_earlier(message.header.request)
         stream = Stream.of(message.header, _stream_id(message.body), "", link=message.link)
         stream.type, stream.frames = message.type, [message.body, *message.attachments]
@@ -346,7 +346,8 @@ class Arrivals:
     def start_again(self, stream: Stream, left: str, why: str) -> None:
         """Restarts the controller of a live stream after the controller was lost. Does nothing if
         the stream has no controller. Tokens that were computed but not sent are dropped and
-        computed again."""
+        computed again. ``left``: the lost controller worker. ``why``: the reason, for the
+        client."""
         message = stream.message
         if message is None or message.controller is None:
             return
@@ -430,8 +431,8 @@ class Arrivals:
 
 
 def client_of(session: int, message: Generate | Score) -> int:
-    """The number of the client whose requests take turns with those of other clients: the session,
-    or a user of the session or of a group of sessions."""
+    """The number of a request's client, for the engine, in which clients take turns. A client is a
+    session, or a user (``by``) of a session or of a group of sessions (``group``)."""
     if not message.by and not message.group:
         return session
     owner = message.group or str(session)

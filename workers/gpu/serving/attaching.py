@@ -30,10 +30,10 @@ msgpack."""
 CANDIDATES_PER_ENTRY = 20
 """Number of reported candidates that count as one entry."""
 ANSWER_ENTRIES = 4
-"""Number of entries that are charged for each answer, in addition to the entries that it sends."""
+"""Number of entries that each answer takes from the budget, besides the entries that it sends."""
 JOURNAL_BYTES_PER_ENTRY = 1024
-"""Number of bytes in a JOURNAL that count as one entry: bytes that are copied without encoding
-them."""
+"""Number of bytes of a JOURNAL that count as one entry, if they are copied without encoding them
+again."""
 
 
 class Attaching(NamedTuple):
@@ -158,6 +158,7 @@ class ReportQueue:
 
     @staticmethod
     def _claimed(claiming: Claiming) -> None:
-        """The CLAIM of a stream does not wait any longer, unless a later CLAIM does."""
+        """Records that this CLAIM does not wait for the stream's JOURNAL any more. A later CLAIM
+        may still wait."""
         if claiming.stream.claimed_by == claiming.link:
             claiming.stream.claimed_by = None

@@ -1,7 +1,8 @@
 """Computes the vectors of EMBEDs. A batch may contain inputs of several requests.
 
-Sessions take turns, and so do the users of a session. All streams of the worker wait for a batch,
-so its number of tokens is bounded by the measured time of earlier batches of the model.
+Sessions take turns, and so do the users of a session. All streams of the worker wait while a batch
+is computed. So the number of tokens of a batch is bounded, depending on the measured time of the
+model's earlier batches.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ class LiveStreams:
         return list(map(unpacked, stream.sent()))
 
     def _settle(self, stream: Stream) -> None:
-        """Stores the rows that were sent to a stream."""
+        """Adds to a stream the rows that were sent to its client (``Recipients.settle``)."""
         for recipients in self._recipients.values():
             if stream in recipients.streams:
                 recipients.settle()
@@ -330,8 +330,9 @@ class LiveStreams:
     # --- ends -----------------------------------------------------------------------------------
 
     def fail(self, stream: Stream, error: Exception, doing: str) -> None:
-        """Ends a stream with an ERROR. ``error`` is sent if it is meant for clients. Otherwise the
-        client receives an error that says that the worker failed while ``doing`` something."""
+        """Ends a stream with an ERROR. The client receives ``error`` if it is a TokenbusError.
+        Otherwise the client receives an error that says that the worker failed while ``doing``
+        something."""
         if not isinstance(error, TokenbusError):
             number = stream.request
             log.error("request %d: %s failed", number, doing, exc_info=error, extra=about(number))

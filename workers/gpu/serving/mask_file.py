@@ -42,10 +42,11 @@ class MaskFile:
             raise
         every = np.frombuffer(memory, dtype=np.uint32)
         self.rows = list(every[: ROWS * words].reshape(ROWS, words))
-        """u32 ``[words]`` each; bit i of a row is token i, little-endian. A reference to a row
-        keeps the memory mapped."""
+        """The masks, u32 ``[words]`` each; bit i of a row is token i, little-endian. A reference to
+        a row keeps the memory mapped."""
         self.biases = every[ROWS * words :].reshape(ROWS, bias_size)
-        """u32 ``[ROWS, bias_bytes / 4]``; the format is in ``biases.py``."""
+        """The encoded biases, u32 ``[ROWS, bias_bytes / 4]``; ``biases.py`` describes the
+        format."""
         number = os.fstat(self._descriptor).st_ino
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}#{number}"
         """The path at which the controller worker opens the file, and the file's inode. The inode

@@ -19,7 +19,7 @@ from ..engine.sequence import PromptUsage
 
 
 class CountedStream(Protocol):
-    """The fields of a stream (``streams.Stream``) that are counted."""
+    """The fields of a stream (``streams.Stream``) that ``ModelMetrics`` reads."""
 
     arrived: float
     first_at: float

@@ -21,7 +21,8 @@ _KINDS: dict[str, Any] = {
     "bias": dict[int, float],
     "distribution": Distribution,
 }
-"""The fields of ``Token`` that are packed, and their types. Their sizes are chosen by clients."""
+"""The fields of ``Token`` that are packed, and their types. Clients determine the sizes of these
+fields."""
 
 
 def pack(entry: Token) -> int:

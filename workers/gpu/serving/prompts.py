@@ -49,17 +49,17 @@ class RequestTexts(NamedTuple):
         return prompt_bytes + scored_bytes
 
     def tokens(self, wanted: Callable[[], bool] = lambda: True) -> Tokens:
-        """Tokenizes the texts; may be called on another thread. Returns early, with fewer tokens,
-        when ``wanted`` returns False. The tokenizer's special first token (BOS) is added only if
-        the text is the first part of the prompt.
+        """Tokenizes the texts; may be called on another thread. ``wanted`` returns whether the
+        tokens are still needed; if not, this method returns early, with fewer tokens. The
+        tokenizer's special first token (BOS) is added only if the prompt begins with a text.
 
         Raises RequestError if the texts have too many tokens or cannot be encoded.
         """
         prompt: list[int] = []
         for i, part in enumerate(self.prompt):
             if len(prompt) > self.bound.max_tokens or not wanted():
-                # The engine will refuse a request with this number of tokens, or the tokens are not
-                # wanted any more.
+                # The engine will refuse a request with this number of tokens, or the tokens are no
+                # longer needed.
                 break
             prompt += self._tokenized(part, "$.prompt", wanted, start=i == 0)
         scored = self._tokenized(self.scored, "$.scored", wanted, start=False)

@@ -20,7 +20,7 @@ from ..sampling.candidates import Candidate, candidate_columns
 from .streams import ROW, ROWS, Form, Stream, TokenMessage
 
 MAX_STEPS = 16
-"""Maximum number of steps whose rows are stored in one pass over the streams."""
+"""Maximum number of steps whose rows are added to the streams in one pass (``settle``)."""
 
 
 class _Part(NamedTuple):
@@ -32,8 +32,8 @@ class _Part(NamedTuple):
     first: int
     end: int
     body: ColumnsBody | None
-    """The rows in columns. Each step replaces the columns, except the columns of stream ids and
-    sequence numbers. None: the rows are sent as entries."""
+    """The rows in columns; None if the rows are sent as entries. Each step replaces the columns,
+    except the columns of stream ids and sequence numbers."""
     texts: bool
     """Whether any row has text."""
     candidates: bool
@@ -64,10 +64,12 @@ class Recipients:
         """The streams that have rows, each once."""
         self._ids = [stream.stream_id for stream in self._streams]
         self._seqs = [sequences[row].seq for row in order]
-        # The rows of a stream with several rows are stored in each step, to keep their order.
+        # If a stream has several rows, rows are added to the streams in each step, to keep the
+        # order of the stream's entries.
         max_steps = MAX_STEPS if len(self.streams) == len(order) else 1
         self._block = np.zeros((max_steps, len(order)), ROWS).T
-        """``[rows, steps]``, ordered by session: the rows that have not been stored."""
+        """The rows that have not been added to the streams, ``[rows, steps]``, ordered by
+        session."""
         self._block["seq"].T[:] = self._seqs
         self._steps = 0
         """Number of steps in ``_block``."""

@@ -1,10 +1,9 @@
 """Resumes a moved stream: derives its sequences from the entries that its client has received.
 
-Pure: entries in, sequences out. A sequence without a controller resumes after its last token. A
-sequence with a controller resumes at its *resume point*: its last sampled token, or its last fork
-that the client has received, whichever is later. The controller is replayed up to the resume point
-and then decides again. Entries that the controller repeats and the client already has are
-suppressed.
+A sequence without a controller resumes after its last token. A sequence with a controller resumes
+at its *resume point*: its last sampled token, or its last fork that the client has received,
+whichever is later. The controller is replayed up to the resume point and then decides again.
+Entries that the controller repeats and the client already has are suppressed.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ class Resumption:
 
     @property
     def given(self) -> dict[int, Given]:
-        """By sequence: the entries that its controller repeats."""
+        """By sequence: the outputs that its controller repeats and the client already has."""
         return {one.seq: one.given for one in self.live if one.given}
 
     @property

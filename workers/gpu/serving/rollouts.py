@@ -46,9 +46,9 @@ class _Reading:
     folder: str
     mode: UpdateMode = "recompute"
     prepare: tuple[Order, int] | None = None
-    """The order that waits for the weights to be read, and its link."""
+    """The order that waits for the weights to be read, and the link over which it arrived."""
     commits: list[tuple[Order, int]] = field(default_factory=list)
-    """The orders that wait for the weights to replace the old ones, and their links."""
+    """The orders that wait for the weights to replace the old ones, each with its link."""
     committed: bool = False
     """Whether the weights replace the old ones as soon as they have been read. The broker has then
     made them the model's current weights."""
@@ -348,7 +348,8 @@ class Rollouts:
     # --- details --------------------------------------------------------------------------------
 
     def _settle(self, model: str) -> None:
-        """Holds the new requests of a model, or begins them."""
+        """Holds the new requests of a model if it is paused or gets new weights; otherwise begins
+        the requests that were held."""
         state, reading = self._states.get(model), self._readings.get(model)
         paused = state is not None and state.paused is not None
         if paused or (reading is not None and reading.committed):
@@ -390,7 +391,7 @@ class Calls:
     post: Callable[[Frames, int], None]
     """Sends frames over a link."""
     changed: Callable[[], None]
-    """Called when the registration has changed."""
+    """Called when the worker's registration (its models and their weights) has changed."""
     wake: Callable[[], None]
     """Called on another thread when ``act`` has work."""
     cancel: Callable[[Stream, Cancel], None]

@@ -59,11 +59,12 @@ class Steered:
     text_ends: dict[int, ConstraintEnd] = field(default_factory=dict)
     """Under a built-in constraint, by sequence: how the text ends, for the last output."""
     notes: dict[int, Notes] = field(default_factory=dict)
-    """By sequence: its notes that are sent with its next token."""
+    """By sequence: the notes that are sent with the sequence's next token."""
     wakes: dict[int, int] = field(default_factory=dict)
     """By sequence: number of wakes since its last sampled token."""
     given: dict[int, Given] = field(default_factory=dict)
-    """After the controller was restarted, by sequence: the entries that the client already has."""
+    """After the controller was restarted, by sequence: the outputs that the controller repeats and
+    the client already has."""
 
     def note(self, one: StepResult) -> None:
         """Stores the notes of a round for the sequence's next output."""
@@ -102,7 +103,7 @@ class Steered:
         return repeated
 
     def noted(self, output: TokenOutput) -> TokenOutput:
-        """Adds the stored notes of its sequence to an output."""
+        """Adds to an output the stored notes of the output's sequence, and returns the output."""
         if self.inspect and output.logprob is not None:
             output.round_us = self.round_us.pop(output.seq, 0)
         if self.text_ends and output.finish_reason is not None:

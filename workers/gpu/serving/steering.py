@@ -297,9 +297,9 @@ class Steering:
         return ends
 
     def _samples_under_row(self, worker: int, one: StepResult) -> bool:
-        """Fast path for the most frequent decision: sample a sequence, which waits for the
-        decision, under a row of the mask file. Returns False, and changes nothing, if the decision
-        or the request needs more work."""
+        """Applies the most frequent decision on a fast path: to sample a sequence, which waits for
+        this decision, under a mask in the mask file. Returns False, and changes nothing, if the
+        decision or the request needs more work."""
         row, steered = one.row, self._requests.get(one.request)
         if steered is None or steered.worker != worker or row is None or not just_samples(one):
             return False
@@ -423,8 +423,8 @@ class Steering:
             self._send_step(steered.engine, steered.worker, [StepSequence(*key, [], "error")])
 
     def _changed(self, steered: Steered, one: StepResult) -> bool:
-        """Resumes, drops and appends as a decision requires. Returns whether the sequence is still
-        alive."""
+        """Resumes the sequence of a decision, drops and appends its tokens, and stores its notes,
+        as the decision requires. Returns whether the sequence is still alive."""
         engine, key = steered.engine, (one.request, one.seq)
         engine.resume(*key)
         steered.note(one)
@@ -511,7 +511,8 @@ class Steering:
     # --- messages -------------------------------------------------------------------------------
 
     def _update_rows(self, columns: TokenColumns, updates: dict[int, list[StepSequence]]) -> None:
-        """Adds an update for each row: its token was sampled, and the next decision is awaited."""
+        """Adds an update for each row, which reports that the row's token was sampled. The next
+        decision of the row's sequence is then awaited."""
         due = self._clock() + self._timeout_s
         for sequence, token in zip(columns.sequences, columns.tokens.tolist(), strict=True):
             request, seq = sequence.request, sequence.seq
@@ -582,7 +583,8 @@ class Steering:
 
 
 def _add(updates: list[StepSequence], update: StepSequence) -> None:
-    """Adds an update. Several tokens of one sequence, from a draft, become one update."""
+    """Adds an update to a list. Several tokens of one sequence, from a verified draft, become one
+    update."""
     last = updates[-1] if updates else None
     if last is None or (last.request, last.seq) != (update.request, update.seq):
         updates.append(update)

@@ -82,7 +82,7 @@ class Stream:
     frames: list[bytes] = field(default_factory=list)
     """The request's body and attachments, which a restarted broker needs."""
     save: str | None = None
-    """The name of the buffer that will contain prompt and tokens; None: no buffer is stored."""
+    """The name of the buffer that will contain prompt and tokens; None if no buffer is stored."""
     prompt: list[int] = field(default_factory=list)
     healed: int | None = None
     """The token that was removed from the end of the prompt."""
@@ -194,14 +194,15 @@ class Stream:
 
     @property
     def size(self) -> int:
-        """The memory of the stream's entries, in tokens: the ids of five candidates, or 20 bytes of
-        packed fields, count as a token."""
+        """The memory of the stream's entries, measured in tokens. The ids of five candidates, or 20
+        bytes of packed fields, count as a token."""
         return self.num_tokens + self.num_candidates // 5
 
     @property
     def num_candidates(self) -> int:
-        """Number of candidates that the stream's rows report by their ids, and of 4 bytes each in
-        packed fields. A pair of ``top_logprobs`` has about 12 bytes."""
+        """Number of candidates that the stream's rows report by their ids. Four bytes of packed
+        fields also count as a candidate, so a pair of ``top_logprobs`` (about 12 bytes) counts as
+        three."""
         ids = sum(len(c.kept) // 4 for c in self.row_candidates if isinstance(c.kept, bytes))
         return ids + self.packed_bytes // 4
 
@@ -247,8 +248,8 @@ class Stream:
         return missed, min(missed, num_rows - last_entry)
 
     def _without(self, received: int) -> tuple[int, int]:
-        """Number of entries that are not rows, and number of rows, among the first ``received``
-        entries."""
+        """Two counts among the first ``received`` entries: of the entries that are not rows, and of
+        the rows."""
         entries = self.entries
         others = bisect_left(range(len(entries)), received, key=lambda i: entries[i][0] + i)
         return others, received - others
