@@ -17,7 +17,7 @@ from ..workers.controller import scripted
 
 PROMPT = "def add(a, b):"
 Options = dict[str, Any]
-"""The controller of a stream, by name."""
+"""Options of ``Client.generate``, by name."""
 SCRIPTED = "scripted:Scripted"
 GUEST = """
 #include "tokenbus.h"
@@ -43,9 +43,9 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
     return tb_sample(mask);
 }
 """
-"""The argument chooses the behaviour. "mask" allows all tokens with a mask. "loop" has an endless
-loop in its third round. "empty" forks; the fork has an empty mask, and the other sequence waits for
-the fork."""
+"""A guest whose argument chooses its behaviour. With "mask", it allows all tokens with a mask. With
+"loop", it has an endless loop in its third round. With "empty", it forks into two sequences: one
+has an empty mask, and the other suspends."""
 
 
 class System:
@@ -64,7 +64,7 @@ class System:
     def script(
         self, *do: Any, prompt: str | list[int] = PROMPT, **options: Any
     ) -> list[GeneratedSequence]:
-        """Runs ``Scripted``."""
+        """Runs a stream whose controller is ``Scripted``, with the actions ``do``."""
         arg = {"do": do, "tells": options.pop("tells", False)}
         return self.run(prompt, controller=SCRIPTED, controller_arg=arg, **options)
 

@@ -55,7 +55,7 @@ _alone: dict[object, list[int]] = {}
 
 
 def alone(embedded: LoadedModel, prompt: list[int], sampling: Sampling) -> list[int]:
-    """The output of a new engine for a prompt. It is cached, because many tests use it."""
+    """The tokens that a new engine generates for a prompt; cached, because many tests use them."""
     key = embedded.name, tuple(prompt), msgspec.json.encode(sampling), torch.get_num_threads()
     if key not in _alone:
         engine = Engine(embedded, EngineConfig(kv_cache_bytes=32 * 2**20))

@@ -16,7 +16,7 @@ JOIN_S = 300.0
 
 
 class InProcess:
-    """The worker, its bus and the result of its ``run``."""
+    """A GPU worker on a thread of this process, its bus, and the result of the worker's ``run``."""
 
     def __init__(self, bus: Bus, **settings: Any) -> None:
         self.bus = bus

@@ -26,7 +26,7 @@ class World:
             journal.json = self.rng.random() < 0.5
         self.wanted: dict[int, list[Token]] = {}
         self.live: dict[tuple[int, int], int] = {}
-        """The requests of a session's live streams."""
+        """By index of the session and stream: the request of the live stream."""
 
     def turn(self, request: int) -> None:
         """Runs one random event."""
@@ -60,7 +60,7 @@ class World:
             self.message(sorted(rng.sample(range(len(self.journals)), rng.randint(1, 2))))
 
     def message(self, numbers: list[int], size: int = 0) -> None:
-        """Routes a worker's TOKEN with a body for each of these sessions. Some have no body."""
+        """Routes a worker's TOKEN with a body for each of these sessions. Some bodies are empty."""
         head = encode_token_header([self.journals[n].session for n in numbers])
         bodies = []
         for number in numbers:

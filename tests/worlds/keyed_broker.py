@@ -33,7 +33,7 @@ class KeyedBroker:
     """A broker on TCP for clients and on a Unix socket for workers, both with keys."""
 
     def __init__(self, back: str = "") -> None:
-        """``back``: the address for workers; empty: a Unix socket."""
+        """``back``: the address for workers. If it is empty, workers use a Unix socket."""
         self._temporary = tempfile.TemporaryDirectory(prefix="tb-")
         self.path = Path(self._temporary.name)
         self.keys = KeyFolder(self.path / "keys")

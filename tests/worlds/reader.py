@@ -9,7 +9,8 @@ from tokenbus.clients.results import GeneratedSequence
 from tokenbus.clients.streams import Stream
 
 BOUND_S = 300.0
-"""Bounds a hang, in seconds. All streams end sooner, even if processes are killed."""
+"""Seconds after which a stream counts as hung. All streams end sooner, even if processes are
+killed."""
 
 
 class Reader:

@@ -51,7 +51,8 @@ class Running:
 
 
 class Peer:
-    """A client or a worker with a connection. ``name`` is the name of the connection."""
+    """A client or a worker with a connection. ``name`` and the number of its connections so far
+    identify the connection."""
 
     def __init__(self, world: World, name: str, side: Side) -> None:
         self.world, self.name, self.side = world, name, side
@@ -75,14 +76,14 @@ class GpuWorker(Peer):
         super().__init__(world, name, Side.BACK)
         self.role = role
         self.drops = True
-        """Whether the worker drops requests when the broker asks for it. A busy worker does so
-        later."""
+        """Whether the worker drops requests and answers CLAIMs when the broker requests it. A busy
+        worker does so later."""
         self.running: dict[int, Running] = {}
         self.lease = Lease(self._registration, lambda _: Heartbeat(), world.now)
         self.out = self.lease.connected(world.now)
         self.got: list[tuple[bytes, Header, list[bytes]]] = []
         self.takes: int | None = None
-        """Number of messages that the worker handles before it is busy; None: all messages."""
+        """Number of messages that the worker handles before it is busy; None if it is not busy."""
         self.held: list[list[bytes]] = []
 
     def catch_up(self) -> None:

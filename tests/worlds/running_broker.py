@@ -14,7 +14,7 @@ from tokenbus.broker.server import BrokerServer
 from tokenbus.protocol.keys import OwnKey
 
 WAIT_MS = 120_000
-"""Time that a socket waits for an answer. It only bounds a hang."""
+"""Time that a socket waits for an answer, in milliseconds. It only bounds a hang."""
 
 
 @contextmanager

@@ -92,8 +92,8 @@ class System:
     worker."""
 
     def __init__(self) -> None:
-        # The test's workers do not send heartbeats.
-        # The broker does not wait for workers of an earlier run.
+        # The leases are long, because the test's workers do not send heartbeats. The broker does
+        # not wait for workers of an earlier run.
         self.bus = Bus(expiry_s=600, recover_s=0.1)
         self.state = self.start_state_worker()
         self.client = Client(self.bus)
@@ -142,7 +142,8 @@ class System:
         self.controller.send(b"VARIABLE", msgpack.encode(op), op.request)
 
     def answers(self, wait_s: float) -> Iterator[bytes]:
-        """Yields the first answer to each operation, until no answer arrives for ``wait_s``."""
+        """Yields the answers, without the mark of a repeated answer, until none arrives for
+        ``wait_s`` seconds."""
         while self.controller.socket.poll(int(1000 * wait_s)):
             frames = unpack(self.controller.socket.recv_multipart())
             if frames[0] == b"VARIABLE_ANSWER":
@@ -150,7 +151,8 @@ class System:
                 yield msgpack.encode(structs.replace(answer, repeated=False))
 
     def do(self, *ops: Variable) -> list[bytes]:
-        """Sends operations, unanswered ones again; returns the answers in order of arrival."""
+        """Sends operations, and sends them again until all are answered. Returns their answers, in
+        the order of the operations."""
         waiting = {(op.request, op.lineage, op.count): op for op in ops}
         answered: dict[tuple[int, int, int], bytes] = {}
         deadline = time.monotonic() + 300.0

@@ -31,7 +31,7 @@ from .engine_client import ClientView
 WORKER = 7
 """The id of the controller worker."""
 TIMEOUT_S = 60.0
-"""Maximum time of a decision."""
+"""Time after which a decision is overdue, in seconds."""
 Answers = Callable[[StepSequence], Iterable[StepResult]]
 """A controller's decisions on an update of a sequence; the first update has no tokens."""
 
@@ -70,17 +70,17 @@ class Bench:
     """An engine with controlled requests. It runs the same steps as ``GpuWorker``."""
 
     def __init__(self, engine: Engine, host: str | None = None) -> None:
-        """``host``: the machine of the controller worker; None: this machine."""
+        """``host``: the machine of the controller worker; this machine if None."""
         self.engine = engine
         self.worker = WORKER
         """The controller worker that the broker chooses."""
         self.now = 0.0
-        """Seconds by which decisions are overdue."""
+        """The time on the clock of ``steering``, in seconds."""
         self.steering = Steering(self._posted, TIMEOUT_S, lambda: self.now)
         self.starts: list[tuple[int, Start]] = []
         self.steps: list[Step] = []
         self.updates: list[StepSequence] = []
-        """The received but unanswered messages of the controller worker."""
+        """The updates that the controller worker has received but not answered."""
         self.received: dict[int, list[TokenOutput]] = {}
         """The outputs that the client of each request has received."""
         self.live: dict[int, int] = {}
@@ -123,7 +123,7 @@ class Bench:
             self.steering.start(request, self.engine, start)
 
     def client(self, request: int) -> ClientView:
-        """The messages that the client has received."""
+        """The client's view of the outputs that the client has received."""
         client = ClientView()
         client.take(self.received[request])
         return client

@@ -74,7 +74,7 @@ class System:
         self._back = f"tcp://{near.address}:{free_port()}"
 
     def start(self) -> None:
-        """Starts the system, with keys that ``tokenbus keys`` has made and allowed."""
+        """Starts the system, with keys that the command ``tokenbus keys`` makes and allows."""
         here, there = self._folder / "near", self._folder / "far"
         run = ["--run-dir", str(here / "run")]
         here.mkdir()
