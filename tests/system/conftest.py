@@ -23,15 +23,15 @@ PACKAGES: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())[
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A short folder of this test."""
+    """A folder with a short path, for one test."""
     yield from short_folder()
 
 
 @pytest.fixture(scope="session")
 def wheel_file(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy of the sources, so that nothing of an older build gets in.
+    """A wheel that is built from a copy of the sources, so that it has no files of an older build.
 
-    The first process of tests that needs the wheel builds it, for all of them.
+    The first test process that needs the wheel builds it for all test processes.
     """
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:

@@ -36,7 +36,7 @@ def tokenbus(
 
 
 class Foreground:
-    """A ``tokenbus up`` or ``serve-model`` that runs in a folder of its own, away from files."""
+    """A command ``tokenbus up`` or ``tokenbus serve-model`` that runs in a separate folder."""
 
     def __init__(self, folder: Path, *arguments: str, host: str = "127.0.0.1") -> None:
         self.port = free_port()
@@ -58,17 +58,17 @@ class Foreground:
 
     @property
     def output(self) -> str:
-        """Its output so far."""
+        """The output of the command so far."""
         return self._output.read_text()
 
     @property
     def logs(self) -> str:
-        """The logs of all its processes, for a failing test's message."""
+        """The ends of the logs of the system's processes, for the message of a failed test."""
         files = sorted(self.run_dir.logs.glob("*"))
         return "".join(f"--- {file.name}\n{file.read_text()[-2000:]}" for file in files)
 
     def wait_until_ready(self, seconds: float = 300.0) -> None:
-        """Waits for its word that clients can connect."""
+        """Waits until the command prints that the system is ready."""
         until(
             lambda: "ready" in self.output or self.process.poll() is not None,
             seconds,
@@ -77,16 +77,16 @@ class Foreground:
         assert self.process.poll() is None, self.output + self.logs
 
     def processes(self) -> list[int]:
-        """Ids of its broker and workers that live."""
+        """The ids of the system's live processes, without the command and supervisord."""
         return started_by(self.run_dir)
 
     def end(self, number: signal.Signals = signal.SIGINT, seconds: float = 300.0) -> int:
-        """Sends a signal and waits; the exit code."""
+        """Sends a signal to the command and waits for its end; returns its exit code."""
         self.process.send_signal(number)
         return self.process.wait(seconds)
 
     def kill(self) -> None:
-        """Leaves nothing of it, whatever the test did."""
+        """Ends the command and all processes of the system, whatever the test has done to them."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             try:
@@ -100,7 +100,8 @@ class Foreground:
 
 
 def short_folder() -> Iterator[Path]:
-    """A folder whose path leaves room for the names of sockets; pytest's own may not."""
+    """A folder with a short path, because the path of a Unix socket may have about 100 bytes.
+    pytest's own folders may have longer paths."""
     folder = Path(tempfile.mkdtemp(prefix="tb-"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,11 +1,13 @@
-"""A client in a process of its own, on whichever machine that is started: it begins streams and
-reports how they end.
+"""A client in a separate process, which may run on another machine. It begins streams and reports
+their outcomes.
 
-Reads commands, one JSON object a line: ``{"do": "begin", "streams": {NAME: OPTIONS}}`` answers
-when each of the streams has its first entry, ``{"do": "end", "streams": NAMES}`` with what came of
-these,
-``{"do": "submit", …}`` begins streams that may have to wait, ``{"do": "upload", "tag", "wasm"}``
-uploads a controller, ``{"do": "workers"}`` answers with the roles and models of those that run.
+The process reads commands, one JSON object in each line, and answers each command with a line:
+
+``{"do": "begin", "streams": {NAME: OPTIONS}}`` begins streams, and answers when each has an entry.
+``{"do": "submit", "streams": {NAME: OPTIONS}}`` begins streams, and answers at once.
+``{"do": "end", "streams": NAMES}`` waits for the ends of streams, and answers with their outcomes.
+``{"do": "upload", "tag": TAG, "wasm": HEX}`` uploads a controller.
+``{"do": "workers"}`` answers with the role and the models of each registered worker.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from tokenbus.clients import System as Notice
 
 
 class Streams:
-    """The streams that were begun, and what was notified of each."""
+    """The streams that were begun, and the notices about each of them."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -35,13 +37,13 @@ class Streams:
         return list(streams)
 
     def begin(self, streams: dict[str, dict[str, Any]]) -> list[str]:
-        """Begins streams; each has an entry when this returns."""
+        """Begins streams, and waits for the first entry of each."""
         for name in self.submit(streams):
             next(iter(self._begun[name][0]))
         return list(streams)
 
     def end(self, names: list[str]) -> dict[str, Any]:
-        """Waits for the ends of these."""
+        """Waits for the ends of the named streams; returns their outcomes."""
         return {name: dict(_outcome(*self._begun.pop(name))) for name in names}
 
 
@@ -59,7 +61,7 @@ def _outcome(stream: Stream, notices: list[Notice]) -> Iterator[tuple[str, Any]]
 
 
 def main() -> None:
-    """Serves until the end of its input."""
+    """Executes commands until the input ends."""
     with Client() as client:
         streams = Streams(client)
         for line in sys.stdin:

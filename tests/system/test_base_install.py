@@ -16,11 +16,11 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory, wheel_file: Path) -> str:
-    """The interpreter of a fresh environment that has what the wheel brings."""
+    """The interpreter of a new environment that has only the wheel and its dependencies."""
     folder = tmp_path_factory.mktemp("base") / "venv"
     venv.create(folder)
     python = str(folder / "bin" / "python")
-    # Our own pip, as copying it into the environment takes seconds.
+    # The pip of this interpreter is used, because copying pip into the environment takes seconds.
     install = ["-m", "pip", "--python", python, "install", "--quiet", str(wheel_file)]
     subprocess.run([sys.executable, *install], check=True, cwd=folder, stdout=subprocess.DEVNULL)
     return python

@@ -1,5 +1,5 @@
-"""A broker that is killed, or stopped for a while, under streams of every kind: each ends with the
-tokens of an undisturbed run. None of them may be sent again from its beginning."""
+"""A broker is killed, or stopped for a while, while streams of every kind run. Each stream must end
+with the tokens of an undisturbed run, and must not be sent again from its beginning."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ COUNTS = guest(
       (i32.store8 (i32.const {FREE + 1}) {call("var_get", 512, 4, FREE + 8, 1024, 0)})
       {call("log", FREE, 2)}"""
 )
-"""In each round it appends a byte to a variable, and logs the version that this made and the length
-that the variable has then."""
+"""A guest that appends a byte to a variable in each round, and logs the variable's new version and
+new length."""
 DRAWN: dict[str, Any] = {"max_tokens": 400, "temperature": 1.0}
 PLAIN: dict[str, Any] = {**DRAWN, "ignore_eos": True}
 KINDS: dict[str, dict[str, Any]] = {
@@ -64,7 +64,7 @@ def gateway(system: Bus) -> Gateway:
 
 
 class Download:
-    """A completion that is streamed over HTTP, read on a thread of its own."""
+    """A completion that is streamed over HTTP, and read on a separate thread."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.began = threading.Event()
@@ -74,8 +74,8 @@ class Download:
         self._thread.start()
 
     def content(self) -> tuple[str, list[str], list[str]]:
-        """Its text, which arrives in pieces that depend on time; its finish reasons; and all events
-        that are not a piece of it."""
+        """The completion's text, joined because its division into events depends on time; its
+        finish reasons; and the data of all events without choices."""
         self._thread.join(300.0)
         text, reasons, others = "", [], []
         for line in self._lines:
@@ -111,7 +111,7 @@ def begin(client: Client, seed: int) -> list[Stream]:
 
 
 def content(stream: Stream) -> Any:
-    """All that a client can see of a stream."""
+    """The parts of a stream's result that must be the same in each run."""
     return [(s.tokens, s.logs, s.storage, s.finish_reason) for s in stream.wait()]
 
 

@@ -1,4 +1,4 @@
-"""Commands to a supervisord that stands still."""
+"""Commands to a supervisord that does not answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .foreground import short_folder
 
 @pytest.fixture
 def still() -> Iterator[RunDir]:
-    """A run directory with a socket that accepts connections, on which nobody answers."""
+    """A run directory whose supervisord socket accepts connections but never answers."""
     for folder in short_folder():
         run_dir = RunDir(Path(folder))
         with socket.socket(socket.AF_UNIX) as listening:

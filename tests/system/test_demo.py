@@ -1,4 +1,4 @@
-"""``make demo``'s program, from its start to its end."""
+"""The program of ``make demo``, which the test runs to its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MARK = "DEMO_OF_THIS_TEST"
 
 
 def _started_with(mark: str) -> list[str]:
-    """The processes that inherited a variable of the demo's."""
+    """The command lines of the live processes that have inherited the variable ``MARK``."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -49,5 +49,5 @@ def test_the_demo_shows_everything_and_leaves_nothing() -> None:
         "all processes have ended",
     ):
         assert shown in done.stdout
-    assert "http://127.0.0.1:8080" not in done.stdout  # The port of another system.
+    assert "http://127.0.0.1:8080" not in done.stdout  # Another system may use this port.
     assert _started_with(mark) == []

@@ -1,8 +1,8 @@
-"""Texts of the model under the library's grammars: parsers that others wrote take them.
+"""Texts that the model generates under the library's grammars: independent parsers accept them.
 
-Samples of each, at temperature 1.5: at least half end by themselves, and of these all parse.
-Code that a parser refuses for another reason than syntax is taken out of its way here, with the
-reason.
+For each grammar, the model generates samples at temperature 1.5. At least half of them end by
+themselves, and all of these parse. Some parsers refuse a valid text for a reason other than its
+syntax. The functions below change such texts before they are parsed, and give the reason.
 """
 
 from __future__ import annotations
@@ -56,23 +56,24 @@ REGEXES = ("email", "iso_date")
 
 
 def judge_json(text: str) -> None:
-    """Raises where ``json`` refuses it."""
+    """Raises an exception if ``json`` refuses the text."""
     json.loads(text)
 
 
 def judge_python(text: str) -> None:
-    """Raises where ``ast`` refuses it. Its warnings, as of ``"\\d"`` or ``1()``, are not a
-    refusal."""
+    """Raises an exception if ``ast`` refuses the text. A warning, for example about ``"\\d"`` or
+    ``1()``, does not count."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ast.parse(text.strip(), mode="eval")
 
 
 def judge_arithmetic(text: str) -> None:
-    """Raises where ``ast`` refuses it as Python, ``^`` written ``**``.
+    """Raises an exception if ``ast`` refuses the text as Python, with ``**`` in place of ``^``.
 
-    Python has its own words and numbers (``or`` is no name, ``007`` no number), so that all names
-    become x and all numbers 1, if ``float`` takes them; parentheses let it go over lines.
+    Python has keywords (``or`` is not a name) and other numbers (``007`` is not valid). So each
+    name becomes x, and each number becomes 1 if ``float`` accepts it. Parentheses around the text
+    allow line breaks.
     """
 
     def lexeme(found: re.Match[str]) -> str:
@@ -86,12 +87,13 @@ def judge_arithmetic(text: str) -> None:
 
 
 def judge_date(text: str) -> None:
-    """Raises where ``datetime`` refuses it."""
+    """Raises an exception if ``datetime`` refuses the text."""
     datetime.fromisoformat(text)
 
 
 def judge_email(text: str) -> None:
-    """Raises where ``email`` refuses it, or has it in another form; the domain has two labels."""
+    """Raises an exception if ``email`` refuses the address or changes its form, or if the domain
+    does not have at least two labels."""
     address = Address(addr_spec=text)
     assert address.addr_spec == text
     label = "[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?"
@@ -99,7 +101,8 @@ def judge_email(text: str) -> None:
 
 
 class AnyCall(Parser):
-    """Takes a call of any name with any arguments: which functions there are is not syntax."""
+    """A parser that accepts calls of any function with any arguments, because the syntax does not
+    determine which functions exist."""
 
     FUNCTIONS = {}
     FUNCTION_PARSERS = {"CAST": Parser.FUNCTION_PARSERS["CAST"]}
@@ -107,7 +110,7 @@ class AnyCall(Parser):
 
 
 class Sql(Dialect):
-    """sqlglot's own dialect with these calls."""
+    """sqlglot's own dialect with the parser ``AnyCall``."""
 
     Parser = AnyCall
 
@@ -118,11 +121,11 @@ SQL_EXCEPT = re.compile(rf"(?i)({SQL_QUOTED})|(\*\s*)except\b")
 
 
 def judge_sql(text: str) -> None:
-    """Raises where ``sqlglot`` refuses it.
+    """Raises an exception if ``sqlglot`` refuses the text.
 
-    Comments become blanks: sqlglot takes ``ORDER BY`` for one word, with none between. And as in
-    BigQuery it takes ``* EXCEPT (`` for columns left out, which in the standard is a set operation
-    as ``UNION`` is; it gets this word.
+    Comments become blanks, because sqlglot reads ``ORDER BY`` as one word and does not accept a
+    comment within it. After ``*``, sqlglot reads ``EXCEPT (`` as in BigQuery, as a list of columns
+    that are left out. In the standard, EXCEPT is a set operation like UNION, so it becomes UNION.
     """
     text = SQL_COMMENT.sub(lambda found: found[1] or " ", text)
     text = SQL_EXCEPT.sub(lambda found: found[1] or f"{found[2]}UNION", text)
@@ -152,19 +155,20 @@ C_LEXEME = re.compile(
 
 
 def preprocessed(text: str) -> str:
-    """C after the first phases of translation (C11 5.1.1.2): lines joined, comments and directives
-    gone."""
+    """C text after the first phases of translation (C11 5.1.1.2): with continued lines joined, and
+    without comments and directives."""
     text = re.sub(r"\\\r?\n", "", text)
     text = C_COMMENT.sub(lambda found: found[1] or " ", text)
     return C_DIRECTIVE.sub("", text)
 
 
 def plain_c(text: str) -> str:
-    """C without what tree-sitter's grammar has and C11 has not, and the other way round.
+    """Changes C text where tree-sitter's grammar of C differs from C11.
 
-    It knows ``true``, ``size_t``, ``asm`` and more, which in C11 are names: names get a ``_``. It
-    finds comments in ``'a//b'``: a slash in a character constant becomes a dot. It knows no comma
-    in a subscript (C11 6.5.2.1 and 6.5.17), which gets parentheses.
+    tree-sitter has keywords such as ``true``, ``size_t`` and ``asm``, which are names in C11. So
+    each name gets a ``_``. tree-sitter reads a comment in ``'a//b'``, so a slash in a character
+    constant becomes a dot. tree-sitter does not allow a comma in a subscript, which C11 does
+    (6.5.2.1 and 6.5.17). So the content of such a subscript gets parentheses.
     """
     out: list[str] = []
     brackets: list[tuple[int, list[str]]] = []
@@ -190,10 +194,11 @@ def plain_c(text: str) -> str:
 
 
 def judge_c(text: str) -> None:
-    """Raises where tree-sitter's grammar of C finds an error, or something missing.
+    """Raises an exception if tree-sitter's grammar of C finds an error or a missing part.
 
-    pycparser and compilers keep a table of typedef names and refuse a name that was not declared;
-    what the model writes declares nothing. tree-sitter keeps none, as our grammar does.
+    pycparser and compilers have a table of typedef names, and refuse a type name that was not
+    declared. The model's texts do not declare their types. Neither tree-sitter nor our grammar has
+    such a table.
     """
     tree = C.parse(plain_c(preprocessed(text)).encode())
     if tree.root_node.has_error:

@@ -1,4 +1,4 @@
-"""Two machines and two tenants: real workers with a folder of modules each, clients with keys."""
+"""Two machines, whose real workers each have a folder of modules, and two tenants with keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
     return ++rounds > TOKENS ? tb_stop() : tb_sample(mask);
 }
 """
-"""Stops after this many tokens."""
+"""A guest that stops after ``TOKENS`` tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +84,14 @@ def test_a_module_that_was_uploaded_at_one_machine_runs_at_another(machines: Mac
     )
     bus.wait_for_roles("controller", "controller", "state")
     assert module not in machines.files(machines.second)
-    # The first machine's worker has a stream, so that the next one goes to the second's.
+    # The first machine's worker now has a stream, so the next stream goes to the second machine.
     busy = ann.generate(
         [40], controller="regex", controller_arg="[a-z]{1900}", max_tokens=1900, n=32
     )
     next(iter(busy))
     assert machines.tokens(ann, "four") == 4
     assert module in machines.files(machines.second)
-    # Whichever machine is asked, a tag names the same at once.
+    # After a tag was changed at one machine, it names the new module at the other machine at once.
     five = ann.upload_controller(five_tokens).module
     ann.tag_controller(five, "four")
     assert machines.tokens(ann, "four") == 5
@@ -99,7 +99,7 @@ def test_a_module_that_was_uploaded_at_one_machine_runs_at_another(machines: Mac
         machines.tokens(machines.ben, "four")
     assert five in machines.files(machines.second)
     busy.close()
-    # The first machine is gone, and the second one has what it needs.
+    # Without the first machine's worker, the second machine has all modules that it needs.
     bus.others.pop(1).kill()
     assert machines.tokens(ann, five) == 5
     assert other.alive

@@ -1,8 +1,7 @@
-"""Failures that a restart does not end: a full disk, a clock that jumps, a deleted run directory,
-no descriptors left, a broker that stands still. Streams that run go on, and end as undisturbed
-ones.
+"""Failures that a restart does not end: a full disk, a clock that jumps, a deleted run directory, a
+lack of descriptors, a stopped broker. Running streams continue, and end like undisturbed streams.
 
-All processes of this file have 64 descriptors each, and a wall clock that the test sets.
+Each process of the system may have 64 open descriptors, and has a wall clock that the test sets.
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ def test_streams_wait_for_a_full_disk_under_the_state_worker(system: System) -> 
     failures = system.load("state")["log_failures"]
     with system.undisturbed():
         size = (system.bus.folder / "state" / "log").stat().st_size
-        # The kernel refuses to write beyond, as it does on a full disk.
+        # The kernel refuses writes beyond this size, as on a full disk.
         with limited(system.state, resource.RLIMIT_FSIZE, size + 100):
-            # The others may be over.
+            # This stream writes variables even if the streams of ``undisturbed`` have ended.
             reader = Reader(system.stream("counts"))
             until(lambda: system.load("state")["log_failures"] > failures, BOUND_S, "a failure")
         [sequence] = reader.whole()
@@ -107,7 +106,8 @@ def test_a_wall_clock_that_jumps_an_hour_and_back_changes_nothing(system: System
 
 @contextlib.contextmanager
 def connections(address: str, count: int) -> Iterator[None]:
-    """As many connections to an address, on which nothing is sent."""
+    """Opens ``count`` connections to an address, on which nothing is sent, for the ``with``
+    block."""
     place = urlsplit(address)
     with contextlib.ExitStack() as stack:
         for _ in range(count):
@@ -123,7 +123,7 @@ def test_a_broker_without_descriptors_serves_those_that_are_connected(system: Sy
             newcomer = later.enter_context(system.bus.client(patience_s=BOUND_S))
             reader = Reader(system.stream(None, newcomer))
             assert system.stream(None).wait()[0].tokens == system.plain.tokens
-        # Those that could not connect do so when there is room.
+        # The client that could not connect does so when the broker has free descriptors again.
         [sequence] = reader.whole()
         assert sequence.tokens == system.plain.tokens
 
@@ -134,10 +134,11 @@ def test_a_gateway_without_descriptors_answers_when_it_has_some_again(system: Sy
     with httpx.Client(timeout=BOUND_S) as kept:
         first = kept.post(url, json=body).json()
         with system.undisturbed():
-            # The gateway closes a connection on which nothing has come for 5 s.
+            # This request keeps the connection open: the gateway closes a connection on which
+            # nothing has arrived for 5 s.
             kept.post(url, json=body)
             with connections(system.gateway.url, 2 * DESCRIPTORS):
-                # On a connection that is open already.
+                # This request uses the open connection.
                 assert kept.post(url, json=body).json()["choices"] == first["choices"]
     until(lambda: system.gateway.answers, BOUND_S, "a gateway that answers")
     assert httpx.post(url, json=body, timeout=BOUND_S).json()["choices"] == first["choices"]
@@ -151,7 +152,7 @@ def test_workers_without_descriptors_go_on(system: System, monkeypatch: pytest.M
             at_once.setattr(request_options, "STORE_RETRY_S", 0.0)
             with pytest.raises(TokenbusError):
                 system.client.upload_controller(guest(pages=9), "other")
-        # Those that begin now too: what they share is sent in messages.
+        # A stream that begins now works too: without shared memory, masks are sent in messages.
         [sequence] = system.stream("counts").wait()
         assert sequence.tokens == system.reference.tokens
     system.client.upload_controller(guest(pages=9), "other")
@@ -164,7 +165,7 @@ def test_a_broker_that_stands_still_loses_nothing(system: System) -> None:
     with system.undisturbed():
         system.bus.broker.send(signal.SIGSTOP)
         try:
-            # Longer than any lease.
+            # The broker is stopped for longer than any lease lasts.
             stopped = time.monotonic()
             until(lambda: time.monotonic() - stopped > 20.0, BOUND_S, "20 s")
         finally:
@@ -178,13 +179,14 @@ def test_a_broker_that_stands_still_loses_nothing(system: System) -> None:
 def test_a_deleted_run_directory_is_made_again(system: System) -> None:
     folder = system.bus.folder
     with system.undisturbed():
-        # At once: its processes make parts of it again.
+        # The folder is renamed first, because the processes make its parts again while it is
+        # deleted.
         gone = folder.with_name(folder.name + "-gone")
         folder.rename(gone)
         shutil.rmtree(gone)
         until((folder / "back.sock").exists, BOUND_S, "a socket for workers")
         until((folder / "state" / "log").exists, BOUND_S, "a log of variables")
-        # The variables of the streams that run are in it.
+        # The new log has the variables of the running streams.
         system.state.kill()
         system.state = system.bus.start_other("state")
         until(
@@ -192,7 +194,7 @@ def test_a_deleted_run_directory_is_made_again(system: System) -> None:
             BOUND_S,
             "another state worker",
         )
-    # The modules that were in it are gone, and can be stored again.
+    # The modules of the deleted folder are gone, and can be uploaded again.
     system.client.upload_controller(COUNTS, "counts")
     [sequence] = system.stream("counts").wait()
     assert sequence.tokens == system.reference.tokens

@@ -1,4 +1,4 @@
-"""The wheel holds all that an installation needs, for any platform."""
+"""The wheel contains all files that an installation needs, and is for any platform."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The addresses of several brokers, and what supervisord runs of them."""
+"""The addresses of several brokers, and the programs that supervisord runs for them."""
 
 from __future__ import annotations
 

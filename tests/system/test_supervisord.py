@@ -1,4 +1,4 @@
-"""``supervisord -c supervisord.conf`` in a checkout, with nothing set in the environment."""
+"""``supervisord -c supervisord.conf`` in a checkout, without settings in the environment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ CLEAN = {"PATH": f"{BIN}:/usr/bin:/bin", "HOME": os.environ.get("HOME", "/")}
 
 @pytest.fixture
 def checkout(folder: Path) -> Path:
-    """A checkout for supervisord, with ports of its own for clients."""
+    """The files of a checkout that supervisord needs, with free ports for clients in the
+    settings."""
     tracked = subprocess.check_output(
         ["git", "ls-files", "supervisord.conf", "run"], cwd=ROOT, text=True
     )
@@ -45,19 +46,19 @@ def checkout(folder: Path) -> Path:
 
 @pytest.fixture
 def patient(checkout: Path) -> Path:
-    """A system whose workers may finish their streams for ten minutes."""
+    """A checkout whose workers have ten minutes to finish their streams."""
     conf = checkout / "supervisord.conf"
     text = conf.read_text().replace("startsecs=30", "startsecs=1")
     conf.write_text(text.replace("stopwaitsecs=40", "stopwaitsecs=610"))
     with (checkout / "tokenbus.toml").open("a") as settings:
-        # A worker that stands still for a moment is not lost.
+        # With this lease, a worker that the test stops for a moment is not treated as lost.
         settings.write("drain_s = 600\nexpiry_s = 60\n")
     return checkout
 
 
 @pytest.fixture
 def supervisord(checkout: Path) -> Iterator[subprocess.Popen[str]]:
-    """supervisord with that file."""
+    """A running supervisord with the ``supervisord.conf`` of ``checkout``."""
     with (checkout / "output").open("w") as output:
         process = subprocess.Popen(
             [BIN / "supervisord", "-c", "supervisord.conf"],
@@ -80,7 +81,7 @@ def supervisord(checkout: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def ctl(checkout: Path, *arguments: str) -> str:
-    """The output of supervisorctl."""
+    """Runs supervisorctl with these arguments; returns its output."""
     done = subprocess.run(
         [BIN / "supervisorctl", "-c", "supervisord.conf", *arguments],
         cwd=checkout,
@@ -94,7 +95,7 @@ def ctl(checkout: Path, *arguments: str) -> str:
 
 
 def is_to_end(pid: int) -> bool:
-    """Whether a process that stands still has a SIGTERM pending."""
+    """Whether a stopped process has a pending SIGTERM."""
     status = Path(f"/proc/{pid}/status").read_text()
     [pending] = re.findall(r"ShdPnd:\s*([0-9a-f]+)", status)
     return bool(int(pending, 16) >> signal.SIGTERM - 1 & 1)
@@ -130,7 +131,7 @@ def test_it_runs_the_whole_system_restarts_its_parts_and_leaves_nothing(
     names = {line.split()[0].rpartition(":")[2] for line in ctl(checkout, "status").splitlines()}
     assert names == {"broker", "state-worker-0", "controller-worker-0", "gpu-worker-0", "gateway-0"}
     with Client(front, patience_s=WAIT_S) as client:
-        # None is sent again.
+        # With ``retry_s`` 0, a stream is not sent again.
         plain: GenerateOptions = {"max_tokens": 900, "ignore_eos": True, "retry_s": 0}
         constrained: GenerateOptions = {
             **plain,
@@ -145,7 +146,7 @@ def test_it_runs_the_whole_system_restarts_its_parts_and_leaves_nothing(
             assert "started" in ctl(checkout, "restart", program)
             assert [stream.tokens() for stream in streams] == wanted, program
     run_dir = RunDir(checkout / "run")
-    # The gateway is two: one that supervisord waits for, and one that serves.
+    # The gateway consists of two processes: one that supervisord waits for, and one that serves.
     until(lambda: len(started_by(run_dir)) == 6, WAIT_S, "the replaced processes have ended")
     supervisord.send_signal(signal.SIGTERM)
     assert supervisord.wait(WAIT_S) == 0
@@ -157,14 +158,14 @@ def test_it_runs_the_whole_system_restarts_its_parts_and_leaves_nothing(
 def test_streams_leave_a_worker_that_is_restarted_and_are_finished_before_the_end(
     patient: Path, supervisord: subprocess.Popen[str]
 ) -> None:
-    """No time-out of this test is as long as ``drain_s``."""
+    """All timeouts of this test are shorter than ``drain_s``, so a drain must end before it."""
     checkout = patient
     _, front, *_ = (checkout / "tokenbus.toml").read_text().split('"')
     with Client(front, patience_s=WAIT_S) as client:
         client.generate([5], max_tokens=3, retry_s=WAIT_S).wait()
 
         def begin() -> tuple[Stream, int]:
-            """A stream that has begun, and its worker, which stands still."""
+            """A stream that has begun, and the process id of its worker, which is then stopped."""
             stream = client.generate([5, 6], n=4, max_tokens=900, ignore_eos=True, retry_s=0)
             next(iter(stream))
             [worker] = [w.pid for w in client.status().workers if w.role == "gpu"]

@@ -1,5 +1,6 @@
-"""A broker on one machine, its workers and a client on another one, and a link between the two that
-has 100 ms of delay, loses one packet in a hundred, and is cut for a while under load."""
+"""A broker on one machine, its GPU and controller workers on another, and a client on each. The
+link between the machines has 100 ms of delay, loses one packet in a hundred, and is cut for a while
+under load."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ pytestmark = pytest.mark.process
 CUT_S = 20.0
 DELAY_S, LOSS = 0.1, 0.01
 DRAWN: dict[str, Any] = {"temperature": 1.0, "top_k": 20, "seed": 7, "ignore_eos": True}
-"""Prompts of few tokens, as logits have other last bits in a batch of another shape."""
+"""Options of sampled streams. Their prompts have few tokens, because the last bits of logits depend
+on the shape of the batch."""
 STEERED = {"text": False, "retry_s": 0}
-"""A step of these takes four times the link's delay, and more with variables."""
+"""Options of streams with controllers. A step of such a stream takes four times the link's delay,
+and more if the controller uses variables."""
 FREE_STREAMS: dict[str, dict[str, Any]] = {
     "def plain(": {"max_tokens": 400, "ignore_eos": True, "retry_s": 0},
     "def drawn(": {**DRAWN, "max_tokens": 400, "retry_s": 0},
@@ -45,7 +48,7 @@ CONTROLLED: dict[str, dict[str, Any]] = {
     **CONSTRAINED,
 }
 NEW: dict[str, dict[str, Any]] = {"class New": {**DRAWN, "max_tokens": 50}}
-"""Begun while the link is cut."""
+"""The streams that begin while the link is cut."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +71,7 @@ def system() -> Iterator[System]:
 
 @pytest.fixture(scope="module")
 def undisturbed(system: System) -> dict[str, Any]:
-    """The outcome of each stream where the link is a good one."""
+    """The sequences of each stream, from a run in which the link is not disturbed."""
     streams = CONTROLLED | FREE_STREAMS | NEW
     system.client.do("submit", streams=streams)
     outcomes = system.client.do("end", streams=list(streams))
@@ -77,7 +80,8 @@ def undisturbed(system: System) -> dict[str, Any]:
 
 
 def check(outcomes: dict[str, Any], undisturbed: dict[str, Any], logs: str) -> None:
-    """Each stream has ended with the right tokens, and none was sent again from its beginning."""
+    """Checks that each stream has ended with the right sequences. Only streams that began while the
+    link was cut may have been sent again."""
     for name, outcome in outcomes.items():
         assert "error" not in outcome, f"{name}: {outcome['error']}\n{logs}"
         assert outcome["sequences"] == undisturbed[name], name

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.process
 Start = Callable[..., Foreground]
 
 WITHOUT_MODEL = ("up", "--http", "none", "--gpu-workers", "0")
-"""Roles whose processes start soon: a broker, a state worker and a controller worker."""
+"""The command of a system that starts quickly: a broker, a state worker and a controller worker."""
 STEERED: GenerateOptions = {
     "controller": "choice",
     "controller_arg": ["os", "sys"],
@@ -32,7 +32,7 @@ STEERED: GenerateOptions = {
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Start]:
-    """Starts systems that end with the test."""
+    """Starts systems, each in a separate folder; they end with the test."""
     started: list[Foreground] = []
 
     def begin(*arguments: str) -> Foreground:
@@ -71,7 +71,8 @@ def test_up_serves_and_ctrl_c_finishes_a_stream_and_leaves_nothing(start: Start)
 def test_a_system_without_controller_workers_refuses_requests_that_need_one_and_ends_by_down(
     folder: Path,
 ) -> None:
-    """Its terminal never shows a silent broker: a line about the load names the phase there."""
+    """The terminal never shows that the broker does not answer. While the system starts or ends,
+    the line with the load names this phase instead."""
     ours, theirs = os.openpty()
     front = f"tcp://127.0.0.1:{free_port()}"
     where = ["--run-dir", str(folder / "run"), "--front", front]
@@ -143,7 +144,7 @@ def test_every_process_is_replaced_while_streams_run_and_none_fails(start: Start
 
 
 def test_rolling_finds_the_addresses_of_the_system_that_runs(start: Start, folder: Path) -> None:
-    """The command has only the run directory, and settings of another system."""
+    """The command gets only the run directory. Its other settings are those of another system."""
     system = start(*WITHOUT_MODEL)
     system.wait_until_ready()
     rolling = ("up", "--rolling", "--run-dir", str(system.run_dir.path))

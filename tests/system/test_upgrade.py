@@ -1,4 +1,4 @@
-"""Processes of an earlier release beside those of this one (docs/upgrading.md)."""
+"""Processes of an earlier release together with processes of this release (docs/upgrading.md)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from .conftest import ROOT
 pytestmark = pytest.mark.process
 
 WITHOUT_A_TAG = "2e1e3d5018301e9b1155f0f9196b508495015c2e"
-"""The earlier release as long as no release has a tag: a commit before CHANGELOG.md began."""
+"""The commit that is used as the earlier release if no release has a tag. It is from before
+CHANGELOG.md began."""
 OPTIONS: GenerateOptions = {"max_tokens": 20, "ignore_eos": True, "retry_s": 300}
 LONG: GenerateOptions = {"n": 4, "max_tokens": 300, "ignore_eos": True, "retry_s": 0}
 STEERED: GenerateOptions = {
@@ -36,7 +37,7 @@ def git(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter whose Tokenbus is that of the last tag, or of that commit."""
+    """An interpreter that imports Tokenbus as of the last tag, or as of ``WITHOUT_A_TAG``."""
     tag = git("describe", "--tags", "--abbrev=0").stdout.strip() or WITHOUT_A_TAG
     if git("cat-file", "-e", f"{tag}^{{commit}}").returncode:
         pytest.skip(f"this clone does not have the commit {tag}")
@@ -44,7 +45,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> str:
     git("archive", "--output", str(folder / "old.tar"), tag)
     with tarfile.open(folder / "old.tar") as archive:
         archive.extractall(folder / "tree", filter="data")
-    # The same files as in a wheel, with the guests compiled.
+    # The build makes the files of a wheel, including the compiled guests.
     build = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(folder / "path")]
     subprocess.run(build, cwd=folder / "tree", check=True, capture_output=True)
     python = folder / "python"
@@ -69,7 +70,7 @@ def upgraded(processes: None, old: str) -> Iterator[Bus]:
 
 
 def serve(client: Client) -> list[int]:
-    """A plain request and a steered one; the tokens of the plain one."""
+    """Runs a request with a controller and a plain request; returns the plain request's tokens."""
     assert client.generate("import ", **STEERED).text() in ('"os"', '"sys"')
     return client.generate([5, 6], **OPTIONS).tokens()
 
@@ -87,7 +88,7 @@ def test_workers_of_the_release_before_work_with_the_new_broker_until_new_ones_t
         bus.worker_python = sys.executable
         bus.start_worker()
         bus.wait_for_models("embedded", workers=2)
-        # Its streams go to the new worker if they have not ended.
+        # The old worker's streams go to the new worker if they have not ended.
         old_gpu.send(signal.SIGTERM)
         assert [len(sequence.tokens) for sequence in stream.wait()] == [300] * 4
         assert old_gpu.wait() == 0
@@ -103,7 +104,7 @@ def test_workers_of_the_release_before_work_with_the_new_broker_until_new_ones_t
 def test_clients_move_from_the_old_system_to_the_new_one_beside_it(
     processes: None, old: str
 ) -> None:
-    """Blue is of the earlier release, green of this one."""
+    """``blue`` is a system of the earlier release, ``green`` a system of this release."""
     with Bus(python=old, worker_python=old) as blue, Bus() as green:
         for bus in (blue, green):
             bus.start_worker()
@@ -112,7 +113,8 @@ def test_clients_move_from_the_old_system_to_the_new_one_beside_it(
             stream = early.generate([5, 6], **LONG)
             next(iter(stream))
             assert len(late.generate([5, 6], **OPTIONS).tokens()) == 20
-            # As 'tokenbus down': workers first, then the broker, and streams are finished.
+            # As with ``tokenbus down``, first the workers end, after their streams, and then the
+            # broker.
             blue.workers[0].send(signal.SIGTERM)
             assert [len(sequence.tokens) for sequence in stream.wait()] == [300] * 4
             assert blue.workers[0].wait() == 0

@@ -22,7 +22,7 @@ def watcher(tmp_path: Path) -> Iterator[Watcher]:
 
 
 def status(*workers: tuple[str, int]) -> Status:
-    """With these workers: role and process."""
+    """A status with these workers, each given as its role and its process id."""
     registered = [
         WorkerStatus(
             name=f"{role}-{pid}",

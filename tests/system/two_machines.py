@@ -1,9 +1,9 @@
-"""Two machines in one: network namespaces, and a link between them that delays, loses and is cut.
+"""Two machines that are network namespaces, and a link that can delay and lose packets or be cut.
 
-Each machine has its own interfaces, addresses and host name. The link is a TUN device in each of
-them, and a thread that carries the IP packets from one to the other: what it does to them is what a
-bad network does, and TCP sees nothing else. No program of the system is needed for any of it, and
-no module of the kernel beside ``tun``.
+Each machine has its own interfaces, addresses and host name. The link consists of a TUN device in
+each machine, and of a thread that carries IP packets from one device to the other. The thread
+delays and drops packets like a bad network, and TCP cannot detect a difference. The link needs no
+programs of the operating system, and no kernel module except ``tun``.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class CannotMakeError(Exception):
-    """Machines cannot be made here; the message names the right or the device that is missing."""
+    """Machines cannot be made here. The message names the missing privilege or device."""
 
 
 class Machine:
-    """A machine with one address, ``address``, on the link. ``run`` does something on it."""
+    """A machine, and its address on the link. ``run`` calls a function on the machine."""
 
     def __init__(self, name: str, address: str) -> None:
         self.name, self.address = name, address
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-        """Its child processes inherit its namespaces."""
+        """The thread that is in the machine's namespaces. Its child processes inherit them."""
         try:
             self.tun = self.run(self._enter)
         except BaseException:
@@ -51,16 +51,17 @@ class Machine:
             raise
 
     def run(self, do: Callable[[], T]) -> T:
-        """The result of ``do``, which runs on this machine, with the processes that it starts."""
+        """Calls ``do`` on this machine and returns its result. Processes that ``do`` starts also
+        run on this machine."""
         return self._thread.submit(do).result()
 
     def close(self) -> None:
-        """Takes it off the link. It is gone when the last process on it has ended."""
+        """Removes the machine from the link. The machine exists until its last process ends."""
         os.close(self.tun)
         self._thread.shutdown()
 
     def _enter(self) -> int:
-        """Makes this thread another machine; the descriptor of its end of the link."""
+        """Moves this thread to new namespaces, and returns the descriptor of their TUN device."""
         if _libc.unshare(CLONE_NEWNET | CLONE_NEWUTS):
             why = os.strerror(ctypes.get_errno())
             raise CannotMakeError(f"no right to make network namespaces (CAP_SYS_ADMIN): {why}")
@@ -90,14 +91,15 @@ def _configure(interface: str, address: str, mask: str) -> None:
 
 
 class Link:
-    """Carries packets between two machines, each way with a delay of ``delay_s``, and loses the
-    part ``loss`` of them. While it is ``cut`` it loses all, also those that are on their way."""
+    """Carries packets between two machines, in each direction with a delay of ``delay_s`` seconds,
+    and loses the fraction ``loss`` of the packets. While ``cut`` is True, all packets are lost,
+    even those that are on their way."""
 
     def __init__(self, one: Machine, other: Machine, seed: int = 1) -> None:
         self.delay_s = self.loss = 0.0
         self.cut = False
         self.carried = self.lost = 0
-        """Packets."""
+        """Numbers of packets that have been delivered, and that have been lost."""
         self._across = {one.tun: other.tun, other.tun: one.tun}
         self._draw = random.Random(seed)
         self._stop_r, self._stop_w = os.pipe()
@@ -105,7 +107,7 @@ class Link:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends it; before its machines."""
+        """Ends the link. Must be called before the machines are closed."""
         os.close(self._stop_w)
         self._thread.join()
         os.close(self._stop_r)
@@ -118,7 +120,8 @@ class Link:
 
     def _carry(self) -> None:
         waiting: list[tuple[float, int, int, bytes]] = []
-        """When a packet arrives, its number, where, and the packet."""
+        """For each packet: its time of arrival, its number, the TUN device to which it goes, and
+        its content."""
         numbers = 0
         poller = select.poll()
         for end in (*self._across, self._stop_r):
@@ -152,7 +155,8 @@ class Link:
 
 
 def _packets(end: int) -> list[bytes]:
-    """All packets that a machine has sent and that were not taken yet."""
+    """All packets that a machine has sent and that have not been read yet. ``end``: its TUN
+    device."""
     packets = []
     try:
         while True:
