@@ -1,4 +1,4 @@
-"""Attacks by answers that a controller must not give."""
+"""Attacks by answers to the host that a controller must not give."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ ONES = "(memory.fill (i32.const 0x10000) (i32.const 255) (i32.const 0x10000))"
 
 
 def splice(drop: int, *tokens: int, count: int | None = None) -> str:
-    """Drops and appends."""
+    """Code that drops ``drop`` tokens and appends ``tokens``. ``count``: the number of appended
+    tokens that it claims; None for the right number."""
     stores = "".join(set_word(FREE + 4 * i, token) for i, token in enumerate(tokens))
     words = set_word(N, len(tokens) if count is None else count)
     return f"{stores} {words} {set_word(LIST, FREE)} {set_word(DROP, drop)} {APPEND}"
 
 
 def answer(name: str, tries: str, says: str, **calls: str) -> Attack:
-    """An answer that the host refuses."""
+    """An attack by an answer that the host refuses with a text that matches ``says``."""
     return Attack(name, tries, fails(says), partial(guest, **calls))
 
 

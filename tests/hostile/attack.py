@@ -25,9 +25,9 @@ class Expected:
     """The outcomes that are right."""
 
     codes: tuple[str, ...] = ("",)
-    """Codes of errors; empty for a normal end."""
+    """The codes that are right; an empty code stands for a normal end."""
     says: str = ""
-    """A regular expression that the text of the outcome contains."""
+    """A regular expression that must match a part of the outcome's text."""
 
     def problem(self, outcome: Outcome) -> str:
         """The difference to an outcome; empty if the outcome is right."""
@@ -43,12 +43,14 @@ TIMEOUT = Expected(("controller_timeout",))
 
 
 def fails(says: str = "", *codes: str) -> Expected:
-    """The error ``controller_failed``, or one of the given errors, with a text."""
+    """Expects the error ``controller_failed``, or an error with one of ``codes``, whose text
+    matches ``says``."""
     return Expected(codes or ("controller_failed",), says)
 
 
 def refused(says: str = "", *codes: str) -> Expected:
-    """The upload, or the request, is refused as invalid."""
+    """Expects that the upload or the request is refused with ``invalid_field``, or with one of
+    ``codes``, and with a text that matches ``says``."""
     return Expected(codes or ("invalid_field",), says)
 
 
@@ -61,7 +63,8 @@ class Attack:
     """The effect that the attacker wants."""
     expected: Expected
     source: Callable[[], bytes] | str
-    """Makes the module, which the attacker uploads; or the name of a built-in constraint."""
+    """A function that makes the module that the attacker uploads, or the name of a built-in
+    constraint."""
     arg: str | dict[str, Any] | list[Any] = ""
     """The controller's argument."""
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Attacks on the memory of the machine, and by forks, logs and variables."""
+"""Attacks on the memory of the machine, and attacks by forks, logs and variables."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .attack import ENDS, TIMEOUT, Attack, Expected, fails, refused
 PAGE = 4096
 WHOLE = 64 * 1024 * 1024
 FORK = "(if (i32.eq (global.get $round) (i32.const 1)) (then {} (return (i32.const 3))))"
-"""Forks in the first round."""
+"""Code that forks in the first round, after the code in place of ``{}``."""
 
 
 def touch(first: str, step: str) -> str:
-    """Grows to the largest memory and writes to each of its pages, in an order: ``first`` is the
-    first page, and ``step`` the next page after ``$i``, modulo the number of pages."""
+    """Code that grows to the largest memory and writes to each of its pages. ``first``: the first
+    page. ``step``: the page after the page ``$i``, modulo the number of pages."""
     pages = WHOLE // PAGE
     return f"""{GROW} (local.set $i {first}) (local.set $j (i32.const {pages}))
       (loop $again
@@ -48,12 +48,12 @@ STRIDES = touch("(i32.const 16)", "(i32.add (local.get $i) (i32.const 4097))")
 
 
 def forks(count: int) -> str:
-    """Forks in the first round."""
+    """Code that forks into ``count`` sequences in the first round."""
     return FORK.format(set_word(N, count))
 
 
 def names(count: int) -> str:
-    """Writes ``count`` variables with names of two bytes that differ in each round."""
+    """Code that writes ``count`` variables in each round, with new names of two bytes."""
     body = f"""(global.set $kept (i32.add (global.get $kept) (i32.const 1)))
       (i32.store16 (i32.const 512) (i32.or (i32.const 0x4040) (i32.or
         (i32.and (global.get $kept) (i32.const 31))

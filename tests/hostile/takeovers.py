@@ -25,13 +25,13 @@ KILLED = fails("the process of the controller was ended", "controller_failed", "
 
 
 def library_path() -> Path:
-    """The place of the compiled program."""
+    """The path of the compiled ``takeover.c``. The name depends on the source."""
     name = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
     return Path(__file__).parents[2] / "build/guests" / f"takeover-{name}.so"
 
 
 def compile_library() -> None:
-    """Compiles the program, unless it is compiled."""
+    """Compiles ``takeover.c``, unless the compiled file exists."""
     path = library_path()
     if path.exists():
         return
@@ -44,7 +44,7 @@ def compile_library() -> None:
 
 
 def load_library() -> ctypes.CDLL:
-    """The compiled program."""
+    """Loads the compiled ``takeover.c``."""
     library = ctypes.CDLL(str(library_path()))
     numbers = [ctypes.c_int] * 3
     library.take_over.argtypes = [

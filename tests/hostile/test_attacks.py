@@ -14,7 +14,7 @@ from .world import HostileWorld, hostile_world
 pytestmark = pytest.mark.process
 
 CHOSEN = ATTACKS if os.environ.get("ATTACKS") == "all" else ATTACKS[::3]
-"""The attacks that run: one of three of each kind, or all of them with ``make test-hostile``."""
+"""The attacks that run: every third attack, or all attacks with ``make test-hostile``."""
 
 
 @pytest.fixture(scope="module")

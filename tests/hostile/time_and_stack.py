@@ -40,11 +40,11 @@ GROW_INBOX = (
 )
 OVERFLOW = fails("its stack of 524288 bytes overflowed")
 LATE = "(if (i32.eq (global.get $round) (i32.const 4)) (then %s))"
-"""Does something in the fourth round."""
+"""Runs the code in place of ``%s`` in the fourth round."""
 
 
 def host_calls(count: int) -> bytes:
-    """A module with host calls in straight-line code."""
+    """A module that makes ``count`` host calls in code without a loop."""
     seq_id_and_drop = b"\x10\x02\x1a"
     return repeated(guest(pre=MARKER), seq_id_and_drop, count)
 
@@ -68,7 +68,7 @@ def randomness() -> bytes:
 
 
 def loop(name: str, tries: str, **calls: str) -> Attack:
-    """A loop in one call."""
+    """An attack by an endless loop in one call."""
     arg = "x" * 5000 if "grow" in calls else ""
     return Attack(f"loop-{name}", tries, TIMEOUT, partial(guest, **calls), arg)
 

@@ -17,14 +17,15 @@ HEAD = b"\0asm\1\0\0\0"
 
 
 def functions(count: int, body: bytes) -> bytes:
-    """A module of many equal functions of no parameters."""
+    """A module of ``count`` functions with this body and without parameters."""
     types = section(1, b"\x01\x60\x00\x00")
     code = unsigned(len(body)) + body
     return HEAD + types + section(3, vector([b"\0"] * count)) + section(10, vector([code] * count))
 
 
 def loops_over_locals(loops: int, locals_: int) -> bytes:
-    """A function of loops in each of which every local is live, which takes long to compile."""
+    """A module with a function of many loops. Every local is live in each loop, so the compilation
+    takes long."""
     uses = "".join(f"(local.set $l{i} (local.get $l{(i + 1) % locals_}))" for i in range(locals_))
     local = "".join(f"(local $l{i} i32)" for i in range(locals_))
     body = f"(loop {uses} {MARKER} (br_if 0 (local.get $l0)))"
@@ -34,7 +35,7 @@ def loops_over_locals(loops: int, locals_: int) -> bytes:
 
 
 def branches(count: int) -> bytes:
-    """A function with a table of many branches, many times."""
+    """A module with a function that has 20 tables of ``count`` branches."""
     table = b"\x41\x00\x0e" + vector([b"\0"] * count) + b"\0"
     return repeated(
         guest(more=f"(func $jumps (block {MARKER}))"), b"\x02\x40" + table + b"\x0b", 20
@@ -42,25 +43,25 @@ def branches(count: int) -> bytes:
 
 
 def deep(depth: int) -> bytes:
-    """A function with nested blocks."""
+    """A module with a function of ``depth`` nested blocks."""
     return repeated(guest(more=f"(func $deep {MARKER})"), b"\x02\x40" * depth + b"\x0b" * depth, 1)
 
 
 def many_locals() -> bytes:
-    """A function with 2^32-1 locals."""
+    """A module with a function that declares 2^32-1 locals."""
     declared = b"\x01" + unsigned(2**32 - 1) + bytes([I32])
     return replaced(guest(more=f"(func $many {MARKER})"), b"\0" + MARKER_BYTES, declared)
 
 
 def exports(count: int) -> str:
-    """Exports of one global."""
+    """Code that exports one global under ``count`` names."""
     return "(global $g i32 (i32.const 1))" + "".join(
         f'(export "g{i}" (global $g))' for i in range(count)
     )
 
 
 def upload(name: str, tries: str, says: str, wasm: object, *codes: str) -> Attack:
-    """A module that is refused."""
+    """An attack by a module whose upload is refused with a text that matches ``says``."""
     made = wasm if callable(wasm) else lambda: wasm
     return Attack(name, tries, refused(says, *codes), made)  # type: ignore[arg-type]
 

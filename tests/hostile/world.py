@@ -27,12 +27,13 @@ PROMPT = "def add(a, b):"
 CALM_TOKENS = 40
 BOUND_S = 120.0
 MAX_DESCRIPTORS = 4 * MAX_CHANNELS
-"""Further descriptors of the controller worker: two for each channel of two processes."""
+"""Number of descriptors that the controller worker may have in addition to those at the start: two
+for each channel of two processes."""
 MAX_GROWTH = 512 * 1024 * 1024
 """Bytes by which the broker and the controller worker may grow during all attacks together. An
 answer of a process may have 64 MiB."""
 INIT_MS = 400
-"""Below the default, which shortens the attacks."""
+"""The setting ``controller_init_ms``. It is below the default, which shortens the attacks."""
 SETTINGS = {
     "controller_init_ms": INIT_MS,
     "controller_idle_wakes": 20,
@@ -69,7 +70,7 @@ class CalmStreams:
         self._thread.start()
 
     def wait_for_streams(self, count: int = 1) -> None:
-        """Waits until further streams have ended."""
+        """Waits until ``count`` further streams have ended."""
         before = self.ended
         until(
             lambda: self.ended >= before + count or self.failure is not None,
@@ -113,7 +114,7 @@ class HostileWorld:
         self.bus = bus
         self.attacker = attacker
         self.calm = CalmStreams(calm, calm.upload_controller(guest()).module)
-        # So far only the calm tenant has a guest process.
+        # Until the first attack, only the calm tenant has a guest process.
         self._others = self.processes()
         self._descriptors = self._open_files()
         self._memory_bytes = self._memory()
@@ -192,7 +193,8 @@ def _controller_worker(bus: KeyedBus, short: bool) -> Process:
 
 @contextmanager
 def hostile_world(short: bool) -> Iterator[HostileWorld]:
-    """Runs the system, until the block ends. ``short``: with lower limits (``worker.py``)."""
+    """Runs the system until the block ends. ``short``: the worker has lower limits
+    (``worker.py``)."""
     compile_library()
     with tempfile.TemporaryDirectory(prefix="tb-") as folder:
         keys = KeyFolder(Path(folder, "keys"))
