@@ -139,7 +139,8 @@ class Load:
                 self._cut_off.add(name)
 
     def resumed(self, workload: Workload, pause_s: float) -> None:
-        """Records an entry of a stream, which may be the first entry after such a blow."""
+        """Records an entry of a stream. If the entry is the first after a blow to the broker of the
+        stream's client, records the pause before it."""
         if workload.name in self._cut_off:
             self._cut_off.remove(workload.name)
             self.notes.cut_off.append(pause_s)
@@ -151,7 +152,7 @@ class Load:
             self.notes.again.append(f"{workload.name}: {notice.message}")
 
     def moved(self, workload: Workload, notice: Notice, pause_s: float) -> None:
-        """Records a move after the first entry has followed it."""
+        """Records a move, when the first entry after it has arrived."""
         left = self._system.name_of(notice.left) if notice.left else ""
         now, noticed_s = time.monotonic(), notice.pause_s or 0.0
         self.notes.moves.append(Move(workload.name, now, left, pause_s, noticed_s))
@@ -166,13 +167,14 @@ class _Reader:
         self._last = time.monotonic()
 
     def on_system(self, notice: Notice) -> None:
-        """Handles a notice, which is read in its order among the entries."""
+        """Handles a notice. Notices and entries are handled in the order in which they were
+        sent."""
         self._load.note(self._workload, notice)
         if notice.event == "moved":
             self._moved.append(notice)
 
     def arrived(self) -> None:
-        """Handles entries."""
+        """Handles the arrival of entries."""
         now = time.monotonic()
         self._load.resumed(self._workload, now - self._last)
         for notice in self._moved:
@@ -183,9 +185,9 @@ class _Reader:
 
 @asynccontextmanager
 async def clients_of(system: System, modules: dict[str, bytes]) -> AsyncIterator[Load]:
-    """Yields the clients, after it has uploaded the modules and sent a buffer from each client."""
+    """Uploads the modules, sends a buffer from each client, and then yields the clients."""
     clients = [AsyncClient(system.front, patience_s=600.0) for _ in range(CLIENTS)]
-    # A connection is not reused, because a gateway that was stopped would close an idle connection.
+    # Connections are not reused, because a gateway that was stopped closes its idle connections.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     try:
         for tag, wasm in modules.items():

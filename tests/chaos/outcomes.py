@@ -25,7 +25,8 @@ class Outcome:
     """The fields that must be equal, up to ``TOLERANCE`` if an outcome is not exact."""
     error: str | None = None
     exact: bool = False
-    """Whether the receipts of all sequences say so. Exact outcomes must have equal bits."""
+    """Whether the receipts of all sequences report that their results are exact. Exact outcomes
+    must have equal bits."""
 
     def difference(self, other: Outcome) -> str | None:
         """The first difference of each part; None if the outcomes are equal."""

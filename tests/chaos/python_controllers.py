@@ -103,7 +103,7 @@ async def survey(ctx: tb.Context) -> None:
 
 
 async def meeting(ctx: tb.Context) -> None:
-    """Has three forks that wait for each other three times and read each other's variables."""
+    """Has three sequences that wait for each other three times and read each other's variables."""
     count = 3
     index = await ctx.fork(count)
     await ctx.fixed(f" {('first', 'second', 'third')[index]}:")
@@ -121,4 +121,4 @@ survey.tokenbus_name = "survey"  # type: ignore[attr-defined]
 meeting.tokenbus_name = "meeting"  # type: ignore[attr-defined]
 
 SERVED = ("Alternating", "Pair", "survey", "meeting")
-"""The environment and arguments of the workers."""
+"""The names of the controllers that each of these workers serves."""

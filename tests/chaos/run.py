@@ -1,4 +1,5 @@
-"""Runs the requests undisturbed, then repeatedly under blows, and reports the results."""
+"""Runs the requests undisturbed, then repeatedly under blows (signals that kill or stop processes),
+and reports the results."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Report:
     streams: int = 0
     """Number of different requests, whose undisturbed outcomes the run compares."""
     dealt: list[tuple[float, Blow, str | None]] = field(default_factory=list)
-    """The time and the slot of each blow."""
+    """The time, the blow, and the name of the slot that it hit. The name is None if the process did
+    not run."""
     notes: Notes = field(default_factory=Notes)
     failures: list[str] = field(default_factory=list)
     """Streams that were lost or duplicated, that hung or failed, or that were sent again."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 KINDS = ("broker", "gpu", "controller", "python", "state", "gateway", "door", "guest", "zygote")
 """The kinds of processes. ``door`` is the gateway that has streams; it is stopped, not killed.
-``guest`` is a guest process of a controller worker, and ``zygote`` their parent."""
+``guest`` is a guest process of a controller worker, and ``zygote`` is the parent of these
+processes."""
 MAX_STOP_S = 8.0
 """Seconds for which a process is stopped. It is longer than a lease, and shorter than the time that
 a session waits for its client."""

@@ -20,7 +20,7 @@ from . import python_controllers
 from .schedule import Blow
 
 START_S = 300.0
-"""Bounds a hang, in seconds."""
+"""Maximum time until all workers have registered, in seconds. It only bounds a hang."""
 LOOK_S = 0.02
 SETTINGS: dict[str, object] = {
     "kv_cache_bytes": 96 * 2**20,
@@ -198,7 +198,8 @@ class System:
             return slot.name if slot.suffer(blow, time.monotonic()) else None
 
     def _suffer_guest(self, blow: Blow) -> str | None:
-        """Executes a blow to a guest process, or to the parent of those of a worker."""
+        """Executes a blow to a guest process, or to a zygote, which is the parent of a worker's
+        guest processes."""
         pids = [slot.process.pid for slot in (*self.of("controller"), *self.of("python"))]
         pids = [child for pid in pids for child in children(pid) if _is_zygote(child)]
         if blow.kind == "guest":
