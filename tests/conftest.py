@@ -1,7 +1,7 @@
-"""Fixtures of tests of several folders: one running bus with the embedded model.
+"""Hooks for all tests, and fixtures that tests of several folders use, such as a running bus.
 
-Test processes share the cores, so that each has one thread for torch, and so have the workers that
-it starts.
+The processes that run tests share the cores. So torch has one thread in each of them, and in each
+worker that they start.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from tokenbus.clients import Client
 
-from . import counts as counts  # chooses how much property tests try
+from . import counts as counts  # sets the number of examples of property tests
 from . import forks, starts
 from .processes import Bus, Gateway
 
 
 def pytest_configure() -> None:
-    """Watches for processes that start, and lets them be interrupted: a shell without job control
-    has what it starts in the background ignore Ctrl-C, and what that starts ignores it too."""
-    # What is imported stays: the collector need not look at it, now or later.
+    """Checks the starts of processes (``starts.py``), and makes sure that Ctrl-C interrupts this
+    process. A shell without job control starts background processes so that they ignore Ctrl-C, and
+    the child processes inherit this."""
+    # Imported modules stay in memory, so the garbage collector need not examine them.
     gc.disable()
     starts.watch()
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -34,19 +35,19 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """From here on the garbage collector looks at what the tests make only."""
+    """From here on, the garbage collector examines only objects that are made later."""
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
 def pytest_unconfigure() -> None:
-    """Ends the servers that fork processes of tests."""
+    """Ends the servers that fork processes for tests (``forks.py``)."""
     forks.close()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """``make test-quick`` does not even import a file all of whose tests start processes."""
+    """With ``make test-quick``, a file whose tests all start processes is not imported."""
     quick = config.getoption("markexpr") == "not process"
     if quick and collection_path.suffix == ".py":
         return "\npytestmark = pytest.mark.process\n" in collection_path.read_text() or None
@@ -63,11 +64,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _longest_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
-    """The tests in an order in which no process of tests is left with a long one at the end.
+    """Orders the tests so that no process runs a long test when the other processes have ended.
 
-    Each of ``workers`` processes begins with an equal part of the list and takes over the last
-    tests of another when it has none left. So each part begins with tests of whole systems, which
-    take up to a minute each, and ends with short ones. Tests of a file stay together.
+    Each of ``workers`` processes begins with an equal part of the list. A process without further
+    tests takes over the last tests of another process. So each part begins with tests of whole
+    systems, which take up to a minute each, and ends with short tests.
     """
     whole = ("tests/system/", "tests/chaos/")
     system = [item for item in items if item.nodeid.startswith(whole)]
@@ -81,7 +82,7 @@ def _longest_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Fails a test that starts a process without a mark that says so."""
+    """Fails a test that starts a process and is not marked ``process``."""
     with starts.only_if_marked(item):
         return (yield)
 
@@ -91,8 +92,8 @@ def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Adds the logs of the shared processes to the report of a failed test, and their stacks if the
-    test waited too long. Escapes lone surrogates in the test's output: no report with one can be
-    sent to the process that collects the reports."""
+    test waited too long. Escapes lone surrogates in the test's output, because a report with lone
+    surrogates cannot be sent to the process that collects the reports."""
     report = yield
     if report.failed and isinstance(item, pytest.Function):
         shared = (one for one in item.funcargs.values() if isinstance(one, Bus))
@@ -108,11 +109,11 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(scope="session")
 def processes() -> None:
-    """For fixtures that start processes: marks the tests that use them."""
+    """Used by fixtures that start processes, so that tests with these fixtures are marked."""
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Tells in how many places a kernel's last bits decided between two tokens."""
+    """Prints the places where the last bits of a kernel's results decided between two tokens."""
     shapes = sys.modules.get("tests.workers.gpu.shapes")
     if shapes is not None:
         terminalreporter.write_line(f"tokens that differed by a tie of logits: {len(shapes.ties)}")
@@ -122,9 +123,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def bus(processes: None) -> Iterator[Bus]:
-    """A broker and a GPU worker with the embedded model, for tests that leave them as they are.
+    """A broker and a GPU worker with the embedded model, for tests that do not change their state.
 
-    The broker is the first one, and awaits no workers of an earlier one."""
+    The broker does not wait for workers of an earlier broker."""
     with Bus(recover_s=0.1) as bus:
         bus.start_worker()
         bus.wait_for_models("embedded")
@@ -133,7 +134,7 @@ def bus(processes: None) -> Iterator[Bus]:
 
 @pytest.fixture(scope="session")
 def steered(processes: None) -> Iterator[Bus]:
-    """A broker and a worker of each role, for tests that leave them as they are. Users of its
+    """A broker and a worker of each role, for tests that do not change their state. Users of its
     gateways may call the tools whose names begin with ``chat_``."""
     with Bus(recover_s=0.1, allow_tools="chat_*") as bus:
         bus.start_worker()
@@ -146,13 +147,13 @@ def steered(processes: None) -> Iterator[Bus]:
 
 @pytest.fixture(scope="session")
 def gateway(steered: Bus) -> Gateway:
-    """A gateway of that bus, without API keys, that renders templates of requests."""
+    """A gateway of the bus ``steered``, without API keys. It renders the requests' templates."""
     return steered.start_gateway(trust_request_chat_template=True)
 
 
 @pytest.fixture
 def client(bus: Bus) -> Iterator[Client]:
-    """A client of that bus."""
+    """A client of the bus ``bus``."""
     with bus.client() as client:
         yield client
 

@@ -1,8 +1,9 @@
-"""How much the property tests try: a little in ``make test``, a lot in ``make test-long``.
+"""Numbers of examples and rounds of tests: small in ``make test``, large in ``make test-long``.
 
-Every number of examples, steps or rounds that trades time for coverage comes from here. The profile
-``ci`` draws the same examples in each run, so that a test that fails does so because of a change;
-``long`` draws new ones. ``--hypothesis-profile`` chooses, before any test module is imported.
+Every number that trades time for coverage is computed here. The profile ``ci`` draws the same
+examples in each run, so that a test only begins to fail because of a change. The profile ``long``
+draws new examples. The option ``--hypothesis-profile`` chooses the profile, before any test module
+is imported.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ settings.load_profile("ci")
 
 
 def examples(ci: int) -> int:
-    """The number of examples of a test that tries ``ci`` in the profile ``ci``."""
+    """The number of examples of a property test, which is ``ci`` in the profile ``ci``."""
     assert settings.default is not None
     return ci * settings.default.max_examples // CI_EXAMPLES
 
 
 def rounds(ci: int, long: int) -> int:
-    """The number of rounds of a test that is not a property of hypothesis's; it is marked
-    ``long``."""
+    """The number of rounds of a test that does not use hypothesis: ``long`` in the profile
+    ``long``, else ``ci``."""
     assert settings.default is not None
     return long if settings.default.max_examples >= LONG_EXAMPLES else ci

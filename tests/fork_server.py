@@ -1,7 +1,8 @@
-"""``python fork_server.py DESCRIPTOR MODULE…``: forks processes that have these modules imported.
+"""``python fork_server.py DESCRIPTOR MODULE…``: imports the modules, then forks processes.
 
-A program for ``forks.py``, by itself so that it starts with nothing else imported. It takes orders
-from the socket DESCRIPTOR, and ends with all that it has started when the other end closes.
+``forks.py`` starts this program. It is a separate program, so that its forks begin only with these
+modules imported. It receives orders from the socket DESCRIPTOR. When the other end of the socket
+closes, it kills the processes that it has forked, and ends.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from typing import TypedDict
 
 PR_SET_PDEATHSIG = 1
 MAX_ORDER_BYTES = 1 << 20
-"""In bytes; it holds an environment."""
+"""Maximum size of an order, which contains an environment, in bytes."""
 
 
 class Order(TypedDict):
-    """Run ``python -m module arguments…`` in a folder, with an environment, its output appended to
-    a log.
+    """An order to run ``python -m module arguments…`` in a folder with an environment, and to
+    append its output to a log.
 
-    With the order comes the descriptor of a pipe, into which its return code is written.
+    The descriptor of a pipe is sent with the order. The server writes the return code of the
+    process to this pipe.
     """
 
     module: str
@@ -40,9 +42,9 @@ class Order(TypedDict):
 
 
 def main() -> None:
-    """Serves orders; in a process that is forked, runs its module."""
+    """Serves orders. In a forked process, runs the module of the order."""
     orders = socket.socket(fileno=int(sys.argv[1]))
-    # A module of the folder where a process runs comes before all others, none of this file's does.
+    # Without this entry, a forked process does not import modules from the folder of this file.
     del sys.path[0]
     for module in sys.argv[2:]:
         importlib.import_module(module)
@@ -50,7 +52,8 @@ def main() -> None:
     assert len(threads) == 1, f"{sys.argv[2:]} start {len(threads) - 1} threads when imported"
     gc.collect()
     gc.freeze()
-    # A key at the terminal goes to the tests and to the processes; this one ends after them.
+    # Ctrl-C at the terminal also reaches the tests and the forked processes. The server ignores it,
+    # because the server must end after them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     order = serve(orders)
     if order is not None:
@@ -59,12 +62,13 @@ def main() -> None:
 
 
 def serve(orders: socket.socket) -> Order | None:
-    """Forks a process for each order, and tells when one has ended.
+    """Forks a process for each order, and reports the return code of each process that ends.
 
-    Returns the order in the process that was forked for it; None here, after the last one.
+    In a forked process, returns the order. In the server, returns None after the last order.
     """
     running: dict[int, tuple[int, int]] = {}
-    """By the descriptor of a process: its id, and the pipe that waits for its return code."""
+    """By the descriptor of a running process: the process's id, and the pipe for its return
+    code."""
     with selectors.DefaultSelector() as selector:
         selector.register(orders, selectors.EVENT_READ)
         while True:
@@ -94,12 +98,12 @@ def serve(orders: socket.socket) -> Order | None:
 
 
 def _all(running: dict[int, tuple[int, int]]) -> list[int]:
-    """Descriptors that belong to the server alone."""
+    """The descriptors of the server that a forked process closes."""
     return [fd for process, (_, pipe) in running.items() for fd in (process, pipe)]
 
 
 def _report(process: int, pid: int, pipe: int) -> None:
-    """Collects a process that has ended, and writes its return code."""
+    """Collects the status of a process that has ended, and writes its return code to ``pipe``."""
     _, status = os.waitpid(pid, 0)
     os.close(process)
     with suppress(BrokenPipeError):
@@ -108,7 +112,8 @@ def _report(process: int, pid: int, pipe: int) -> None:
 
 
 def _become(order: Order, server: int) -> None:
-    """Makes the forked process what a started one is."""
+    """Gives a forked process the environment, folder, output and signals that its order requires.
+    The process is killed when ``server``, the process that forked it, ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:
         os._exit(1)
@@ -122,7 +127,7 @@ def _become(order: Order, server: int) -> None:
         os.dup2(log, descriptor)
     os.close(log)
     tempfile.tempdir = None
-    # Python's own generator takes a new seed in each fork by itself.
+    # Python's own random generator gets a new seed in each fork without a call.
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
 

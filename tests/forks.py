@@ -1,15 +1,16 @@
-"""Processes of Tokenbus that are forked from a process with their imports.
+"""Starts processes of Tokenbus as forks of a process that has already imported their modules.
 
 A GPU worker takes four seconds of CPU time to import torch and transformers, a gateway one second,
-and a broker a quarter. The tests start hundreds of these processes. A server has only imported the
-modules. Its fork has a separate environment, folder, log, sockets and threads, runs the same
-``main``, and is killed by its id. Each process of tests has a separate server for each module.
+and a broker a quarter. The tests start hundreds of these processes. A *server* is a process that
+has only imported modules (``fork_server.py``). Each fork has its own environment, folder, log,
+sockets and threads, runs the usual ``main``, and can be killed by its id. Each process of tests has
+a separate server for each module.
 
 A process is started without a fork if it has another interpreter or several threads of torch, or if
-its machine has CUDA, which does not work after a fork. A fork's environment may differ only in
-Tokenbus's settings, because libraries read the environment when they are imported. Tests of
-``tokenbus up``, ``supervisord.conf``, tensor parallelism and start-up errors also start processes
-by ``python -m``.
+its machine has CUDA, which does not work after a fork. A fork's environment may differ from the
+server's only in Tokenbus's settings, because libraries read the environment when they are imported.
+Tests of ``tokenbus up``, ``supervisord.conf``, tensor parallelism and start-up errors also start
+processes without a fork.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ IMPORTS = {
         "tokenbus.clients.gateway.server",
     ),
 }
-"""The modules that the server of a module imports: the imports of the module itself."""
+"""The modules that a server imports, by the module that its forks run."""
 
 OWN = ("TOKENBUS_", "PYTEST_", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-"""Prefixes of environment variables that no library stores at its import. torch sets the last two
-itself when it compiles."""
+"""Prefixes of environment variables that may differ between a fork and its server, because no
+library stores them when it is imported. torch sets the last two when it compiles."""
 
 _servers: dict[str, ForkServer] = {}
 
@@ -66,7 +67,7 @@ class Forked:
     def poll(self) -> int | None:
         """The return code of the process; None while the process runs."""
         if self.returncode is None and self._ended(0.0):
-            # Without a code, the server was killed, and the process with the server.
+            # If the pipe closes without a code, the server was killed, and the process with it.
             self.returncode = int(os.read(self._pipe, 16) or -signal.SIGKILL)
             os.close(self._pipe)
         return self.returncode
@@ -152,8 +153,8 @@ def start(
     python: str,
     arguments: Sequence[str] = (),
 ) -> Forked | subprocess.Popen[bytes]:
-    """``python -m MODULE ARGUMENTS…`` in a folder, forked where that makes no difference."""
-    # A fork opens its log some time after this returns.
+    """Starts ``python -m MODULE ARGUMENTS…`` in a folder, as a fork if this makes no difference."""
+    # Callers may read the log at once, but a fork opens its log only later.
     log.touch()
     if module in IMPORTS and python == sys.executable and _forks_are_safe(environment):
         server = _servers.get(module) or _servers.setdefault(module, ForkServer(module))
@@ -171,7 +172,7 @@ def start(
 
 
 def close() -> None:
-    """Ends the servers."""
+    """Ends all servers and the processes that they have forked."""
     while _servers:
         _servers.popitem()[1].close()
 

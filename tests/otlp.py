@@ -1,4 +1,4 @@
-"""A receiver of OpenTelemetry's spans: OTLP over HTTP, as a collector takes them."""
+"""A receiver of OpenTelemetry spans, which are sent as OTLP over HTTP as to a collector."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 
 class Received(NamedTuple):
-    """A span, and the process that sent it."""
+    """A span, and the service that sent it."""
 
     service: str
     name: str
@@ -28,7 +28,7 @@ class Received(NamedTuple):
 
 
 class Receiver:
-    """Listens on a random port, on threads of its own."""
+    """Listens on a random port, and receives spans on separate threads."""
 
     def __init__(self) -> None:
         self.spans: list[Received] = []

@@ -1,10 +1,9 @@
-"""Runs a command, and stops random processes of it, each for a random time.
+"""Runs a command, and stops random processes of the command, each for a random time.
 
-``python -m tests.pauses make test``, or ``make test-paused``. A machine on which any process may
-stand still at any moment gives every order of events that a slow or a busy one gives, and gives it
-sooner: a test that relies on one order fails. The log says which process is
-stopped when, and for how long. A test that stops a process itself can fail as that is continued
-from here.
+Use: ``python -m tests.pauses make test``, or ``make test-paused``. If any process may be stopped at
+any moment, all orders of events that are possible on a slow or busy machine occur sooner. So a test
+that relies on one order fails. The log has the time and the length of each stop. A test that itself
+stops a process can fail, because this program may continue that process.
 """
 
 from __future__ import annotations
@@ -24,13 +23,14 @@ from pathlib import Path
 import psutil
 
 MARK = "PAUSED_TESTS"
-"""The variable by which the processes of the command are distinguished from all others."""
+"""The environment variable that identifies the processes of the command."""
 INTERVAL_S = 0.1
 STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE}
 
 
 def processes(mark: str) -> Iterator[psutil.Process]:
-    """The processes of the command that run, but for those of pytest and make that wait for all."""
+    """The running processes of the command, except pytest, make and shells, which wait for all
+    others."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(MARK) != mark or process.status() in STOPPED:
@@ -45,7 +45,7 @@ def processes(mark: str) -> Iterator[psutil.Process]:
 
 
 def pause(mark: str, rng: random.Random, options: argparse.Namespace, command: list[str]) -> int:
-    """Runs the command and stops its processes; its exit code."""
+    """Runs the command and stops its processes for a while; returns the command's exit code."""
     running = subprocess.Popen(command, env=os.environ | {MARK: mark})
     ends: dict[psutil.Process, float] = {}
     try:
@@ -55,7 +55,7 @@ def pause(mark: str, rng: random.Random, options: argparse.Namespace, command: l
                     _send(process, signal.SIGCONT)
                     del ends[process]
                 found = [p for p in processes(mark) if p not in ends]
-                # Each goes on at some time, those of the tests too, which are alone at first.
+                # A process is only stopped while more processes run than are stopped.
                 room = len(ends) < min(options.at_once, len(found))
                 if room and rng.random() < options.share:
                     process, seconds = rng.choice(found), options.longest * rng.random() ** 2
@@ -78,7 +78,7 @@ def _send(process: psutil.Process, number: signal.Signals) -> None:
 
 
 def main() -> int:
-    """The command's exit code."""
+    """Runs the command of the arguments; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--longest", type=float, default=2.5, help="seconds of a pause, at most")

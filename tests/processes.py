@@ -1,4 +1,4 @@
-"""Broker and workers as processes of a test, on random ports, ended with it."""
+"""Brokers, workers and gateways as processes of a test, on random ports. They end with the test."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tokenbus.clients import Client, TokenbusError
 from . import forks
 
 KV_CACHE_BYTES = 256 * 2**20
-"""The default of a GPU worker: enough for 80,000 tokens of the embedded model. All of it
-is written when it is made."""
+"""The size of a GPU worker's KV cache in tests, in bytes: enough for 80,000 tokens of the embedded
+model. All of this memory is written when the cache is made."""
 
 LOG_SIZE = 4000
-"""Maximum characters of each log that a failed test shows."""
+"""Maximum number of characters of each log that a failed test shows."""
 LASTING: dict[str, object] = {
     "kv_cache_bytes": KV_CACHE_BYTES,
     "log_level": "debug",
@@ -37,20 +37,20 @@ LASTING: dict[str, object] = {
     "session_expiry_s": 60,
     "hung_step_s": 600,
 }
-"""Settings of a bus whose processes may have to wait for a busy machine, and share its memory."""
+"""Settings of a bus on a busy machine, where processes wait for CPU time and share the memory."""
 
 
 def clean_environment(**settings: object) -> dict[str, str]:
-    """The environment without the user's own settings, and with these ones."""
+    """The environment of this process, with ``settings`` instead of the user's settings."""
     own = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
-    settings.setdefault("http", "none")  # Else all would share one port.
+    settings.setdefault("http", "none")  # Otherwise all systems would use one port.
     if "front" in settings:
-        settings.setdefault("command_timeout_s", 60)  # A broker is there, and may be slow.
+        settings.setdefault("command_timeout_s", 60)  # The broker runs, but may be slow.
     return own | {f"TOKENBUS_{k.upper()}": str(v) for k, v in settings.items()}
 
 
 def until(condition: Callable[[], object], seconds: float, what: str | Callable[[], str]) -> None:
-    """Waits until ``condition`` holds; else fails the test, and says ``what``."""
+    """Waits until ``condition`` holds. Fails the test after ``seconds``, with the text ``what``."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -68,11 +68,12 @@ _port_locks = os.open(
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 at which nothing listens. No other test process gets it, also before
-    something listens there: a client would otherwise connect to the broker of another test.
+    """A port of 127.0.0.1 at which no process listens. The port is reserved for this test process,
+    because a client could otherwise connect to the broker of another test.
 
-    Below those that the kernel gives to outgoing connections: one of these could take the port of a
-    broker that is being started again, even a client's attempt to reach it.
+    The port is below the range that the kernel uses for outgoing connections. Otherwise an outgoing
+    connection could take the port of a broker that is being restarted; even a client's attempt to
+    reach this broker could.
     """
     while True:
         port = _random.randrange(20_000, 32_000)
@@ -96,7 +97,7 @@ def children(pid: int) -> list[int]:
 
 
 class Process:
-    """``python -m MODULE ARGUMENTS…``, or a fork that is the same, with its log in a file."""
+    """A process that runs ``python -m MODULE ARGUMENTS…``, or an equal fork, and logs to a file."""
 
     def __init__(
         self,
@@ -112,41 +113,41 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the process runs."""
         return self._process.poll() is None
 
     @property
     def log(self) -> str:
-        """Its log."""
+        """The log of the process."""
         return self._log.read_text()
 
     def send(self, number: signal.Signals) -> None:
-        """Sends it a signal."""
+        """Sends a signal to the process."""
         self._process.send_signal(number)
 
     def wait(self, seconds: float = 300.0) -> int:
-        """Waits for its end; the exit code."""
+        """Waits for the end of the process; returns its exit code."""
         return self._process.wait(seconds)
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kills the process, and waits for its end."""
         if self.alive:
             self._process.kill()
         self._process.wait()
 
 
 class Gateway:
-    """A running gateway, and where it listens."""
+    """A running gateway, and its addresses."""
 
     def __init__(self, process: Process, url: str) -> None:
         self.process = process
         self.url = url
-        """As ``http://127.0.0.1:20000``."""
+        """For example ``http://127.0.0.1:20000``."""
         self.ws_url = url.replace("http", "ws", 1) + "/"
 
     @property
     def answers(self) -> bool:
-        """Whether it answers requests; fails the test if it has ended."""
+        """Whether the gateway answers requests. Fails the test if the gateway has ended."""
         assert self.process.alive, self.process.log
         try:
             return httpx.get(f"{self.url}/live", verify=False, timeout=10.0).status_code == 200
@@ -155,7 +156,7 @@ class Gateway:
 
 
 class Bus:
-    """A broker, and any number of workers, in a folder of their own."""
+    """A broker and any number of workers and gateways, which share a run directory."""
 
     def __init__(
         self,
@@ -163,11 +164,11 @@ class Bus:
         worker_python: str = sys.executable,
         **settings: object,
     ) -> None:
-        """``python`` is the broker's interpreter, ``worker_python`` that of the workers that are
-        started; ``settings`` are of all processes.
+        """``python``: the broker's interpreter. ``worker_python``: the interpreter of workers that
+        are started later. ``settings``: settings of all processes.
 
-        Leases are long, so that a process that gets no CPU time for a while is not given up; a test
-        that kills workers shortens them.
+        Leases are long, so that a process that gets no CPU time for a while is not treated as lost.
+        Tests that kill workers shorten the leases.
         """
         self._python = python
         self.worker_python = worker_python
@@ -183,14 +184,14 @@ class Bus:
         self.broker = self.start_broker()
 
     def start_broker(self) -> Process:
-        """Starts the broker, again after it was killed."""
+        """Starts the broker. A test that has killed the broker calls this method to restart it."""
         self.broker = Process(
             "tokenbus.broker", self.folder / "broker.log", self.environment, self._python
         )
         return self.broker
 
     def start_worker(self, **settings: object) -> Process:
-        """Starts one more GPU worker."""
+        """Starts another GPU worker. ``settings``: further settings of this worker."""
         extra = {f"TOKENBUS_{k.upper()}": str(v) for k, v in settings.items()}
         log = self.folder / f"gpu-{len(self.workers)}.log"
         worker = Process("tokenbus.workers.gpu", log, self.environment | extra, self.worker_python)
@@ -218,7 +219,8 @@ class Bus:
         return gateway
 
     def wait_for_roles(self, *roles: str, seconds: float = 300.0) -> None:
-        """Waits until a worker of each of these roles has registered, as often as it is named."""
+        """Waits until workers of these roles have registered: two workers of a role that is named
+        twice, and so on."""
         with self.client() as client:
 
             def ready() -> bool:
@@ -234,7 +236,7 @@ class Bus:
             until(ready, seconds, f"workers of the roles {roles}")
 
     def client(self, patience_s: float = 120.0) -> Client:
-        """A client of it."""
+        """A client of the broker."""
         return Client(self.front, patience_s=patience_s)
 
     def wait_for_models(self, *models: str, workers: int = 1, seconds: float = 300.0) -> None:
@@ -255,14 +257,14 @@ class Bus:
 
     @property
     def logs(self) -> str:
-        """The last lines of the logs of all its processes."""
+        """The last ``LOG_SIZE`` characters of each process's log."""
         files = sorted(self.folder.glob("*.log"))
         return "".join(f"--- {file.name}\n{file.read_text()[-LOG_SIZE:]}" for file in files)
 
     @property
     def stacks(self) -> str:
-        """The stacks of the threads of its broker and workers, as py-spy reads them. They show what
-        a test waited for."""
+        """The stacks of all threads of the broker and the workers, as py-spy prints them. They show
+        what a test waited for."""
         found = ""
         for process in (self.broker, *self.workers, *self.others):
             if process.alive:

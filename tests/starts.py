@@ -1,7 +1,7 @@
-"""Which tests start processes. ``make test-quick`` leaves them out, and holds the others to it.
+"""Checks that only marked tests start processes. ``make test-quick`` leaves out the marked tests.
 
-A test starts processes if it is marked ``process`` or uses the fixture ``processes``, directly or
-through another fixture. Any other test that starts one fails, in every run.
+A test may start processes if it is marked ``process`` or uses the fixture ``processes``, directly
+or through another fixture. Any other test that starts a process fails, in every run.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from typing import Any
 import pytest
 
 EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
-"""The audit events of a process that starts; ``multiprocessing`` has none for its own."""
+"""The audit events of a process that starts. ``multiprocessing`` starts processes without an audit
+event, so ``watch`` wraps its function."""
 INCIDENTAL = frozenset({"ldconfig", "gcc", "cc", "ld", "objdump", "uname", "lscpu"})
-"""Programs that the standard library and torch run on their own account, to look for a shared
-library or to name the processor."""
+"""Programs that any test may start: the standard library and torch run them to find a shared
+library or the name of the processor."""
 COMPILER = "tokenbus.workers.controller.backends.compiling.process"
-"""A pattern that takes more than some milliseconds is compiled in this process: whether a test has
-one depends on the machine."""
+"""A process that any test may start. It compiles a pattern that takes more than some milliseconds,
+so it depends on the machine whether a test starts the process."""
 
 _forbidden_in: str | None = None
-"""The test that runs and may not start processes."""
+"""The running test, if it may not start processes; otherwise None."""
 
 
 def check(what: object) -> None:
@@ -38,7 +39,8 @@ def check(what: object) -> None:
 
 @contextmanager
 def only_if_marked(item: pytest.Item) -> Iterator[None]:
-    """While a test runs: holds it to what it is marked with."""
+    """For the ``with`` block, in which a test runs: forbids starts of processes, unless the test is
+    marked ``process``."""
     global _forbidden_in
     _forbidden_in = None if item.get_closest_marker("process") else item.nodeid
     try:
@@ -48,7 +50,7 @@ def only_if_marked(item: pytest.Item) -> Iterator[None]:
 
 
 def watch() -> None:
-    """Watches this process, for good."""
+    """Checks each start of a process, until this process ends."""
     spawn = multiprocessing.util.spawnv_passfds
 
     def spawnv_passfds(path: Any, args: Any, passfds: Any) -> int:
@@ -65,7 +67,7 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _incidental(args: tuple[Any, ...]) -> bool:
-    """Whether a program is one that libraries run on their own account, or the compiler."""
+    """Whether any test may start the program: one of ``INCIDENTAL``, or ``COMPILER``."""
     program, arguments = (*args, "", ())[:2]
     if isinstance(arguments, list) and COMPILER in arguments:
         return True

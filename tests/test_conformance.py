@@ -1,4 +1,4 @@
-"""``docs/conformance.md``: its files and tests exist, and the published names are in it."""
+"""``docs/conformance.md`` names only files and tests that exist, and has all published names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAMES = (
 
 
 class Row(NamedTuple):
-    """A line of a published text."""
+    """A row of the page, which compares a line of a published text with this project."""
 
     text: str
     here: str
@@ -48,7 +48,8 @@ def page() -> str:
 
 
 def rows() -> list[Row]:
-    """The rows of the tables that compare; those of the differences have other columns."""
+    """The rows of the tables that compare texts. The table of the differences is left out; its rows
+    do not have four columns."""
     found = []
     for line in page().splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]

@@ -1,4 +1,4 @@
-"""The documents are true where a machine can tell: links, files and names in them exist."""
+"""The links, files and names in the documents exist."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def anchors(page: Path) -> set[str]:
 
 @cache
 def defined(path: Path) -> set[str]:
-    """Classes, functions, methods and constants of a module: ``name`` and ``Class.name``."""
+    """The classes, functions, methods and constants of a module, as ``name`` or ``Class.name``."""
     found: set[str] = set()
 
     def take(nodes: list[ast.stmt], prefix: str) -> None:
@@ -67,7 +67,7 @@ def test_every_link_within_the_tree_leads_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", GUIDES, ids=name_of)
 def test_every_path_in_a_guide_exists(page: Path) -> None:
-    """From the root, or from the folder that is the section's heading."""
+    """A path is relative to the root, or to the folder in the heading of its section."""
     missing = []
     for section in re.split(r"^(?=#)", page.read_text(), flags=re.MULTILINE):
         heading = re.match(r"#+ `([\w/]+)/`", section)

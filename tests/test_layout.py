@@ -1,7 +1,7 @@
-"""The layout holds: no import runs against it, and none runs in a circle.
+"""Each folder imports only from the folders that the layout allows, and imports have no cycle.
 
-``ALLOWED`` is the table of docs/architecture.md; the page and the imports are held to it. Every
-import counts, those inside functions too, except those that only a type checker sees.
+``ALLOWED`` is the table of docs/architecture.md. The tests compare the page and all imports with
+this table. Imports inside functions count too; imports that only a type checker sees do not.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ ALLOWED = {
         "workers/state",
     },
 }
-"""The imports that each folder may have, besides itself."""
+"""The folders from which each folder may import, besides itself."""
 
 LAZY = {
     ("clients/cli", "grammars"),
     ("clients/cli", "workers/controller"),
     ("clients/cli", "workers/gpu"),
 }
-"""``tokenbus grammar`` runs the controller worker's own masks in the command, by default over the
-tokenizer of the embedded model. Its modules are loaded only when that command is given, so that a
-client works without the extra ``controller``."""
+"""Exceptions, as pairs of the importing and the imported folder. ``tokenbus grammar`` computes
+masks with the controller worker's code, by default for the tokenizer of the embedded model. This
+code is imported only when the command runs, so that a client works without the extra
+``controller``."""
 
 FORBIDDEN = {
     "protocol": {"zmq", "torch", "transformers", "wasmtime", "asyncio", "socket"},
@@ -58,17 +59,17 @@ FORBIDDEN = {
     "grammars": {"zmq", "torch", "transformers", "wasmtime", "numpy", "llguidance", "tokenizers"},
     "clients": {"torch", "transformers"},
 }
-"""Packages of others that a folder never imports."""
+"""Packages outside this project that a folder never imports."""
 
 
 class Import:
-    """One import statement of a module of ours."""
+    """One import in one of our modules."""
 
     def __init__(self, module: str, line: int, target: str, top_level: bool) -> None:
         self.module = module
         self.line = line
         self.target = target
-        """The dotted name of what is imported; ours begins with ``tokenbus.``."""
+        """The dotted name of the imported module. Our modules begin with ``tokenbus.``."""
         self.top_level = top_level
 
     def __str__(self) -> str:
@@ -107,7 +108,7 @@ def imports(modules: dict[str, Path]) -> Iterator[Import]:
 
 
 def _statements(block: ast.AST) -> Iterator[ast.AST]:
-    """The statements in a block and in its inner ones, but for those of ``if TYPE_CHECKING``."""
+    """The statements of a block and of its inner blocks, except those in ``if TYPE_CHECKING``."""
     if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test):
         return
     for part in ("body", "orelse", "finalbody", "handlers", "cases"):
@@ -117,7 +118,7 @@ def _statements(block: ast.AST) -> Iterator[ast.AST]:
 
 
 def folder_of(module: str) -> str:
-    """The folder of the table that a module of ours belongs to."""
+    """The folder in ``ALLOWED`` that contains one of our modules."""
     path = "/".join(module.split(".")[1:])
     names = [name for name in ALLOWED if path == name or path.startswith(f"{name}/")]
     return max(names, key=len)
@@ -194,7 +195,7 @@ def test_no_imports_run_in_a_circle(modules: dict[str, Path], ours: list[Import]
 
 
 def test_the_folders_do_not_wait_for_each_other(ours: list[Import]) -> None:
-    """No cycle between the folders of the table either, lazy imports included."""
+    """The imports between folders have no cycle either, with lazy imports included."""
     graph: dict[str, set[str]] = {name: set() for name in ALLOWED}
     for one in ours:
         source, target = folder_of(one.module), folder_of(one.target)
