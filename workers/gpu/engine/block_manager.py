@@ -35,7 +35,7 @@ class BlockTable:
     """One id for each of the sequence's first blocks that are full and computed. The id stands for
     all content up to the end of the block."""
     pages: list[bytes] = field(default_factory=list)
-    """The keys of the sequence's first pages, as far as these keys have been computed."""
+    """The keys of the sequence's first pages (``pages.py``), as far as they have been computed."""
     mixed: bool = False
     """Whether the blocks were computed with several versions of the weights. Such blocks are never
     registered. ``outdate`` sets this flag. The flag is cleared when all blocks are freed."""

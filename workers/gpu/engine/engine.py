@@ -84,8 +84,9 @@ class EngineConfig:
     fixed_threads: bool = False
     """On a CPU, use all of torch's threads for every forward, even if fewer are faster."""
     exact: Literal["auto", "on", "off"] = "auto"
-    """Whether the logits of a sequence must have the same bits in every batch. ``auto``: yes, if
-    the kernels can compute them so. ``on``: yes, and a model whose kernels cannot is refused."""
+    """Whether the logits of a sequence must have the same bits in every batch. ``auto``: only if
+    the model has kernels that can do this. ``on``: always; a model without such kernels is
+    refused."""
     speculation: bool = False
     """Speculative decoding: draft tokens are verified, so that a step can yield several tokens of
     a sequence."""
@@ -202,15 +203,15 @@ class Engine:
     ) -> PromptUsage:
         """Begins a generation with ``sampling.n`` sequences, numbered from 0.
 
-        ``client``: the id of the client's session. Sequences of clients with few running sequences
-        are admitted first, and drafts come only from the client's own texts. ``text``: outputs
-        contain text. ``inspect``: outputs report the effect of the masks. ``speculate``: the
-        sequences may have drafts, if the engine makes any; pass False if a controller decides on
-        each token. ``continued``: the live sequences of a request that began at another worker.
-        ``healed``: the token that was removed from the end of the prompt; the generated text begins
-        with the text of this token. Outputs leave this text out. Returns the prompt's usage, which
-        is complete when the first output arrives. Raises RequestError, and changes nothing, if the
-        request cannot be run.
+        ``client``: the number of the client (``arrivals.client_of``). Sequences of clients with few
+        running sequences are admitted first, and drafts come only from the client's own texts.
+        ``text``: outputs contain text. ``inspect``: outputs report the effect of the masks.
+        ``speculate``: the sequences may have drafts, if the engine makes any; pass False if a
+        controller decides on each token. ``continued``: the live sequences of a request that began
+        at another worker. ``healed``: the token that was removed from the end of the prompt; the
+        generated text begins with the text of this token. Outputs leave this text out. Returns the
+        prompt's usage, which is complete when the first output arrives. Raises RequestError, and
+        changes nothing, if the request cannot be run.
         """
         sequence = self._intake.generation(
             request,
@@ -300,7 +301,7 @@ class Engine:
         return self._overlaps
 
     def stats(self) -> dict[str, float]:
-        """Gauges and counters, for heartbeats."""
+        """The gauges and counters of this model in the worker's heartbeats."""
         return {
             "running": float(len(self._scheduler.running) + len(self._scheduler.deferred)),
             "waiting": float(len(self._scheduler.waiting)),
@@ -313,7 +314,7 @@ class Engine:
         }
 
     def metrics(self) -> dict[str, float | Histogram]:
-        """Gauges, and totals since the model was loaded; safe on another thread."""
+        """The gauges of this model, and totals since it was loaded; safe on another thread."""
         scheduler, live = self._scheduler, self._live
         sampled, speculation = self._stepper.sampled_tokens, self._speculation
         return {

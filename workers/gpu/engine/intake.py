@@ -30,7 +30,7 @@ def derived_seed(request: int) -> int:
 
 
 class Intake:
-    """Checks requests for one model and makes their sequences, numbered in order of arrival.
+    """Checks requests for one model, and makes their sequences in order of arrival.
 
     ``max_length``: maximum number of tokens of a sequence, prompt and output together.
     """

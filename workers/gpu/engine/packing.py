@@ -69,7 +69,7 @@ class PackedSpans(Struct, array_like=True):
 
 
 class Packed(Struct, array_like=True):
-    """One forward. All arrays are int64."""
+    """The inputs of one forward. All arrays are int64."""
 
     ids: np.ndarray
     positions: np.ndarray

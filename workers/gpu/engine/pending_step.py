@@ -37,7 +37,7 @@ class PendingStep:
     """
 
     forward: Forward | None = None
-    """None if all sequences of the step are sampled from kept rows."""
+    """The launched forward; None if all sequences of the step are sampled from kept rows."""
     kept: list[KeptRow] = field(default_factory=list)
     """The logits of rescheduled sequences, from which this step samples them."""
     rows: dict[Sequence, int] = field(default_factory=dict)
@@ -87,15 +87,15 @@ class PendingStep:
 
     @property
     def logits(self) -> torch.Tensor | None:
-        """``[rows, vocab]``, float32; None if the step has no rows. Waits for the forward, and
-        raises its error."""
+        """The step's rows of logits, ``[rows, vocab]``, float32; None if the step has no rows.
+        Waits for the forward, and raises its error."""
         if self.forward is not None:
             self.forward.work.wait()
         return self.device_logits()
 
     def device_logits(self) -> torch.Tensor | None:
-        """``[rows, vocab]``, float32; None if the step has no rows. Does not wait for the forward,
-        so only work that is queued after the forward may call this method."""
+        """The step's rows of logits, as ``logits``. Does not wait for the forward, so only work
+        that is queued after the forward may call this method."""
         parts = [kept.logits.unsqueeze(0) for kept in self.kept if kept.logits is not None]
         if self.forward is not None and self.forward.num_rows:
             parts.insert(0, self.forward.work.value)

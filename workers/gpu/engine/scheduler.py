@@ -38,9 +38,9 @@ On average, tokens that are computed again for this reason may take at most 1 / 
 the engine compute a long text again for each request."""
 MAX_DISPLACED = 8
 """Bound on the waiting sequences that were preempted for other clients: 1 / ``MAX_DISPLACED`` of
-the number of slots. If no such sequence is waiting, the next preemption may exceed the bound. The
-engine treats each session as a client. Without this bound, many sessions of one user could
-therefore preempt all but one of another user's sequences."""
+the number of slots. If no such sequence is waiting, the next preemption may exceed the bound. A
+client is usually one session. Without this bound, many sessions of one user could therefore preempt
+all but one of another user's sequences."""
 
 
 class Chunk(NamedTuple):
@@ -136,8 +136,8 @@ class Scheduler:
         step must be scheduled anew."""
         self._stalled = False
         """Whether the running table is empty and the first waiting sequence cannot be admitted,
-        because deferred sequences leave too few blocks or are too many. ``schedule`` sets it; a
-        change to the tables clears it."""
+        because deferred sequences leave too few blocks or are too many. ``schedule`` sets this
+        flag; a change to the tables clears it."""
         self.preemptions = 0
         self.deferrals = 0
         self.prefix_query_tokens = 0
@@ -381,7 +381,8 @@ class Scheduler:
         return room >= running + drafted and self._blocks.num_available >= running + blocks
 
     def _prefill(self, batch: Batch, sequence: Sequence, room: int) -> bool:
-        """Admits a waiting sequence if blocks for all of its known tokens are available."""
+        """Admits a waiting sequence and adds its first chunk to the batch, if blocks for all of its
+        known tokens are available. Returns whether the sequence was admitted."""
         kept = bool(sequence.block_table.blocks)
         if kept:
             hit = sequence.num_computed_tokens

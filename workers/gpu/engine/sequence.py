@@ -28,7 +28,8 @@ MAX_SEQ = 2**32 - 1
 
 
 class TokenOutput(Token, kw_only=True, omit_defaults=True):
-    """The result of a step for one sequence: a token, the end of the sequence, or both.
+    """One result for a sequence: a token, the end of the sequence, another event such as a fork, or
+    several of these.
 
     An output is the entry that clients receive. The engine does not know the streams of requests,
     so ``LiveStreams`` sets ``stream_id``. ``LiveStreams`` also clears the fields that clients do
@@ -50,7 +51,8 @@ class TokenOutput(Token, kw_only=True, omit_defaults=True):
         logprob: float | None = None,
         reason: FinishReason | None = None,
     ) -> Self:
-        """An output for the last token of a sequence, or for its end."""
+        """An output for a token that is about to be appended to a sequence, or for another event of
+        the sequence."""
         return cls(
             token=token,
             stream_id=0,
@@ -131,7 +133,7 @@ class Sequence:
     logit_bias: Bias | None = None
     """The request's ``logit_bias``; all sequences of the request share one object."""
     counts: TokenCounts | None = None
-    """The numbers of the tokens that ``count_tokens`` has counted; None before the first count."""
+    """How often each token occurs, as of the last ``count_tokens``; None before the first call."""
     text: TextStream | None = None
     healed: int = 0
     """With token healing: number of characters at the beginning of the text that belong to the

@@ -68,7 +68,7 @@ class LiveSequences:
 
     def restore(self, sequences: Tokens[Sequence], made: int) -> None:
         """Adds the live sequences of a request that began at another worker. ``made``: number of
-        its sequences so far. Removes sequences of an earlier attempt."""
+        sequences that the request has had. Removes sequences of an earlier attempt."""
         request = sequences[0].request
         self._drop_request(request)
         self.requests[request] = {sequence.seq: sequence for sequence in sequences}

@@ -83,7 +83,7 @@ class Stepper:
         self._results = Results(live)
         self._one_by_one = OneByOne(live, runner, self._results)
         self._ahead: PendingStep | None = None
-        """The next step, if its forward was launched while steps overlap."""
+        """The next step, if ``finish`` has launched its forward."""
         self._decodes: Decodes | None = None
         """The last launched batch, if it consists only of decodes."""
         self._batch = SampledBatch([])

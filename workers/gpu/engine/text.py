@@ -137,7 +137,7 @@ class ByteTable(NamedTuple):
 
     @classmethod
     def of(cls, found: Sequence[bytes]) -> ByteTable:
-        """The table of these tokens."""
+        """The table of a vocabulary. ``found``: the bytes of each token."""
         return cls(found, [_whole(token) for token in found])
 
 
