@@ -415,7 +415,7 @@ class Arrivals:
             self._on_models()
 
     def fail_model(self, model: str, error: Exception) -> None:
-        """Ends the requests that wait for a model with an ERROR."""
+        """Sends an ERROR to all requests that wait for a model, and ends them."""
         for w in [w for w in self._waiting.values() if w.stream.model == model]:
             self.fail(w.stream.request, error, "loading its model")
 

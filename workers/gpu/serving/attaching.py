@@ -1,4 +1,4 @@
-"""The queue of unanswered ATTACH and CLAIM messages, and the rows of answers.
+"""The queue of unanswered ATTACH and CLAIM messages, and the columns of tokens in the answers.
 
 An answer can contain all entries of a stream, up to 100,000, and a client may send many ATTACHes or
 cause many CLAIMs. So each pass of the worker's loop sends a bounded number of entries, and sessions
@@ -28,7 +28,7 @@ ROWS_PER_ENTRY = 4
 """Number of rows in columns that count as one entry. These rows have as many bytes as one entry in
 msgpack."""
 CANDIDATES_PER_ENTRY = 20
-"""Number of reported candidates that count as one entry."""
+"""Number of reported candidates (``Token.kept``) that count as one entry."""
 ANSWER_ENTRIES = 4
 """Number of entries that each answer takes from the budget, besides the entries that it sends."""
 JOURNAL_BYTES_PER_ENTRY = 1024
@@ -47,7 +47,7 @@ class Attaching(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """The number of entries that are charged for the answer."""
+        """The number of entries that the answer takes from the budget."""
         missed, rows = self.stream.missed(self.received)
         candidates = self.stream.num_candidates // CANDIDATES_PER_ENTRY if missed else 0
         return ANSWER_ENTRIES + missed - rows + rows // ROWS_PER_ENTRY + candidates
@@ -62,7 +62,7 @@ class Claiming(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """The number of entries that are charged for the JOURNAL."""
+        """The number of entries that the JOURNAL takes from the budget."""
         copied = self.stream.packed_bytes + sum(map(len, self.stream.frames))
         return ANSWER_ENTRIES + self.stream.num_entries + copied // JOURNAL_BYTES_PER_ENTRY
 
@@ -140,7 +140,7 @@ class ReportQueue:
         self._left = min(MAX_ENTRIES, self._left + MAX_ENTRIES)
 
     def spend(self, entries: int) -> None:
-        """Charges this number of entries to the budget."""
+        """Takes this number of entries from the budget."""
         self._left -= entries
 
     def next(self) -> Attaching | Claiming | ClaimEnd | None:

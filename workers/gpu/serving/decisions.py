@@ -122,8 +122,8 @@ def _bias_in_row(row: int, file: MaskFile | None, vocab: int) -> Bias:
 
 
 def _with_row(what: str, row: int, file: MaskFile | None) -> MaskFile:
-    """Returns ``file``; raises ControllerError unless the file has the row of ``what`` (mask or
-    bias)."""
+    """Returns ``file``. Raises ControllerError if the file does not exist or does not have the row.
+    ``what``: "mask" or "bias", for the message of the error."""
     if file is None or not 0 <= row < len(file.rows):
         rows = 0 if file is None else len(file.rows)
         raise _wrong(what, f"row {row} of a mask file with {rows} rows")
@@ -131,8 +131,8 @@ def _with_row(what: str, row: int, file: MaskFile | None) -> MaskFile:
 
 
 def _attached(what: str, place: int, attachments: list[bytes]) -> np.ndarray:
-    """The u32 words of an attachment; raises ControllerError for ``what`` (mask or bias) if the
-    attachment does not exist or is not valid."""
+    """The u32 words of an attachment. Raises ControllerError if the attachment does not exist or is
+    not valid. ``what``: "mask" or "bias", for the message of the error."""
     if not 0 <= place < len(attachments):
         raise _wrong(what, f"attachment {place} of a message with {len(attachments)} attachments")
     data = attachments[place]

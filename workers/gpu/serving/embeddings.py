@@ -1,4 +1,4 @@
-"""Computes the vectors of EMBEDs. A batch may contain inputs of several requests.
+"""Computes the vectors of EMBED requests. A batch may contain inputs of several requests.
 
 Sessions take turns, and so do the users of a session. All streams of the worker wait while a batch
 is computed. So the number of tokens of a batch is bounded, depending on the measured time of the

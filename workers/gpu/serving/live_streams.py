@@ -135,8 +135,9 @@ class LiveStreams:
         new.setdefault(stream, []).append(output)
 
     def _begin(self, columns: TokenColumns, new: dict[Stream, list[Token]]) -> TokenColumns | None:
-        """Adds each sequence's first output from this worker, which has a span, to the new entries.
-        Returns the other rows; None if no rows are left."""
+        """Adds each sequence's first output from this worker to the new entries, because this
+        output has a span and so cannot be a row. Returns the other rows; None if no rows are
+        left."""
         found = [(s, self._streams.get(s.request)) for s in columns.sequences]
         begun = {
             sequence.request
@@ -257,12 +258,13 @@ class LiveStreams:
             stream.take_form(flags)
 
     def cost(self, waiting: Attaching | Claiming) -> int:
-        """The number of entries that are charged for the answer to an ATTACH, or for a JOURNAL."""
+        """The number of entries that the answer to an ATTACH, or a JOURNAL, takes from the
+        budget."""
         self._settle(waiting.stream)
         return waiting.cost
 
     def attach(self, attaching: Iterable[Attaching]) -> None:
-        """Answers ATTACHes, at most one of each stream, with the entries that their clients have
+        """Answers ATTACHes, at most one for each stream, with the entries that their clients have
         not received. One message for each session has the rows of all its streams."""
         rows: defaultdict[tuple[int, int], dict[Stream, int]] = defaultdict(dict)
         for one in attaching:

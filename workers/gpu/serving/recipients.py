@@ -94,7 +94,8 @@ class Recipients:
             first = end
 
     def take(self, columns: TokenColumns) -> None:
-        """Takes the rows of the next step, whose time is ``sent_at``."""
+        """Takes the rows of the next step. The caller has set ``sent_at`` to the time of the
+        step."""
         if self._steps == self._block.shape[1]:
             self.settle()
         rows = self._rows = self._block[:, self._steps]

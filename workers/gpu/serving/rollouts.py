@@ -84,14 +84,14 @@ class Rollouts:
         self._orders: list[tuple[Order, int]] = []
         """The orders that ``act`` will carry out, and their links."""
         self._waits: dict[str, list[tuple[Order, int, int]]] = {}
-        """By model: the PAUSEs that wait for the end of streams, with their links and the number
+        """By model: the PAUSEs that wait for the end of streams, each with its link and the number
         of these streams."""
         self._wanted: SimpleQueue[_Reading] = SimpleQueue()
         self._read: SimpleQueue[tuple[_Reading, NewWeights | WeightsError]] = SimpleQueue()
         self._reader: threading.Thread | None = None
         self.failed: str | None = None
         """The reason why the worker must exit: a model may have outdated weights, or a mixture of
-        two versions."""
+        two versions. None if the worker can continue."""
 
     @property
     def states(self) -> list[ModelState]:
@@ -113,7 +113,7 @@ class Rollouts:
         self._orders.append((order, link))
 
     def on_states(self, states: Iterable[ModelState]) -> None:
-        """Receives the current states from a broker that has registered this worker."""
+        """Receives the states of models from a broker that has registered this worker."""
         for state in states:
             known = self._states.get(state.model)
             if known is not None and known.version > state.version:
@@ -193,7 +193,8 @@ class Rollouts:
         return reading is not None and reading.committed
 
     def _commit(self, order: Order, link: int) -> None:
-        """Makes a version of the weights the current one of a model."""
+        """Records that a version of the weights is now a model's current version. The weights
+        replace the old ones as soon as they have been read."""
         state = self._states.get(order.model) or ModelState(model=order.model)
         if order.version > state.version:
             state = replace(state, version=order.version, folder=order.folder)

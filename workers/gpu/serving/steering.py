@@ -270,7 +270,7 @@ class Steering:
         self, worker: int, body: bytes, attachments: list[bytes], link: int = 0
     ) -> list[TokenOutput]:
         """Applies the decisions of a RESULT that arrived over ``link``. Returns the stored last
-        outputs whose last round is complete.
+        outputs of the sequences whose last round is now complete.
 
         An entry that is malformed or cannot be applied ends only its own sequence, with an error.
         Raises RequestError if the body is not a valid RESULT.

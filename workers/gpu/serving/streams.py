@@ -95,7 +95,7 @@ class Stream:
     row_texts: list[str | None] = field(default_factory=list)
     """The text of each row; empty if the request does not ask for text."""
     row_candidates: list[Candidate] = field(default_factory=list)
-    """The distribution of each row, if the request asks for distributions."""
+    """The distribution of each row, if the request asks for distributions; otherwise empty."""
     entries: list[tuple[int, Token]] = field(default_factory=list)
     """All other entries that were sent, each with the number of rows before it. The fields of an
     entry are packed (``packed_fields``) when its message has been encoded."""
@@ -122,14 +122,14 @@ class Stream:
     move: Move | None = None
     """The move of a moved stream, until the client is notified."""
     moves: int = 0
-    """Number of moves of the stream before it came to this worker."""
+    """Number of moves of the stream so far, including the move to this worker."""
     span: Span | None = None
     """How this worker computes the stream; None until the request is passed to the engine."""
     begun: set[int] = field(default_factory=set)
-    """The sequences whose entries from this worker have begun: their span has been sent."""
+    """The sequences that have an entry from this worker, and whose span has therefore been sent."""
     arithmetics: set[str] = field(default_factory=set)
-    """``Span.exact`` of all workers that have computed the stream; empty strings for workers that
-    were not exact."""
+    """``Span.exact`` of all workers that have computed the stream; an empty string stands for a
+    worker that was not exact."""
 
     @classmethod
     def of(cls, header: Header, stream_id: int, model: str, live: int = 1, link: int = 0) -> Stream:
@@ -162,7 +162,8 @@ class Stream:
         return len(self.arithmetics) == 1 and "" not in self.arithmetics
 
     def compute_by(self, path: ForwardPath, kept_cache: bool = False) -> None:
-        """Sets how this worker computes the stream from now on. ``kept_cache``: as in ``Span``."""
+        """Sets how this worker computes the stream from now on. ``kept_cache``: whether the stream
+        keeps keys and values of an earlier version of the weights."""
         exact = "" if kept_cache else path.arithmetic
         self.span = Span(
             weights=path.weights, exact=exact, version=path.version, kept_cache=kept_cache
@@ -171,8 +172,8 @@ class Stream:
         self.begun.clear()
 
     def begin(self, entry: Token) -> None:
-        """Adds the span to the first entry of a sequence from this worker, and ``exact`` to its
-        last entry."""
+        """Adds the span to an entry that is its sequence's first entry from this worker, and
+        ``exact`` to an entry that is its sequence's last entry."""
         if self.span is None:
             return
         if entry.seq not in self.begun:
