@@ -51,8 +51,8 @@ class MinTokens:
 
 
 def exclude(logits: torch.Tensor, excluded: Mapping[int, np.ndarray]) -> None:
-    """Sets the logits of excluded tokens to minus infinity, in place. ``excluded``: by row of
-    ``logits``. A row without any other allowed token stays as it is."""
+    """Sets the logits of excluded tokens to minus infinity, in place. ``excluded``: the excluded
+    tokens, by row of ``logits``. A row in which only excluded tokens are allowed stays as it is."""
     rows = np.repeat(np.array([*excluded], dtype=np.int64), [len(e) for e in excluded.values()])
     places = np.stack([rows, np.concatenate([*excluded.values()])])
     index, tokens = on_device(places, logits.device)

@@ -88,7 +88,7 @@ def _penalise_at_once(
     factors: np.ndarray,
     amounts: np.ndarray,
 ) -> None:
-    """``_penalise`` with few launches: one copy from the host, and one update of each token."""
+    """``_penalise`` with few kernel launches: one copy from the host, one update of each token."""
     places = rows * logits.shape[1] + tokens
     numbers = np.concatenate([factors, 1 / factors, amounts]).astype(np.float32)
     # One buffer: the places as int64, then two float32 values in each word.

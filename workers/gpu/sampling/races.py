@@ -44,7 +44,7 @@ SORTED = 2**13
 """Up to this number of tokens, a CPU sorts the weights faster than it searches them bit by bit."""
 _UNIT = torch.tensor(2.0**-53, dtype=torch.float64)
 _PLACES = 2**40
-"""The counter of the first place in a part; the counters of parts begin at 0."""
+"""The counter of the first token in a part; the counters of the parts themselves begin at 0."""
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
@@ -81,7 +81,7 @@ class Draws:
 
     @property
     def limit(self) -> np.ndarray:
-        """``top_p`` in float64; infinite if it keeps all tokens."""
+        """``top_p`` in float64; infinite for rows whose ``top_p`` keeps all tokens."""
         return np.where(self.top_p < 1, self.top_p.astype(np.float64), math.inf)
 
     def column(self, name: str, device: torch.device) -> torch.Tensor:
@@ -116,7 +116,7 @@ class Ahead:
     positions: np.ndarray
     """``[rows]``: the positions of the first step."""
     logs: torch.Tensor
-    """float64 ``[steps, rows, candidates]``."""
+    """The logarithms, float64 ``[steps, rows, candidates]``."""
 
     def at(self, positions: np.ndarray) -> torch.Tensor | None:
         """The numbers of the step at these positions; None if the numbers of this step have not

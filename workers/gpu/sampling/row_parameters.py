@@ -49,7 +49,8 @@ class Row:
 
 
 MIN_TEMPERATURE = 1e-6
-"""Rows of a lower temperature are greedy: their scaled logits could exceed float32."""
+"""Rows of a lower temperature are treated as greedy, because their scaled logits could exceed
+float32."""
 
 
 class RowParameters:
@@ -93,8 +94,8 @@ class RowParameters:
 
 
 def is_unprocessed(s: Sampling) -> bool:
-    """Whether a random token is drawn from the model's own distribution, if the row has no mask and
-    no controller's bias."""
+    """Whether a request's tokens are drawn from the model's own distribution, if the row has no
+    mask and no controller's bias."""
     cut = s.top_k or s.top_p < 1 or s.min_p
     return s.temperature == 1 and not cut and not _changes_logits(s)
 

@@ -500,7 +500,7 @@ def _add_biases(logits: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> Non
 
 
 def _add_short(logits: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> None:
-    """Adds sparse biases with few launches."""
+    """Adds sparse biases with few kernel launches."""
     if not biased:
         return
     counts = [len(bias.values) for _, bias in biased]
