@@ -30,7 +30,7 @@ class Expected:
     """A regular expression that must match a part of the outcome's text."""
 
     def problem(self, outcome: Outcome) -> str:
-        """The difference to an outcome; empty if the outcome is right."""
+        """A text that says how an outcome differs from the right outcomes; empty if it is right."""
         if outcome.code not in self.codes:
             return f"expected one of {self.codes}, not {outcome}"
         if not re.search(self.says, outcome.text):

@@ -35,7 +35,7 @@ def custom(name: str, content: bytes) -> bytes:
 
 
 def read_unsigned(data: bytes, at: int) -> tuple[int, int]:
-    """A number in LEB128 at a place, and the place after it."""
+    """The number in LEB128 at index ``at``, and the index after it."""
     value = shift = 0
     while True:
         byte = data[at]
@@ -46,12 +46,12 @@ def read_unsigned(data: bytes, at: int) -> tuple[int, int]:
 
 
 def repeated(wasm: bytes, instructions: bytes, times: int) -> bytes:
-    """The module with these instructions, many times, in place of its ``MARKER``."""
+    """The module with ``times`` copies of these instructions in place of its ``MARKER``."""
     return replaced(wasm, MARKER_BYTES, instructions * times)
 
 
 def replaced(wasm: bytes, old: bytes, new: bytes) -> bytes:
-    """The module with other bytes in its functions."""
+    """The module with the bytes ``new`` in place of the bytes ``old`` in its functions."""
     out, at = bytearray(wasm[:8]), 8
     while at < len(wasm):
         number = wasm[at]

@@ -40,7 +40,8 @@ FORWARDS = touch("(i32.const 16)", "(i32.add (local.get $i) (i32.const 1))")
 BACKWARDS = touch(
     f"(i32.const {WHOLE // PAGE - 1})", f"(i32.add (local.get $i) (i32.const {WHOLE // PAGE - 1}))"
 )
-# Each page once, because the multiplier is 5 modulo 8 and the increment is odd.
+# This guest writes to each page once, because the multiplier is 5 modulo 8 and the increment is
+# odd.
 AT_RANDOM = touch(
     "(i32.const 16)", "(i32.add (i32.mul (local.get $i) (i32.const 1229)) (i32.const 3))"
 )

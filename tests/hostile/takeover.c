@@ -1,6 +1,6 @@
-/* A program in the place of a guest process: it has the rights, the descriptors and the shared memory
-   of the process, and attacks the worker with them. ``take_over`` runs on the thread of a channel,
-   when the worker waits for the answer to Begin. */
+/* A program that runs in the place of a guest process. It has the rights, the descriptors and the
+   shared memory of the process, and attacks the worker with them. ``take_over`` is called on the
+   thread of a channel, while the worker waits for the answer to Begin. */
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -24,14 +24,14 @@
 
 #define HEAD 4096
 #define AREA (1024 * 1024)
-#define SIZE_AT 32 /* Size and flag of a part to the worker. */
+#define SIZE_AT 32 /* Offset of the size and the flag of a message part for the worker. */
 #define CURRENT_AT 64
 
 static uint8_t *shared;
 static int worker_event, own_event, control;
 static int64_t handle;
 static pid_t zygote, worker;
-static uint8_t *out; /* The area of messages to the worker. */
+static uint8_t *out; /* The area of the shared memory for messages to the worker. */
 
 static void notify(void) {
     uint64_t one = 1;
@@ -67,7 +67,7 @@ static void text(const char *value) {
 }
 static void send_message(void) { part((uint32_t)at, 0); }
 
-/* The beginning of the answer `Done` with one item. */
+/* Writes the beginning of the answer `Done` with one item. */
 static void begin_done(void) {
     at = 0;
     byte(0x93), text("done"), byte(0x91);

@@ -1,6 +1,6 @@
 """Attacks by a guest process that was taken over: ``takeover.c`` runs in its place.
 
-A request takes its process over with the argument ``taken over: NAME``.
+A request takes over the guest process of its controller if its argument is ``taken over: NAME``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SOURCE = Path(__file__).with_name("takeover.c")
 SHORT = "TOKENBUS_TEST_SHORT"
 """The environment variable that gives the controller worker of ``worker.py`` lower limits."""
 ARGUMENT = b"taken over: "
-"""The beginning of the argument of a request that takes its process over."""
+"""The beginning of the argument of a request that takes over its guest process."""
 KILLED = fails("the process of the controller was ended", "controller_failed", "controller_timeout")
 
 
@@ -59,7 +59,8 @@ def load_library() -> ctypes.CDLL:
 
 
 def takeover(name: str, tries: str, expected: Expected = KILLED, **options: object) -> Attack:
-    """A request that takes its process over."""
+    """An attack by a request that takes over its guest process. ``name``: the name of the attack in
+    ``takeover.c``."""
     arg = ARGUMENT.decode() + name
     return Attack(f"taken-{name.replace('_', '-')}", tries, expected, guest, arg, options)
 

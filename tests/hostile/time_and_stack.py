@@ -40,7 +40,7 @@ GROW_INBOX = (
 )
 OVERFLOW = fails("its stack of 524288 bytes overflowed")
 LATE = "(if (i32.eq (global.get $round) (i32.const 4)) (then %s))"
-"""Runs the code in place of ``%s`` in the fourth round."""
+"""Code that runs the code in place of ``%s`` in the fourth round."""
 
 
 def host_calls(count: int) -> bytes:

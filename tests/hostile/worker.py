@@ -1,8 +1,8 @@
 """A controller worker whose guest processes can be taken over: see ``takeovers.py``.
 
-All attacks by a process that was taken over use one module, so that modules are not refused after
-three deaths of their process. With the environment variable ``takeovers.SHORT``, the worker has
-lower limits, which shorten the tests.
+All attacks by a process that was taken over use one module. So this worker does not refuse a module
+after three deaths of the module's process. With the environment variable ``takeovers.SHORT``, the
+worker has lower limits, which shorten the tests.
 """
 
 from __future__ import annotations

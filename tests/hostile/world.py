@@ -30,8 +30,8 @@ MAX_DESCRIPTORS = 4 * MAX_CHANNELS
 """Number of descriptors that the controller worker may have in addition to those at the start: two
 for each channel of two processes."""
 MAX_GROWTH = 512 * 1024 * 1024
-"""Bytes by which the broker and the controller worker may grow during all attacks together. An
-answer of a process may have 64 MiB."""
+"""Number of bytes by which the broker and the controller worker may grow during all attacks
+together. The number is large, because one answer of a guest process may have 64 MiB."""
 INIT_MS = 400
 """The setting ``controller_init_ms``. It is below the default, which shortens the attacks."""
 SETTINGS = {
