@@ -1,4 +1,7 @@
-"""Runs all requests at the same time, and records the notices that clients receive."""
+"""Runs all requests at the same time, and records the notices that clients receive.
+
+Some processes are killed or stopped meanwhile: each such signal is a *blow* (``schedule.Blow``).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from .workloads import PREFACE, PREFACE_TEXT, Workload
 CLIENTS = 4
 """Number of sessions over which the requests of the bus are distributed."""
 HUNG_S = 1200.0
-"""Seconds after the last blow after which a stream that has not ended counts as hung."""
+"""Seconds after the last blow. A stream that has not ended by then counts as hung."""
 RETRY_S = 3600.0
 
 
@@ -65,7 +68,7 @@ class Load:
         self.progress: dict[str, float] = {}
         """The time of the last entry of each running request."""
         self._streaming: dict[str, AsyncClient] = {}
-        """The clients of the running bus streams."""
+        """By name of a running bus stream: its client."""
         self._cut_off: set[str] = set()
         """Running bus streams whose client's broker has received a blow since their last entry."""
 

@@ -17,14 +17,14 @@ a session waits for its client."""
 
 @dataclass(frozen=True)
 class Blow:
-    """A signal to one process."""
+    """A signal that kills or stops one process."""
 
     number: int
     kind: str
     which: int
     """The number of the process within its kind, modulo the number of such processes."""
     stop_s: float | None
-    """Seconds for which the process is stopped; None: the process is killed."""
+    """Seconds for which the process is stopped; None if the process is killed."""
 
 
 def blows(seed: int, kinds: Sequence[str] = KINDS, only_kills: bool = False) -> Iterator[Blow]:

@@ -1,4 +1,4 @@
-"""Two machines, whose real workers each have a folder of modules, and two tenants with keys."""
+"""Two machines with real workers, each with a folder of modules, and two tenants with keys."""
 
 from __future__ import annotations
 

@@ -158,7 +158,8 @@ def test_it_runs_the_whole_system_restarts_its_parts_and_leaves_nothing(
 def test_streams_leave_a_worker_that_is_restarted_and_are_finished_before_the_end(
     patient: Path, supervisord: subprocess.Popen[str]
 ) -> None:
-    """All timeouts of this test are shorter than ``drain_s``, so a drain must end before it."""
+    """The timeouts of this test are shorter than ``drain_s``. So the test fails if a worker waits
+    for ``drain_s``."""
     checkout = patient
     _, front, *_ = (checkout / "tokenbus.toml").read_text().split('"')
     with Client(front, patience_s=WAIT_S) as client:

@@ -1,4 +1,5 @@
-"""A broker without sockets. A test passes events, and reads the sent messages by receiver."""
+"""A broker without sockets. A test passes events to the broker, and reads the messages that the
+broker sends to each client and each worker."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ from tokenbus.protocol.worker_messages import Register, Registered
 
 
 class Bench:
-    """A broker with a simulated clock. Clients and workers have names.
+    """A broker with a simulated clock. The test names clients and workers.
 
     The broker does not wait for workers of an earlier run unless ``recover_s`` is given. Clients
-    without keys may raise the priority unless ``max_priority`` is given.
+    without keys may raise the priority up to 100 unless ``max_priority`` is given.
     """
 
     def __init__(self, **settings: Any) -> None:

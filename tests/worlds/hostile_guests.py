@@ -13,7 +13,7 @@ from ..processes import Bus, Process
 from ..workers.controller.wasm.hostile.neighbour import Neighbour
 
 INIT_MS = 400.0
-"""A time limit below the default, which shortens these tests."""
+"""The setting ``controller_init_ms``. It is below the default, which shortens these tests."""
 CALM_TOKENS = 12
 Made = TypeVar("Made")
 

@@ -38,7 +38,8 @@ class KeyedBroker:
         self.path = Path(self._temporary.name)
         self.keys = KeyFolder(self.path / "keys")
         self.keys.make(new_pair)
-        # The broker's ticks read the folder of keys. A lease must not expire in a test.
+        # Ticks are frequent, because they read the folder of keys. Leases and sessions are long, so
+        # that none expires in a test.
         settings = BrokerSettings(
             expiry_s=600, session_expiry_s=600, session_grace_s=600, tick_s=0.02, drain_s=0
         )

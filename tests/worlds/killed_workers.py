@@ -26,7 +26,7 @@ LARGE = guest(pages=512, init="(memory.fill (i32.const 65536) (i32.const 1) (i32
 
 
 class System:
-    """A broker, a GPU worker, a state worker, and a client."""
+    """A broker, a GPU worker, a state worker, controller workers, and a client."""
 
     def __init__(self, bus: Bus, client: Client) -> None:
         self.bus, self.client = bus, client

@@ -123,7 +123,7 @@ class Bench:
             self.steering.start(request, self.engine, start)
 
     def client(self, request: int) -> ClientView:
-        """The client's view of the outputs that the client has received."""
+        """The tokens, texts and ends that the client of a request has received."""
         client = ClientView()
         client.take(self.received[request])
         return client
