@@ -328,9 +328,9 @@ class LiveSequences:
     def fail_defect(self, sequence: Sequence, error: Exception) -> None:
         """Ends a sequence because an exception was raised while its result was processed. The other
         sequences of the step continue."""
-        number, what = sequence.request, "taking a result of request %d failed"
+        number, what = sequence.request, "processing a result of request %d failed"
         log.error(what, number, exc_info=error, extra=about(number))
-        self.fail(sequence, f"taking its result failed: {type(error).__name__}: {error}")
+        self.fail(sequence, f"processing its result failed: {type(error).__name__}: {error}")
 
     def take_outputs(self) -> list[TokenOutput]:
         """Returns and clears ``outputs``."""
