@@ -1,0 +1,43 @@
+"""Repair in place: only the fields that a validator rejects are generated again.
+
+    tokenbus controller run repair.py --temperature 0.8 --prompt $'A trip to Oslo\n' \
+        --arg '{"fields": {"from": "[0-3][0-9] May", "to": "[0-3][0-9] May"}, "validator": "trip"}'
+
+The argument is a JSON object:
+
+- ``fields``: the regular expression of each field
+- ``validator``: a tool that gets the fields by name, and returns the names of those that are wrong
+- ``tries``: the maximum number of checks (5)
+
+The text has a line for each field. The program goes back to the first wrong field, and writes the
+later right fields again as they were. Each rejection makes the tokens of the wrong value less
+likely, because a sequence that goes back draws with the same random numbers again.
+"""
+
+from tokenbus.workers.controller.python import Context
+
+
+async def main(ctx: Context) -> None:
+    fields = ctx.arg["fields"]
+    names, wrong = list(fields), list(fields)
+    labels, values, biases = {}, {}, {}
+    for tries in range(ctx.arg.get("tries", 5)):
+        first = names.index(wrong[0])
+        for name in names[first:]:
+            back = {"following": labels[name]} if name == wrong[0] and tries else {}
+            if not back:
+                labels[name] = ctx.label()
+            await ctx.fixed(f"{name}: ", **back)
+            if name in wrong:
+                bias, before = biases.setdefault(name, {}), ctx.label()
+                values[name] = await ctx.gen(regex=fields[name], max_tokens=40, bias=bias)
+                for token in ctx.tokens_since(before):
+                    bias[token] = bias.get(token, 0.0) - 1.0
+            else:
+                await ctx.fixed(values[name])
+            await ctx.fixed("\n")
+        found = await ctx.call(ctx.arg["validator"], **values)
+        wrong = [name for name in names if name in found]
+        if not wrong:
+            break
+    ctx.log(f"{tries + 1} checks; wrong: {wrong}")

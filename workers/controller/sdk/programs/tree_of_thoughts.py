@@ -1,0 +1,60 @@
+"""Tree of thoughts: a search that keeps the best thoughts of each level (Yao et al. 2023,
+arXiv:2305.10601).
+
+    tokenbus controller run tree_of_thoughts.py --temperature 0.8 --prompt $'A plan for a party:\n'
+
+The argument is a JSON object, or empty:
+
+- ``width``: the number of thoughts after each kept thought, at most 10 (3)
+- ``depth``: the number of levels (2)
+- ``keep``: the number of thoughts that are kept in each level (2)
+- ``tokens``: the maximum number of tokens of a thought and of the answer (40)
+
+Each thought is a sequence of its own, which shares the text before it with the others. The model
+rates each thought, and the rating is taken back. The sequences of other thoughts end.
+"""
+
+from tokenbus.workers.controller.python import Context
+
+RATINGS = ["sure", "likely", "unlikely", "impossible"]
+"""The ratings of a thought, the best one first."""
+
+
+async def main(ctx: Context) -> None:
+    arg = ctx.arg or {}
+    width, tokens = arg.get("width", 3), arg.get("tokens", 40)
+    me, kept = "", [""]  # A thought is named by its index in each level, such as "02".
+    for level in range(arg.get("depth", 2)):
+        me += str(await ctx.fork(width))
+        await line(ctx, f"Step {level + 1}: ", tokens)
+        rating = await rated(ctx)
+        ctx.vars["rating " + me] = rating
+        ratings = []
+        for name in [parent + str(child) for parent in kept for child in range(width)]:
+            rating_of = await ctx.wait_var("rating " + name)
+            ratings.append((RATINGS.index(rating_of), name))
+        kept = [name for _, name in sorted(ratings)[: arg.get("keep", 2)]]
+        if me not in kept:
+            ctx.log(f"thought {me} is {rating}: pruned")
+            await ctx.stop()
+    if me != kept[0]:
+        await ctx.stop()
+    ctx.log(f"the best thought is {me}")
+    await line(ctx, "Answer: ", tokens)
+
+
+async def rated(ctx: Context) -> str:
+    """The model's rating of the text so far, which is taken back."""
+    before = ctx.label()
+    await ctx.fixed("(It is ")
+    rating = await ctx.gen(choice=[f"{each} that this leads to the goal.)\n" for each in RATINGS])
+    await ctx.fixed("", following=before)
+    return rating.split(" ")[0]
+
+
+async def line(ctx: Context, begin: str, tokens: int) -> None:
+    """Generates one line, which begins with a text."""
+    await ctx.fixed(begin)
+    text = await ctx.gen(stop_at="\n", max_tokens=tokens)
+    if not text.endswith("\n"):
+        await ctx.fixed("\n")

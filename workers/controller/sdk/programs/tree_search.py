@@ -1,0 +1,69 @@
+"""Monte Carlo tree search: a verifier rates texts, and the search expands the promising ones
+(Kocsis and Szepesvári 2006).
+
+    tokenbus controller run tree_search.py --temperature 0.8 --prompt 'def fib(n):' \
+        --arg '{"verifier": "passes"}'
+
+The argument is a JSON object:
+
+- ``verifier``: a tool that gets the ``text`` after the prompt, and returns a number from 0 to 1
+- ``rollouts``: the number of lines that are generated and rated (12)
+- ``width``, ``depth``: the maximum number of next lines of a line (3), and of lines of a text (4)
+- ``tokens``: the maximum number of tokens of a line (40)
+
+The search is one sequence, which goes back to the line that it expands next. The result is the text
+with the best rating; a text with the rating 1 ends the search.
+"""
+
+from tokenbus.workers.controller.python import Context
+
+EXPLORATION = 1.0
+"""The weight of lines that were tried rarely."""
+
+
+class Line:
+    """A line of a text, with the ratings of all texts that go through it."""
+
+    def __init__(self, text="", parent=None):
+        self.text, self.parent = (parent.text if parent else "") + text, parent
+        self.depth = parent.depth + 1 if parent else 0
+        self.next, self.begun = [], {}
+        self.tries, self.sum = 0, 0.0
+
+    def promise(self):
+        """The upper bound of the line's rating: the mean, and more if the line was tried rarely."""
+        return self.sum / self.tries + EXPLORATION * (self.parent.tries / self.tries**2) ** 0.5
+
+
+async def main(ctx: Context) -> None:
+    width, depth = ctx.arg.get("width", 3), ctx.arg.get("depth", 4)
+    start, root = ctx.label(), Line()
+    best, best_rating = root, -1.0
+    for _ in range(ctx.arg.get("rollouts", 12)):
+        line = root
+        while len(line.next) == width and line.depth < depth - 1:
+            line = max(line.next, key=Line.promise)
+        await ctx.fixed(line.text, following=start)
+        text = await next_line(ctx, line.begun)
+        line.next.append(Line(text, line))
+        line = line.next[-1]
+        rating = await ctx.call(ctx.arg["verifier"], text=line.text)
+        if rating > best_rating:
+            best, best_rating = line, rating
+        while line:
+            line.tries, line.sum, line = line.tries + 1, line.sum + rating, line.parent
+        if rating >= 1:
+            break
+    ctx.log(f"{root.tries} texts were rated, the best one {best_rating}")
+    await ctx.fixed(best.text, following=start)
+
+
+async def next_line(ctx: Context, begun: dict[int, float]) -> str:
+    """A line that begins with another token than the earlier ones in ``begun``, because a sequence
+    that goes back draws with the same random numbers again."""
+    before = ctx.label()
+    text = await ctx.gen(max_tokens=1, bias=begun)
+    begun.update((token, -100.0) for token in ctx.tokens_since(before))
+    if text and not text.endswith("\n"):
+        text += await ctx.gen(stop_at="\n", max_tokens=ctx.arg.get("tokens", 40))
+    return text
