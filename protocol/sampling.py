@@ -19,7 +19,7 @@ StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 MAX_N = 128
 MAX_KEPT = 1024
 """Maximum number of candidates of a token that are reported by their ids."""
-SAMPLING_VERSION = 2
+SAMPLING_VERSION = 3
 """The version of the sampling algorithm of GPU workers. A change after which equal seeds give other
 tokens increases this number."""
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]

@@ -118,7 +118,7 @@ def test_splices_forks_and_moves_with_a_draft_model(llama: LoadedModel, draft: L
         found.append(run(engine, client).tokens)
         moved = engine_of(llama, draft, way)
         begun = {seq: found[0][seq][: 20 + seq] for seq in (0, 2)}
-        moved.add(1, prompt, options, continued=Continued(begun, 3))
+        moved.add(1, prompt, options, continued=Continued(begun, 3, {0: 1}))
         other = ClientView()
         other.tokens = {seq: list(tokens) for seq, tokens in begun.items()}
         other.texts = {seq: [""] * len(tokens) for seq, tokens in begun.items()}

@@ -225,7 +225,7 @@ class Engine:
         )
         sequences = [sequence]
         if continued is not None:
-            sequences = self._intake.continued(sequence, continued.generated)
+            sequences = self._intake.continued(sequence, continued)
         for one in sequences if speculate else ():
             self._speculation.begin(one)
         if continued is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from itertools import count
@@ -13,20 +13,9 @@ from ..model.loader import LoadedModel
 from ..sampling.biases import bias_of_request
 from ..sampling.min_tokens import Least
 from .block_manager import BlockTable
-from .sequence import PromptUsage, Sequence
+from .seeds import derived_seed
+from .sequence import Continued, PromptUsage, Sequence
 from .text import Detokenizer, TextStream, detokenizers
-
-_MASK = (1 << 64) - 1
-SEED_BITS = 62
-
-
-def derived_seed(request: int) -> int:
-    """The seed of a request that has no seed, derived from the request id with splitmix64's
-    finalizer. The request therefore draws the same random numbers on every worker."""
-    z = (request + 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (z ^ (z >> 31)) >> (64 - SEED_BITS)
 
 
 class Intake:
@@ -153,12 +142,11 @@ class Intake:
                 sequence.text.push(token)
         return sequence
 
-    def continued(self, first: Sequence, generated: Mapping[int, Tokens[int]]) -> list[Sequence]:
+    def continued(self, first: Sequence, begun: Continued) -> list[Sequence]:
         """The sequences of a generation that began at another worker. ``first``: the sequence that
-        ``generation`` returned. ``generated``: the tokens after the prompt, by sequence number.
-        Raises RequestError if a sequence is too long."""
+        ``generation`` returned. Raises RequestError if a sequence is too long."""
         sequences = []
-        for seq, tokens in generated.items():
+        for seq, tokens in begun.generated.items():
             if first.num_prompt + len(tokens) >= first.max_length:
                 raise RequestError(
                     Code.PROMPT_TOO_LONG,
@@ -172,7 +160,8 @@ class Intake:
                 seq=seq,
                 tokens=[*first.tokens, *tokens],
                 block_table=BlockTable(),
-                continued=len(generated) > 1,
+                continued=len(begun.generated) > 1,
+                num_drops=begun.num_drops.get(seq, 0),
                 pending_forks=0,
             )
             if first.text is not None:

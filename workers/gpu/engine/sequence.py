@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -21,6 +22,7 @@ from ..sampling.token_counts import TokenCounts
 from ..sampling.under import Under
 from ..speculation.drafting import Drafting
 from .block_manager import BlockTable
+from .seeds import derived_seed
 from .text import TextStream
 
 MAX_SEQ = 2**32 - 1
@@ -94,6 +96,8 @@ class Continued(NamedTuple):
     """The tokens after the prompt, by sequence number; not empty."""
     made: int
     """Number of sequences that the request has had, including ended ones."""
+    num_drops: Mapping[int, int] = MappingProxyType({})
+    """By sequence number: ``Sequence.num_drops``, if it is not 0."""
 
 
 @dataclass(slots=True)
@@ -118,6 +122,8 @@ class Sequence:
     max_length: int
     """Number of tokens, including the prompt, at which the sequence ends."""
     seed: int = 0
+    num_drops: int = 0
+    """Number of splices that have dropped tokens."""
     scored: bool = False
     """Whether the sequence is a SCORE: its tokens are known, and their log-probabilities are
     computed."""
@@ -227,8 +233,17 @@ class Sequence:
         self.counts = self.counts.plus(self.tokens[self.num_prompt + self.counts.total :])
         return self.counts
 
+    @property
+    def draw_seed(self) -> int:
+        """The seed of the next tokens. A sequence that goes back draws with other random numbers
+        than before. Otherwise it would draw the same tokens after the same text."""
+        if not self.num_drops:
+            return self.seed
+        return derived_seed(self.seed ^ derived_seed(self.num_drops))
+
     def drop(self, count: int) -> None:
         """Removes the last ``count`` generated tokens."""
+        self.num_drops += 1
         left = len(self.tokens) - count
         if self.counts is not None:
             self.counts = self.counts.minus(self.tokens[left : self.num_prompt + self.counts.total])

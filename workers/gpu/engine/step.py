@@ -87,6 +87,8 @@ class Stepper:
         self._decodes: Decodes | None = None
         """The last launched batch, if it consists only of decodes."""
         self._batch = SampledBatch([])
+        self._drops = 0
+        """``Sequences.dropped_tokens`` at the creation of ``_batch``."""
         self._speculation = speculation or Speculation(None)
         self._verifier = Verifier(live, blocks, runner, self._speculation)
         self.step_tokens = Histogram.over(STEP_TOKENS)
@@ -174,8 +176,9 @@ class Stepper:
     def _sample(self, step: PendingStep) -> Sampling:
         """Queues the sampling of a step after its forward."""
         sequences = list(step.rows)
-        if sequences != self._batch.sequences:
-            self._batch = SampledBatch(sequences)
+        # A sequence that has dropped tokens draws with other random numbers.
+        if sequences != self._batch.sequences or self._drops != self._live.dropped_tokens:
+            self._batch, self._drops = SampledBatch(sequences), self._live.dropped_tokens
         batch, which = self._batch, None
         # The sequences themselves are compared, not their number: a fork or a rescheduled sequence
         # may have replaced a deferred one.

@@ -22,7 +22,7 @@ class SampledBatch:
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences
         self.parameters = RowParameters(
-            [(s.sampling, s.seed, s.seq) for s in sequences],
+            [(s.sampling, s.draw_seed, s.seq) for s in sequences],
             MinTokens.of([s.least for s in sequences]),
             {i: s.logit_bias for i, s in enumerate(sequences) if s.logit_bias is not None},
         )
@@ -61,7 +61,7 @@ class SampledBatch:
             return self.parameters
         return RowParameters(
             [
-                _with_override(s.sampling, s.seed, s.seq, overrides.get(i))
+                _with_override(s.sampling, s.draw_seed, s.seq, overrides.get(i))
                 for i, s in enumerate(self.sequences)
             ],
             self.parameters.min_tokens,

@@ -322,7 +322,8 @@ class Arrivals:
         if resumption is not None:
             stream.live = len(resumption.live)
             generated = {one.seq: one.tokens for one in resumption.live}
-            continued = Continued(generated, len(resumption.sequences))
+            num_drops = {one.seq: one.num_drops for one in resumption.live}
+            continued = Continued(generated, len(resumption.sequences), num_drops)
         stream.usage = engine.add(
             stream.request,
             stream.prompt,

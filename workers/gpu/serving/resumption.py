@@ -57,6 +57,8 @@ class Resumed:
     seq: int
     tokens: list[int] = field(default_factory=list)
     """The tokens after the prompt, up to the resume point."""
+    num_drops: int = 0
+    """Number of entries up to the resume point that dropped tokens."""
     given: Given = field(default_factory=Given)
     alive: bool = True
     replay: Replay = field(init=False)
@@ -99,6 +101,7 @@ class Resumed:
         """Moves the resume point to the end of the entries so far."""
         for entry in self._later:
             _apply(self.tokens, entry)
+            self.num_drops += entry.backtrack > 0
         self._later.clear()
 
     def settle(self) -> None:

@@ -247,7 +247,7 @@ class DraftModel:
             sampling = structs.replace(sampling, presence_penalty=0.0, frequency_penalty=0.0)
         return Row(
             sampling,
-            sequence.seed,
+            sequence.draw_seed,
             sequence.seq,
             sequence.num_generated,
             least=sequence.least if self._same_vocabulary else None,

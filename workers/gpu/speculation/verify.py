@@ -160,7 +160,7 @@ def _rows(sequence: Sequence) -> list[Row]:
     return [
         Row(
             sampling,
-            sequence.seed,
+            sequence.draw_seed,
             sequence.seq,
             sequence.num_generated + i,
             mask=unders[i].mask,

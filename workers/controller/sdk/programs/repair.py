@@ -10,8 +10,7 @@ The argument is a JSON object:
 - ``tries``: the maximum number of checks (5)
 
 The text has a line for each field. The program goes back to the first wrong field, and writes the
-later right fields again as they were. Each rejection makes the tokens of the wrong value less
-likely, because a sequence that goes back draws with the same random numbers again.
+later right fields again as they were.
 """
 
 from tokenbus.workers.controller.python import Context
@@ -20,7 +19,7 @@ from tokenbus.workers.controller.python import Context
 async def main(ctx: Context) -> None:
     fields = ctx.arg["fields"]
     names, wrong = list(fields), list(fields)
-    labels, values, biases = {}, {}, {}
+    labels, values = {}, {}
     for tries in range(ctx.arg.get("tries", 5)):
         first = names.index(wrong[0])
         for name in names[first:]:
@@ -29,10 +28,7 @@ async def main(ctx: Context) -> None:
                 labels[name] = ctx.label()
             await ctx.fixed(f"{name}: ", **back)
             if name in wrong:
-                bias, before = biases.setdefault(name, {}), ctx.label()
-                values[name] = await ctx.gen(regex=fields[name], max_tokens=40, bias=bias)
-                for token in ctx.tokens_since(before):
-                    bias[token] = bias.get(token, 0.0) - 1.0
+                values[name] = await ctx.gen(regex=fields[name], max_tokens=40)
             else:
                 await ctx.fixed(values[name])
             await ctx.fixed("\n")

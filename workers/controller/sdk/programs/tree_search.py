@@ -27,7 +27,7 @@ class Line:
     def __init__(self, text="", parent=None):
         self.text, self.parent = (parent.text if parent else "") + text, parent
         self.depth = parent.depth + 1 if parent else 0
-        self.next, self.begun = [], {}
+        self.next = []
         self.tries, self.sum = 0, 0.0
 
     def promise(self):
@@ -44,7 +44,7 @@ async def main(ctx: Context) -> None:
         while len(line.next) == width and line.depth < depth - 1:
             line = max(line.next, key=Line.promise)
         await ctx.fixed(line.text, following=start)
-        text = await next_line(ctx, line.begun)
+        text = await ctx.gen(stop_at="\n", max_tokens=ctx.arg.get("tokens", 40))
         line.next.append(Line(text, line))
         line = line.next[-1]
         rating = await ctx.call(ctx.arg["verifier"], text=line.text)
@@ -56,14 +56,3 @@ async def main(ctx: Context) -> None:
             break
     ctx.log(f"{root.tries} texts were rated, the best one {best_rating}")
     await ctx.fixed(best.text, following=start)
-
-
-async def next_line(ctx: Context, begun: dict[int, float]) -> str:
-    """A line that begins with another token than the earlier ones in ``begun``, because a sequence
-    that goes back draws with the same random numbers again."""
-    before = ctx.label()
-    text = await ctx.gen(max_tokens=1, bias=begun)
-    begun.update((token, -100.0) for token in ctx.tokens_since(before))
-    if text and not text.endswith("\n"):
-        text += await ctx.gen(stop_at="\n", max_tokens=ctx.arg.get("tokens", 40))
-    return text
