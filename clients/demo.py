@@ -103,7 +103,7 @@ def _system(console: Console) -> Iterator[str]:
     folder = Path(tempfile.mkdtemp(prefix="tokenbus-demo-"))
     front = f"tcp://127.0.0.1:{_free_port(FRONT_PORTS)}"
     http = f"127.0.0.1:{_free_port(HTTP_PORTS)}"
-    command = [sys.executable, "-m", "tokenbus.clients.cli", "up"]
+    command = [sys.executable, "-P", "-m", "tokenbus.clients.cli", "up"]
     own = ["--front", front, "--http", http, "--run-dir", str(folder / "run")]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
     output = folder / "output"

@@ -206,7 +206,7 @@ def _serve(args: argparse.Namespace, settings: Settings) -> int:
     code."""
     if importlib.util.find_spec("wasmtime") is None:
         raise FileFault("wasmtime is not installed; use pip install 'tokenbus[controller]'")
-    command = [sys.executable, "-m", "tokenbus.workers.controller", *args.programs]
+    command = [sys.executable, "-P", "-m", "tokenbus.workers.controller", *args.programs]
     wait_notice(settings)
     # With the same hash seed, sets of strings have the same order in all workers. A controller then
     # behaves the same after its stream has moved to another worker.

@@ -41,7 +41,7 @@ CONTROLLER = ""
 
 
 def test_{function}() -> None:
-    command = [sys.executable, "-m", "tokenbus.clients.cli", "replay", str(RECORDING)]
+    command = [sys.executable, "-P", "-m", "tokenbus.clients.cli", "replay", str(RECORDING)]
     command += ["--own-system", "--expect", {expect!r}]
     if CONTROLLER:
         command += ["--controller", str(Path(__file__).with_name(CONTROLLER))]

@@ -47,6 +47,6 @@ def _serve(args: argparse.Namespace, settings: Settings) -> int:
     if (args.module is None) == (args.mcp is None):
         raise FileFault("give a file or a module with functions, or --mcp COMMAND")
     served = [args.module] if args.module is not None else ["--mcp", args.mcp]
-    command = [sys.executable, "-m", "tokenbus.workers.tool", *served]
+    command = [sys.executable, "-P", "-m", "tokenbus.workers.tool", *served]
     wait_notice(settings)
     os.execve(sys.executable, command, os.environ | environment(settings))

@@ -114,7 +114,7 @@ class Owner:
     def _run_once(self) -> int:
         """Runs a process to its end; returns its exit code."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", self._module],
+            [sys.executable, "-P", "-m", self._module],
             env=self._environment,
             stdin=subprocess.DEVNULL,
             preexec_fn=_die_with_parent,

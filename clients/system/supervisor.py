@@ -171,7 +171,14 @@ class Supervisor:
         self._read = log.stat().st_size if log.exists() else 0
         with self.run_dir.supervisor_errors.open("wb") as errors:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "supervisor.supervisord", "-c", str(self.run_dir.conf)],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "supervisor.supervisord",
+                    "-c",
+                    str(self.run_dir.conf),
+                ],
                 env=self.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

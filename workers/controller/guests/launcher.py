@@ -78,7 +78,14 @@ class Launcher:
         descriptor = str(theirs.fileno())
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _ZYGOTE, descriptor, msgspec.json.encode(setup).decode()],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    _ZYGOTE,
+                    descriptor,
+                    msgspec.json.encode(setup).decode(),
+                ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=own,

@@ -101,7 +101,7 @@ def _run_apart(kind: str, given: bytes, limits: Limits) -> bytes:
     """Runs this file as a process, and returns the output of the process. Raises RequestError if
     the process refuses its input, and WasmError if the process exceeds the bounds above."""
     encoded = msgspec.json.encode(limits).decode()
-    command = [sys.executable, "-m", __name__, encoded, str(CPU_S), kind]
+    command = [sys.executable, "-P", "-m", __name__, encoded, str(CPU_S), kind]
     try:
         done = subprocess.run(
             command, input=given, capture_output=True, timeout=WALL_S, check=False

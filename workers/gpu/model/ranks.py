@@ -92,7 +92,7 @@ class Ranks:
         meeting = os.memfd_create("tokenbus-ranks")
         for rank in range(1, size):
             process = subprocess.Popen(
-                [sys.executable, "-m", "tokenbus.workers.gpu.follower"],
+                [sys.executable, "-P", "-m", "tokenbus.workers.gpu.follower"],
                 env=os.environ | rendezvous(rank, size, meeting),
                 stdin=subprocess.PIPE,
                 bufsize=0,

@@ -17,9 +17,11 @@ import pytest
 import wasmtime
 from tokenbus.protocol.errors import RequestError, ServiceError, UnavailableError
 from tokenbus.protocol.messages import Tagged
+from tokenbus.workers.controller.guests.setup import Setup
+from tokenbus.workers.controller.guests.table import ProcessTable
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.wasm import compiled_modules, module_table, wasm_reader
-from tokenbus.workers.controller.wasm.module_compiler import Compiled
+from tokenbus.workers.controller.wasm.module_compiler import Compiled, compile_module
 from tokenbus.workers.controller.wasm.sandbox import make_engine
 from tokenbus.workers.controller.wasm.store import ModuleStore
 from tokenbus.workers.controller.wasm.wasm_reader import encode_u32
@@ -508,6 +510,8 @@ WRITERS, TAGS = 4, 25
 TAG_MANY = """
 import sys
 from pathlib import Path
+from tokenbus.workers.controller.guests.setup import Setup
+from tokenbus.workers.controller.guests.table import ProcessTable
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.wasm.sandbox import make_engine
 from tokenbus.workers.controller.wasm.store import ModuleStore
@@ -562,3 +566,17 @@ def run(engine: wasmtime.Engine, module: wasmtime.Module) -> int:
 
 def _never(wasm: bytes, limits: Limits) -> bytes:
     raise AssertionError("it was compiled again")
+
+
+def test_files_in_the_current_folder_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("json", "queue", "random", "wasmtime"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    assert compile_module(module(), LIMITS).code
+    table = ProcessTable(Setup(LIMITS, []), 1)
+    try:
+        table.missing_layers()
+    finally:
+        table.close()

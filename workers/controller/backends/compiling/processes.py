@@ -140,7 +140,7 @@ class Processes:
     def _spawn(self) -> subprocess.Popen[bytes]:
         program = __name__.rpartition(".")[0] + ".process"
         return subprocess.Popen(
-            [sys.executable, "-m", program, str(self.limits.memory_bytes)],
+            [sys.executable, "-P", "-m", program, str(self.limits.memory_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

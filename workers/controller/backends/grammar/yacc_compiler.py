@@ -62,7 +62,7 @@ def compile_apart(text: str, tenant: str) -> bytes:
         )
     try:
         done = subprocess.run(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-P", "-m", __name__],
             input=text.encode(),
             capture_output=True,
             timeout=WALL_S,
