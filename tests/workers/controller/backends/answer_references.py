@@ -1,8 +1,8 @@
-"""How parsers that are not ours read answers.
+"""Parsers of other projects, which read a model's answers for comparison.
 
-SGLang's parsers, as it serves each family; openai-harmony, over the vocabulary of gpt-oss; and
-transformers' parser of responses, with the templates that describe a family's answers to it, of
-which Hermes's is transformers' own.
+They are the parsers that SGLang uses for each family of models; openai-harmony, with the vocabulary
+of gpt-oss; and transformers' parser of responses. The latter takes a template that describes a
+family's answers. The template of Hermes is from transformers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _template(calls: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 TEMPLATES: dict[str, dict[str, Any]] = {
-    # As transformers has it for Qwen 2 and 3 (transformers.cli.serving.utils).
+    # The template of transformers for Qwen 2 and 3 (transformers.cli.serving.utils).
     "hermes": _template(
         {
             "open_pattern": r"\s*<tool_call>",
@@ -114,11 +114,11 @@ SGLANG: dict[str, list[type[BaseFormatDetector]]] = {
     "deepseek, fenced": [DeepSeekV3Detector],
     "deepseek": [DeepSeekV31Detector],
 }
-"""SGLang's parsers of a family's calls."""
+"""SGLang's parsers of the calls in a family's answers."""
 
 
 class Read(NamedTuple):
-    """An answer as somebody has read it; white space around texts is of no account."""
+    """An answer as a parser has read it. White space around texts is not compared."""
 
     reasoning: str
     text: str
@@ -126,21 +126,21 @@ class Read(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An answer to read."""
+    """An answer for the parsers."""
 
     family: str
     pieces: Sequence[tuple[str, bool]]
-    """Its texts and special tokens; True: a special token."""
+    """The texts and special tokens of the answer; True: a special token."""
     thinking: Thinking
 
     @property
     def text(self) -> str:
-        """All of it, with the names of its special tokens."""
+        """The text of the answer, with the names of its special tokens."""
         return "".join(piece for piece, _ in self.pieces)
 
 
 def references(answer: Answer, functions: Sequence[Function]) -> Iterator[tuple[str, Read]]:
-    """How parsers that are not ours read an answer, by their names."""
+    """The name of each parser for the answer's family, and the answer as it has read it."""
     if answer.family == "harmony":
         yield "openai-harmony", _harmony(answer)
     for parser in SGLANG.get(answer.family, []):
@@ -162,7 +162,7 @@ def _sglang(answer: Answer, parser: BaseFormatDetector, functions: Sequence[Func
         thinking = ReasoningParser(kind, force_reasoning=answer.thinking == "inside")
         reasoning, text = thinking.parse_non_stream(text)
     if answer.family == "mistral, list":
-        # Its tokenizer of those models writes a space behind the special token.
+        # SGLang's tokenizer of these models writes a space after the special token.
         text = text.replace("[TOOL_CALLS][", "[TOOL_CALLS] [")
     read = parser.detect_and_parse(text, tools)
     return Read(
@@ -186,7 +186,7 @@ def _transformers(answer: Answer) -> Read:
 
 @cache
 def harmony_encoding() -> HarmonyEncoding:
-    """gpt-oss's tokens; the package bpe-openai has the file of its vocabulary, whose hash
+    """The tokens of gpt-oss. The package bpe-openai has its vocabulary file, whose hash
     openai-harmony checks."""
     package = find_spec("bpe_openai")
     assert package is not None

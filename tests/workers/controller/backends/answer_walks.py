@@ -1,4 +1,4 @@
-"""Random answers under the masks of a structure, with drafts and without."""
+"""Generates random answers under the masks of ``structural``, with drafts and without."""
 
 from __future__ import annotations
 
@@ -53,11 +53,12 @@ SPECIAL_NAMES = {
         for name in ("start", "end", "message", "channel", "constrain", "return", "call")
     ],
 }
-"""The markers that are special tokens of a family's vocabulary; all others are text."""
+"""The markers that are special tokens in a family's vocabulary. All other markers are text."""
 
 
 def vocabulary_for(family: str, structure: Structure) -> TokenizerVocabulary:
-    """Bytes, markers and pieces of them, alone and with what may come before and after them."""
+    """Tokens of single bytes, of markers and of their pieces, alone and with texts that may come
+    before or after them."""
     names = SPECIAL_NAMES.get(family, [])
     tokens = [*BYTES]
     for tag in structure.tags:
@@ -74,7 +75,7 @@ def vocabulary_for(family: str, structure: Structure) -> TokenizerVocabulary:
 
 
 def wants(family: str) -> Iterator[Wanted]:
-    """Kinds of answers: with thinking, with calls, with both."""
+    """Structures of answers: with thinking, with calls, and with both."""
     yield Wanted(FUNCTIONS)
     yield Wanted(FUNCTIONS, None)
     if family not in ("llama",):
@@ -85,12 +86,12 @@ def wants(family: str) -> Iterator[Wanted]:
 
 
 DRAFT = 6
-"""Tokens of a draft."""
+"""The number of tokens of a draft."""
 
 
 class Walk:
-    """One random answer under the masks: what is chosen depends on the seed, the place in the
-    answer, and what is allowed there."""
+    """One random answer under the masks. Each token depends on the seed, the position in the
+    answer, and the mask."""
 
     def __init__(
         self, program: Program, family: str, wanted: Wanted, seed: int, max_tokens: int = 400
@@ -104,7 +105,7 @@ class Walk:
         self.controller = made
         self.tokens: list[int] = []
         self.drafted = 0
-        """Tokens of drafts that were accepted."""
+        """The number of accepted tokens of drafts."""
         self._seed = seed
         size = 4 * -(-self.vocabulary.size // 32)
         self._mask = memoryview(bytearray(size))
@@ -129,13 +130,14 @@ class Walk:
         return "".join(piece for piece, _ in self.pieces)
 
     def run(self, guess: Sequence[int] = ()) -> str:
-        """Goes on to the end; how the answer ended. ``guess``: with drafts from these tokens."""
+        """Continues to the end of the answer; returns how its text ended. ``guess``: the tokens
+        from which drafts are taken."""
         while self.step(guess):
             pass
         return self.controller.text_end()
 
     def step(self, guess: Sequence[int] = ()) -> bool:
-        """One round; whether there is another."""
+        """Runs one round; returns whether another round follows."""
         answer = self.controller.mid_process((0,), self._mask)
         if answer.action is Action.STOP:
             return False
@@ -150,7 +152,8 @@ class Walk:
         return not ended
 
     def _draft(self, guess: Sequence[int]) -> list[int]:
-        """The tokens that are expected to follow; at times one of them is wrong."""
+        """The tokens of ``guess`` that come next. Sometimes one of them is replaced by a random
+        token."""
         at = len(self.tokens)
         draft = list(guess[at : at + DRAFT])
         rng = random.Random(f"{self._seed} draft {at}")
@@ -159,8 +162,8 @@ class Walk:
         return draft
 
     def _verified(self, draft: Sequence[int]) -> list[int]:
-        """The choice of a step that verifies a draft: the draft's tokens that would have been
-        chosen without it, and one more."""
+        """The tokens of a step that verifies a draft: the draft's tokens up to the first that
+        sampling would not choose, and one sampled token."""
         masks = [self._mask]
         if draft:
             assert isinstance(self.controller, TakesDrafts)
@@ -174,8 +177,8 @@ class Walk:
         return chosen
 
     def _chosen(self, at: int, mask: memoryview) -> int:
-        """A token of the mask: mostly long or special ones, so that parts begin and end; never one
-        beyond ASCII, which might leave a character unfinished."""
+        """A random token of the mask. Long and special tokens are preferred, so that parts begin
+        and end. Bytes beyond ASCII are avoided, because they might leave a character incomplete."""
         rng = random.Random(f"{self._seed} {at}")
         bits = int.from_bytes(mask, "little")
         allowed = [t for t in range(self.vocabulary.size) if bits >> t & 1]

@@ -1,6 +1,7 @@
-"""Schemas that are small and take long to compile, or much memory, or a deep stack: 51 of them.
+"""51 small schemas whose compilation takes long, or needs much memory or a deep stack.
 
-The first is that of https://github.com/vllm-project/vllm/issues/54003: nested ``oneOf``, 16 deep.
+The first schema is from https://github.com/vllm-project/vllm/issues/54003: nested ``oneOf``, 16
+deep.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ TEXT: Schema = {"type": "string"}
 
 
 class Bomb(NamedTuple):
-    """A schema, and what it is called in the names of tests."""
+    """A schema, and its name in the ids of tests."""
 
     name: str
     schema: Schema
 
 
 def nested(keyword: str, depth: int) -> Schema:
-    """Alternatives in alternatives: one of them is an object with one property, the next level."""
+    """Nested alternatives. One alternative of each level is an object whose property contains the
+    level below."""
     schema: Schema = {"type": "object", "properties": {"end": TEXT}, "required": ["end"]}
     for level in range(depth):
         inner = {"type": "object", "properties": {f"p{level}": schema}, "required": [f"p{level}"]}
@@ -31,7 +33,8 @@ def nested(keyword: str, depth: int) -> Schema:
 
 
 def doubled(keyword: str, depth: int) -> Schema:
-    """Two alternatives, which refer to the same next level: a text of 2 to the power of depth."""
+    """Each level has two alternatives, which both refer to the level below. Written out, the schema
+    has 2 to the power of ``depth`` alternatives."""
     levels: Schema = {"level0": {"type": "object", "properties": {"end": TEXT}}}
     for level in range(depth):
         next_one = {"$ref": f"#/$defs/level{level}"}
@@ -45,7 +48,7 @@ def doubled(keyword: str, depth: int) -> Schema:
 
 
 def flat(keyword: str, depth: int) -> Schema:
-    """Alternatives directly in alternatives, written out."""
+    """Alternatives directly inside alternatives, without objects or references between them."""
     schema: Schema = {"type": "object", "properties": {"end": TEXT}}
     for level in range(depth):
         other = {"type": "object", "properties": {f"p{level}": INTEGER}}
@@ -58,7 +61,7 @@ def flat(keyword: str, depth: int) -> Schema:
 
 
 def product(parts: int, wide: int) -> Schema:
-    """Every combination of one alternative of each part."""
+    """``parts`` lists of ``wide`` alternatives. A value matches one alternative of each list."""
     return {
         "allOf": [
             {"anyOf": [{"properties": {f"p{i}_{j}": INTEGER}} for j in range(wide)]}
@@ -68,14 +71,14 @@ def product(parts: int, wide: int) -> Schema:
 
 
 def intersection(most: int, letters: str = "ab") -> Schema:
-    """Patterns that all have to match."""
+    """A string that must match all of the patterns."""
     either = "|".join(letters)
     patterns = [{"pattern": f"^({either})*a({either}){{{n}}}c$"} for n in range(3, most)]
     return {"type": "object", "properties": {"deep": {"type": "string", "allOf": patterns}}}
 
 
 def web(size: int, required: bool) -> Schema:
-    """Each definition refers to all of them."""
+    """``size`` definitions, each of which refers to all definitions."""
     properties = {f"p{i}": {"$ref": f"#/$defs/d{i}"} for i in range(size)}
     part: Schema = {"type": "object", "properties": properties}
     if required:
@@ -84,13 +87,13 @@ def web(size: int, required: bool) -> Schema:
 
 
 def chain(keyword: str, length: int) -> Schema:
-    """A definition refers to the next one."""
+    """``length`` definitions, each of which refers to the next one twice."""
     links: Schema = {f"d{i}": {keyword: 2 * [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(length)}
     return {"$defs": {**links, f"d{length}": INTEGER}, "$ref": "#/$defs/d0"}
 
 
 def deep(keyword: str, depth: int) -> Schema:
-    """One schema inside another."""
+    """A schema with ``depth`` levels, each inside the next."""
     schema: Schema = INTEGER
     for _ in range(depth):
         match keyword:
@@ -104,7 +107,7 @@ def deep(keyword: str, depth: int) -> Schema:
 
 
 def bombs() -> Iterator[Bomb]:
-    """All of them."""
+    """All bombs."""
     yield Bomb("oneOf, 16 deep", nested("oneOf", 16))
     for keyword in ("oneOf", "anyOf", "allOf"):
         yield Bomb(f"{keyword}, 24 deep", nested(keyword, 24))

@@ -1,5 +1,5 @@
-"""Small languages by hypothesis, each with a reference that knows nothing of the guest: Python's
-``re``, or AICI's lexer before an Earley parser."""
+"""Small languages that hypothesis draws, each with a reference that is independent of the grammar
+backend: Python's ``re``, or AICI's lexer and an Earley parser."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ SKIP = "SKIP"
 
 
 class Reference(Protocol):
-    """A language, as far as texts of ``longest`` bytes."""
+    """A language. The reference can answer for texts of at most ``longest`` bytes."""
 
     longest: int
 
     def allows(self, text: bytes) -> bool:
-        """Whether a text can go on, or is one of the language."""
+        """Whether a text is in the language, or is the beginning of a text of the language."""
 
     def complete(self, text: bytes) -> bool:
-        """Whether a text is one of the language."""
+        """Whether a text is in the language."""
 
 
 class Matches:
-    """The texts that ``re`` matches whole.
+    """The texts that match a regular expression of ``re`` as a whole.
 
-    Every text over some letters is tried. Its characters are at most ``longest`` and the number of
-    positions of the pattern. A shortest way to a match passes no position twice, so a prefix that
-    none of these texts has is not one of a match.
+    Every text over some letters is tried. The number of characters is at most ``longest`` plus the
+    number of positions of the pattern. A shortest completion passes each position at most once. So
+    if no matching text among them has a given prefix, no longer match has it.
     """
 
     def __init__(self, pattern: str, letters: str, longest: int) -> None:
@@ -58,11 +58,9 @@ class Matches:
         self._whole = {text.encode() for text in matched}
 
     def allows(self, text: bytes) -> bool:
-        """As ``Reference`` says."""
         return text in self._prefixes
 
     def complete(self, text: bytes) -> bool:
-        """As ``Reference`` says."""
         return text in self._whole
 
 
@@ -74,7 +72,7 @@ class Lexeme(NamedTuple):
 
     @property
     def written(self) -> str:
-        """The pattern as it stands in a grammar."""
+        """The pattern in the notation of a grammar."""
         return self.pattern.replace("\n", "\\n")
 
     def __str__(self) -> str:
@@ -88,13 +86,16 @@ class _Place:
 
 
 class Lexed:
-    """AICI's lexer before an Earley parser: the longest match up to the byte that no lexeme goes on
-    with; and a byte is refused where no lexeme that can still come of it is one that the parser can
-    take. Keywords are preferred. Among the others it is the longest as written, and a newline comes
-    before the text where one could; with ``declared`` it is the first, and no newline comes.
+    """AICI's lexer and an Earley parser.
 
-    Lexemes are judged by ``re`` over all texts of the first two letters up to ``MORE`` beyond
-    ``longest``; those that SKIP matches have the third letter too.
+    A lexeme ends before the first byte that continues no lexeme. A byte is refused if the parser
+    accepts none of the lexemes that the bytes so far can become. If several terminals match, a
+    keyword is preferred, then the regular expression with the longest notation. If a lexeme may
+    begin with a newline, the lexer inserts a newline before the text. With ``declared``, the first
+    regular expression is preferred, and no newline is inserted.
+
+    ``re`` finds the lexemes among all texts of the first two letters with at most ``longest`` plus
+    ``MORE`` characters. Lexemes of SKIP may also contain the third letter.
     """
 
     MORE = 3
@@ -108,8 +109,8 @@ class Lexed:
         longest: int,
         declared: bool,
     ) -> None:
-        """``skip`` is a regular expression; ``lexemes`` are in the order of the grammar's text,
-        after SKIP."""
+        """``skip`` is a regular expression. ``lexemes`` are in the order of the grammar's text, in
+        which SKIP comes first."""
         self.longest = longest
         self._earley = Earley(rules, "S")
         newline = "\n" in letters and not declared
@@ -118,7 +119,7 @@ class Lexed:
         preferred = list(regexes)
         if not declared:
             preferred.sort(key=lambda name: -len(regexes[name].written.encode()))
-        # The last to name a word wins.
+        # If several terminals match a word, the last one in this loop has it.
         self._terminal: dict[bytes, str] = {}
         for name in reversed(preferred):
             pattern = regexes[name].pattern
@@ -141,11 +142,9 @@ class Lexed:
         self._places: dict[bytes, _Place | None] = {b"": _Place(begin, before)}
 
     def allows(self, text: bytes) -> bool:
-        """As ``Reference`` says."""
         return self._at(text) is not None
 
     def complete(self, text: bytes) -> bool:
-        """As ``Reference`` says."""
         place = self._at(text)
         sets = self._ended(place) if place else None
         return sets is not None and self._earley.complete(sets)
@@ -184,18 +183,18 @@ def _skipped(skip: str, letters: str, longest: int) -> list[str]:
     return [text for text in _texts_over(letters, longest) if re.fullmatch(skip, text)]
 
 
-# --- what is tried ------------------------------------------------------------------------------
+# --- cases --------------------------------------------------------------------------------------
 
 
 class Case(NamedTuple):
-    """Tables, a vocabulary, and what is true of them."""
+    """A language: compiled tables, a vocabulary, and a reference."""
 
     source: str
     tables: bytes
     vocabulary: TokenizerVocabulary
     reference: Reference
     depth: int
-    """Bytes of the longest text whose mask the reference can tell."""
+    """The number of bytes of the longest text whose mask the reference can compute."""
 
     def __repr__(self) -> str:
         tokens = [self.vocabulary.token(number) for number in range(self.vocabulary.size)]
@@ -204,8 +203,9 @@ class Case(NamedTuple):
 
 @st.composite
 def vocabularies(draw: st.DrawFn, letters: str, longest: int) -> TokenizerVocabulary:
-    """Pieces of texts over some letters, cut anywhere, of at most ``longest`` bytes; some twice,
-    some special, some that nothing has; with an end of the text or without."""
+    """Vocabularies of pieces of texts over some letters, of at most ``longest`` bytes, which may
+    begin or end inside a character. Some tokens occur twice, some are special, some occur in no
+    text. The token that ends a text may be missing."""
     texts = st.text(st.sampled_from(letters), min_size=1, max_size=longest)
     cuts = st.builds(
         lambda text, start: text.encode()[start:][:longest] or text.encode()[:1],
@@ -225,7 +225,7 @@ def vocabularies(draw: st.DrawFn, letters: str, longest: int) -> TokenizerVocabu
 
 @st.composite
 def regex_cases(draw: st.DrawFn) -> Case:
-    """Small regular expressions over one, two and three bytes a letter."""
+    """Small regular expressions over letters of one, two and three bytes."""
     letters = draw(st.sampled_from(["ab", "a\u00e9", "\u00e9\u00ea\u6f22"]))
     depth, token = 4, 6 if len(letters) == 3 else 4
     most = 5 if letters == "ab" else 4
@@ -242,7 +242,7 @@ def regex_cases(draw: st.DrawFn) -> Case:
 def written(
     rules: Rules, lexemes: dict[str, Lexeme], skip: str | None, *, declared: bool = False
 ) -> str:
-    """Rules and lexemes as a grammar's text."""
+    """The text of a grammar with these rules and lexemes."""
     lines = ["%start S", *(["%lexer declared"] if declared else []), "%%"]
     lines += [f"SKIP: {Lexeme(skip, False)};"] if skip else []
     for name, alternatives in rules.items():
@@ -253,9 +253,9 @@ def written(
 
 @st.composite
 def grammar_cases(draw: st.DrawFn) -> Case:
-    """Small grammars: rules by hypothesis, over keywords and regular expressions that begin and
-    contain one another, with and without SKIP, under both rule sets of the lexer. Those with
-    conflicts are left out, as what they resolve to is not what Earley says."""
+    """Small grammars that hypothesis draws. Their keywords and regular expressions begin with and
+    contain one another. Cases have SKIP or not, and either rule set of the lexer. Grammars with
+    conflicts are excluded, because an Earley parser does not resolve conflicts."""
     letters = draw(st.sampled_from(["ab ", "ab\n", "a\n ", "a\u00e9 "]))
     depth, token = (4, 4) if "\n" not in letters else (4, 3)
     declared = draw(st.booleans())
@@ -278,7 +278,7 @@ def grammar_cases(draw: st.DrawFn) -> Case:
 
 
 def _useful(rules: Rules) -> Rules:
-    """The rules that the start rule needs, without alternatives that derive no text; {} where the
+    """The rules that the start rule needs, without alternatives that derive no text; {} if the
     start rule derives none."""
     ends: set[str] = set()
     while more := {
@@ -314,7 +314,7 @@ def _lexemes(draw: st.DrawFn, letters: str, names: list[str]) -> dict[str, Lexem
     chosen = draw(st.lists(one, min_size=size, max_size=size, unique_by=lambda o: str(o)))
     regular = [at for at, lexeme in enumerate(chosen) if not lexeme.is_keyword]
     if len(regular) > 1 and draw(st.integers(0, 3)):
-        # The last one matches all that an earlier one does, and is written longer.
+        # The last lexeme matches all texts of an earlier one, and has a longer notation.
         inner, outer = chosen[regular[0]].pattern, chosen[regular[-1]].pattern
         wider = draw(st.sampled_from([f"(?:{inner})|{outer}", f"(?:{inner})"]))
         if spelled_out(tree_of(wider, Budget(1000, 5))) <= 4:

@@ -1,4 +1,4 @@
-"""Masks by brute force, and a walk that holds those of the grammar guest against them."""
+"""Computes masks by brute force, and compares the grammar backend's masks with them."""
 
 from __future__ import annotations
 
@@ -24,35 +24,36 @@ from .grammar_cases import Case
 
 @cache
 def module() -> GrammarModule:
-    """The guest's code, compiled once."""
+    """The grammar backend's module, compiled once."""
     return GrammarModule(make_engine(Limits()))
 
 
 def guest_of(
     vocabulary: TokenizerVocabulary, tables: bytes, memory: bytes | None = None
 ) -> GrammarInstance:
-    """A guest, from another one's memory where that is given."""
+    """An instance of the grammar backend, with the memory of another instance if ``memory`` is
+    given."""
     return GrammarInstance(
         module(), vocabulary, tables, None if memory is None else memoryview(memory)
     )
 
 
 def look(guest: GrammarInstance, place: int) -> tuple[int, Set[int]]:
-    """The flags of a sequence and what its mask allows; bits beyond the vocabulary are seen too."""
+    """The flags of a sequence and the tokens of its mask, including bits beyond the vocabulary."""
     mask = bytearray(4 * -(-guest.vocabulary.size // 32))
     flags = guest.mask(place, memoryview(mask))
     return flags, members(mask)
 
 
 def allows(guest: GrammarInstance, place: int, token: int) -> bool:
-    """Whether a sequence's mask has a token."""
+    """Whether a sequence's mask contains a token."""
     mask = bytearray(4 * -(-guest.vocabulary.size // 32))
     guest.mask(place, memoryview(mask))
     return bool(mask[token // 8] >> token % 8 & 1)
 
 
 def members(mask: bytearray) -> frozenset[int]:
-    """The bits that are set."""
+    """The indices of the bits that are set."""
     bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
     return frozenset(bits.nonzero()[0].tolist())
 
@@ -68,19 +69,19 @@ class Expected(NamedTuple):
 
 
 class Oracle:
-    """Masks of a case by trying each token's bytes."""
+    """Computes the masks of a case by trying each token's bytes."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self._known: dict[bytes, Expected] = {}
 
     def fits(self, text: bytes, number: int) -> bool:
-        """Whether a token can follow a text, the end of the text apart."""
+        """Whether a token other than the end of the text can follow a text."""
         token = self.case.vocabulary.token(number)
         return bool(token) and self.case.reference.allows(text + token)
 
     def expected(self, text: bytes) -> Expected:
-        """After a text of at most ``depth`` bytes."""
+        """The expected mask after a text of at most ``depth`` bytes."""
         if text not in self._known:
             vocabulary, reference = self.case.vocabulary, self.case.reference
             tokens = {number for number in range(vocabulary.size) if self.fits(text, number)}
@@ -94,11 +95,11 @@ class Oracle:
         return self._known[text]
 
     def next_bytes(self, text: bytes) -> list[bytes]:
-        """The bytes that can follow."""
+        """The bytes that can follow a text."""
         return [byte for byte in _BYTES if self.case.reference.allows(text + byte)]
 
     def forced(self, text: bytes) -> bytes:
-        """The bytes that must follow, as far as the reference can tell."""
+        """The bytes that must follow a text, as far as the reference can answer."""
         end = text
         while len(end) < self.case.reference.longest and not self.case.reference.complete(end):
             following = self.next_bytes(end)
@@ -112,8 +113,9 @@ _BYTES = [bytes((byte,)) for byte in range(256)]
 
 
 def walk(guest: GrammarInstance, oracle: Oracle, most: int = 150) -> int:
-    """Compares the masks of all texts that tokens reach, up to a depth and a number, the shortest
-    first, and what each token of the vocabulary does there; returns how many texts there were."""
+    """Appends every token to each reachable text of at most ``depth`` bytes, the shortest text
+    first, and compares the masks and the results. Visits at most ``most`` texts; returns their
+    number."""
     case = oracle.case
     waiting = [(guest.start(), b"")]
     seen = {b""}
@@ -139,8 +141,8 @@ def walk(guest: GrammarInstance, oracle: Oracle, most: int = 150) -> int:
 
 
 def check_forced(guest: GrammarInstance, oracle: Oracle, place: int, text: bytes) -> None:
-    """Forced tokens write what must follow and no more, each may follow in turn, and no longer
-    token that begins where one of them does could go on beyond all that must follow."""
+    """Fails unless the forced tokens write only text that must follow, and each is allowed after
+    those before it. No longer token that begins with the forced text may be able to follow."""
     vocabulary, reference = oracle.case.vocabulary, oracle.case.reference
     must = oracle.forced(text)
     tokens = guest.forced(place)
@@ -163,7 +165,7 @@ def check_forced(guest: GrammarInstance, oracle: Oracle, place: int, text: bytes
 
 
 def check_closing(guest: GrammarInstance, oracle: Oracle, place: int, text: bytes) -> None:
-    """The tokens that close a text make it one of the language, and can be appended in turn."""
+    """Fails unless the closing tokens can be appended and complete the text."""
     closing = guest.closing(place)
     if closing is None:
         return
@@ -172,7 +174,7 @@ def check_closing(guest: GrammarInstance, oracle: Oracle, place: int, text: byte
     try:
         tokens = oracle.case.vocabulary.tokenize(closing)
     except ControllerError:
-        return  # The vocabulary cannot write it.
+        return  # The vocabulary cannot write the closing text.
     child = guest.fork(place)
     assert guest.append(child, tokens) == len(tokens)
     assert guest.complete(child)
@@ -183,13 +185,14 @@ def check_closing(guest: GrammarInstance, oracle: Oracle, place: int, text: byte
 
 
 class Bytewise(Protocol):
-    """A text under a grammar, byte by byte: ``grammars.yacc.Recognizer``."""
+    """A text under a grammar, to which bytes are added one by one, as in
+    ``grammars.yacc.Recognizer``."""
 
     def byte(self, byte: int) -> bool:
-        """Adds a byte, if it can follow."""
+        """Adds a byte if it can follow; returns whether it can."""
 
     def copy(self) -> Bytewise:
-        """Another one at the same place."""
+        """A copy of the text."""
 
     @property
     def place(self) -> Hashable:
@@ -197,7 +200,7 @@ class Bytewise(Protocol):
 
 
 class Node:
-    """All texts that are at one place, and the nodes that bytes lead to; None where one cannot
+    """The texts that are in one state, and for each byte the node after it; None: the byte cannot
     follow."""
 
     def __init__(self, text: Bytewise) -> None:
@@ -206,8 +209,8 @@ class Node:
 
 
 def by_bytes(start: Bytewise, vocabulary: TokenizerVocabulary) -> frozenset[int]:
-    """The tokens whose bytes can follow, one by one. Common prefixes of tokens are tried once, and
-    each byte once at each place."""
+    """The tokens that can follow, found byte by byte. Common prefixes of tokens are tried once, and
+    each byte is tried once in each state."""
     nodes = {start.place: Node(start)}
 
     def step(node: Node, byte: int) -> Node | None:
@@ -238,8 +241,8 @@ def by_bytes(start: Bytewise, vocabulary: TokenizerVocabulary) -> frozenset[int]
 
 @cache
 def _in_order(vocabulary: TokenizerVocabulary) -> list[tuple[int, bytes, list[int]]]:
-    """The tokens in the order of their bytes: how many bytes each shares with the one before, the
-    others, and its numbers."""
+    """The tokens in the order of their bytes. For each: the number of bytes that it shares with the
+    token before it, the remaining bytes, and its ids."""
     numbers: dict[bytes, list[int]] = {}
     for number in range(vocabulary.size):
         if token := vocabulary.token(number):
@@ -248,7 +251,7 @@ def _in_order(vocabulary: TokenizerVocabulary) -> list[tuple[int, bytes, list[in
     previous = b""
     for token in sorted(numbers):
         pairs = enumerate(zip(previous, token, strict=False))
-        # Of two that are alike up to the end of one, the shorter comes first.
+        # If one token is a prefix of another, the shorter one comes first.
         shared = next((at for at, (one, other) in pairs if one != other), len(previous))
         found.append((shared, token[shared:], numbers[token]))
         previous = token

@@ -1,4 +1,5 @@
-"""Sequences under json_schema and lark, whose tokens a test chooses, call by call."""
+"""Sequences under json_schema and lark. The tests choose their tokens and make the controller's
+calls."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ TOKENS = [
     *(b"ru", b"null", b"10", b"12", b": 1", b"}}", b"red", b're"', b"ed", b"\xc3", b"\xa9x"),
     *("né".encode(), b"ab", b"aba", b"b+", b"+a", b"(a", b"))", b"a)", b" ", b"  ", b""),
 ]
-"""Token 0 ends, the last one is special."""
+"""Token 0 ends a sequence. The last token is special."""
 SPECIAL = len(TOKENS) - 1
 
 
@@ -90,7 +91,8 @@ class Stream:
         return other
 
     def random(self, rng: random.Random, most: int = 300) -> bool:
-        """Tokens by chance until the end; whether it came within ``most`` samples."""
+        """Samples random tokens until the end; returns whether the end came within ``most``
+        rounds."""
         for _ in range(most):
             answer = self.mid()
             if answer.action is Action.STOP:

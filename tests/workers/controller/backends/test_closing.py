@@ -1,4 +1,4 @@
-"""Closing a text in time: few tokens that make it whole, and streams that end whole."""
+"""A text is closed in time: few tokens complete it, and streams end with a complete text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ AICI = Path(__file__).parents[3] / "grammars" / "samples" / "aici"
 
 
 def sources() -> list[tuple[str, str, tuple[str, ...]]]:
-    """Name, text and accepted samples of the library, and of a grammar of C under AICI's rules."""
+    """The names, texts and accepted samples of the library's grammars, and of a C grammar under
+    AICI's rules."""
     found = [(n, library.grammar(n), library.samples(n).accepted) for n in library.names()]
     return [*found, ("aici", (AICI / "c.y").read_text(), ((AICI / "words.c").read_text()[:600],))]
 
@@ -58,7 +59,8 @@ def test_every_beginning_of_a_sample_can_be_closed(
             assert reference.read(whole) == len(whole), whole
             assert reference.complete, whole
         guest.end(place)
-    # In C, not where what comes next would be part of a directive that is skipped.
+    # In C, a text that ends inside a skipped directive cannot be closed: further bytes would belong
+    # to the directive.
     assert closed >= 0.98 * beginnings
     assert closed == beginnings or name in ("c", "aici")
 
@@ -134,9 +136,9 @@ def test_what_leads_where_there_is_no_time_is_taken_back() -> None:
 @pytest.mark.parametrize(
     ("max_tokens", "max_bytes"),
     [
-        (4000, 0),  # There is room for a token for each byte.
-        (920, 1000),  # Only after one look it is known that there is room.
-        (600, 30 * 900),  # It never fits.
+        (4000, 0),  # The closing fits even with one token for each byte.
+        (920, 1000),  # One tokenization shows that the closing fits.
+        (600, 30 * 900),  # The closing never fits.
     ],
 )
 @pytest.mark.process
@@ -170,7 +172,7 @@ def test_a_text_that_never_fits_is_cut_and_says_so() -> None:
 
 
 def check_whole(text: bytes) -> bool:
-    """Whether a text is one of the nested ones above."""
+    """Whether a text is complete in the grammar of nested brackets above."""
     while text != b"a":
         inner = re.fullmatch(rb"\[(.*)\]|\((.*)tobeclosed\)", text)
         if inner is None:

@@ -1,4 +1,5 @@
-"""Grammars are compiled apart, within bounds, once for all who ask, and their cost is counted."""
+"""Grammars are compiled in separate processes, within bounds, and once for all requests. Metrics
+count the cost."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.process
 
 BOUND_S = 120.0
 SMALL = Bounds(cpu_s=1.0)
-"""Six times the CPU time of any bomb that has another reason to be refused."""
+"""A bomb that is refused for another reason needs at most a sixth of this CPU time."""
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +153,7 @@ def test_a_hundred_requests_have_a_grammar_compiled_once(
 def test_tables_that_took_time_are_there_for_the_next_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # On any processor these tables take enough time to be kept, and little enough to be made.
+    # Tables are stored however quickly this processor compiles them.
     monkeypatch.setattr(grammar_tables, "WORTH_S", 0.0)
     processes = Processes(Bounds(cpu_s=BOUND_S))
     try:
@@ -167,7 +168,7 @@ def _check_kept_tables(folder: Path, processes: Processes, monkeypatch: pytest.M
     [file] = folder.iterdir()
 
     def again(kind: str, grammar: bytes) -> bytes:
-        raise AssertionError("it was compiled again")
+        raise AssertionError("the tables were compiled again")
 
     with monkeypatch.context() as patch:
         patch.setattr(processes, "run", again)
@@ -176,7 +177,7 @@ def _check_kept_tables(folder: Path, processes: Processes, monkeypatch: pytest.M
     assert Tables(folder, processes, CompileMeter()).choice(arg) == made
 
 
-# --- counted, and beside other streams ------------------------------------------------------------
+# --- metrics, and other streams -------------------------------------------------------------------
 
 
 def test_what_compiling_costs_is_counted_by_constraint(processes_of_ours: Processes) -> None:
@@ -192,7 +193,7 @@ def test_what_compiling_costs_is_counted_by_constraint(processes_of_ours: Proces
 
 
 def test_streams_go_on_beside_schemas_that_explode(steered: Bus) -> None:
-    """Each bomb is answered, and streams beside have the tokens that they have alone."""
+    """Each bomb is answered. Meanwhile another stream gets the same tokens as before."""
     names = ("oneOf, 16 deep", "30 patterns at once", "anyOf, written out", "10 to the power of 10")
     some = [bomb for bomb in bombs() if bomb.name in names]
     assert len(some) == len(names)
@@ -220,12 +221,12 @@ def test_streams_go_on_beside_schemas_that_explode(steered: Bus) -> None:
             }
         assert all(outcomes.values())
         assert "grammar_compile_s" in outcomes["30 patterns at once"]
-        until(lambda: _counted(client), BOUND_S, "the worker's next heartbeat")
+        until(lambda: _counted(client), BOUND_S, "the metric in the worker's next heartbeat")
 
 
 def _outcome(client: Client, bomb: Bomb) -> str:
-    """How a bomb is answered: why it is refused, or how its stream ended. One that is to be tried
-    again, as others are compiled for long on a busy machine, is tried again."""
+    """The reason why a bomb is refused, or how its stream ended. On a busy machine the worker may
+    request another try; the bomb is then sent again."""
     while True:
         try:
             [sequence] = client.generate(

@@ -1,4 +1,5 @@
-"""The constraints ``regex`` and ``yacc``: masks through the controller, and streams through all."""
+"""The constraints ``regex`` and ``yacc``: masks of their controllers, and streams through a whole
+system."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def test_a_substring_is_any_part_of_the_text(constraints: Constraints) -> None:
     allowed = run.mid()
     assert isinstance(allowed, set)
     inside = {i for i, t in enumerate(WORDS) if t and t in text}
-    assert allowed == {EOS} | inside - {1 + text[-2]}  # no part begins inside a character
+    assert allowed == {EOS} | inside - {1 + text[-2]}  # a part does not begin inside a character
     run.post([WORDS.index(b" cat")])
     assert run.mid() == {EOS, 1 + ord(" ")}
     run.post([1 + byte for byte in " sä".encode()[:-1]])
@@ -84,7 +85,7 @@ def test_a_combination_puts_parts_together_and_bounds_its_tokens(constraints: Co
     for tokens in ([b"the "], [b"cat"], [b"dog"], [b"a"]):
         assert run.mid()
         run.post([WORDS.index(token) for token in tokens])
-    assert run.mid() == [1 + ord("!")]  # six tokens, and no more
+    assert run.mid() == [1 + ord("!")]  # the text must end after six tokens
     run.post([1 + ord("!")])
     assert run.mid() is None
 
@@ -94,7 +95,8 @@ def test_a_combination_puts_parts_together_and_bounds_its_tokens(constraints: Co
 
 
 def allowed_after(run: Steered, text: bytes) -> set[bytes] | None:
-    """The bytes that may come after a text that is given byte by byte, or must be."""
+    """Appends a text byte by byte; returns the bytes of the tokens that may follow, or of the first
+    forced token."""
     for byte in text:
         may = run.mid()
         assert may is not None
@@ -123,10 +125,10 @@ def test_a_combination_has_grammars_and_schemas_as_parts(constraints: Constraint
     after = allowed_after(run, b"bb: [1, 2]") or set()
     assert b";" in after
     assert b"," not in after
-    # Once or twice JSON and its semicolon, then the schema.
+    # The repetition begins again with JSON, or the schema follows.
     assert {b"t", b"1", b"["} < (allowed_after(run, b";") or set())
     assert b"r" in (allowed_after(run, b"t") or set())
-    # What is read in two ways so far stays so: the schema's true, or JSON's.
+    # ``true`` may be a value of the schema, or JSON in the repetition.
     assert {b";", BYTES[EOS]} < (allowed_after(run, b"rue") or set())
     fork = Steered(combination, BYTES, json.dumps(arg))
     variables = SequenceVariables(1, 1, VariableStorage().apply, lambda: None)
@@ -288,7 +290,7 @@ def test_a_token_that_cannot_follow_is_an_error(constraints: Constraints) -> Non
         run.post([WORDS.index(b"dog")])
 
 
-# --- what they are given --------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
 
 
 @pytest.mark.process
@@ -420,7 +422,7 @@ def test_a_grammar_waits_for_its_turn_to_be_compiled(
         assert made.result(timeout=120.0).mid()
 
 
-# --- what is kept ---------------------------------------------------------------------------------
+# --- cached tables --------------------------------------------------------------------------------
 
 
 @pytest.mark.process
@@ -434,7 +436,7 @@ def test_masks_and_tables_are_there_for_the_next_process(
     assert [path.suffix for path in sorted((tmp_path / "memories").iterdir())] == [".memory"]
 
     def refuse(text: str) -> bytes:
-        raise AssertionError("it was compiled again")
+        raise AssertionError("the tables were compiled again")
 
     monkeypatch.setattr(
         "tokenbus.workers.controller.backends.grammar.grammar_tables.compile_apart", refuse
@@ -494,7 +496,7 @@ def test_sequences_of_a_grammar_share_what_was_found_and_guests_without_any_make
 
 
 def walk(program: Program, text: bytes) -> list[bytes]:
-    """The masks along a text, byte by byte."""
+    """The masks before each byte of a text."""
     run = Steered(program, WORDS, "json")
     masks = []
     for byte in text:
@@ -583,8 +585,8 @@ def test_schemas_and_lark_grammars_steer_streams(client: Client) -> None:
 def test_a_text_whose_last_tokens_come_together_with_its_end_is_complete(
     constraints: Constraints, name: str, arg: str
 ) -> None:
-    """Where a draft foresaw them, several tokens come in one round. Those before the end of the
-    sequence were dropped, and the text counted as cut."""
+    """After an accepted draft, several tokens come in one round. The tokens before the end of the
+    sequence count, so the text is complete and not cut."""
     run = Steered(named(constraints, name), BYTES, arg)
     run.mid()
     stopped = run.controller.post_process([1 + ord("1"), 1 + ord("2"), EOS], 0)

@@ -1,4 +1,5 @@
-"""Text that a schema, a grammar or a structure forces is appended as the tokenizer writes it."""
+"""Text that a schema, a grammar or a structure forces is appended as the tokens into which the
+tokenizer divides it."""
 
 from __future__ import annotations
 
@@ -67,8 +68,8 @@ def constraints() -> Iterator[Constraints]:
 
 
 def follow(stream: Stream, text: str) -> int:
-    """A text whose tokens are sampled as the tokenizer has them, where none are forced; how many
-    are forced."""
+    """Writes a text. Tokens that are not forced are those of the tokenizer. Returns the number of
+    forced tokens."""
     rest, forced = text.encode(), 0
     while rest:
         answer = stream.mid()
@@ -100,7 +101,7 @@ def test_a_text_has_the_tokenizers_tokens_where_some_are_forced(
 
 
 def test_the_literal_texts_of_a_call_have_them_too(constraints: Constraints) -> None:
-    """Up to a name, of which there are two, behind it, and at its end; no token is in two parts."""
+    """The parts are tokenized one by one, because no token spans two of them."""
     on = tekken()
     program = constraints.get("structural")
     assert program is not None

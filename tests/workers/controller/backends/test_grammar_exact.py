@@ -1,5 +1,5 @@
-"""Every mask of the grammar guest is what brute force gives: each token's bytes tried against
-Python's ``re``, or against AICI's lexer before an Earley parser. Neither sees its tables."""
+"""Every mask of the grammar backend equals the mask by brute force, which tries each token's bytes
+in Python's ``re``, or in AICI's lexer and an Earley parser. Neither uses the backend's tables."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ MANY = settings(
 
 
 def compare(case: Case) -> None:
-    """Walks the case with a new guest, again with the same, and with one that has its memory."""
+    """Compares all masks of a case: with a new instance, again with this instance, and with an
+    instance that begins with its memory."""
     oracle = Oracle(case)
     with closing(guest_of(case.vocabulary, case.tables)) as guest:
         texts = walk(guest, oracle)
@@ -64,8 +65,8 @@ def test_every_mask_of_a_grammar_is_what_earley_says_of_each_token(case: Case) -
 
 @pytest.mark.parametrize("declared", [False, True])
 def test_a_language_of_brackets_names_and_comments_has_exact_masks(declared: bool) -> None:
-    """One grammar with all that hypothesis may miss: names that begin as keywords, a keyword with a
-    blank in it, nesting, and tokens of up to five lexemes."""
+    """A grammar with everything that hypothesis may miss: names that begin like keywords, a keyword
+    with a space in it, nesting, and tokens of up to five lexemes."""
     rules = {"S": [("S", "c"), ("c",)], "A": [("a", "A", "a"), ("b",)]}
     rules["S"] += [("S", "A"), ("A",)]
     lexemes = {"a": Lexeme("a b", True), "b": Lexeme("b", True), "c": Lexeme("[ab][ab]+", False)}
@@ -87,8 +88,8 @@ def test_a_language_of_brackets_names_and_comments_has_exact_masks(declared: boo
 def test_lexemes_that_differ_in_length_and_begin_with_newlines_have_exact_masks(
     declared: bool,
 ) -> None:
-    """The needs of a C grammar of AICI's: directives that begin with the newline before them, and
-    type names that stand after the names that they are."""
+    """As in AICI's C grammar: a directive begins with the newline before it. The terminal of type
+    names comes after the terminal of names, which matches type names too."""
     rules = {"S": [("S", "n", "e"), ("S", "t", "e"), ("n", "e"), ("t", "e")]}
     lexemes = {
         "n": Lexeme("[ab]+", False),
@@ -107,7 +108,7 @@ def test_lexemes_that_differ_in_length_and_begin_with_newlines_have_exact_masks(
 @pytest.mark.parametrize(
     ("source", "pattern", "letters"),
     [
-        # What may not be chained is refused two reductions deep.
+        # ``<`` is not associative. A second ``<`` is refused after two reductions.
         ('%start e %nonassoc "<" %% e: t; t: e "<" e | "x";', "x(?:<x)?", "x<"),
         ('%start s %% s: "a" | s "b" "a";', "a(?:ba)*", "ab"),
         ('%start s %% s: "a" s | "b";', "a*b", "ab"),
@@ -150,7 +151,7 @@ def test_append_takes_tokens_up_to_the_first_that_cannot_follow(
                     break
                 text += vocabulary.token(token)
                 taken += 1
-            # What is too long for the reference is not asked for.
+            # The reference cannot answer for longer texts.
             asked = tokens[:taken] if len(text) > case.depth else tokens
             assert guest.append(place, asked) == taken
             if len(text) <= case.depth:

@@ -1,5 +1,6 @@
-"""The grammar guest at its bounds: deep nesting, full memory, too many sequences, vocabularies that
-cannot write what the grammar needs. It refuses, or says what is wrong, and serves the others."""
+"""The grammar backend at its bounds: deep nesting, full memory, too many sequences, and
+vocabularies without the tokens that a grammar needs. It refuses a token or reports an error, and
+other sequences continue."""
 
 from __future__ import annotations
 
@@ -31,20 +32,20 @@ BRACKETS = '%start a %% a: "(" a ")" | "[" a "]" | "x";'
 BRACKET_TOKENS = [b"", b"(", b")", b"[", b"]", b"x", b"(" * 64, b"x)"]
 SIGNS = """%start e %%
 e: a; a: b; b: c; c: d; d: f; f: h; h: i; i: j; j: k; k: "-" e | "+" e | "x";"""
-"""Each sign is ten reductions deep, and all are reduced at the end."""
+"""The parser makes ten reductions for each sign, all of them at the end of the text."""
 SIGN_TOKENS = [b"", b"-", b"+", b"x", b"-" * 8]
 DEEPEST = 8192
 MB = 1 << 20
 
 
 def tables(text: str) -> bytes:
-    """The tables of a grammar."""
+    """The compiled tables of a grammar."""
     return compile_grammar(text).grammar.to_bytes()
 
 
 @cache
 def byte_vocabulary() -> TokenizerVocabulary:
-    """All bytes, the end of the text as token 256, and words."""
+    """Tokens of single bytes, the end of the text as token 256, and words."""
     words = [b"int ", b"();", b"x=", b"  ", b"return ", b"){", b"}\n", b"\xc3\xa9", b"//", b"x;"]
     return raw_vocabulary([*(bytes((byte,)) for byte in range(256)), b"", *words], (256,))
 
@@ -61,14 +62,15 @@ def signs() -> Iterator[GrammarInstance]:
 def test_nesting_is_followed_to_the_bound_and_refused_beyond_it() -> None:
     with closing(guest_of(raw_vocabulary(BRACKET_TOKENS), tables(BRACKETS))) as guest:
         other, place = guest.start(), guest.start()
-        # The start state takes one place, and the last bracket waits for what comes after it.
+        # The start state takes one place of the stack. The last bracket takes a place only when the
+        # next one begins.
         assert guest.append(place, [6] * 200) == DEEPEST // 64
         assert look(guest, place) == (ANY, {1, 3, 5, 6, 7})
         assert guest.append(place, [1]) == 0
         assert look(guest, place) == (ANY, {1, 3, 5, 6, 7})
         assert not guest.complete(place)
         assert guest.forced(place) == []
-        # Nobody else is touched, and what is less deep goes on to its end.
+        # Other sequences do not change, and a text of less depth can be completed.
         assert guest.append(other, [1, 3, 5, 4]) == 4
         assert look(guest, other) == (ANY | FORCED, {2})
         deep = guest.start()
@@ -104,7 +106,7 @@ def test_c_nested_eight_thousand_deep_has_masks(sign: bytes) -> None:
 def test_stacks_that_have_nothing_in_common_are_forgotten_and_found_again(
     signs: GrammarInstance,
 ) -> None:
-    """Each of these results hangs on a way of 8,000 states: there is room for twelve."""
+    """Each text has its own path of 8,000 parser states. There is room for twelve such paths."""
     chance = random.Random(5)
     texts = [[chance.choice([1, 2]) for _ in range(8000)] + [3] for _ in range(20)]
     for text in texts * 2:
@@ -115,7 +117,7 @@ def test_stacks_that_have_nothing_in_common_are_forgotten_and_found_again(
     assert signs.found >= 2 * len(texts)
 
 
-# --- what a vocabulary cannot write -------------------------------------------------------------
+# --- texts that a vocabulary cannot write -------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,7 @@ def test_forced_tokens_stop_before_the_first_that_a_longer_token_could_begin_wit
     tokens += [b"x", b"y"]
     with closing(guest_of(raw_vocabulary(tokens), compile_regex("xyabc[de]").to_bytes())) as guest:
         place = guest.start()
-        # `abcd` may stand for what `ab` and `c` begin, so it is the model's to choose.
+        # After ``xy``, the model chooses: ``abcd`` is also a possible beginning.
         assert guest.forced(place) == [10, 11]
     without = [*tokens[:8], b"", *tokens[9:]]
     with closing(guest_of(raw_vocabulary(without), compile_regex("xyabc[de]").to_bytes())) as guest:
@@ -217,7 +219,7 @@ LETTERS = b"abcdefgh"
 
 @cache
 def letter_vocabulary() -> TokenizerVocabulary:
-    """All texts of one to four letters, and as many special tokens as make a mask 16 kB."""
+    """All texts of one to four letters, and special tokens, so that a mask has 16 kB."""
     texts = (product(LETTERS, repeat=size) for size in range(1, 5))
     tokens = [b"", *map(bytes, chain(*texts))]
     return raw_vocabulary(tokens + [b""] * (131_072 - len(tokens)))
@@ -225,19 +227,19 @@ def letter_vocabulary() -> TokenizerVocabulary:
 
 @pytest.fixture(scope="module")
 def words() -> list[bytes]:
-    """A thousand of eight letters each."""
+    """A thousand words of eight letters each."""
     chance = random.Random(3)
     return [bytes(chance.choices(LETTERS, k=8)) for _ in range(1000)]
 
 
 @pytest.fixture(scope="module")
 def choice(words: list[bytes]) -> bytes:
-    """The tables of one of the words."""
+    """The tables of a choice among the words."""
     return compile_choice([word.decode() for word in words]).to_bytes()
 
 
 def spell(guest: GrammarInstance, words: list[bytes]) -> list[tuple[int, int]]:
-    """Flags and, to be compared, the hash of the mask at each letter of some words."""
+    """The flags and the hash of the mask before and after each letter of some words."""
     seen = []
     for word in words:
         place = guest.start()
@@ -250,7 +252,7 @@ def spell(guest: GrammarInstance, words: list[bytes]) -> list[tuple[int, int]]:
 
 
 def hashed(guest: GrammarInstance, place: int) -> tuple[int, int]:
-    """The flags and the hash of the mask of a sequence."""
+    """The flags and the hash of a sequence's mask."""
     mask = bytearray(guest.vocabulary.size // 8)
     flags = guest.mask(place, memoryview(mask))
     return flags, hash(bytes(mask))
@@ -288,7 +290,7 @@ def test_new_sequences_are_served_when_masks_have_taken_all_the_memory(
         first = small.start()
         assert small.append(first, [1 + LETTERS.index(words[0][0])]) == 1
         assert spell(small, words) == expected
-        # Three hundred are five megabytes.
+        # Three hundred sequences need five megabytes.
         places = [small.start() for _ in range(300)] + [small.fork(first)]
         assert {hashed(small, place) for place in places[:-1]} == {expected[0]}
         assert hashed(small, places[-1]) == hashed(small, first) == expected[1]

@@ -1,5 +1,6 @@
-"""The four seeds of trouble, each on two real vocabularies: a token that spans several lexemes, a
-keyword that a name begins with, SKIP at the very start and end, a character split over tokens."""
+"""Four difficult cases, each with two real vocabularies: a token that spans several lexemes, a
+keyword that is also the beginning of a name, SKIP at the start and end of a text, and a character
+that is split over tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ VOCABULARIES = ["Tekken", "SentencePiece"]
 
 
 def real(name: str) -> TokenizerVocabulary:
-    """A vocabulary, of the JSON that a checkpoint has."""
+    """A real vocabulary by its name, from the tokenizer JSON of a checkpoint."""
     return tekken() if name == "Tekken" else sentencepiece()
 
 
@@ -41,7 +42,7 @@ def compiled(name: str) -> CompiledGrammar:
 
 
 class Text:
-    """A text in the guest and, byte by byte, in the reference."""
+    """A text in the grammar backend and, byte by byte, in the reference."""
 
     def __init__(self, grammar: str, vocabulary: TokenizerVocabulary) -> None:
         self.vocabulary = vocabulary
@@ -50,11 +51,11 @@ class Text:
         self.place = self.guest.start()
 
     def write(self, text: str | bytes) -> None:
-        """Adds a text as the tokenizer writes it, each token being allowed."""
+        """Adds the tokenizer's tokens of a text. Fails unless each of them is allowed."""
         self.add(*self.vocabulary.tokenize(text.encode() if isinstance(text, str) else text))
 
     def add(self, *tokens: int) -> None:
-        """Adds tokens, each being allowed."""
+        """Adds tokens. Fails unless each of them is allowed."""
         for token in tokens:
             assert allows(self.guest, self.place, token), self.vocabulary.token(token)
             assert self.guest.append(self.place, [token]) == 1
@@ -62,8 +63,8 @@ class Text:
             assert self.reference.read(written) == len(written)
 
     def allowed(self) -> Set[int]:
-        """The allowed tokens: those whose bytes the reference takes, over the whole vocabulary, and
-        the end of the text where it is complete."""
+        """The allowed tokens. Fails unless they are all tokens whose bytes the reference accepts,
+        and the end of the text if the text is complete."""
         flags, tokens = look(self.guest, self.place)
         complete = self.reference.complete
         assert tokens - {EOS} == by_bytes(self.reference, self.vocabulary)
@@ -102,7 +103,7 @@ def json_text(vocabulary: TokenizerVocabulary) -> Iterator[Text]:
 
 
 def number_of(vocabulary: TokenizerVocabulary, token: bytes) -> int:
-    """The token with these bytes."""
+    """The id of the token with these bytes."""
     return next(n for n in range(vocabulary.size) if vocabulary.token(n) == token)
 
 
@@ -114,7 +115,7 @@ def test_a_token_that_spans_several_lexemes_is_allowed_where_the_parser_takes_th
 ) -> None:
     c.write("int f(void) { return (g")
     inside = c.texts()
-    # The name ends, and `();` after it would leave a parenthesis open.
+    # The name ends here. `();` after it would leave a parenthesis open.
     assert {b"());", b"()", b"(", b")"} <= inside
     assert not {b"();", b"];"} & inside
     c.add(number_of(c.vocabulary, b"());"))
@@ -145,12 +146,12 @@ def _tokens(vocabulary: TokenizerVocabulary) -> frozenset[bytes]:
     return frozenset(vocabulary.token(number) for number in range(vocabulary.size))
 
 
-# --- a keyword that a name begins with ------------------------------------------------------------
+# --- a keyword that is also the beginning of a name -----------------------------------------------
 
 
 def test_a_keyword_may_come_where_only_a_name_can_if_a_name_may_begin_like_it(c: Text) -> None:
     c.write("int ")
-    # `return` is no name, but `returned` is.
+    # `return` is not a name, but `returned` is.
     assert {b"return", b"int", b"while", b"x"} <= c.texts()
     c.write("return")
     following = c.texts()
@@ -169,7 +170,7 @@ def test_a_keyword_is_the_keyword_where_it_ends_and_no_name(c: Text) -> None:
     assert b"(" in following
     assert b" =" not in following
     assert b";" not in following
-    # As part of a longer name it is one.
+    # `iffy` is a name.
     c.write("fy")
     assert {b" =", b";", b"("} <= c.texts()
 
@@ -180,7 +181,7 @@ def test_a_reserved_word_of_any_case_is_no_name(vocabulary: TokenizerVocabulary)
         text.write("select a fro")
         assert {b"m", b"zen", b","} <= text.texts()
         text.write("M")
-        # FROM is the keyword now, or the beginning of an alias.
+        # `froM` is the keyword FROM, or the beginning of an alias.
         following = text.texts()
         assert b" t" in following
         assert b"," not in following
@@ -309,12 +310,12 @@ def test_a_directive_may_begin_the_text_and_every_line_and_nothing_else(aici_c: 
 
 
 def test_a_name_is_a_type_from_the_letter_on_that_makes_it_one(aici_c: Text) -> None:
-    # What begins a declaration is a type: a name goes on until it ends with _t.
+    # A declaration begins with a type, whose name ends with `_t`. So this name must continue.
     aici_c.write("size_")
     following = aici_c.texts()
     assert {b"t", b"type", b"x"} <= following
     assert all(re.match(rb"[A-Za-z0-9_]", token) for token in following)
-    # A value is no type, until it has more letters.
+    # A type is not a value, so this name must continue too.
     aici_c.write("t n = size_t")
     following = aici_c.texts()
     assert not {b";", b" ;", b",", b"("} & following
@@ -328,7 +329,7 @@ def test_a_name_is_a_type_from_the_letter_on_that_makes_it_one(aici_c: Text) -> 
 def test_samples_can_be_written_and_their_masks_are_exact_on_the_way(
     name: str, vocabulary: TokenizerVocabulary
 ) -> None:
-    """Each token of each sample is allowed; at a few places the whole vocabulary is tried."""
+    """Each token of each sample is allowed. At a few positions, the whole mask is compared."""
     guest = guest_of(vocabulary, compiled(name).to_bytes())
     with closing(guest):
         steps = 0

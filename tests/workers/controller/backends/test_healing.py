@@ -1,4 +1,4 @@
-"""A prompt that ends in the middle of a word: its last token is taken back and written anew."""
+"""If a prompt ends in the middle of a word, its last token is dropped and generated again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def constraints() -> Iterator[Constraints]:
 
 
 class Healed:
-    """A sequence whose prompt ended in a token that was taken back."""
+    """A sequence whose prompt's last token was dropped."""
 
     def __init__(
         self, constraints: Constraints, name: str, arg: str, on: Vocabulary, token: int, most: int
@@ -57,7 +57,7 @@ class Healed:
         self._mask = memoryview(bytearray(4 * -(-on.size // 32)))
 
     def allowed(self) -> set[int]:
-        """The possible next tokens; of forced ones the first, which are appended."""
+        """Appends all forced tokens; returns the tokens that may follow."""
         answer = self.controller.mid_process((0,), self._mask)
         while answer.action is Action.SPLICE:
             del self.tokens[len(self.tokens) - answer.backtrack :]
@@ -75,7 +75,7 @@ class Healed:
 
 
 def begins(constraints: Constraints, name: str, arg: str, on: Vocabulary, text: bytes) -> bool:
-    """Whether a constraint allows a beginning, byte by byte."""
+    """Whether a constraint allows a text as a beginning, with tokens of single bytes."""
     made = constraints.get(name)
     assert made is not None
     controller = made.start(host(arg, on))
@@ -119,7 +119,8 @@ def test_the_first_token_begins_with_the_text_and_goes_on_as_the_constraint_allo
 
 @pytest.mark.process
 def test_what_follows_is_the_constraints_text_within_its_tokens(constraints: Constraints) -> None:
-    """A random text under a schema, with too few tokens for a long one."""
+    """A random text under a schema is a value of the schema, and has at most ``max_tokens``
+    tokens."""
     on = vocabulary([*TOKENS, b' ["', b' ["a', b' ["an', b'["'])
     schema = json.dumps({"type": "array", "items": {"type": "string"}, "minItems": 1})
     for seed in range(12):
@@ -147,7 +148,7 @@ def test_a_real_tokenizers_word_is_whole(constraints: Constraints) -> None:
         while same < len(prompt) and prompt[same] == whole[same]:
             same += 1
         if same != len(prompt) - 1:
-            continue  # It ends where a token does, or more than the last token would differ.
+            continue  # The cut is between two tokens, or more than the last token differs.
         tried += 1
         healed = Healed(constraints, "structural", FREE, on, prompt[-1], 20)
         may = healed.allowed()
@@ -171,7 +172,7 @@ def test_a_fork_of_a_healed_sequence_goes_its_own_way(constraints: Constraints) 
 
 
 class Own:
-    """A controller that is not a built-in constraint, and its factory."""
+    """A controller that is not a built-in constraint, and its own program."""
 
     closed = False
 

@@ -77,7 +77,7 @@ GRAMMARS = [
 
 
 def check_masks(stream: Stream, texts: set[bytes], rng: random.Random) -> None:
-    """Every mask on a way through a language has exactly what brute force finds."""
+    """Follows a random text of a language. Each mask must equal the mask by brute force."""
     while len(stream.text) < 30:
         here = stream.text
         live = [text for text in texts if text.startswith(here)]
@@ -136,7 +136,7 @@ def test_special_tokens_and_padding_are_in_no_text(matchers: Matchers) -> None:
     stream = Stream(LarkProgram(matchers), r"start: /(.|\n)*/", on)
     assert stream.mid().masked
     expected = {number for number in range(500) if on.token(number)} | {0}
-    # llguidance takes no byte that is in no UTF-8 text.
+    # llguidance refuses bytes that cannot occur in UTF-8.
     bad = {n for n in expected if on.token(n) and not is_begun_utf8(on.token(n))}
     assert stream.allowed == expected - bad
 

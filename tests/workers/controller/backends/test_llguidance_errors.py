@@ -1,4 +1,4 @@
-"""The built-in constraints json_schema and lark: what is wrong, and what is hostile."""
+"""The built-in constraints json_schema and lark: wrong and hostile arguments."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_token_that_the_mask_forbids_is_an_error(matchers: Matchers) -> None:
         stream.push([1 + ord("c")])
 
 
-# --- what is hostile ------------------------------------------------------------------------------
+# --- hostile arguments ----------------------------------------------------------------------------
 
 
 def bomb() -> object:
@@ -213,7 +213,7 @@ def test_what_takes_too_much_to_follow_ends_its_own_stream(
 def test_a_text_without_a_completion_is_searched_at_intervals(
     matchers: Matchers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A search costs seconds of CPU time here."""
+    """In this test, a search takes seconds of CPU time."""
     find, searches = Completion.find, []
 
     def counted(completion: Completion) -> bytes | None:
@@ -229,7 +229,7 @@ def test_a_text_without_a_completion_is_searched_at_intervals(
 
 
 def test_a_text_is_closed_where_a_later_search_finds_a_completion(matchers: Matchers) -> None:
-    """The first completion has more bytes than a search takes."""
+    """At the first search, every completion has more than ``MAX_COMPLETION_BYTES``."""
     schema = {"type": "string", "minLength": MAX_COMPLETION_BYTES + 1000}
     program, most = JsonSchemaProgram(matchers), MAX_COMPLETION_BYTES + 4000
     stream = Stream(program, schema, vocabulary(TOKENS), max_tokens=most)

@@ -1,4 +1,5 @@
-"""Schemas whose compilation is surely quick, and how long their shortest values are at most."""
+"""Schemas that are certain to compile quickly, and bounds on the length of their shortest
+values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts under schemas and Lark grammars are whole within ``max_tokens``, whatever is sampled."""
+"""Texts under schemas and Lark grammars are complete within ``max_tokens``, whatever is sampled."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ NAMED = {
     },
     "additionalProperties": {"type": "string"},
 }
-"""Names of one's choice beside some that require more."""
+"""Any property name is allowed. Some names require long values."""
 SCHEMAS: dict[str, tuple[dict[str, Any], str]] = {
     "any": ({}, r"\d|\"\"|\[\]|\{\}"),
     "object": ({"type": "object"}, r"\{\}"),
@@ -209,8 +209,9 @@ def test_a_text_of_a_lark_grammar_is_whole(matchers: Matchers, name: str) -> Non
 
 
 def walked(stream: Stream, rng: random.Random, taken_back: bool = False) -> bytes:
-    """A text whose tokens are chosen by chance, which ends only where it must; in half of its
-    steps, brackets and what begins a value are preferred. ``taken_back``: tokens may be."""
+    """Samples random tokens, but never the end, until the controller stops or ``max_tokens`` are
+    there. In half of the steps, tokens that begin a value are preferred. ``taken_back``: whether
+    the controller may drop tokens."""
     begin = {number for number, token in enumerate(TOKENS) if token[:1] in (b"{", b"[", b",", b"(")}
     most = stream.controller._host.max_tokens  # type: ignore[attr-defined]
     while len(stream.tokens) < most:
@@ -252,7 +253,7 @@ def test_a_value_of_a_schema_is_whole_at_every_limit(matchers: Matchers, name: s
 
 
 def written(stream: Stream, text: bytes) -> Stream:
-    """The stream, whose model writes a text byte by byte where nothing is forced."""
+    """Writes a text byte by byte, except where tokens are forced; returns the stream."""
     while text:
         answer = stream.mid()
         tokens = list(answer.tokens) or [1 + text[0]]
@@ -294,7 +295,7 @@ def test_a_string_without_a_bound_ends_at_a_word_and_a_number_at_once(matchers: 
 
 
 def test_a_property_begun_near_the_end_is_one_that_fits(matchers: Matchers) -> None:
-    """Names are allowed by what each of them requires."""
+    """A name is allowed only if the tokens that are left suffice for its value."""
     properties = {"large": {"type": "string", "minLength": 70}, "brief": {"type": "integer"}}
     schema = {"type": "object", "properties": properties, "additionalProperties": False}
     stream = written(Stream(JsonSchemaProgram(matchers), schema, LETTERS, 64), b'{"')

@@ -1,4 +1,5 @@
-"""White space in JSON is bounded: in schemas, schemas inside of Lark, the library's grammar."""
+"""White space in JSON is bounded: in schemas, in schemas inside Lark grammars, and in the library's
+grammar."""
 
 from __future__ import annotations
 

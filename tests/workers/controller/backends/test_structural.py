@@ -1,4 +1,5 @@
-"""The constraint ``structural``: answers of every family are read by others as they were made."""
+"""The constraint ``structural``: other projects' parsers read the answers of every family of models
+as Tokenbus reads them."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def ours(walk: Walk) -> Read:
 def test_no_answer_is_read_differently_by_the_familys_own_parser(
     program: StructuralProgram, family: str
 ) -> None:
-    """With drafts and without: they do not change an answer."""
+    """Drafts do not change an answer."""
     called = thought = drafted = 0
     for wanted in wants(family):
         for seed in range(WALKS):
@@ -166,7 +167,7 @@ def test_an_answer_may_be_any_constraint_behind_thinking(program: StructuralProg
 
 
 def value_or_call(program: StructuralProgram, schema: Schema) -> StructuralController:
-    """The controller of an answer that is a value of a schema or a call, after its thinking."""
+    """A controller after its answer's thinking. A value of a schema or a call must follow."""
     wanted = Wanted(FUNCTIONS[:1], Rest("json_schema", schema), thinking="inside")
     structure = structure_of(HERMES, wanted)
     made = program.start(host(msgspec.json.encode(structure), vocabulary(BYTES)))

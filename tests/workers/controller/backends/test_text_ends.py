@@ -1,4 +1,4 @@
-"""How a text ended under a built-in constraint: whole, closed in time, or cut."""
+"""How a text ended under a built-in constraint: complete, closed in time, or cut."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def client(steered: Bus) -> Iterator[Client]:
 
 
 def ended(client: Client, controller: str, arg: Any, **options: Any) -> GeneratedSequence:
-    """The only sequence of a request; only its last entry says how its text ended."""
+    """The only sequence of a request. Fails if an entry before the last one says how the text
+    ended."""
     stream = client.generate(PROMPT, controller=controller, controller_arg=arg, **options)
     *before, _ = list(stream)
     assert all(entry.constraint is None for entry in before)
@@ -203,7 +204,7 @@ def test_a_value_is_cut_exactly_where_its_text_does_not_match(
         try:
             sequences = stream.wait()
         except RequestError:
-            # Its shortest text does not fit.
+            # The shortest text has more than ``max_tokens`` tokens.
             found.add("cut" if controller == "lark" else None)
             continue
         for sequence in sequences:
@@ -242,7 +243,7 @@ def test_a_request_that_times_out_has_no_whole_value_unless_it_is_known(client: 
     found: list[Stream] = []
 
     def timed_out() -> bool:
-        """Whether one did: none does while the broker stands still."""
+        """Whether a request has timed out. No request times out while the broker is stopped."""
         stream = client.generate(
             PROMPT,
             controller="regex",

@@ -1,4 +1,5 @@
-"""Starts that wait for a compiler process delay no other start, and failed ones leave nothing."""
+"""A start that waits for a compiler process does not delay other starts, and a failed start leaves
+nothing in the tables."""
 
 from __future__ import annotations
 
@@ -46,15 +47,15 @@ def test_other_starts_run_while_a_grammar_is_compiled(
         compiled.set()
 
     os.kill(process.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED)  # Each of its threads is stopped.
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)  # All threads of the process are stopped.
     try:
         pool.submit([compiles, other.set])
-        assert other.wait(BOUND_S), "a start waits behind a compilation"
+        assert other.wait(BOUND_S), "a start waited for a compilation"
         assert not compiled.is_set()
     finally:
         os.kill(process.pid, signal.SIGCONT)
     assert compiled.wait(BOUND_S)
-    until(lambda: not pool.busy, BOUND_S, "nothing runs any more")
+    until(lambda: not pool.busy, BOUND_S, "the pool is idle")
     matchers.close()
 
 
@@ -74,12 +75,12 @@ def test_streams_that_wait_for_the_same_shortest_text_hold_up_nobody(
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     try:
         pool.submit([lambda: found.append(grammar.shortest_text)] * 3 + [other.set])
-        assert other.wait(BOUND_S), "a job waits behind those that need the shortest text"
+        assert other.wait(BOUND_S), "a job waited for jobs that need the shortest text"
         assert found == []
     finally:
         os.kill(process.pid, signal.SIGCONT)
-    until(lambda: len(found) == 3, BOUND_S, "each has the shortest text")
-    until(lambda: not pool.busy, BOUND_S, "nothing runs any more")
+    until(lambda: len(found) == 3, BOUND_S, "every job has the shortest text")
+    until(lambda: not pool.busy, BOUND_S, "the pool is idle")
     assert set(found) == {b"a"}
     matchers.close()
 
@@ -106,7 +107,7 @@ def test_a_grammar_whose_compiler_gets_no_cpu_time_is_to_be_sent_again(
 def test_a_tenant_whose_grammars_wait_does_not_keep_the_grammar_of_another_waiting() -> None:
     turns = Turns(2)
     assert turns.acquire("eve", BOUND_S)
-    assert not turns.acquire("eve", 0.0), "a tenant has all turns"
+    assert not turns.acquire("eve", 0.0), "one tenant has all turns"
     granted: list[str] = []
 
     def asks(tenant: str) -> None:
@@ -146,9 +147,9 @@ def test_a_grammar_that_another_tenant_waits_for_is_compiled_for_this_one() -> N
         done.set()
 
     pool.submit([quick], tenant="ann")
-    assert done.wait(BOUND_S), "a tenant waits for the compilation of another"
+    assert done.wait(BOUND_S), "a tenant waited for the compilation of another tenant"
     over.set()
-    until(lambda: not pool.busy, BOUND_S, "nothing runs any more")
+    until(lambda: not pool.busy, BOUND_S, "the pool is idle")
 
 
 def test_tables_that_cannot_be_used_leave_nothing() -> None:
@@ -222,7 +223,7 @@ def _used(
     words = vocabulary(BYTES)
     pool = Pool(1)
     pool.submit([partial(use, number) for number in range(count)], tenant=tenant)
-    until(lambda: len(made) + len(refused) == count, BOUND_S, "all were asked for")
+    until(lambda: len(made) + len(refused) == count, BOUND_S, "every grammar is made or refused")
     pool.close()
     return made, refused
 
