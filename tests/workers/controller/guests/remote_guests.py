@@ -48,7 +48,7 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
 
 
 class Runtime:
-    """A runtime with at most ``most`` processes, which have some Python controllers."""
+    """A runtime with at most ``most`` guest processes, which serve ``controllers``."""
 
     def __init__(
         self, most: int, controllers: tuple[str, ...] = (), user: GuestUser | None = None
@@ -70,7 +70,7 @@ class Runtime:
         return self.runtime.program(tenant, module, lambda: Loaded("native", compiled))
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Ends all processes by a signal."""
+        """Sends a signal to all guest processes."""
         for pid in self.table.pids():
             os.kill(pid, number)
 
@@ -79,7 +79,7 @@ class Runtime:
 def running(
     most: int = 8, controllers: tuple[str, ...] = (), user: GuestUser | None = None
 ) -> Iterator[Runtime]:
-    """A runtime that gets ticks as from a worker."""
+    """A runtime whose watchdog ticks every millisecond, as in a worker."""
     made = Runtime(most, controllers, user)
     over = threading.Event()
 

@@ -132,7 +132,8 @@ def test_the_answers_of_a_process_have_a_bound_of_their_own() -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("free", [1, 2])
 def test_a_channel_that_cannot_be_made_leaves_no_descriptor(free: int) -> None:
-    """In a process of its own, because the bound of descriptors holds for a whole process."""
+    """The test runs in a separate process, because the limit of descriptors applies to a whole
+    process."""
     code = f"""
 import os, resource
 from tokenbus.workers.controller.guests.channel import ChannelFiles

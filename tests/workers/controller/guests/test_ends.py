@@ -18,7 +18,7 @@ from tokenbus.workers.controller.guests.process import GuestProcess
 pytestmark = pytest.mark.process
 
 CHANNELS = 150
-"""Channels that no request uses. To close them takes longer than to wake a thread."""
+"""Number of channels that no request uses. Closing them takes longer than waking a thread."""
 
 
 @contextlib.contextmanager

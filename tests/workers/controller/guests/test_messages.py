@@ -1,5 +1,5 @@
-"""A process that was taken over can send any message. The worker refuses one that would harm other
-tenants."""
+"""A guest process that was taken over can send any message. The worker refuses a message that would
+harm other tenants."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.process
 
 
 def take(process: GuestProcess, count: int) -> None:
-    """Takes ``count`` channels, and gives them back."""
+    """Takes ``count`` channels at the same time, and gives them back."""
     with contextlib.ExitStack() as stack:
         for _ in range(count):
             stack.enter_context(process.channel())

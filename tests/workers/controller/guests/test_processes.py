@@ -171,7 +171,7 @@ def batched(*sequences: Sequence) -> Callable[[], list[bool]]:
     batches, turns = set(), []
     for each in sequences:
         assert isinstance(each.controller, RemoteController)
-        # On a busy machine, the last round may have been slow.
+        # A sequence whose last round was slow on a busy machine would not join the batch.
         each.controller._slow = False
         found = each.controller.batch(5)
         assert found is not None
@@ -182,7 +182,8 @@ def batched(*sequences: Sequence) -> Callable[[], list[bool]]:
 
 
 def all_usual(*sequences: Sequence) -> bool:
-    """Runs a round of each sequence in a batch; returns whether all of them were usual."""
+    """Runs a round of each sequence in a batch; returns whether the batch completed all rounds. A
+    round that it did not complete runs alone."""
     done = batched(*sequences)()
     for each, over in zip(sequences, done, strict=True):
         if not over:
@@ -281,7 +282,7 @@ def test_a_process_cannot_begin_its_items_again_without_end(
 def test_the_second_process_that_runs_without_a_call_ends_the_sequence(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that handles SIGPROF stands for one that was taken over."""
+    """The thread that handles SIGPROF represents a thread that was taken over."""
     sequence = Sequence(runtime.program(CALM, "idle", "idle"))
 
     def run_without_a_call() -> None:

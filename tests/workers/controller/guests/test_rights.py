@@ -1,4 +1,5 @@
-"""A guest process is refused everything that guests do not need, and each layer works alone."""
+"""The operating system refuses a guest process everything that guests do not need. Each layer of
+protection also works alone."""
 
 from __future__ import annotations
 
@@ -143,7 +144,7 @@ print(json.dumps({
 """) == {"private": "done", "shared": "EPERM", "validated": "EPERM", "grows down": "EPERM"}
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers are those of x86-64")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers are of x86-64 calls")
 def test_every_system_call_that_is_not_listed_is_refused() -> None:
     listed = {numbers[0] for numbers in ALLOWED.values()}
     listed |= {numbers[0] for numbers in (CLONE, TGKILL, FCNTL, MMAP)}
@@ -157,7 +158,7 @@ print(json.dumps([called(number, -1, -1, -1, -1, -1, -1) for number in {others}]
     assert odd == {CLONE3[0]: "ENOSYS", MEMFD_CREATE[0]: "ENOSYS"}
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers are those of x86-64")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers are of x86-64 calls")
 def test_calls_are_listed_with_their_arguments_only() -> None:
     assert (
         in_a_process(f"""
@@ -218,7 +219,7 @@ def test_guest_processes_run_under_a_user_of_their_own() -> None:
         assert set(status["Uid"].split()) == {str(user.uid)}
         assert set(status["Gid"].split()) == {str(user.gid)}
         assert status["Groups"].split() == []
-        # The worker still kills such a process, and repeats its sequences.
+        # The worker can still kill the process, and repeats its sequences.
         sequence.controller._process.kill("the test ends it")  # type: ignore[attr-defined]
         sequence.round()
         assert sequence.allowed() == [2]

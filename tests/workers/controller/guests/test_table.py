@@ -40,7 +40,7 @@ def test_a_tenant_waits_while_all_processes_run(monkeypatch: pytest.MonkeyPatch)
 def test_a_process_is_started_although_its_parent_ends_meanwhile() -> None:
     with running() as runtime:
         first = runtime.table._launcher
-        # The parent reads the request for a process only after it has continued.
+        # While the parent process is stopped, it does not read the request for a process.
         os.kill(first.pid, signal.SIGSTOP)
         made: list[Sequence] = []
         thread = threading.Thread(target=lambda: made.append(Sequence(runtime.program(CALM))))
