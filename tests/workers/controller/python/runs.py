@@ -1,4 +1,4 @@
-"""Python controllers, run as a controller worker runs them, with a sampler for a model."""
+"""Runs Python controllers as a controller worker does. A function samples the tokens."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from tokenbus.workers.controller.variable_calls import VariableCalls
 from tokenbus.workers.state.variables import VariableStorage
 
 Choose = Callable[[int, list[int], list[int]], int]
-"""(seq, its tokens, what may be sampled) -> a token."""
+"""Samples a token; takes the number of a sequence, the sequence's tokens, and the allowed
+tokens."""
 
 
 @cache
 def vocabulary() -> TokenizerVocabulary:
-    """That of the embedded model; token 0 ends a sequence."""
+    """The vocabulary of the embedded model. Token 0 ends a sequence."""
     folder = files("tokenbus.workers.gpu.embedded") / "model"
     text = (folder / "tokenizer.json").read_text()
     return TokenizerVocabulary.from_json(text, size=4096, eos=(0,), fingerprint="embedded")
@@ -37,7 +38,7 @@ def tokens_of(text: str) -> list[int]:
 
 
 def variable_calls() -> VariableCalls:
-    """A worker's way to the variables, with a state worker's storage at its end."""
+    """A worker's calls of variables. The storage of a state worker answers them."""
     storage = VariableStorage()
 
     def post(frames: list[bytes], link: int) -> None:
@@ -49,7 +50,7 @@ def variable_calls() -> VariableCalls:
 
 
 class Run:
-    """A request played to its end: what became of each sequence."""
+    """Runs a request to its end. The fields have the results by sequence."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class Run:
         self.logs: dict[int, str] = {}
         self.sampled = 0
         self.sent_back = 0
-        """Tokens that the model has to drop."""
+        """Number of tokens that the controllers have dropped."""
         ask = variable_calls().perform
         self._group = SequenceGroup(1, 1, limits or Limits(), arg, max_tokens, False, ask)
         self._play(self._group.begin(program, vocabulary(), tokens_of(prompt)))
@@ -83,7 +84,7 @@ class Run:
 
     @property
     def texts(self) -> list[str]:
-        """The results of all sequences, in the order of their ids."""
+        """The texts of all sequences, in the order of their numbers."""
         return [self.text(seq) for seq in sorted(self.tokens)]
 
     def _play(self, results: list[StepResult]) -> None:
@@ -104,7 +105,7 @@ class Run:
                 rounds += woken
                 if not (woken or results):
                     break
-        assert set(self.ended) == set(self.tokens), "a sequence was left behind"
+        assert set(self.ended) == set(self.tokens), "a sequence has not ended"
 
     def _apply(self, result: StepResult) -> list[Round]:
         seq, tokens = result.seq, self.tokens[result.seq]
@@ -148,7 +149,7 @@ def play_script(script: Script, **how: object) -> Run:
 
 
 def writes(text: str) -> Choose:
-    """A model that wants to write this text, and to end then."""
+    """Samples the longest allowed token that continues this text; the end if no token does."""
 
     def choose(_seq: int, tokens: list[int], may: list[int]) -> int:
         rest = text[len(b"".join(map(vocabulary().token, tokens)).decode()) :].encode()
@@ -159,6 +160,6 @@ def writes(text: str) -> Choose:
 
 
 def says(text: str) -> Choose:
-    """A model that says this, token by token, whatever was there before; then it ends."""
+    """Samples the tokens of this text one by one, whatever was appended, and then the end."""
     rest = deque(tokens_of(text))
     return lambda _seq, _tokens, _may: rest.popleft() if rest else 0

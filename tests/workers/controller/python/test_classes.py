@@ -1,4 +1,4 @@
-"""Controllers written as classes: what their methods decide, and what their errors say."""
+"""Controllers written as classes: the effects of their decisions, and the texts of their errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .runs import play_class, play_script, says, tokens_of
 
 
 class Digits(Controller):
-    """As many digits as the argument says; the log counts them."""
+    """Samples as many digits as the argument says, and logs the count."""
 
     def __init__(self) -> None:
         self.digits = TokenSet.where(self.host.vocabulary, bytes.isdigit)
@@ -52,7 +52,7 @@ def test_a_class_constrains_what_is_sampled() -> None:
 
 
 class Splicer(Controller):
-    """Writes by itself, takes some of it back, and writes on."""
+    """Appends text, drops a part of it, and appends more."""
 
     def __init__(self) -> None:
         self.script = [append("one two"), splice(1, " three"), splice(2), append(tokens_of("!"))]
@@ -77,7 +77,7 @@ def test_a_class_appends_and_backtracks() -> None:
 
 
 class Appender(Controller):
-    """Appends before its first token."""
+    """Appends text before the first token is sampled."""
 
     done = False
 
@@ -95,7 +95,7 @@ def test_the_default_class_ends_where_the_model_does() -> None:
 
 
 class Forker(Controller):
-    """Two sequences: the first waits for what the second writes into a variable."""
+    """Forks once. The first sequence waits for a variable, which the second sequence sets."""
 
     def __init__(self) -> None:
         self.path: list[str] = []
@@ -150,7 +150,7 @@ def test_special_tokens_are_found_by_name() -> None:
 
 
 class OwnClone(Controller):
-    """Holds what cannot be copied."""
+    """Has an attribute that cannot be copied."""
 
     held: object
     forked = False
@@ -169,7 +169,7 @@ class OwnClone(Controller):
 
 
 class WithClone(OwnClone):
-    """Says how to copy it."""
+    """Defines how it is copied."""
 
     def clone(self) -> WithClone:
         copied = WithClone.__new__(WithClone)
@@ -219,7 +219,7 @@ def test_a_wrong_answer_is_reported_with_what_would_be_right(
 
 
 class Failing(Controller):
-    """Divides by nothing."""
+    """Divides by zero."""
 
     def mid_process(self, fork_group: list[int]) -> Decision:
         return sample({1 // len(fork_group[1:])})
@@ -254,7 +254,7 @@ def test_what_led_to_an_exception_is_in_the_log_too() -> None:
     assert "RuntimeError: one line and another, at " in run.errors[0]
     assert "direct cause" in run.logs[0]
     files = re.findall(r'File "([^"]*)"', run.logs[0])
-    assert files == [__file__, __file__], "neither ours nor those of the standard library"
+    assert files == [__file__, __file__], "the trace names other files"
 
 
 @pytest.mark.parametrize(("name", "value"), [("x" * 257, "y"), ("x", "y" * 2**20 + "y")])

@@ -1,4 +1,4 @@
-"""Controllers loaded by the name of their module and attribute, and served."""
+"""Python controllers are loaded by the names of their module and attribute, and served."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .runs import Run, says
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A module of an operator's, in the current directory."""
+    """An operator's module in the current directory."""
     source = """
         from tokenbus.workers.controller.python import Controller, PythonProgram
 

@@ -1,4 +1,4 @@
-"""``print`` and ``sys.stderr`` of Python controllers: to the log of their own sequence only."""
+"""``print`` and ``sys.stderr`` of a Python controller write only to the log of its sequence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .runs import play_class, play_script
 
 
 def play(program: type[Controller] | Script, **how: Any) -> dict[int, str]:
-    """The logs of a program that a worker serves."""
+    """The logs of a program that runs as in a worker."""
     with captured():
         run = play_class if isinstance(program, type) else play_script
         return run(program, **how).logs  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ def test_other_threads_and_other_sequences_have_their_own_output(
     both = threading.Barrier(2, timeout=60)
 
     class Meeting(Controller):
-        """Two of these are in their call at the same time."""
+        """Two instances of this class are in a call at the same time."""
 
         def pre_process(self) -> Decision:
             print("before", self.arg)

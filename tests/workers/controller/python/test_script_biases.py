@@ -17,7 +17,7 @@ from .runs import play_script, tokens_of, vocabulary
 
 
 def bias_sent(group: SequenceGroup, result: StepResult) -> dict[int, float]:
-    """The values of the bias of a result, without zeros."""
+    """The values of a result's bias that are not zero, by token."""
     if not result.biased:
         return {}
     found = read_bias(np.frombuffer(group.bias(0) or b"", dtype=np.uint32), vocabulary().size)

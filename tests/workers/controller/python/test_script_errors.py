@@ -1,4 +1,5 @@
-"""Scripts that are wrong: not deterministic, raising, or awaiting what they should not."""
+"""Wrong scripts: they are not deterministic, raise an exception, or await an object that is not a
+call of the context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts that fork: each fork has its own history, and they share variables."""
+"""Scripts that fork: each fork has its own history, and all forks share the variables."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_script_forks_twice_without_a_token_between() -> None:
 
     run = play_script(main)
     assert sorted(run.texts) == ["00", "01", "10", "11"]
-    assert run.sent_back == 0, "on the way nothing goes to the model"
+    assert run.sent_back == 0, "no token was sampled and dropped"
 
 
 def test_a_fork_into_one_is_none() -> None:

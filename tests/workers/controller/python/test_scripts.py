@@ -50,7 +50,7 @@ def test_a_text_of_a_regex_ends_where_the_model_ends_it() -> None:
 
     run = play_script(main, choose=says("120"))
     assert run.text() == "120 is 121 less one"
-    assert run.sent_back == 1, "the token that ends a sequence is taken back"
+    assert run.sent_back == 1, "the token that ends a sequence is dropped"
 
 
 def test_a_text_of_a_regex_ends_where_nothing_may_follow() -> None:

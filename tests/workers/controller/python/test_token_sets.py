@@ -1,4 +1,4 @@
-"""Sets of tokens, as masks and as Python's own sets."""
+"""``TokenSet`` makes masks, and behaves like a set of Python."""
 
 from __future__ import annotations
 

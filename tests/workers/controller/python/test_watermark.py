@@ -1,4 +1,4 @@
-"""The example of a watermark: its detector finds it in marked text, and in no other."""
+"""The detector of the watermark example finds the watermark in marked text only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT = [5, 6, 7]
 
 
 def example() -> Any:
-    """The module of the example."""
+    """The example's module."""
     path = SDK / "examples/watermark.py"
     spec = importlib.util.spec_from_file_location("watermark", path)
     assert spec is not None
@@ -38,7 +38,8 @@ def example() -> Any:
 
 
 def written(watermark: Any, key: int | None, temperature: float, seed: int) -> list[int]:
-    """A text with its prompt, of a model whose logits are random; None: without the controller."""
+    """A prompt and a text that a model with random logits writes with the watermark of ``key``;
+    None: without the controller."""
     size = vocabulary().size
     arg = json.dumps({"key": key or 0}).encode()
     group = SequenceGroup(1, 1, Limits(), arg, 999, True, VariableStorage().apply)
@@ -52,7 +53,7 @@ def written(watermark: Any, key: int | None, temperature: float, seed: int) -> l
             bias = read_bias(np.frombuffer(group.bias(0) or b"", dtype=np.uint32), size)
         group.record([result])
         logits = 2.0 * torch.randn(1, size, generator=chance)
-        logits[0, 0] = -100.0  # the end of the sequence
+        logits[0, 0] = -100.0  # the token that ends the sequence
         row = Row(Sampling(temperature=temperature), seed, 0, position, bias=bias)
         [token] = sample(logits, [0], [row]).tokens
         tokens.append(token)
@@ -70,7 +71,7 @@ def test_the_detector_tells_marked_text_from_other_text(temperature: float) -> N
         plain = written(watermark, None, temperature, seed)
         assert watermark.z_score(marked, 42, size) > 4
         assert watermark.z_score(plain, 42, size) < 2
-        assert watermark.z_score(marked, 43, size) < 2, "another key finds nothing"
+        assert watermark.z_score(marked, 43, size) < 2, "another key detects nothing"
 
 
 def test_half_of_the_vocabulary_is_green_after_each_token() -> None:
