@@ -1,4 +1,4 @@
-"""Scripts in their interpreter, run as a controller worker runs them."""
+"""Runs scripts in their interpreters, as a controller worker does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["play", "program", "says", "tokens_of", "vocabulary", "writes"]
 
 @cache
 def compiled(language: str) -> wasmtime.Module:
-    """The interpreter of a language after its boot. Its compiled form is kept in
+    """The interpreter of a language after its boot. Its compiled form is stored in
     ``build/guests``."""
     found = interpreter(language)
     file = CACHE / f"{found.id}-{version('wasmtime')}.compiled"
@@ -49,6 +49,6 @@ def program(text: str, language: str = "javascript") -> Program:
 
 
 def play(text: str, language: str = "javascript", **how: object) -> Run:
-    """Runs a script to its end; ``how`` as for ``Run``."""
+    """Runs a script to its end. ``how``: the arguments of ``Run``."""
     how.setdefault("limits", UNHURRIED)
     return Run(program(text, language), **how)  # type: ignore[arg-type]

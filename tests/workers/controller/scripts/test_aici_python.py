@@ -1,4 +1,4 @@
-"""AICI's interface for scripts in Python, as the notes on it list its names."""
+"""The names of AICI's interface for scripts in Python."""
 
 from __future__ import annotations
 

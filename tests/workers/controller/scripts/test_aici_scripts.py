@@ -1,4 +1,4 @@
-"""AICI's interface for scripts in JavaScript, as the notes on it list its names."""
+"""The names of AICI's interface for scripts in JavaScript."""
 
 from __future__ import annotations
 

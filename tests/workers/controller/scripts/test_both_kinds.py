@@ -18,7 +18,7 @@ from ..python.runs import Run
 from . import script_runs
 from .script_runs import constraints
 
-pytestmark = pytest.mark.process  # Compilers of grammars and of the interpreter are processes.
+pytestmark = pytest.mark.process  # Grammars and the interpreter are compiled in processes.
 
 SCRIPT = r"""
 async def main(ctx):

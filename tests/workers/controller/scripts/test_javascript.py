@@ -13,7 +13,7 @@ from tokenbus.workers.controller.wasm.sandbox import Ticker
 from ..played import engine
 from .script_runs import play, says, tokens_of
 
-pytestmark = pytest.mark.process  # Compilers of grammars and of the interpreter are processes.
+pytestmark = pytest.mark.process  # Grammars and the interpreter are compiled in processes.
 
 
 def main(body: str) -> str:

@@ -1,4 +1,4 @@
-"""Questions of scripts about constraints: their bounds."""
+"""The time of a script's questions about constraints is bounded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_the_time_of_making_a_constraint_counts(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(next_tokens, "MAX_MASKS_S", 0.0)
     questions = ConstraintQuestions(constraints().get, host("", vocabulary()))
     for code in (Code.INVALID_FIELD, Code.CONTROLLER_TIMEOUT):
-        # The constraint cannot be made from this pattern.
+        # The pattern is wrong, so the constraint cannot be made.
         with pytest.raises(TokenbusError) as refused:
             questions.next_tokens("regex", "(", [])
         assert refused.value.code == code

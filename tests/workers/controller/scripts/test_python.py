@@ -27,7 +27,7 @@ from ..python.runs import Run, vocabulary
 from . import script_runs
 from .script_runs import says
 
-pytestmark = pytest.mark.process  # Compilers of grammars and of the interpreter are processes.
+pytestmark = pytest.mark.process  # Grammars and the interpreter are compiled in processes.
 
 play = partial(script_runs.play, language="python")
 
@@ -284,7 +284,7 @@ def test_a_script_cannot_ask_for_more_tokens_than_a_text_has() -> None:
 
 
 class Uncopied:
-    """A constraint whose copies fail, as they do without memory."""
+    """A constraint whose copies fail, as if there were not enough memory."""
 
     def __init__(self, constraint: Constraint) -> None:
         self._constraint = constraint
@@ -297,7 +297,7 @@ class Uncopied:
 
 
 class UncopiedRegex:
-    """The program of this constraint."""
+    """A program that makes ``Uncopied`` constraints."""
 
     def start(self, host: Host) -> Constraint:
         regex = script_runs.constraints().get("regex")

@@ -1,4 +1,5 @@
-"""A script that is the argument of its request, as AICI's clients send it, and its host."""
+"""A script that is the argument of its request, as AICI's clients send it, and the controller that
+runs it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from ..played import UNHURRIED, engine
 from ..python.runs import Run, vocabulary
 from .script_runs import compiled, constraints
 
-pytestmark = pytest.mark.process  # Compilers of grammars and of the interpreter are processes.
+pytestmark = pytest.mark.process  # Grammars and the interpreter are compiled in processes.
 
 PYTHON = b"""
 async def main(ctx):

@@ -1,4 +1,5 @@
-"""Scripts in a whole system: uploads, tenants' tags, AICI's names, guest processes, moves."""
+"""Scripts in a whole system: uploads, tags of tenants, AICI's names, guest processes, and moved
+streams."""
 
 from __future__ import annotations
 
