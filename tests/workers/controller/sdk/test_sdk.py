@@ -1,4 +1,5 @@
-"""The layers of the SDK for C: masks against brute force, the trie, memory, text, variables."""
+"""The layers of the SDK for C: masks compared with brute force, the trie, memory, text,
+variables."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ rules = st.dictionaries(
 
 
 def readings(rules: Rules, accepting: set[int], text: bytes) -> set[tuple[int, bytes]]:
-    """(state, bytes of a string that has begun) for each way to read a text that can go on."""
+    """All ways to read a text that can continue. Each is a state, and the bytes of a string that
+    has begun."""
     live = accepting | {state for state, _ in rules}
     found = {(0, b"")} & {(state, b"") for state in live}
     for byte in text:
@@ -162,7 +164,7 @@ void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_
 
 
 def brackets(text: bytes) -> int | None:
-    """How many are open; None where the text is wrong."""
+    """The number of open brackets; None if the text is not valid."""
     open_ = 0
     for byte in text:
         if byte not in b"()x" or not 0 <= (open_ := open_ + {40: 1, 41: -1}.get(byte, 0)) <= 4:
@@ -268,7 +270,7 @@ def broken(blob: bytes, word: int, value: int) -> bytes:
 def test_a_token_trie_of_another_form_is_refused(word: int, value: int, says: str) -> None:
     tokens = [b"", b"a", b"ab", b"c"]
     sequence = Steered(TRIE, tokens)
-    # Header, root, a, ab, c; then four offsets.
+    # The words of the header, of the nodes root, a, ab and c, and of four offsets.
     assert len(sequence.vocabulary.trie) == 4 * (7 + 8 + 4) + 4
     sequence.vocabulary.trie = broken(sequence.vocabulary.trie, word, value)
     with pytest.raises(ControllerError, match=says):
@@ -368,7 +370,7 @@ def test_formats_the_prompt_and_the_argument_arrive() -> None:
     )
     assert said[1:5] == ["3 5 7 arg 3", "0 100", "3 -1", "1 42 ' ' 0"]
     assert said[5] == f"{WORDS.index(b'the ')} {WORDS.index(b'cat')} the cat"
-    # A prompt that the first inbox has no room for, and one that has exactly room for it.
+    # The first inbox is too small for this prompt, and just large enough for the next one.
     said = Steered(TEXT, WORDS, "a" * 9_000).begin(range(50_000)).split("\n")
     assert said[1] == "50000 0 49999 long 9000"
     assert Steered(TEXT, WORDS, "arg!").begin([9] * 1023).split("\n")[1] == "1023 9 9 arg! 4"
@@ -509,7 +511,8 @@ void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_
 
 
 def test_a_guest_finds_the_special_tokens_of_the_model() -> None:
-    """The order is unk, pad, sep, bos, eos, cls, mask, turn_start, turn_end."""
+    """The guest logs the tokens in the order unk, pad, sep, bos, eos, cls, mask, turn_start,
+    turn_end."""
     found = Steered(SPECIAL, BYTES).begin()
     assert found == f"-1 3 -1 1 {EOS} -1 {len(BYTES) - 1} -1 -1 "
     assert Steered(SPECIAL, BYTES, eos=-1).begin().split()[4] == "-1"

@@ -1,4 +1,4 @@
-"""Biases of C guests, sparse and dense, against brute force; and what is refused."""
+"""Sparse and dense biases of C guests equal those by brute force, and wrong biases are refused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def operations(*every: tuple[str, int, float]) -> bytes:
 
 
 def answered(arg: bytes) -> tuple[Steered, Answer]:
-    """A sequence with this argument, and its first mid_process."""
+    """A sequence with this argument, and the answer of its first mid_process."""
     guest = Steered(GUEST, BYTES, arg)
     guest.begin()
     guest.controller.pre_process()
@@ -145,7 +145,7 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
     return answer;
 }
 """
-"""A guest that writes the words of the call block itself."""
+"""A guest that sets the fields of its answer's bias without the functions of the SDK."""
 
 
 def test_pairs_may_come_in_any_order_and_the_host_checks_them() -> None:

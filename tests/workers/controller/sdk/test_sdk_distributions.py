@@ -1,4 +1,4 @@
-"""Queries and overrides of C guests: what is asked, what is read, and what is refused."""
+"""Queries and overrides of C guests: what they request, what they read, and which are refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ tb_answer tb_post_process(const uint32_t *tokens, uint32_t n, uint32_t backtrack
 
 
 def decided(guest: Steered) -> Answer:
-    """The decision of a round."""
+    """Runs a round; returns its decision."""
     guest.controller.pre_process()
     return guest.controller.mid_process((0,), memoryview(guest._mask))
 

@@ -79,7 +79,8 @@ def test_best_of_gives_sequence_0_the_best_text() -> None:
     run = Run(program(SDK / "examples/best_of.c"), WORDS, says(*texts), "4 20 longest")
     assert set(run.ended.values()) == {"stop"}
     assert len(run.tokens) == 5
-    # The first token of each is of its own share of the vocabulary; the rest is what it says.
+    # Each sequence's first token is from its own share of the vocabulary. The other tokens are its
+    # text.
     best = max(range(1, 5), key=lambda seq: len(run.text(seq)))
     assert run.text(0) == run.text(best)
     assert run.text(best).endswith("cccc")
@@ -223,7 +224,7 @@ GUIDE = "".join((ROOT / "docs" / page).read_text() for page in PAGES)
 
 
 def c_of_the_guide(word: str) -> str:
-    """The C in the guide that has a word."""
+    """The C code in the guide that contains a word."""
     blocks = [part.split("```")[0] for part in GUIDE.split("```c\n")[1:]]
     [source] = [block for block in blocks if word in block]
     return source
