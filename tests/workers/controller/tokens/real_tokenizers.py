@@ -1,5 +1,5 @@
-"""Two real tokenizers, out of the files that the package mistral-common brings: Tekken's 131,072
-byte-level tokens, and a SentencePiece model's 32,768 with ``▁`` and ``<0xAB>``."""
+"""Two real tokenizers from files of the package mistral-common: Tekken with 131,072 byte-level
+tokens, and a SentencePiece model with 32,768 tokens, among them ``▁`` and ``<0xAB>``."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def _tekken() -> tuple[str, list[bytes]]:
 
 
 def tekken_tokens() -> list[bytes]:
-    """The bytes of Tekken's tokens, special ones empty."""
+    """The bytes of Tekken's tokens; empty for special tokens."""
     return [b""] * TEKKEN_SPECIAL + _tekken()[1]
 
 
 @cache
 def tekken_json() -> str:
-    """Tekken as the ``tokenizers`` JSON that a checkpoint with it has."""
+    """Tekken as the ``tokenizers`` JSON of a checkpoint."""
     pattern, tokens = _tekken()
     rank = {token: number for number, token in enumerate(tokens)}
     characters = _byte_characters()
@@ -63,14 +63,14 @@ def tekken_json() -> str:
 
 @cache
 def tekken() -> TokenizerVocabulary:
-    """The vocabulary of that JSON."""
+    """The vocabulary of Tekken."""
     return TokenizerVocabulary.from_json(
         tekken_json(), size=TEKKEN_SIZE, eos=[2], fingerprint="tekken"
     )
 
 
 def _byte_characters() -> dict[int, str]:
-    """By GPT-2's rule, for ``str.translate``."""
+    """The characters that represent bytes in GPT-2's tokenizer, for ``str.translate``."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in shown]
     return {byte: chr(0x100 + place) for place, byte in enumerate(others)}
@@ -78,7 +78,7 @@ def _byte_characters() -> dict[int, str]:
 
 @cache
 def sentencepiece_model() -> Any:
-    """The SentencePiece model itself."""
+    """The SentencePiece model in its own library."""
     from sentencepiece import SentencePieceProcessor
 
     return SentencePieceProcessor(model_file=str(SENTENCEPIECE))
@@ -86,7 +86,7 @@ def sentencepiece_model() -> Any:
 
 @cache
 def sentencepiece_json() -> str:
-    """That model as the ``tokenizers`` JSON that Llama-2's and Mistral's checkpoints have."""
+    """The SentencePiece model as the ``tokenizers`` JSON of checkpoints of Llama 2 and Mistral."""
     model = sentencepiece_model()
     pieces = [model.id_to_piece(number) for number in range(model.vocab_size())]
     number_of = {piece: number for number, piece in enumerate(pieces)}
@@ -130,7 +130,7 @@ def sentencepiece_json() -> str:
 
 @cache
 def sentencepiece() -> TokenizerVocabulary:
-    """The vocabulary of that JSON."""
+    """The vocabulary of the SentencePiece model."""
     return TokenizerVocabulary.from_json(
         sentencepiece_json(), size=32_768, eos=[2], fingerprint="sentencepiece"
     )

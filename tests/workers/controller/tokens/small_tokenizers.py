@@ -1,4 +1,4 @@
-"""Small tokenizers of two kinds, trained on a few lines, and the vocabulary of any."""
+"""Small tokenizers of two kinds, trained on a few lines, and the vocabulary of any tokenizer."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ CORPUS = [
 def vocabulary(
     tokenizer: Tokenizer | str, size: int | None = None, eos: Sequence[int] = ()
 ) -> TokenizerVocabulary:
-    """The vocabulary of a tokenizer, for a model with as many tokens unless said otherwise."""
+    """The vocabulary of a tokenizer for a model with ``size`` tokens; None: as many as the
+    tokenizer has."""
     text = tokenizer if isinstance(tokenizer, str) else tokenizer.to_str()
     found = Tokenizer.from_str(text).get_vocab_size() if size is None else size
     return TokenizerVocabulary.from_json(text, size=found, eos=eos, fingerprint="f" * 64)
 
 
 def byte_level() -> Tokenizer:
-    """GPT-2's kind, with a space before the text, as some have it."""
+    """A byte-level BPE tokenizer like that of GPT-2, which adds a space before a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -49,7 +50,7 @@ def byte_level() -> Tokenizer:
 
 
 def unigram(scheme: str = "always") -> Tokenizer:
-    """SentencePiece's Unigram, as T5 and others have it, with byte fallback."""
+    """A Unigram tokenizer like that of T5, with byte fallback."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)

@@ -1,4 +1,4 @@
-"""A text is taken apart by longest match, wherever it can be written at all."""
+"""A text is divided into tokens by longest match, if the vocabulary can write it."""
 
 from __future__ import annotations
 

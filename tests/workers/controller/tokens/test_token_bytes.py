@@ -1,4 +1,4 @@
-"""The bytes of tokens are found whatever a tokenizer is made of, or it is refused."""
+"""The bytes of tokens are found for every kind of tokenizer, or the tokenizer is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The token trie says exactly which tokens there are, in the form that AICI's guests check."""
+"""The token trie contains exactly the tokens of a vocabulary, in the form that AICI's guests
+check."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ def test_a_changed_word_of_the_nodes_does_not_pass(
         trie = decode_trie(bytes(blob))
     except ValueError:
         return
-    # Another byte or another id in a place where it may be: it spells something else.
+    # The changed trie is valid, but a token has other bytes or another id.
     assert trie.spelled != dict(enumerate(tokens))
 
 

@@ -1,4 +1,4 @@
-"""A vocabulary knows the bytes of every token, and writes every text in tokens exactly."""
+"""A vocabulary has the bytes of every token, and writes every text in tokens exactly."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Kind(NamedTuple):
     own: Tokenizer
     vocabulary: TokenizerVocabulary
     joins: bool
-    """Its own decode takes a space off the beginning."""
+    """Whether the tokenizer's own decode removes a space at the beginning."""
 
 
 MADE: dict[str, Callable[[], tuple[str, bool]]] = {
@@ -59,7 +59,7 @@ MADE: dict[str, Callable[[], tuple[str, bool]]] = {
 
 @pytest.fixture(scope="module", params=MADE)
 def kind(request: pytest.FixtureRequest) -> Kind:
-    """Every kind, unless a test names some."""
+    """Each kind of tokenizer, unless a test names some kinds."""
     text, joins = MADE[request.param]()
     shared = {"SentencePiece BPE": sentencepiece, "Tekken": tekken}.get(request.param)
     known = vocabulary(text) if shared is None else shared()
@@ -67,13 +67,13 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 def of_kinds(*names: str) -> pytest.MarkDecorator:
-    """Only these."""
+    """Runs a test with these kinds of tokenizers only."""
     return pytest.mark.parametrize("kind", names, indirect=True)
 
 
 @pytest.fixture(scope="module")
 def tekken_library() -> Any:
-    """The library's own Tekken, which reads the same file."""
+    """Tekken in the library mistral-common, which reads the same file."""
     from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
     return Tekkenizer.from_file(TEKKEN)
@@ -112,7 +112,7 @@ def test_the_bytes_of_tokens_are_what_the_tokenizer_decodes(
         text = written.decode()
     except UnicodeDecodeError:
         if joins:
-            return  # How many replacement characters there are is each decoder's own affair.
+            return  # Decoders differ in the number of replacement characters.
         text = written.decode("utf-8", "replace")
     assert text == own.decode([*before, *tokens], skip_special_tokens=True)
 
@@ -161,7 +161,7 @@ def test_tekkens_tokens_are_those_of_its_own_library(
 @of_kinds("SentencePiece BPE")
 @given(text=TEXT.filter(lambda text: "▁" not in text))
 def test_sentencepieces_tokens_are_those_of_its_own_library(kind: Kind, text: str) -> None:
-    # The library puts a space before a text; here it is part of the text.
+    # The library adds a space before a text. Here the space is part of the text.
     model = sentencepiece_model()
     if text and not any(piece in text for piece in ("<s>", "</s>", "<unk>", "[")):
         tokens = kind.vocabulary.tokenize(b" " + text.encode())
@@ -284,7 +284,7 @@ def test_a_model_may_have_no_end_of_sequence() -> None:
         assert decode_trie(known.trie).eos == -1
 
 
-# --- what cannot be read or written ---------------------------------------------------------------
+# --- tokenizers and texts that are refused --------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "[]", "{}", '{"model": {"type": "Magic"}}'])
@@ -305,7 +305,7 @@ def test_a_text_beyond_the_vocabulary_is_refused_with_its_place() -> None:
         known.tokenize(b"a\xffa")
 
 
-# --- what it needs --------------------------------------------------------------------------------
+# --- imports and time -----------------------------------------------------------------------------
 
 
 @pytest.mark.process
