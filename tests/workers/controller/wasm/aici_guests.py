@@ -1,4 +1,4 @@
-"""Guests of the AICI ABI for tests: compiled once, and played without a model."""
+"""Guests of the AICI ABI for tests: compiled once, and run without a model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 RUST_TARGETS = ("wasm32-wasip1", "wasm32-wasi")
 EOS = 256
 LIMITS = Limits(init_s=0.4, pre_s=0.05, mid_s=0.1, post_s=0.05)
-"""Wider than usual: these tests do not depend on milliseconds."""
+"""Limits above the usual ones, because these tests do not check times."""
 
 WORDS = [b"yes", b"no", b"yet", b"not", b" the", b" answer", b" is", b"red", b"green", b"blue"]
 VOCABULARY = TokenizerVocabulary.from_tokens(
@@ -48,7 +48,7 @@ VOCABULARY.assign_roles({"unk": 10, "sep": 12, "bos": 13, "turn_end": 18})
 
 @contextmanager
 def ticking_engine(limits: Limits = LIMITS) -> Iterator[wasmtime.Engine]:
-    """An engine whose guests are stopped when their time is over."""
+    """An engine that stops its guests when their time is over."""
     engine = make_engine(limits)
     with Ticker(engine):
         yield engine
@@ -56,14 +56,14 @@ def ticking_engine(limits: Limits = LIMITS) -> Iterator[wasmtime.Engine]:
 
 @cache
 def puppet() -> bytes:
-    """The guest that does what its argument says (``aici_c/puppet.c``)."""
+    """The guest that executes the lines of its argument (``aici_c/puppet.c``)."""
     return compile_guest(HERE / "aici_c" / "puppet.c", "-Wno-infinite-recursion")
 
 
 def compile_rust(name: str) -> bytes:
-    """A module of ``aici_rust/<name>.rs``, as AICI's are made: a program for WASI.
+    """Compiles ``aici_rust/<name>.rs`` to a program for WASI, as AICI's modules are.
 
-    Skips the test where there is no Rust for WASI.
+    Skips the test if no Rust compiler for WASI is installed.
     """
     starts.check("a compiler")
     rustc, target = _rust()
@@ -112,7 +112,7 @@ _STAGES = {
 
 
 class Request:
-    """The sequences of one request; the test says what the model samples."""
+    """The sequences of one request. The test chooses the sampled tokens."""
 
     def __init__(
         self,
@@ -134,29 +134,30 @@ class Request:
         self.storage = VariableStorage()
         self.sequences: dict[int, ControlledSequence] = {}
         self.tokens: dict[int, list[int]] = {}
-        """The tokens of each sequence, beyond the prompt."""
+        """The tokens of each sequence after the prompt."""
         self.logs: dict[int, str] = {}
 
-    # --- what happens to it ---------------------------------------------------------------------
+    # --- events of the request ------------------------------------------------------------------
 
     def begin(self, prompt: Sequence[int] = ()) -> list[StepResult]:
-        """The first round."""
+        """Runs the first round; returns its results."""
         first = self._sequence(0, self._program.start)
         return self._take(self._rounds.begin(first, prompt))
 
     def sampled(self, seq: int, *tokens: int) -> list[StepResult]:
-        """The round after these tokens; and those of sequences that it wakes."""
+        """Runs the round of a sequence after these tokens, and the rounds of sequences that it
+        wakes."""
         self.tokens[seq] += tokens
         sequence = self.sequences[seq]
         assert sequence.stage is Stage.WAITING
         return self._take(self._rounds.sampled(sequence, tokens))
 
     def may_sample(self, seq: int = 0) -> list[int]:
-        """The tokens that the last mask of a sequence allows."""
+        """The tokens in the last mask of a sequence."""
         return list(allowed(self.sequences[seq].mask, self._vocabulary.size))
 
     def text(self, seq: int = 0) -> bytes:
-        """The text of a sequence beyond its prompt."""
+        """The text of a sequence after its prompt."""
         return self._vocabulary.bytes_of(self.tokens[seq])
 
     def close(self) -> None:
@@ -164,7 +165,7 @@ class Request:
         for sequence in self.sequences.values():
             sequence.controller.close()
 
-    # --- what a sequence group does --------------------------------------------------------------
+    # --- the part of a sequence group ------------------------------------------------------------
 
     def _take(self, results: list[StepResult]) -> list[StepResult]:
         for result in results:

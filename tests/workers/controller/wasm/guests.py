@@ -1,4 +1,4 @@
-"""Guests for tests: C files, or C text, compiled to Wasm with ziglang and the SDK."""
+"""Compiles C files or C text to guests for tests, with ziglang and the SDK."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ ROOT = Path(__file__).parents[4]
 SDK = ROOT / "workers/controller/sdk"
 TARGET = ("-target", "wasm32-freestanding", "-O2", "-g0", "-nostdlib")
 FLAGS = (*TARGET, "-Wl,--no-entry", "-Wl,-z,stack-size=65536")
-"""Those that docs/controllers.md and the examples name."""
+"""The flags that docs/controllers.md and the examples name."""
 WARNINGS = ("-Wall", "-Wextra", "-Wpedantic", "-Werror")
 CACHE = ROOT / "build/guests"
 
 
 def compile_guest(source: str | Path, *flags: str) -> bytes:
-    """The Wasm of a C file (a path) or of C text, with the SDK in reach.
+    """Compiles a C file (a path) or C text, which may include the SDK's headers; returns the
+    module.
 
-    ``flags`` follow the usual ones. Modules are kept in ``build/guests`` by what they are made of.
-    Raises AssertionError with what the compiler said where it refuses.
+    ``flags`` follow the usual flags. Modules are stored in ``build/guests`` by a hash of their
+    sources and flags. Raises AssertionError with the compiler's messages if the compiler fails.
     """
     starts.check("a compiler")
     text = source.read_bytes() if isinstance(source, Path) else source.encode()

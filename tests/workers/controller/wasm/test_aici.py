@@ -1,4 +1,4 @@
-"""Modules of the AICI ABI: what they are given, and what their answers mean."""
+"""Modules of the AICI ABI: what guests receive, and what their answers mean."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def engine() -> Iterator[wasmtime.Engine]:
 
 @pytest.fixture
 def puppets(engine: wasmtime.Engine) -> Iterator[Puppets]:
-    """Makes requests whose guests play these lines."""
+    """Makes requests whose guests execute these lines."""
     made: list[Request] = []
 
     def make(*lines: str) -> Request:
@@ -45,13 +45,13 @@ def puppets(engine: wasmtime.Engine) -> Iterator[Puppets]:
 
 
 def one(results: list[StepResult]) -> StepResult:
-    """The only result, which is not an error."""
+    """The only result. Fails if it is an error."""
     [result] = results
     assert result.error is None
     return result
 
 
-# --- what a guest is given ------------------------------------------------------------------------
+# --- input of a guest -----------------------------------------------------------------------------
 
 
 def test_a_module_starts_before_it_gets_the_prompt(puppets: Puppets) -> None:
@@ -146,7 +146,7 @@ def test_a_fork_keeps_the_blobs_that_its_parent_had(puppets: Puppets) -> None:
 def test_only_what_the_mask_allows_may_be_sampled(puppets: Puppets) -> None:
     request = puppets("mid mask 65", "mid mask 266", 'mid = {"SampleWithBias":{}}')
     assert one(request.begin()).attachment == 0
-    assert request.may_sample() == [266], "the mask given last holds"
+    assert request.may_sample() == [266], "the last mask applies"
 
 
 def test_without_a_mask_in_this_call_every_token_is_allowed(puppets: Puppets) -> None:
@@ -181,7 +181,7 @@ def test_a_mask_outside_of_mid_process_is_an_error(puppets: Puppets, call: str) 
     assert message in (results[0].error or "")
 
 
-# --- what answers mean ----------------------------------------------------------------------------
+# --- meaning of answers ---------------------------------------------------------------------------
 
 
 def test_a_splice_counts_the_token_about_to_be_generated(puppets: Puppets) -> None:
@@ -251,7 +251,7 @@ def test_a_guest_that_stops_itself_gives_what_it_printed(puppets: Puppets) -> No
     request = puppets("pre log earlier", "mid log no such file:", "mid log fine.txt", "mid stop")
     [result] = request.begin()
     assert result.error == "mid_process: no such file:\nfine.txt"
-    assert result.logs == "earlier\nno such file:\nfine.txt\n", "and it stays in the log"
+    assert result.logs == "earlier\nno such file:\nfine.txt\n", "the text is in the log too"
 
 
 def test_a_guest_that_stops_itself_without_a_log_is_reported_as_that(puppets: Puppets) -> None:
@@ -312,5 +312,5 @@ def test_a_suspended_fork_goes_on_when_another_writes(puppets: Puppets) -> None:
 def test_a_write_is_sent_to_the_client_as_the_guest_gave_it(puppets: Puppets) -> None:
     command = '{"WriteVar":{"name":"ä","value":"00ff","op":"Append","when_version_is":0}}'
     result = one(puppets(f"mid storage {command}", f"mid storage {command}").begin())
-    assert result.storage == [json.loads(command)], "the one that was written"
+    assert result.storage == [json.loads(command)], "only the write that was done"
     assert result.logs == ('{"WriteVar":{"version":1}}\n{"ReadVar":{"version":1,"value":"00ff"}}\n')

@@ -1,4 +1,5 @@
-"""Hostile modules of the AICI ABI: each ends with a clear error, and nothing else does."""
+"""Hostile modules of the AICI ABI: each ends with a clear error, and other guests are
+unaffected."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def engine() -> Iterator[wasmtime.Engine]:
 
 
 def play(engine: wasmtime.Engine, arg: str | bytes) -> StepResult:
-    """The last result of a round, and of one more after it; errors at the start as one."""
+    """The result of the second round, or of the first if the first ends the sequence. An error of
+    the start is returned as a result."""
     request = Request(engine, puppet(), arg)
     try:
         [result] = request.begin([1, 2])
@@ -51,7 +53,7 @@ def play(engine: wasmtime.Engine, arg: str | bytes) -> StepResult:
 
 
 def failure(engine: wasmtime.Engine, arg: str | bytes) -> str:
-    """The error of a guest that fails; a guest beside it does not notice."""
+    """The error of a guest that fails. Fails unless another guest of the engine continues."""
     beside = Request(engine, puppet(), "mid mask 65")
     assert beside.begin()[0].error is None
     result = play(engine, arg)
@@ -304,7 +306,7 @@ def test_a_wrong_storage_command_is_reported(
     assert message in error
 
 
-# --- before there is an instance ------------------------------------------------------------------
+# --- errors before the instance exists ------------------------------------------------------------
 
 
 def test_a_start_section_that_calls_the_host_is_reported(engine: wasmtime.Engine) -> None:

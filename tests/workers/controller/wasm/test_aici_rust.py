@@ -1,4 +1,5 @@
-"""AICI modules in Rust, compiled as AICI's are; skipped where there is no Rust for WASI."""
+"""AICI modules in Rust, compiled as AICI's are. The tests are skipped if no Rust compiler for WASI
+is installed."""
 
 from __future__ import annotations
 

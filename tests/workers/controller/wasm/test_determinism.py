@@ -1,8 +1,8 @@
 """A controller that is replayed from its recorded inputs repeats its decisions, byte for byte.
 
-The inputs: the prompt, the argument, the tokens that were sampled, in order, and the answers to
-operations on variables, by their names. The outputs: every result, mask, log and write. A replay
-runs in an engine of its own, after other guests have left their traces in the process.
+The inputs are the prompt, the argument, the sampled tokens in order, and the answer to each named
+operation on variables. The outputs are all results, masks, logs and writes. A replay runs in
+another engine, after other guests have used the memory of the process.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ MAX_TOKENS = 30
 LIMITS = Limits()
 FLOATS, TEMPORARY = 40_960, 49_152
 CANONICAL = 0x7FF8_0000_0000_0000
-"""A double that is not a number, in its one form."""
+"""The bits of the canonical NaN as a double."""
 
 
 def _floats() -> bytes:
-    """A guest that puts all that could differ from run to run into its mask and its variables.
+    """A guest whose mask and variables contain everything that could differ from run to run.
 
-    Numbers that are none, with signs and payloads; random bytes, the clock; memory that it has just
-    got; how long it has run.
+    These are NaNs with signs and payloads, random bytes, the clock, memory that was just allocated,
+    its size, and the number of the round.
     """
     numbers = [
         "(f64.div (f64.const 0) (f64.const -0))",
@@ -86,7 +86,7 @@ def _floats() -> bytes:
       (i32.store (i32.const {FLOATS + 240}) {call("var_append", 512, 4, FLOATS, 240, -1, 0)})
       (i32.store (i32.const {FLOATS + 244})
         {call("var_get", 512, 4, TEMPORARY, 4096, FLOATS + 248)})"""
-    # The mask is all that, and the tokens of its first word, which are always allowed.
+    # The mask is a hash of these bytes. The tokens of its first word are always allowed.
     mask = f"""(memory.fill (i32.const {FREE}) (i32.const 0) (i32.const 64))
       (local.set $i (i32.const 0))
       (loop $fold
@@ -119,7 +119,7 @@ mid poke random_get 8 64"""
 
 
 class Guest(NamedTuple):
-    """A module, and what it is given."""
+    """A module and its argument."""
 
     wasm: Callable[[], bytes]
     arg: str = ""
@@ -183,7 +183,7 @@ class Record:
 
 
 class Request:
-    """A request whose controllers run in a sequence group of their own."""
+    """A request whose controllers run in a sequence group."""
 
     def __init__(self, made: Program, arg: str, record: Record) -> None:
         self._record = record
@@ -191,7 +191,7 @@ class Request:
         self._storage = VariableStorage()
         self._made = made
         self.may: dict[int, list[int]] = {}
-        """The sequences that are with the model, and what may be sampled."""
+        """The sequences that wait for the model, and their allowed tokens."""
         self.length: dict[int, int] = {0: 0}
 
     def begin(self) -> None:
@@ -242,7 +242,7 @@ class Request:
 
 
 class Replay(Request):
-    """The same, with the answers that were given the first time."""
+    """A request whose operations get the recorded answers."""
 
     def __init__(self, made: Program, arg: str, recorded: Record) -> None:
         super().__init__(made, arg, Record())
@@ -255,7 +255,7 @@ class Replay(Request):
 
 
 def record(made: Program, arg: str, seed: int) -> Record:
-    """A request whose model samples at random what is allowed."""
+    """The record of a request whose model samples random allowed tokens."""
     draw = random.Random(seed)
     record = Record()
     request = Request(made, arg, record)
@@ -278,7 +278,7 @@ def test_a_replayed_request_gives_the_same_results_masks_logs_and_writes(
     arg = GUESTS[name].arg
     recorded = record(program(name, first), arg, seed)
     made = program(name, second)
-    # Another one of its forks, with other tokens, leaves its memory to those that follow.
+    # Another request, with other tokens, leaves its memory to later sequences.
     record(made, arg, seed + 1)
     replay = Replay(made, arg, recorded)
     replay.begin()
@@ -290,7 +290,7 @@ def test_a_replayed_request_gives_the_same_results_masks_logs_and_writes(
 
 
 def test_the_records_are_of_what_is_meant(first: wasmtime.Engine) -> None:
-    """Forks, splices, logs, writes and suspensions are among what is compared."""
+    """The compared results contain forks, splices, logs, writes and suspensions."""
     kinds: dict[str, set[str]] = {}
     for name in GUESTS:
         came = kinds[name] = set()
@@ -347,7 +347,8 @@ class One:
         return Host(1, 0, arg, VOCABULARY, variables, Log(65536), LIMITS, MAX_TOKENS)
 
     def clone(self) -> One:
-        """A fork of it, with the same id, and the same variables in a storage of its own."""
+        """A fork of the controller with the same sequence number, and with a copy of the
+        variables."""
         other = object.__new__(One)
         other._name = self._name
         other._storage = VariableStorage()
@@ -360,7 +361,7 @@ class One:
         return other
 
     def decide(self) -> None:
-        """Whatever comes before a token; ``may`` is then what may be sampled."""
+        """Makes the calls before the next token. ``may`` then has the allowed tokens."""
         self.may = []
         mask = bytearray(4 * -(-VOCABULARY.size // 32))
         for _ in range(20):
@@ -382,7 +383,8 @@ class One:
                 return
 
     def sampled(self, pick: int) -> bool:
-        """One of the tokens that may be sampled, and what follows; whether the sequence goes on."""
+        """Samples an allowed token, and makes the calls before the next one; returns whether the
+        sequence continues."""
         if self._told([self.may[pick % len(self.may)]], 0):
             self.decide()
         else:
@@ -403,7 +405,7 @@ class One:
 
 
 ALONE = ["choice", "upper4", "backtrack", "floats", "aici"]
-"""Those that have something to say without forks."""
+"""The guests that also make decisions without a fork."""
 
 
 @settings(max_examples=examples(5))
@@ -421,7 +423,7 @@ def test_a_clone_goes_on_as_a_replay_of_its_parent_would(
         if i == at:
             clone = parent.clone()
             forked = len(replay.came)
-        # The clone comes first, so that it cannot have what its parent does afterwards.
+        # The clone's calls come first, so that they cannot depend on the parent's next calls.
         if clone is not None:
             clone.sampled(pick)
         if not (parent.sampled(pick) & replay.sampled(pick)):

@@ -1,4 +1,5 @@
-"""With counted instructions, a limit ends the same calls on every machine; seconds only kill."""
+"""If instructions are counted, a limit ends the same calls on every machine. The limit in seconds
+then only ends calls that hang."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ tb_answer tb_post_process(const uint32_t *tokens, uint32_t n, uint32_t backtrack
     return tb_go_on();
 }
 """
-"""Loops in pre_process, and calls the host in post_process, as often as its argument says."""
+"""A guest that loops in pre_process, and calls the host in post_process, as often as its argument
+says."""
 
 
 class Started:
@@ -51,7 +53,7 @@ class Started:
 
 
 def ends(limits: Limits, rounds: int) -> bool:
-    """Whether a limit ends pre_process with this number of rounds."""
+    """Whether a limit ends a pre_process that loops this often."""
     try:
         Started(limits, rounds).controller.pre_process()
     except ControllerError:
@@ -60,7 +62,7 @@ def ends(limits: Limits, rounds: int) -> bool:
 
 
 def longest(limits: Limits) -> int:
-    """The largest number of rounds that pre_process survives."""
+    """The largest number of loops of pre_process that a limit does not end."""
     low, high = 0, 1 << 20
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Forks of modules that change their tables: the fork has the same elements, and its own tables."""
+"""Forks of modules that change their tables: a fork has the same elements in its own tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ....counts import examples
 
 LIMITS = Limits()
 SIZE = 8
-"""Elements of the first table at the beginning."""
+"""Number of elements of the first table at the beginning."""
 WAT = f"""
 (module
   (import "tokenbus" "seq_id" (func $imported (result i32)))

@@ -1,4 +1,4 @@
-"""The memory of a worker's guests: shares by tenant, as guests begin, grow, fork and end."""
+"""The memory of a worker's guests: the shares of tenants while guests begin, grow, fork and end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .hostile.guests import N, guest, set_word
 
 LIMITS = Limits(init_s=60.0, pre_s=60.0, mid_s=60.0, post_s=60.0)
 SMALL = INSTANCE_BYTES + 65_536
-"""A guest of one page."""
+"""Bytes of a guest with one page."""
 GROW = "(drop (memory.grow (i32.const 100)))"
 FORK_ONCE = f"""(if (i32.eq (global.get $round) (i32.const 1)) (then
     {set_word(N, 4)} (return (i32.const 3))))"""
@@ -38,7 +38,7 @@ class Worker:
     engine: wasmtime.Engine
 
     def begin(self, wasm: bytes, tenant: str = "anna") -> tuple[SequenceGroup, list[StepResult]]:
-        """A request, and the results of its first round."""
+        """The group of a new request, and the results of its first round."""
         module = wasmtime.Module(self.engine, with_exported_globals(wasm))
         group = SequenceGroup(1, 9, LIMITS, b"", 100, True, VariableStorage().apply)
         group.memory = self.memory.of(tenant)
@@ -50,7 +50,7 @@ class Worker:
 
 @pytest.fixture
 def worker() -> Worker:
-    """A worker in which the guests of one tenant have room for six small ones."""
+    """A worker in which one tenant may have six small guests."""
     return Worker(GuestMemory(12 * SMALL), make_engine(LIMITS))
 
 
@@ -116,7 +116,7 @@ def test_what_the_host_keeps_for_an_aici_guest_is_counted_while_it_is_kept(worke
 
 
 def test_forks_are_counted_each(worker: Worker) -> None:
-    for _ in range(3):  # The later ones are made of spare instances.
+    for _ in range(3):  # From the second time on, spare instances are used.
         group, results = worker.begin(guest(pre=FORK_ONCE))
         assert [r.action for r in results] == ["fork", *["sample"] * 4]
         assert worker.memory.used == 4 * SMALL

@@ -1,4 +1,5 @@
-"""The stores of several machines: one table for each tenant, the bytes where they are needed."""
+"""The module stores of several machines: one table for each tenant, and modules that are sent to
+the machines that need them."""
 
 from __future__ import annotations
 
@@ -32,25 +33,25 @@ def engine() -> wasmtime.Engine:
 
 
 class Machines:
-    """Stores with folders of their own, and a state worker's storage; what they send is carried by
-    hand."""
+    """Stores with separate folders, and the storage of a state worker. ``Machines`` delivers the
+    messages between them."""
 
     def __init__(self, folder: Path, engine: wasmtime.Engine) -> None:
         self.folder = folder
         self.state: DurableVariables | None = DurableVariables(folder / "state")
         self.unanswered = 0
-        """How often a state worker was asked while there was none."""
+        """Number of operations that were sent while there was no state worker."""
         self.stores: dict[int, ModuleStore] = {}
         self.sent: list[int] = []
-        """The machines that have sent a module."""
+        """The machine that has sent a module, for each module that was sent."""
         self.tamper: Tamper = lambda machine, wasm: wasm
         self.before_write: list[Callable[[], object]] = []
-        """Events before the next replacements of a table."""
+        """Functions that are called before the next replacements of a table, one before each."""
         self._engine = engine
         self._calls: dict[int, ModuleCalls] = {}
 
     def add(self, fetch_s: float = 30.0) -> ModuleStore:
-        """One more machine."""
+        """Adds a machine; returns its store."""
         number = len(self.stores) + 1
         carry = partial(self._carry, number)
         calls = ModuleCalls(carry, lambda frames, turn: carry(frames), fetch_s, 0.02)
@@ -60,7 +61,7 @@ class Machines:
         return self.stores[number]
 
     def restart_state(self) -> None:
-        """Another state worker reads the log."""
+        """Closes the storage, and opens it again from its log."""
         assert self.state is not None
         self.state.close()
         self.state = DurableVariables(self.folder / "state")
@@ -175,7 +176,7 @@ def test_changes_of_others_that_concern_no_tag_of_it_do_not_disturb_a_change(
     machines.before_write += [
         lambda: two.tag("anna", name, ["x"]),
         lambda: two.tag("anna", name, ["y"]),
-        # It assigns the same.
+        # This change assigns the same tag as the tested one.
         lambda: two.tag("anna", name, ["z"]),
     ]
     assert one.tag("anna", name, ["z"]).tags == ["t", "x", "y", "z"]
@@ -191,7 +192,7 @@ def test_other_bytes_than_the_id_says_are_refused_and_another_machine_is_chosen(
 
     def tamper(machine: int, wasm: bytes) -> bytes:
         if not bad:
-            bad.append(machine)  # Whichever is asked first.
+            bad.append(machine)  # The machine that is asked first.
         return module(9) if machine in bad else wasm
 
     machines.tamper = tamper
@@ -255,7 +256,7 @@ def test_only_the_first_stream_waits_in_full_for_a_state_worker_that_is_away(
     assert resolve() == second
     machines.state = None
     assert resolve() == second
-    assert asked[3:] == [0, asked[0]], "it has answered, so it is waited for again"
+    assert asked[3:] == [0, asked[0]], "after an answer, the store waits again"
     machines.state = state
 
 

@@ -1,4 +1,5 @@
-"""The store of modules: by tenant, over several processes, with compiled forms that are checked."""
+"""The store of modules: by tenant, shared by several processes, with compiled forms that are
+checked."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ LIMITS = Limits()
 
 
 def module(number: int = 0, more: str = "") -> bytes:
-    """A module of the native ABI; each number gives another one."""
+    """A module of the native ABI. Each number gives a different module."""
     calls = "".join(
         f'(func (export "tokenbus_{name}") (result i32) i32.const {number})'
         for name in ("abi_v1", "init_prompt", "pre_process", "mid_process", "post_process")
@@ -60,11 +61,11 @@ def modules(tmp_path: Path, engine: wasmtime.Engine) -> ModuleStore:
 
 
 def another(modules: ModuleStore, engine: wasmtime.Engine) -> ModuleStore:
-    """The same store, as another worker sees it."""
+    """The same store, as another worker opens it."""
     return ModuleStore(modules._folder, LIMITS, engine)
 
 
-# --- what clients ask for -------------------------------------------------------------------------
+# --- requests of clients --------------------------------------------------------------------------
 
 
 def test_a_module_is_stored_under_its_hash_and_found_by_it_and_by_its_tag(
@@ -90,7 +91,7 @@ def test_a_module_is_stored_under_its_hash_and_found_by_it_and_by_its_tag(
 def test_a_module_is_read_in_another_process_only(
     modules: ModuleStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading some modules takes a second, in which the worker's other threads would wait."""
+    """Reading a module may take a second, in which the worker's other threads would wait."""
     monkeypatch.setattr(wasm_reader.Reader, "byte", None)
     stored = modules.put("anna", module(1))
     assert modules.load(stored.module).abi == "native"
@@ -264,7 +265,7 @@ def test_an_id_may_be_named_by_its_first_8_characters(modules: ModuleStore) -> N
     assert modules.delete("anna", two[:8]).module == two
     other = modules.put("anna", module(3)).module
     modules.tag("anna", other, [one[:8]])
-    assert modules.resolve("anna", one[:8]) == other, "a tag goes before the beginning of an id"
+    assert modules.resolve("anna", one[:8]) == other, "a tag is preferred to the beginning of an id"
 
 
 def test_the_beginning_of_two_ids_is_ambiguous_and_both_are_named(modules: ModuleStore) -> None:
@@ -278,18 +279,19 @@ def test_the_beginning_of_two_ids_is_ambiguous_and_both_are_named(modules: Modul
 
 
 def alike() -> tuple[bytes, bytes]:
-    """Two modules whose hashes have the first 8 digits in common: of 2**16 or so there are two."""
+    """Two modules whose hashes have the same first 8 digits. Among some 2**16 modules there are
+    two."""
     seen: dict[str, bytes] = {}
     start = module() + b"\0\5\1n"
     for number in count():
-        wasm = start + number.to_bytes(3)  # In a custom section.
+        wasm = start + number.to_bytes(3)  # The number is in a custom section.
         first = seen.setdefault(hashlib.sha256(wasm).hexdigest()[:8], wasm)
         if first is not wasm:
             return first, wasm
     raise AssertionError
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refused modules ------------------------------------------------------------------------------
 
 
 def test_a_module_beyond_the_limit_is_refused_with_both_sizes(
@@ -362,7 +364,7 @@ def test_the_quota_of_a_key_is_named_and_says_when_to_try_again(modules: ModuleS
 
 
 def slow_module(loops: int) -> bytes:
-    """Small, and very long to compile: loops over many locals."""
+    """A small module with loops over many locals, whose compilation takes very long."""
     variables = 2000
     body = bytearray(b"\x01" + encode_u32(variables) + b"\x7f")
     for i in range(loops):
@@ -370,7 +372,7 @@ def slow_module(loops: int) -> bytes:
         body += b"\x03\x40\x20" + a + b"\x41\x01\x6a\x21" + b + b"\x20" + c + b"\x0d\x00\x0b"
     body += b"\x0b"
     wasm = module(more="(func)")
-    # The last function, which is the empty one, in the middle of the section of functions.
+    # The last function, in the middle of the code section, is the empty one.
     at = wasm.index(b"\x02\x00\x0b")
     section = wasm.rindex(b"\x0a", 0, at)
     size = wasm[section + 1]

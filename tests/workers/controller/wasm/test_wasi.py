@@ -1,4 +1,5 @@
-"""WASI for guests, called from a guest: what is empty, what is constant, and what is refused."""
+"""WASI as a guest calls it: which answers are empty, which are constant, and which calls are
+refused."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ REFUSED = sorted(
     and name not in ("fd_write", "fd_fdstat_get", "fd_sync")
 )
 AT = 64
-"""Where results are written."""
+"""The address at which results are written."""
 
 
 def called(name: str, *arguments: int) -> str:
-    """A function of the guest that calls one of WASI with these arguments."""
+    """The module of a guest that calls a function of WASI with these arguments."""
     function = WASI[MODULE, name]
     params = " ".join(TYPES[letter] for letter in function.params)
     numbers = " ".join(

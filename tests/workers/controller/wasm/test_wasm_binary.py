@@ -1,4 +1,4 @@
-"""Wasm modules read byte by byte: hand-made ones, compiled ones, and garbage."""
+"""The reader of Wasm modules, applied to hand-made modules, compiled modules and garbage."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ __attribute__((export_name("mix"))) uint32_t mix(uint32_t n) {
 
 @pytest.fixture(scope="module")
 def compiled_c(processes: None, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The modules that clang makes of C, with every extension that it knows."""
+    """A module that clang makes from C, with many extensions of Wasm."""
     pytest.importorskip("ziglang")
     folder = tmp_path_factory.mktemp("c")
     (folder / "mix.c").write_text(C_SOURCE)

@@ -1,4 +1,4 @@
-//! The AICI binary interface as a guest sees it, without a crate: imports, JSON, the token trie.
+//! The guest's side of the AICI binary interface, without a crate: imports, JSON, the token trie.
 
 #![allow(dead_code)]
 
@@ -23,7 +23,7 @@ mod host {
     }
 }
 
-/// A blob, read with a guess of its size, and again where it is larger.
+/// Reads a blob into a buffer of a guessed size, and again if the blob is larger.
 fn read(blob: u32, guess: usize) -> Vec<u8> {
     let mut bytes = vec![0; guess];
     let size = unsafe { host::aici_host_read_blob(blob, bytes.as_mut_ptr(), guess as u32) } as usize;
@@ -38,7 +38,7 @@ pub fn module_arg() -> String {
     String::from_utf8(read(unsafe { host::aici_host_module_arg() }, 16)).expect("UTF-8")
 }
 
-/// The argument of the call under way.
+/// The argument of the current call.
 pub fn argument() -> Json {
     Json::parse(&read(unsafe { host::aici_host_process_arg() }, 256))
 }
@@ -56,7 +56,7 @@ pub fn eos_token() -> Token {
     unsafe { host::aici_host_eos_token() }
 }
 
-/// What the host gives to a panic: its message has been printed before.
+/// Makes a panic print its message and stop the guest.
 pub fn stop_on_panic() {
     std::panic::set_hook(Box::new(|info| {
         println!("Panic: {}", info);
@@ -92,7 +92,7 @@ pub trait Controller {
     fn init_prompt(&mut self, prompt: Vec<Token>);
     fn pre_process(&mut self) -> Pre;
     fn mid_process(&mut self, fork_group: Vec<u32>) -> Mid;
-    /// Whether to stop.
+    /// Returns whether the sequence stops.
     fn post_process(&mut self, tokens: Vec<Token>, backtrack: usize) -> bool;
 }
 
@@ -138,7 +138,7 @@ pub fn post_process(controller: &mut impl Controller) {
     give(&format!("{{\"stop\":{}}}", stop));
 }
 
-/// Exports the calls of a controller; its handle is the address of a box, as in AICI.
+/// Exports the calls of a controller. Its handle is the address of a box, as in AICI.
 #[macro_export]
 macro_rules! export {
     ($kind:ty) => {
@@ -200,12 +200,12 @@ fn variable(answer: &Json) -> Option<(usize, Vec<u8>)> {
     }
 }
 
-/// Version and value.
+/// The version and the value of a variable; None if it is not set.
 pub fn get(name: &str) -> Option<(usize, Vec<u8>)> {
     variable(&storage(&format!("{{\"ReadVar\":{{\"name\":\"{}\"}}}}", name)))
 }
 
-/// The new version, or what is there where the version was another.
+/// The new version. If the version was not `when_version_is`, the current version and value.
 pub fn write(
     name: &str,
     value: &[u8],
@@ -238,14 +238,14 @@ pub struct TokTrie {
     pub eos: Token,
 }
 
-/// What may follow, byte by byte; a stack of states.
+/// Decides which bytes may follow, with a stack of states.
 pub trait Recognizer {
     fn try_push_byte(&mut self, byte: u8) -> bool;
     fn pop_bytes(&mut self, count: usize);
 }
 
 impl TokTrie {
-    /// Reads the trie and checks all of its form.
+    /// Reads the trie and checks its whole form.
     pub fn read() -> TokTrie {
         let bytes = read(unsafe { host::aici_host_token_trie() }, 0);
         let header = words(&bytes[..28]);
@@ -275,7 +275,8 @@ impl TokTrie {
         self.nodes.len()
     }
 
-    /// Every id once, at the node that its bytes lead to; every subtree inside of its parent's.
+    /// Checks that every id occurs once, at the node of its bytes, and that every subtree is inside
+    /// its parent's.
     fn check(&self) {
         let mut used = vec![false; self.vocab_size];
         assert_eq!(self.nodes[0].0 & 0xff, 0xff, "the root's byte");
@@ -312,7 +313,7 @@ impl TokTrie {
         }
     }
 
-    /// The tokens all of whose bytes may follow, as a mask.
+    /// The mask of the tokens whose bytes may all follow.
     pub fn compute_bias(&self, recognizer: &mut impl Recognizer) -> Vec<u32> {
         let mut mask = vec![0; (self.vocab_size + 31) / 32];
         let (mut at, mut pop) = (1, 0);
@@ -403,7 +404,7 @@ struct Parser<'a> {
 }
 
 impl<'a> Parser<'a> {
-    /// The next byte that is no space; 0 at the end.
+    /// The next byte that is not a space; 0 at the end.
     fn peek(&mut self) -> u8 {
         while self.at < self.text.len() && self.text[self.at].is_ascii_whitespace() {
             self.at += 1;
@@ -461,7 +462,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// A string; of escapes only those of one byte.
+    /// Reads a string, in which only escapes of one byte are supported.
     fn string(&mut self) -> String {
         assert!(self.take(b'"'), "a string");
         let mut bytes = vec![];

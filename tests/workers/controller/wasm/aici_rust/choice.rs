@@ -1,7 +1,7 @@
-//! Each of `forks` sequences may be one of `choices`, then it votes in variables and stops.
+//! Each of `forks` sequences samples one of `choices`, votes in variables, and stops.
 //!
-//! Argument: {"choices":["yes","no"],"forks":2}. `votes` gets each choice, in order; `count` is how
-//! many there were, by compare and set.
+//! Argument: {"choices":["yes","no"],"forks":2}. The variable `votes` gets
+//! each choice, in order. `count` is the number of choices, written by compare and set.
 
 mod abi;
 
@@ -32,7 +32,7 @@ impl Choice {
     }
 }
 
-/// The bytes of what was chosen so far, and of a token on top of it.
+/// The text that was sampled, and the bytes of a token after it.
 struct Prefix<'a> {
     choices: &'a [String],
     text: Vec<u8>,
@@ -84,7 +84,7 @@ impl Controller for Choice {
         }
         let vote = [&self.text[..], b";"].concat();
         abi::write("votes", &vote, "Append", None).unwrap();
-        // Not the version that is there at first: what is there comes back, and is then replaced.
+        // The first write names a wrong version, so it returns the current version and value.
         let mut seen = Some((1000, vec![]));
         loop {
             let (version, count) = match &seen {

@@ -1,4 +1,5 @@
-//! Two forks: the first writes, takes back, and tells a word; the second waits for it and appends it.
+//! Two forks: the first samples, drops tokens, and writes a word to a variable. The second waits for
+//! the word and appends it.
 //!
 //! The argument is the word; "panic" panics in mid_process.
 
@@ -11,7 +12,7 @@ enum Part {
     New,
     /// Samples two tokens, then replaces them.
     Writer { sampled: usize },
-    /// Has been told that two were dropped.
+    /// Has been notified that two tokens were dropped.
     Done,
     Waiter,
 }
@@ -65,7 +66,7 @@ impl Controller for Scribe {
             self.part = if first { Part::Writer { sampled: 0 } } else { Part::Waiter };
         }
         match self.part {
-            // Two that were sampled, and the one about to be.
+            // Drops the two sampled tokens, and the token that would be sampled next.
             Part::Writer { sampled: 2 } => {
                 Mid::Splice { backtrack: 3, tokens: abi::tokenize(" not") }
             }

@@ -1,8 +1,8 @@
-"""Hostile guests, through a whole system: each ends with a clear error, and nothing else does.
+"""Hostile guests in a whole system: each ends with a clear error, and other streams are unaffected.
 
-While each of them runs, so does a stream with a well-behaved controller in the same controller
-worker: it has the tokens that it has alone, and goes on. How much slower its steps become is
-measured by ``benchmarks/isolation.py``.
+While a hostile guest runs, so does a stream with a well-behaved controller in the same controller
+worker. This stream continues, and has the tokens that it has alone. ``benchmarks/isolation.py``
+measures how much slower its steps become.
 """
 
 from __future__ import annotations

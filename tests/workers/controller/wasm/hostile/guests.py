@@ -1,13 +1,14 @@
-"""Guests of the native ABI in Wasm text: well-behaved, but for what a test puts into a call."""
+"""Guests of the native ABI in Wasm text. They are well-behaved except for the instructions that a
+test puts into a call."""
 
 from __future__ import annotations
 
 import wasmtime
 
 MASK = 8192
-"""An address with 16 KiB of ones behind it: a mask that allows everything."""
+"""The address of 16 KiB of ones. As a mask, they allow every token."""
 FREE = 32768
-"""An address from which on a guest's memory is zeros."""
+"""From this address on, a guest's memory is zeros."""
 N, LIST, DROP, MASK_AT, COUNT, SEQ = 1056, 1060, 1064, 1068, 1036, 1044
 """Addresses of words of the call block, which is at 1024. The inbox is at 2048."""
 INBOX_SIZE = 1032
@@ -25,7 +26,7 @@ WASI = {
         "environ_sizes_get": "i32 i32",
     }.items()
 }
-"""Imports of WASI, each as a guest declares it."""
+"""The declarations of imports from WASI."""
 
 _GUEST = """(module
   (import "tokenbus" "log" (func $log (param i32 i32)))
@@ -77,8 +78,8 @@ def guest(
 ) -> bytes:
     """A controller that samples under a mask of ones, with these instructions in its calls.
 
-    Each call has two i32 locals, ``$i`` and ``$j``; ``$round`` counts the calls of pre_process.
-    ``imports`` and ``more`` go where their names say.
+    Each call has two i32 locals, ``$i`` and ``$j``. ``$round`` counts the calls of pre_process.
+    ``imports`` and ``more`` are further imports and definitions of the module.
     """
     calls = {"abi": abi, "grow": grow, "init": init, "pre": pre, "mid": mid, "post": post}
     given = {"imports": imports, "more": more, "pages": pages, "ones": "\\ff" * 16384}
@@ -86,17 +87,17 @@ def guest(
 
 
 def set_word(address: int, value: int) -> str:
-    """Stores a u32."""
+    """Instructions that store a u32."""
     return f"(i32.store (i32.const {address}) (i32.const {value}))"
 
 
 def call(name: str, *arguments: int) -> str:
-    """Calls an import; what it returns is left on the stack."""
+    """Instructions that call an import. Its result remains on the stack."""
     return f"(call ${name} {' '.join(f'(i32.const {a})' for a in arguments)})"
 
 
 def times(count: int, body: str) -> str:
-    """Does ``body`` this many times; ``$i`` counts down from ``count``."""
+    """Instructions that execute ``body`` ``count`` times. ``$i`` counts down from ``count``."""
     return (
         f"(local.set $i (i32.const {count})) (loop $again {body} "
         "(br_if $again (local.tee $i (i32.sub (local.get $i) (i32.const 1)))))"
@@ -104,17 +105,17 @@ def times(count: int, body: str) -> str:
 
 
 def until_refused(grow: str) -> str:
-    """Does ``grow`` (memory.grow, table.grow) until it gives -1."""
+    """Instructions that repeat ``grow`` (memory.grow or table.grow) until it returns -1."""
     return f"(loop $more (br_if $more (i32.ne {grow} (i32.const -1))))"
 
 
 GROW = until_refused("(memory.grow (i32.const 1))")
-"""Takes all the memory that a guest can have."""
+"""Instructions that allocate all the memory that a guest can have."""
 
 COUNTS = guest(
     mid=f"""(drop {call("var_append", 512, 4, 512, 1, -1, FREE)})
       (i32.store8 (i32.const {FREE + 1}) {call("var_get", 512, 4, FREE + 8, 1024, 0)})
       {call("log", FREE, 2)}"""
 )
-"""In each round it appends a byte to a variable, and logs the version that this made and the length
-that the variable has then."""
+"""A guest that appends a byte to a variable in each round, and logs the new version and the length
+of the variable."""

@@ -1,4 +1,5 @@
-"""A well-behaved stream beside a hostile one: it must have its tokens all the same."""
+"""A well-behaved stream next to a hostile one. It must receive the tokens that it receives
+alone."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ TOKENS = 600
 
 
 class Neighbour:
-    """Streams with a well-behaved controller, one after another while a test wants one.
+    """Runs streams with a well-behaved controller, one after another, during a block of a test.
 
     with neighbour.running():
         ...
@@ -28,12 +29,13 @@ class Neighbour:
             self._wanted = stream.tokens()
         assert len(self._wanted) == TOKENS
         self.received = 0
-        """Tokens, of all of its streams."""
+        """Number of tokens that all streams have received."""
         self._failure: BaseException | None = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A stream that has begun before the block and goes on after it, with the same tokens."""
+        """Runs a stream that receives tokens before the block and again after it. Fails if they
+        differ from the tokens of a stream that runs alone."""
         enough = threading.Event()
         thread = threading.Thread(target=self._run, args=(enough,))
         self._failure = None
@@ -48,7 +50,7 @@ class Neighbour:
         assert self._failure is None, self._failure
 
     def wait_for_tokens(self, count: int = 2) -> None:
-        """Until this many more tokens have come; all but the first were computed from now on."""
+        """Waits for this many more tokens. All but the first are computed after the call."""
         seen = self.received
         until(
             lambda: self.received >= seen + count or self._failure is not None,

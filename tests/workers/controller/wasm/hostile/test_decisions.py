@@ -23,7 +23,7 @@ def test_a_mask_at_the_very_end_of_memory_is_a_mask(system: System) -> None:
 
 
 def test_bits_beyond_the_vocabulary_mean_nothing(system: System) -> None:
-    # All the ones that there are, the rest of the last word included.
+    # All bits of the mask are set, even those beyond the vocabulary in its last word.
     free = system.client.generate("x = 1", max_tokens=5, ignore_eos=True).tokens()
     name = system.upload(guest(mid=set_word(MASK_AT, MASK)))
     [sequence] = system.undisturbed(lambda: system.run(name))
@@ -39,7 +39,7 @@ def test_an_empty_mask_is_reported(system: System, temperature: float) -> None:
 
 
 def splice(drop: int, *tokens: int) -> str:
-    """Drops and appends."""
+    """Instructions that return a splice."""
     stores = "".join(set_word(FREE + 4 * i, token) for i, token in enumerate(tokens))
     words = set_word(N, len(tokens)) + set_word(LIST, FREE) + set_word(DROP, drop)
     return f"{stores} {words} (return (i32.const 4))"
@@ -47,7 +47,7 @@ def splice(drop: int, *tokens: int) -> str:
 
 @pytest.mark.parametrize("drop", [5, 2**32 - 1])
 def test_a_splice_before_the_beginning_is_reported(system: System, drop: int) -> None:
-    # In its third round, when there are 2 tokens.
+    # The splice is in the third round, when the sequence has 2 tokens.
     body = f"(if (i32.eq (global.get $round) (i32.const 3)) (then {splice(drop, 7)}))"
     assert system.controller_error(guest(mid=body)) == (
         f"its splice drops {drop} tokens; the sequence has 2 beyond its prompt"

@@ -20,7 +20,7 @@ def test_twenty_million_forks_at_once_are_refused(system: System) -> None:
 
 
 def test_a_fork_bomb_across_forks_is_refused(system: System) -> None:
-    # Every sequence becomes two in each of its rounds.
+    # In each of its rounds, each sequence forks into two.
     name = system.upload(guest(pre=set_word(N, 2) + "(return (i32.const 3))"))
     sequences = system.undisturbed(lambda: system.run(name, max_tokens=100))
     assert len(sequences) == 128

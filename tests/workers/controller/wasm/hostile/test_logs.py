@@ -22,7 +22,7 @@ def test_ten_gigabytes_of_log_are_counted_and_64_kib_kept(system: System) -> Non
 
 
 def test_ten_gigabytes_through_wasi_are_counted_too(system: System) -> None:
-    # 16 buffers of all its memory in each of 10 calls.
+    # Each of 10 calls writes 16 buffers, each with the whole memory.
     size = 64 * 1024 * 1024
     pieces = f"""(local.set $i (i32.const 16)) (loop $again
       (i32.store (i32.add (i32.const {FREE}) (i32.mul (local.get $i) (i32.const 8)))

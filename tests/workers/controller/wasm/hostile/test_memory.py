@@ -18,7 +18,7 @@ TOUCH = """(local.set $i (i32.const 0))
 
 
 def test_memory_ends_where_it_must_and_all_of_it_can_be_used(system: System) -> None:
-    # The pages that it has in the end, as characters of its log.
+    # Stores the final number of pages, which mid_process checks.
     keep = "(global.set $kept (memory.size))"
     wasm = guest(
         init=GROW + TOUCH + keep,
@@ -53,12 +53,12 @@ def test_a_hundred_forks_cannot_each_take_much_memory(system: System) -> None:
     name = system.upload(guest(pre=FORK_ONCE % 100, mid=grow % call("log", 512, 4)))
     sequences = system.undisturbed(lambda: system.run(name, max_tokens=2))
     assert [s.error for s in sequences] == [None] * 100
-    # The first one has its own memory, and got what it asked for once.
+    # The first sequence has its own memory, which can grow once. The memory of a fork cannot grow.
     assert [s.logs for s in sequences] == ["name", *["namename"] * 99]
 
 
 def test_a_fork_never_finds_what_another_has_left_in_its_memory(system: System) -> None:
-    # The fork grows its memory, writes there, and ends; the next one gets the same memory.
+    # A fork grows its memory, writes to it, and ends. The next fork gets the same memory.
     mid = f"""(if (call $seq_id) (then
       (if (i32.ne (memory.size) (i32.const 1)) (then unreachable))
       (if (i32.load (i32.const {FREE})) (then unreachable))

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.process
 
 
 def test_a_module_of_50_mb_is_refused(system: System) -> None:
-    """By the client already; the broker does it where the client does not (its own test)."""
+    """The client already refuses the module. Another test sends one past the client to the
+    broker."""
     wasm = guest() + b"\0" + b"\xf8\xf0\xea\x17" + bytes(50_000_000 - 8)
 
     def act() -> RequestError:
@@ -45,7 +46,7 @@ REFUSED = {
     "137 are there": guest()[:-20],
     "the module is not a controller: ": b"\0asm\1\0\0\0",
 }
-"""The text of the error, and the module."""
+"""The text of each error, and the refused module."""
 
 
 def test_what_is_no_controller_is_refused(system: System) -> None:

@@ -11,7 +11,8 @@ from .guests import COUNT, LIST, MASK_AT, WASI, N, call, guest, set_word
 pytestmark = pytest.mark.process
 
 ADDRESSES = [65_534, 70_000_000, 2**32 - 1]
-"""One that reaches over the end of a page, one that no guest has, the last one."""
+"""An address whose range crosses the end of a page, an address beyond the memory of any guest, and
+the last address."""
 POINTERS = {
     "log": ["log {} 4", "log 8 {}"],
     "fail": ["fail {} 4"],
@@ -35,7 +36,7 @@ POINTERS = {
     "args_sizes_get": ["args_sizes_get {} 8", "args_sizes_get 8 {}"],
     "environ_sizes_get": ["environ_sizes_get {} 8", "environ_sizes_get 8 {}"],
 }
-"""Calls of imports, with a place for an address, or for a size of as many bytes."""
+"""Calls of imports. ``{}`` is replaced by an address, or by a size with the same value."""
 
 
 def test_pointers_out_of_bounds_are_told_of_by_every_import(system: System) -> None:
@@ -50,7 +51,7 @@ def test_pointers_out_of_bounds_are_told_of_by_every_import(system: System) -> N
                 )
     clock = "(drop (call $clock_time_get (i32.const 0) (i64.const 0) (i32.const {})))"
     bodies += [("clock_time_get", a, clock.format(a)) for a in ADDRESSES]
-    # The number of the call is the argument, two characters after the prompt in the inbox.
+    # The argument is the number of the call: two characters after the prompt in the inbox.
     chosen = f"""(local.set $i (i32.add (i32.const 2048) (i32.mul (i32.const 4)
       (i32.load (i32.const {COUNT})))))
       (local.set $j (i32.add (i32.sub (i32.load8_u (local.get $i)) (i32.const 48))

@@ -29,7 +29,7 @@ LOOPS = {
 @pytest.mark.parametrize("phase", LOOPS)
 def test_an_endless_loop_is_stopped_in_each_phase(system: System, phase: str) -> None:
     calls, limit_ms = LOOPS[phase]
-    # An argument for which the inbox is too small, so that it is grown.
+    # This argument does not fit into the inbox, so the inbox grows.
     error = system.fails(guest(**calls), controller_arg="x" * 5000 if "grow" in calls else "")
     assert type(error) is ControllerError
     assert error.code == "controller_timeout"
@@ -78,7 +78,7 @@ TOKENIZE_1_MIB = f"(drop {call('tokenize', 65_536, 1_048_576, 0, 0)})"
 def test_time_in_the_host_counts_without_a_loop(
     system: System, phase: str, calls: dict[str, str], limit_ms: float
 ) -> None:
-    """Ticks stop a guest in loops and at its own functions; these have neither."""
+    """Ticks stop a guest in its loops and functions. These guests have neither."""
     error = system.fails(guest(**calls))
     assert (error.code, error.message) == (
         "controller_timeout",
@@ -158,5 +158,6 @@ def test_twenty_hostile_requests_at_once_hold_nobody_up(system: System) -> None:
 
     system.undisturbed(all_of_them)
     assert ended == ["controller_timeout"] * 20
-    # They take seconds of CPU time; a stream that waited for them would have one step or two.
+    # The hostile requests take seconds of CPU time. A stream that waited for them would get one or
+    # two tokens.
     assert during[0] > 5

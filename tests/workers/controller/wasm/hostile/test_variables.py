@@ -1,4 +1,4 @@
-"""Hostile guests that fill the variables, or look for those of others."""
+"""Hostile guests that fill the variables, or try to read those of other requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_gigabyte_round_by_round_is_refused(system: System) -> None:
 
 
 def test_a_gigabyte_in_many_values_is_refused(system: System) -> None:
-    # Names of two bytes that count up, a few in each round.
+    # The names have two bytes, which count up. Each round uses a few names.
     body = f"""(global.set $kept (i32.add (global.get $kept) (i32.const 1)))
       (i32.store16 (i32.const 512) (i32.or (i32.const 0x4040) (i32.or
         (i32.and (global.get $kept) (i32.const 31))
