@@ -1,4 +1,5 @@
-"""Guests played for tests: call by call, or a whole request with a function for a model."""
+"""Runs guests for tests: call by call, or a whole request in which a function samples the
+tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from .wasm.guests import compile_guest
 
 EOS = 0
 BYTES = [b"", *(bytes([byte]) for byte in range(256))]
-"""Token 0 ends; then every byte. The tests add longer tokens."""
+"""Token 0 ends a sequence. Each other token is a byte. Tests add longer tokens."""
 WORDS = [*BYTES, b"the", b"the ", b" cat", b"cat", b"ca", b"dog", b" sat", b"AB", b"abcD", b"at"]
 
 engine = make_engine(Limits())
@@ -47,7 +48,7 @@ the usual limits of some milliseconds of CPU time."""
 
 
 class Steered:
-    """The controller of one sequence, whose calls the test makes itself."""
+    """The controller of one sequence. The test makes its calls."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Steered:
         eos: int = EOS,
         max_tokens: int = 100,
     ) -> None:
-        """``source``: a guest's, or what makes controllers already."""
+        """``source``: the C source of a guest, or a program."""
         self.vocabulary = vocabulary(tokens, eos)
         self.log = Log(1 << 20)
         storage = VariableStorage()
@@ -69,12 +70,13 @@ class Steered:
         self._mask = bytearray(4 * -(-len(tokens) // 32))
 
     def begin(self, prompt: Sequence[int] = ()) -> str:
-        """init_prompt; what was logged."""
+        """Calls init_prompt; returns the log."""
         self.controller.init_prompt(prompt)
         return self.log.take()
 
     def mid(self) -> set[int] | list[int] | None:
-        """mid_process: the tokens of a mask, the tokens of a splice in a list, or None: stop."""
+        """Calls pre_process and mid_process; returns the set of allowed tokens, the list of the
+        tokens of a splice, or None for stop."""
         assert self.controller.pre_process().action is Action.CONTINUE
         answer = self.controller.mid_process((0,), memoryview(self._mask))
         if answer.action is Action.STOP:
@@ -91,11 +93,12 @@ class Steered:
 
 
 Choose = Callable[[int, list[int], set[int]], int]
-"""(seq, its tokens, what may be sampled) -> a token."""
+"""Samples a token; takes the number of a sequence, the sequence's tokens, and the allowed
+tokens."""
 
 
 class Run:
-    """A request run to its end by its sequence group, with ``choose`` for a model."""
+    """Runs a request to its end in a sequence group. ``choose`` samples the tokens."""
 
     def __init__(
         self,
@@ -133,7 +136,7 @@ class Run:
             woken, results = self._group.record(results)
             self._group.free()
             rounds += [*sampled, *woken]
-        assert set(self.ended) == set(self.tokens), "a sequence was left behind"
+        assert set(self.ended) == set(self.tokens), "a sequence has not ended"
 
     def _apply(self, result: StepResult) -> list[Round]:
         seq, tokens = result.seq, self.tokens[result.seq]
@@ -164,8 +167,8 @@ class Run:
 
 
 def says(*texts: str) -> Choose:
-    """A model that samples the bytes of texts[seq] one after another and ends then, or whatever is
-    allowed where that is not."""
+    """Samples the bytes of ``texts[seq]`` one by one, and then the end. If the mask forbids this
+    token, the first allowed token is sampled."""
     rest = [iter(text.encode()) for text in texts]
 
     def choose(seq: int, _tokens: list[int], may: set[int]) -> int:

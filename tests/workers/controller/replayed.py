@@ -1,8 +1,10 @@
-"""Requests that are cut off at any point and replayed, as a GPU worker that takes one over does.
+"""Requests whose stream is cut off at any event and replayed, as on a GPU worker that takes over
+the stream.
 
-A stream's events are applied one by one: a token that was sampled, a result of its controller. The
-transcript is a prefix of them. A new group runs the controllers again from it, its results are
-applied to each sequence from its resume point on, and the stream goes on.
+The events of a stream are applied one by one. An event is a sampled token, or a result of a
+controller. The transcript is a prefix of the events. A new group replays the controllers from the
+transcript. Its results are applied to each sequence from the sequence's resume point, and the
+stream continues.
 """
 
 from __future__ import annotations
@@ -31,26 +33,26 @@ class Life:
     """The state of a sequence."""
 
     tokens: list[int] = field(default_factory=list)
-    """Beyond its prompt."""
+    """The tokens after the prompt."""
     sampled: list[int] = field(default_factory=list)
     forks: list[list[int]] = field(default_factory=list)
     end: str = ""
     last: bool = False
     masks: list[bytes | None] = field(default_factory=list)
-    """The positions of its samples."""
+    """The mask of each sampling; None: no mask."""
     logs: str = ""
     storage: list[Any] = field(default_factory=list)
-    """Both as tokens have carried them."""
+    """``logs`` and ``storage``: the logs and writes that tokens have carried."""
     noted_logs: str = ""
     noted_storage: list[Any] = field(default_factory=list)
-    """The results since then."""
+    """``noted_logs`` and ``noted_storage``: the logs and writes after the last of these tokens."""
     carried: tuple[int, int] = (0, 0)
-    """How much of its logs and writes its tokens had carried when the last one was sampled."""
+    """The lengths of ``logs`` and ``storage`` when the last token was sampled."""
     given: tuple[int, int] = (0, 0)
-    """How much of them its controller gives again."""
+    """The lengths of the logs and of the writes that the replayed controller repeats."""
     suspended: bool = False
     resume: Life | None = None
-    """Its state at its resume point."""
+    """The state at the resume point."""
 
     def carry(self) -> None:
         self.logs += self.noted_logs
@@ -58,7 +60,8 @@ class Life:
         self.noted_logs, self.noted_storage = "", []
 
     def mark(self) -> None:
-        """This is its resume point. Notes are not kept there, as no token carries them."""
+        """Makes the current state the resume point, without the noted logs and writes, because no
+        token has carried them."""
         resume = copy.deepcopy(self, {id(self.resume): None})
         resume.noted_logs, resume.noted_storage = "", []
         self.resume = resume
@@ -69,8 +72,8 @@ class Ended(Exception):
 
 
 class Stream:
-    """A request with its controllers, a model that samples by (seed, sequence, position), and a
-    client that is cut off after ``cut`` events."""
+    """A request with its controllers. The model samples by (seed, sequence, position). The client
+    is cut off after ``cut`` events."""
 
     limits = WIDE
 
@@ -96,15 +99,16 @@ class Stream:
     # --- running --------------------------------------------------------------------------------
 
     def run(self, cut: int | None = None, ahead: int = 0) -> Stream:
-        """Runs it from its beginning, to its end or until it is cut off.
+        """Runs the request from its beginning to its end, or until it is cut off.
 
-        The client has seen ``cut`` events then; the workers were that much ``ahead`` of it.
+        When it is cut off, the client has seen ``cut`` events, and the workers are ``ahead`` events
+        further.
         """
         results = self.group.begin(self.program(), self.vocabulary, PROMPT, self.n)
         return self._until_cut(results, cut, ahead)
 
     def replays(self) -> list[Replay]:
-        """The transcript's sequences, parents before their forks."""
+        """The sequences of the transcript, parents before their forks."""
         return [
             Replay(
                 seq,
@@ -117,7 +121,7 @@ class Stream:
         ]
 
     def resume(self, cut: int | None = None, ahead: int = 0) -> Stream:
-        """Another worker takes it over."""
+        """Continues the request at another worker."""
         told = self.replays()
         self.group = self._new_group()
         if told == [Replay(0, [])]:
@@ -145,7 +149,7 @@ class Stream:
             pass
         else:
             left = [seq for seq, life in self.lives.items() if not life.end]
-            assert not left, f"the sequences {left} were left behind"
+            assert not left, f"the sequences {left} have not ended"
         self.group.close()
         self.group.free()
         if self._seen is not None:
@@ -154,7 +158,7 @@ class Stream:
 
     @property
     def over(self) -> bool:
-        """Whether the client has seen it all."""
+        """Whether the client has seen the ends of all sequences."""
         return all(life.end for life in self.lives.values())
 
     def _new_group(self) -> SequenceGroup:
@@ -240,7 +244,8 @@ class Stream:
         stepped = self.group.step(seq, [token], over, None)
         assert stepped is not None
         if over:
-            # Its token and its end are one entry, which is sent after the last round.
+            # The token and the end of the sequence are one entry, which is sent after the last
+            # round.
             [result] = stepped[1]()
             self.group.record([result])
             self._event()
@@ -262,7 +267,7 @@ class Stream:
         return results
 
     def outcome(self) -> dict[int, tuple[object, ...]]:
-        """Its outcome, for a comparison."""
+        """The results of each sequence, to be compared."""
         return {
             seq: (life.tokens, life.forks, life.end, life.logs, life.storage, life.masks)
             for seq, life in self.lives.items()

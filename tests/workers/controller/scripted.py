@@ -1,7 +1,8 @@
-"""A controller that does what its argument says; served to the tests of the whole path.
+"""A controller that takes its decisions from its argument, for tests of a whole system.
 
-The argument is ``{"do": [...], "tells": true}``. ``do`` lists what to do, one after another; after
-the last everything is sampled. ``tells``: it logs the arguments of post_process.
+The argument is ``{"do": [...], "tells": true}``. ``do`` lists decisions and commands in order.
+After the last one, the controller samples without a mask. ``tells``: the controller logs the
+arguments of post_process.
 
 ["append", tokens]            ["splice", drop, tokens]       ["sample", tokens or null]
 ["fork", [list, list, ...]]   ["suspend"]                    ["wait", variable]
@@ -10,8 +11,9 @@ the last everything is sampled. ``tells``: it logs the arguments of post_process
 ["print", text]               to standard output, and the same to standard error
 ["special", name]             logs the id of this special token
 
-"sample" may have a bias after its tokens: an object of values by token, or a number by which a
-dense one is multiplied. A fork goes on with the list at its place in the fork group.
+"sample" may have a bias after its tokens: an object of values by token, or a number by which the
+values of a dense bias are multiplied. A sequence of a fork continues with the list at its place in
+the fork group.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ from tokenbus.workers.controller.python import (
 )
 
 Decides = Callable[..., Decision]
-"""Makes a decision of what comes after its name in a list."""
+"""Makes a decision from the arguments that follow its name in a list."""
 BEFORE: dict[str, Decides] = {"append": append, "suspend": suspend, "stop": stop}
 AT: dict[str, Decides] = {"sample": sample, "splice": splice, "stop": stop}
 
 
 class Scripted(Controller):
-    """See above."""
+    """The controller that the module's docstring describes."""
 
     def __init__(self) -> None:
         arg = self.arg if isinstance(self.arg, dict) else {}
@@ -92,7 +94,7 @@ class Scripted(Controller):
         return stop() if self.eos_stops and self.host.vocabulary.eos in tokens else go_on()
 
     def _quietly(self, what: list[Any]) -> bool:
-        """Does what needs no answer; whether it was such a thing."""
+        """Runs a command that is not a decision; returns whether ``what`` is such a command."""
         kind, *args = what
         if kind == "log":
             self.log(args[0], end="")
@@ -115,7 +117,7 @@ class Scripted(Controller):
 
 
 class Slow(Controller):
-    """Sleeps for a while before each token."""
+    """Sleeps for 50 ms before each token."""
 
     def mid_process(self, fork_group: list[int]) -> Decision:
         time.sleep(0.05)
@@ -123,7 +125,8 @@ class Slow(Controller):
 
 
 class Gated(Controller):
-    """Decides as often as the file that its argument names has bytes, and waits for more."""
+    """Makes as many decisions as the file that its argument names has bytes, and waits for more
+    bytes."""
 
     def __init__(self) -> None:
         self.rounds = 0
@@ -136,7 +139,7 @@ class Gated(Controller):
 
 
 class Unwilling(Controller):
-    """Cannot be made."""
+    """Raises an exception in init_prompt."""
 
     def init_prompt(self, prompt: list[int]) -> None:
         raise ValueError("not today")

@@ -1,4 +1,4 @@
-"""Drafts for controllers, whose copies run along the draft."""
+"""A copy of a controller runs along a draft, and decides for each of its tokens."""
 
 from __future__ import annotations
 

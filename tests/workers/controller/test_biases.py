@@ -1,4 +1,4 @@
-"""Biases of Python controllers: how they are sent, what is refused, and what a replay checks."""
+"""Biases of Python controllers: how they are sent, which are refused, and what a replay checks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def wanted(values: dict[int, float]) -> list[float]:
 
 
 def sent(group: SequenceGroup, result: StepResult) -> list[float] | None:
-    """The bias of a result, as it is sent in a message."""
+    """The values of a bias that is sent in the message of a result; None: the message has no
+    bias."""
     body, attachments = _message([(group, [result])])
     [one] = decode_as(Result, body, "msgpack").sequences
     if one.bias_attachment is None:
@@ -101,7 +102,6 @@ def test_a_wrong_bias_ends_the_sequence_with_an_error_that_names_it(bias: Any, e
 
 
 def test_a_bias_is_written_to_the_row_of_its_sequence() -> None:
-    """And to those of its forks, each to its own."""
     descriptor = os.memfd_create("biases-of-the-test")
     try:
         os.ftruncate(descriptor, 4 * (ROW_BYTES + BIAS_BYTES))
@@ -125,7 +125,7 @@ def test_a_bias_is_written_to_the_row_of_its_sequence() -> None:
 
 
 def test_a_file_without_room_for_biases_has_them_sent() -> None:
-    """As that of a GPU worker of an earlier release."""
+    """A GPU worker of an earlier release has such a file."""
     descriptor = os.memfd_create("biases-of-the-test")
     try:
         os.ftruncate(descriptor, 4 * ROW_BYTES)
@@ -164,7 +164,7 @@ def test_a_round_that_ends_the_sequence_has_no_bias(eos: bool) -> None:
 
 
 def replayed(kind: Callable[[], Any], *tokens: int) -> list[StepResult]:
-    """The results of a controller that is run again after these tokens."""
+    """The results of a controller that is replayed with these tokens."""
     group = SequenceGroup(1, 9, UNHURRIED, b"", 100, False, VariableStorage().apply)
     steps = group.begin_again(
         PythonProgram(kind),  # type: ignore[arg-type]

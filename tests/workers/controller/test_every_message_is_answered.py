@@ -1,7 +1,7 @@
 """Whatever arrives and whatever fails, each START and each sequence of a STEP gets a RESULT.
 
-The worker is the real one, without its connection: messages are handed over, and what it posts is
-taken from where the bus thread would.
+The worker is real, but has no connection. Tests put messages into its inbox, and read its messages
+from the outbox of its link.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ GPU = 7
 
 
 class Fails(Controller):
-    """Raises what is no Exception, as a panic of a native library is."""
+    """Raises an exception that is not an ``Exception``, like a panic of a native library."""
 
     def mid_process(self, fork_group: list[int]) -> Decision:
         raise asyncio.CancelledError("cancelled by itself")
 
 
 class Counts(Controller):
-    """Samples, and logs each token that it is given."""
+    """Samples, and logs the tokens of each round."""
 
     def post_process(self, tokens: list[int], backtrack: int) -> Decision | None:
         self.log(tokens)
@@ -62,7 +62,7 @@ class Counts(Controller):
 
 
 class Suspends(Controller):
-    """Sequence 0 suspends itself in its second round, while the other one samples."""
+    """Sequence 0 suspends itself in its second round. The other sequence samples."""
 
     rounds = 0
 
@@ -75,7 +75,7 @@ class Suspends(Controller):
 
 
 class Reads(Controller):
-    """Reads a variable in its first round, once its request has ended."""
+    """Reads a variable in its first round, after its request has ended."""
 
     began = threading.Event()
     ended = threading.Event()
@@ -93,14 +93,14 @@ class Reads(Controller):
 
 
 class Refuses:
-    """A program whose reason is not valid Unicode."""
+    """A program whose error message is not valid Unicode."""
 
     def start(self, host: Host) -> interface.Controller:
         raise ControllerError(Code.CONTROLLER_FAILED, "not \ud800 today")
 
 
 class Panics:
-    """A program that raises what is no Exception."""
+    """A program that raises an exception that is not an ``Exception``."""
 
     def start(self, host: Host) -> interface.Controller:
         raise BaseException("a panic")
@@ -134,12 +134,12 @@ class Worker:
         self._bus._inbox.put([FromBus(kind, header, body, list(attachments))])
 
     def start(self, request: int, controller: str, n: int = 1) -> StepResult:
-        """START, with the tokenizer sent where the worker requests it."""
+        """Sends START and the tokenizer; returns the first result."""
         self.begin(request, controller, n)
         return self.result(request)
 
     def attempts(self) -> dict[int, int]:
-        """Those that the next RESULT names."""
+        """The attempts that the next RESULT names, by request."""
         named = msgpack.decode(self.first(b"RESULT")[2], type=Result).attempts
         self._bus._links[0]._outbox.clear()
         return named
@@ -147,7 +147,7 @@ class Worker:
     def begin(
         self, request: int, controller: str, n: int = 1, *replay: Replay, attempt: int = 0
     ) -> None:
-        """The same; the result is not awaited."""
+        """Sends START and the tokenizer, and does not wait for the result."""
         name = VocabularyName(fingerprint="f", size=300, eos=[0])
         start = Start(
             controller=controller,
@@ -218,7 +218,7 @@ def test_a_start_that_fails_in_any_way_gets_a_result(
     result = worker.start(1, controller)
     assert result.action == "error"
     assert says in (result.error or "")
-    assert worker.start(2, "free").action == "sample", "the worker goes on"
+    assert worker.start(2, "free").action == "sample", "the worker continues"
 
 
 def test_a_start_that_cannot_be_read_gets_a_result(worker: Worker) -> None:
@@ -231,14 +231,15 @@ def test_a_start_that_cannot_be_read_gets_a_result(worker: Worker) -> None:
 
 
 def test_the_first_result_of_a_start_names_its_attempt(worker: Worker) -> None:
-    """A GPU worker that starts a controller again takes no result for it that does not."""
+    """A GPU worker that has started a controller again ignores its results until one names this
+    attempt."""
     for attempt, controller in ((1, "free"), (2, "refuses"), (3, "free")):
         worker.begin(1, controller, attempt=attempt)
         assert worker.attempts() == {1: attempt}
     stepped = StepSequence(1, 0, [5])
     worker.send(b"STEP", msgpack.encode(Step(sequences=[stepped])))
     assert worker.attempts() == {}
-    # One that cannot be read names it too, where it can.
+    # The RESULT also names the attempt if only another field of START cannot be decoded.
     worker.send(b"START", msgpack.encode({"controller": 5, "attempt": 6}), 3, b"tenant")
     assert worker.attempts() == {3: 6}
 
@@ -260,8 +261,8 @@ def test_a_step_of_an_unknown_request_or_sequence_gets_a_result(worker: Worker) 
 
 
 def test_a_step_of_an_earlier_attempt_at_another_gpu_worker_is_void(worker: Worker) -> None:
-    """The GPU worker that a request has left does not know that yet. Its token is not one of the
-    attempt that the controller was started for."""
+    """The GPU worker that the request has left does not know that yet. Its token does not belong to
+    the attempt for which the controller was started."""
     worker.start(1, "counts")
     stale = Step(sequences=[StepSequence(1, 0, [6])])
     worker.send(b"STEP", msgpack.encode(stale), gpu=GPU + 1)
@@ -289,7 +290,8 @@ def test_a_step_whose_mask_file_cannot_be_mapped_gets_masks_as_attachments(worke
 
 
 def test_the_main_loop_waits_for_no_group(worker: Worker) -> None:
-    """A thread has a group's lock: others have their rounds, and the group's step comes later."""
+    """While a thread holds the lock of a group, the rounds of other groups run. The step of the
+    locked group runs later."""
     for request in (1, 2, 3):
         worker.start(request, "free")
     locked, ended = (worker.worker._groups[0, request] for request in (1, 3))
@@ -344,7 +346,7 @@ def test_an_operation_that_begins_after_its_request_ended_is_refused(worker: Wor
     # The next START shows that END has been handled.
     assert worker.start(2, "free").action == "sample"
     Reads.ended.set()
-    until(lambda: Reads.errors, BOUND_S, "no error of the operation")
+    until(lambda: Reads.errors, BOUND_S, "the operation fails")
     assert Reads.errors == ["the request 1 has ended, so its variables were dropped"]
 
 
@@ -400,7 +402,8 @@ def test_a_worker_that_registers_anew_drops_all_controllers_and_what_they_would_
 
 
 def test_a_long_replay_lets_other_requests_go_first(worker: Worker) -> None:
-    """With one thread for starts, a short one that comes later is answered before it."""
+    """With one thread for starts, a short start that arrives later is answered before the
+    replay."""
     starts = worker.worker._starts
     starts._slots = 1
     worker.start(1, "free")

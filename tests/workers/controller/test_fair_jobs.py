@@ -15,7 +15,7 @@ from tokenbus.workers.controller.fair_jobs import FairJobs
 from tokenbus.workers.controller.pool import Pool
 
 BOUND_S = 300.0
-"""Only bounds a hang."""
+"""A limit in seconds that only bounds a hang."""
 
 
 def nothing() -> None:

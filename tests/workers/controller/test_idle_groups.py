@@ -30,7 +30,7 @@ def idle(tenant: str, rounds: int = 1) -> Idle:
 
 
 def wakes(groups: list[Idle]) -> dict[Idle, int]:
-    """The wakes of each group, if it becomes idle again immediately."""
+    """How often each group is woken, if it becomes idle again immediately."""
     queue, now = IdleQueue(), 0.0
     for group in groups:
         queue.add(group, now)

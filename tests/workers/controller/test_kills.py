@@ -1,4 +1,5 @@
-"""Processes that die, and clients that go, while streams are steered: nothing hangs or is left."""
+"""Processes die or clients disconnect while controllers steer streams. No stream hangs, and nothing
+is left of an ended stream."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ from tokenbus.workers.controller.__main__ import main
 variable_calls.GIVE_UP_S = 3600.0
 sys.exit(main())
 """
-"""A controller worker whose guests wait for the state worker for as long as the test does."""
+"""A controller worker whose guests wait for the state worker as long as the test runs."""
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +72,14 @@ def test_two_controller_workers_share_the_load_and_one_takes_over_the_others_par
     system: System,
 ) -> None:
     system.with_controllers(2)
-    # Their guests wait, so that none ends before all have been counted.
+    # All guests wait for the state worker, so that no stream ends before the requests are counted.
     system.state.send(signal.SIGSTOP)
     try:
         readers = [Reader(system.stream("counts", retry_s=0)) for _ in range(12)]
         until(
             lambda: sorted(w.requests for w in system.of("controller")) == [6, 6],
             BOUND_S,
-            "6 at each",
+            "six requests at each worker",
         )
     finally:
         system.state.send(signal.SIGCONT)
@@ -101,9 +102,9 @@ def test_a_suspended_sequence_is_suspended_at_the_next_controller_worker_too(
         before = len(reader.tokens)
         if before < 800:
             break
-        # It was nearly over when the worker was killed.
+        # The stream had almost ended when the worker was killed, so the test tries again.
         reader.stream.close()
-    until(lambda: len(reader.tokens) > before + 5, BOUND_S, "it goes on")
+    until(lambda: len(reader.tokens) > before + 5, BOUND_S, "the stream continues")
     assert len(reader.stream.sequences[1].tokens) <= 1
     reader.stream.close()
     system.wait_until_free()
@@ -134,7 +135,7 @@ def test_guests_that_wait_for_the_state_worker_delay_no_other_stream(system: Sys
     patient = Process("patient_controller", system.bus.folder / "patient.log", environment)
     system.bus.others.append(patient)
     system.controllers = [patient]
-    until(lambda: [w.pid for w in system.of("controller")] == [patient.pid], BOUND_S, "it is there")
+    until(lambda: [w.pid for w in system.of("controller")] == [patient.pid], BOUND_S, "the worker")
     long: dict[str, Any] = {"max_tokens": 1500, "timeout_s": 100 * BOUND_S}
     in_rounds = system.streams(4, "counts", **long)
     system.state.send(signal.SIGSTOP)
@@ -144,11 +145,11 @@ def test_guests_that_wait_for_the_state_worker_delay_no_other_stream(system: Sys
         begun: list[int] = []
 
         def settled() -> bool:
-            """Whether all tokens of the rounds before these have been read."""
+            """Whether no token has arrived since the last call."""
             known, begun[:] = list(begun), [len(reader.tokens) for reader in in_rounds]
             return known == begun
 
-        until(settled, BOUND_S, "what was under way has arrived")
+        until(settled, BOUND_S, "no more tokens arrive")
         at_start = [Reader(system.stream("counts", **long)) for _ in range(12)]
         _until_waiting(system, 4 + 8)
         assert system.stream(max_tokens=20).wait()[0].tokens == system.reference.tokens[:20]
@@ -157,13 +158,13 @@ def test_guests_that_wait_for_the_state_worker_delay_no_other_stream(system: Sys
     finally:
         system.state.send(signal.SIGCONT)
     for reader, tokens in zip([*in_rounds, *at_start], [*begun, *[0] * 12], strict=True):
-        until(lambda r=reader, n=tokens: len(r.tokens) > n, BOUND_S, "it goes on")  # type: ignore[misc]
+        until(lambda r=reader, n=tokens: len(r.tokens) > n, BOUND_S, "a token")  # type: ignore[misc]
         reader.stream.close()
     system.wait_until_free()
 
 
 def _until_waiting(system: System, guests: int) -> None:
-    """Until at least this many guests wait for the state worker."""
+    """Waits until at least this many guests wait for the state worker."""
 
     def enough() -> bool:
         return system.of("controller")[0].load.get("waiting", 0) >= guests
@@ -187,7 +188,8 @@ def test_a_state_worker_that_stays_away_is_reported(monkeypatch: pytest.MonkeyPa
 def test_an_attempt_that_ends_leaves_the_same_operation_of_the_next_attempt_its_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both attempts wait for one operation. The first one is slow to leave the table."""
+    """Both attempts wait for the same operation. The second begins to wait before the first has
+    stopped."""
     monkeypatch.setattr(variable_calls, "GIVE_UP_S", 1.0)
     operation = Variable(1, 0, 1, "get", "name")
     done = VariableAnswer(1, 0, 1, version=1)
@@ -246,18 +248,18 @@ def test_a_cancelled_stream_frees_its_controller_and_the_memory_of_it(system: Sy
     readers: list[Reader] = []
 
     def held() -> bool:
-        """Whether six streams have their memory; others where some are over."""
+        """Whether six streams use their memory. If one has ended, six new streams begin."""
         if not readers or any(reader.ended for reader in readers):
             for reader in readers:
                 reader.stream.close()
             readers[:] = system.streams(6, "large", max_tokens=1500)
         return resident(pid) > before + 180 * 2**20
 
-    until(held, BOUND_S, "the memory of six")
+    until(held, BOUND_S, "the memory of six streams")
     for reader in readers:
         reader.stream.close()
     system.wait_until_free()
-    until(lambda: resident(pid) < before + 80 * 2**20, BOUND_S, "the memory is given back")
+    until(lambda: resident(pid) < before + 80 * 2**20, BOUND_S, "the memory is free again")
 
 
 def test_cancelling_frees_what_is_suspended_or_in_a_round(system: System) -> None:
@@ -265,7 +267,7 @@ def test_cancelling_frees_what_is_suspended_or_in_a_round(system: System) -> Non
     streams = [system.stream("forks", max_tokens=1500) for _ in range(4)]
     for stream in streams:
         next(iter(stream))
-    # Some of them while they begin.
+    # The next streams are cancelled while they begin.
     streams += [system.stream("calm") for _ in range(8)]
     for stream in streams:
         stream.close()
@@ -282,8 +284,8 @@ def test_a_client_that_disappears_frees_its_controllers(system: System) -> None:
     )
     assert client.stdout is not None
     assert len(client.stdout.read(10)) == 10
-    # It begins one stream after another.
-    until(lambda: system.of("controller")[0].requests == 1, BOUND_S, "its stream")
+    # The client begins one stream after another.
+    until(lambda: system.of("controller")[0].requests == 1, BOUND_S, "the client's stream")
     client.kill()
     client.wait()
     system.wait_until_free()
@@ -306,14 +308,14 @@ def test_the_streams_of_a_killed_gpu_worker_go_on_at_another(system: System) -> 
     until(
         lambda: all(w.load.get("sessions") == 0 for w in system.of("controller")),
         BOUND_S,
-        "the sessions are over",
+        "no sequence has a controller",
     )
     system.wait_until_free()
 
 
 def resident(pid: int) -> int:
-    """The memory of a process and of its descendants, in bytes. Pages that they share count for
-    each of them."""
+    """The memory of a process and its descendants, in bytes. A page that several of these processes
+    share counts for each of them."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except FileNotFoundError:

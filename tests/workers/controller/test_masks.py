@@ -1,4 +1,4 @@
-"""Files of masks in a controller worker: mapped while a request uses them, and no longer."""
+"""A controller worker maps files of masks only while a request uses them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAME = "masks-of-the-test"
 
 @contextmanager
 def file(rows: int = 4) -> Iterator[str]:
-    """The path of a file of masks, closed afterwards."""
+    """The path of a file of masks, which is closed afterwards."""
     descriptor = os.memfd_create(NAME)
     try:
         os.ftruncate(descriptor, rows * ROW_BYTES)
@@ -33,12 +33,12 @@ def file(rows: int = 4) -> Iterator[str]:
 
 
 def mapped() -> int:
-    """Files of masks that this process maps."""
+    """The number of files of masks that this process maps."""
     return sum(NAME in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def masked(rows: MaskRows | None) -> SequenceGroup:
-    """A request whose sequence waits for the model with a mask of one token in the file."""
+    """A group whose sequence waits for the model. Its mask has one token, and is in the file."""
     group, _ = opened(decides([], [sample({1}), sample({7})]))
     [result] = stepped(group, 5, rows=rows)
     assert result.row is not None

@@ -1,4 +1,5 @@
-"""The order of things between an answer that is sent and the step that follows it at once."""
+"""A RESULT is sent before the work that follows from it, even if the next STEP arrives
+immediately."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def test_a_step_that_comes_as_soon_as_the_answer_is_sent_is_played() -> None:
     found: list[bool] = []
 
     def post(frames: list[bytes]) -> None:
-        # The GPU worker is as quick as can be: it has sampled before post returns.
+        # The GPU worker is so fast that its STEP arrives before post returns.
         found.append(group.step(0, [65], False, None) is not None)
 
     PendingResult(1, 1, post, lambda *_: None, run_all, threading.Lock()).add(group, results)
@@ -56,7 +57,7 @@ def test_a_step_that_comes_as_soon_as_the_answer_is_sent_is_played() -> None:
 
 
 def test_a_sequence_that_is_woken_by_an_answer_is_played_after_it_was_sent() -> None:
-    # Sequence 1 suspends itself, 0 then writes a variable.
+    # Sequence 1 suspends itself. Then sequence 0 writes a variable.
     group, results = begun(MORE + f"(if (call $seq_id) (then (return (i32.const 2)))) {WRITES}")
     done: list[str] = []
 
@@ -101,7 +102,7 @@ def test_controllers_are_freed_by_a_job_and_not_by_the_thread_that_flushes() -> 
     pending.add(group, results)
     pending.flush()
     assert group.has_unfreed
-    # The time counts towards the share of the tenant, not of the worker.
+    # The time to free a controller counts towards the share of its tenant.
     assert list(jobs) == ["ann"]
     run_all(jobs["ann"])
     assert not group.has_unfreed

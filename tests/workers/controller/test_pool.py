@@ -1,4 +1,4 @@
-"""The threads that run guests: which job runs when, and what outlives a job that fails."""
+"""The threads that run guests: the order of jobs, jobs that wait, and jobs that fail."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tokenbus.workers.controller.variable_calls import VariableCalls
 from ...processes import until
 
 BOUND_S = 300.0
-"""Only bounds a hang."""
+"""A limit in seconds that only bounds a hang."""
 
 
 def happens(event: threading.Event, what: str) -> None:
@@ -39,10 +39,10 @@ def test_other_jobs_run_while_as_many_guests_as_threads_wait_for_the_state_worke
 
     pool.submit([asks(request) for request in range(1, 8)], 2)
     for _ in range(7):
-        assert sent.acquire(timeout=BOUND_S), "not all of the guests run"
+        assert sent.acquire(timeout=BOUND_S), "not all guests run"
     other = threading.Event()
     pool.submit([other.set])
-    happens(other, "a job waits behind guests that wait")
+    happens(other, "a job does not run while guests wait")
     assert not answers
     for request in range(1, 8):
         calls.on_answer(encode_body(VariableAnswer(request, 0, 1), "msgpack"))
@@ -62,7 +62,7 @@ def test_a_job_whose_wait_is_over_goes_on_when_a_slot_is_free_and_before_queued_
 
     def second() -> None:
         answered.set()
-        until(lambda: len(pool._jobs) == 3, BOUND_S, "the first job wants its slot back")
+        until(lambda: len(pool._jobs) == 3, BOUND_S, "the first job waits for a slot")
         happens(may_end, "the test is over")
         order.append("the second job ended")
 
@@ -108,9 +108,9 @@ def test_a_tenant_with_many_slow_jobs_does_not_keep_the_first_job_of_another_wai
     pool.submit([endless] * 50, 2, "eve")
     happens(slow, "no job of the first tenant has begun")
     pool.submit([quick.set], tenant="ann")
-    happens(quick, "a job waits behind those of another tenant")
+    happens(quick, "a job waits for jobs of another tenant")
     over.set()
-    until(lambda: not pool.busy, BOUND_S, "all jobs run")
+    until(lambda: not pool.busy, BOUND_S, "the pool is idle")
 
 
 def test_a_tenant_whose_jobs_wait_leaves_places_to_wait_to_others() -> None:
@@ -131,7 +131,7 @@ def test_a_tenant_whose_jobs_wait_leaves_places_to_wait_to_others() -> None:
     pool.submit([waits], tenant="ann")
     until(lambda: pool.waiting_jobs == 3, BOUND_S, "another tenant's job waits too")
     end.set()
-    until(lambda: not pool.busy, BOUND_S, "nothing runs any more")
+    until(lambda: not pool.busy, BOUND_S, "the pool is idle")
     assert len(refused) == 2
 
 
@@ -151,10 +151,10 @@ def test_jobs_whose_wait_is_over_leave_a_slot_to_another_tenant() -> None:
     answered.set()
     until(lambda: len(pool._jobs) >= 18, BOUND_S, "all waits are over")
     pool.submit([quick.set], tenant="ann")
-    happens(quick, "a job waits behind those of another tenant whose wait is over")
+    happens(quick, "a job waits for resumed jobs of another tenant")
     assert len(begun) == 1
     over.set()
-    until(lambda: not pool.busy, BOUND_S, "all jobs run")
+    until(lambda: not pool.busy, BOUND_S, "the pool is idle")
     assert len(begun) == 20
 
 
@@ -170,10 +170,10 @@ def test_a_pool_without_places_to_wait_keeps_the_slots_of_its_jobs() -> None:
 
     pool.submit([waits] * 20, 2, "eve")
     pool.submit([quick.set], tenant="ann")
-    happens(quick, "a job waits behind those of another tenant")
+    happens(quick, "a job waits for jobs of another tenant")
     assert len(begun) <= 1
     end.set()
-    until(lambda: not pool.busy, BOUND_S, "nothing runs any more")
+    until(lambda: not pool.busy, BOUND_S, "the pool is idle")
     assert len(begun) == 20
 
 
@@ -187,11 +187,11 @@ def test_threads_beyond_the_slots_end_when_they_are_idle(monkeypatch: pytest.Mon
             happens(end, "the test is over")
 
     pool.submit([job] * 20)
-    until(lambda: pool.waiting_jobs == 20, BOUND_S, "all of them wait")
+    until(lambda: pool.waiting_jobs == 20, BOUND_S, "all jobs wait")
     assert pool._threads >= 20
     end.set()
     until(lambda: pool._threads == 2, BOUND_S, "two threads are left")
-    until(lambda: not pool.busy, BOUND_S, "nothing runs any more")
+    until(lambda: not pool.busy, BOUND_S, "the pool is idle")
     _runs(pool, threading.Event())
 
 
@@ -203,7 +203,7 @@ def test_a_job_that_fails_costs_no_thread(error: Callable[[], BaseException]) ->
     pool = Pool(1)
     pool.submit([fails, fails])
     _runs(pool, threading.Event())
-    until(lambda: not pool.busy, BOUND_S, "nothing runs any more")
+    until(lambda: not pool.busy, BOUND_S, "the pool is idle")
 
 
 def _runs(pool: Pool, event: threading.Event) -> None:
@@ -289,7 +289,7 @@ def test_every_job_runs_however_jobs_arrive_wait_and_end(seed: int) -> None:
         waits_only = "all jobs that do not wait have run"
         until(lambda: load.submitted - load.ended == pool.waiting_jobs, BOUND_S, waits_only)
         gates.open = True
-    until(lambda: load.ended == load.submitted and not pool.busy, BOUND_S, "every job runs")
+    until(lambda: load.ended == load.submitted and not pool.busy, BOUND_S, "every job has ended")
     gates.over.set()
     assert not any(turn.running or turn.waiting for turn in pool._jobs._turns.values())
     pool.close()

@@ -1,5 +1,5 @@
-"""Queries about distributions and overrides of parameters: how Python controllers send these, what
-is refused, and what a replay reads."""
+"""Queries about distributions, and overrides of sampling parameters: how Python controllers send
+them, which are refused, and what a replay reads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SEEN = Distribution(logprob=-0.5, rank=2, entropy=1.25, top={7: -0.25, 8: -0.5},
 
 
 class Reads(Controller):
-    """Asks in init_prompt about every token, and logs the answers."""
+    """Sends a query for every token from init_prompt, and logs the answers."""
 
     def init_prompt(self, prompt: list[int]) -> None:
         self.query = Query(top=2, tokens=[9])
@@ -45,7 +45,7 @@ class Reads(Controller):
 
 
 def answered(group: SequenceGroup, token: int, *seen: Distribution) -> list[StepResult]:
-    """The round after a token that was sampled from a distribution."""
+    """The results of the round after a token, with the answers to its controller's query."""
     found = group.step(0, [token], False, None, distributions=seen)
     assert found is not None
     return found[1]()

@@ -1,7 +1,8 @@
-"""A controller that is started again elsewhere goes on as if it had run there all the time.
+"""A controller that is replayed at another worker continues as if it had run there from the
+beginning.
 
-Streams are cut off after any event, with the workers ahead of what the client has seen, once and
-again; every token, mask, log, write, fork and end is that of the undisturbed stream.
+Streams are cut off after random events, some more than once, while the workers are ahead of the
+client. Every token, mask, log, write, fork and end equals that of the undisturbed stream.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ GRAMMAR = '%start list\n%%\nlist: item | list "," item;\nitem: "the cat" | "(" l
 
 
 class Busy(Controller):
-    """Forks, suspends until its forks have written, appends, takes back, and logs what it does."""
+    """Forks, suspends until its forks have written, appends, drops tokens, and logs its rounds."""
 
     def __init__(self) -> None:
         self.role = "root"
@@ -114,7 +115,7 @@ class Case(NamedTuple):
 
 @cache
 def constraints(number: int) -> Constraints:
-    """Those of one worker of two: neither has the other's masks, nor its memory."""
+    """The constraints of one of two workers, which have separate masks and memories."""
     return Constraints(engine if number == 0 else make_engine(Limits()), folders[number])
 
 
@@ -133,7 +134,7 @@ def _workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @cache
 def guest_of(name: str, number: int) -> Program:
-    """A guest, compiled by one worker of two."""
+    """A guest that is compiled for one of two workers."""
     return guest(name, make_engine(WIDE))
 
 
@@ -190,7 +191,7 @@ def test_a_stream_that_is_cut_off_and_replayed_ends_as_it_would_have(
     assert moved.outcome() == undisturbed.outcome()
 
 
-# --- what cannot be replayed ----------------------------------------------------------------------
+# --- replays that fail ----------------------------------------------------------------------------
 
 
 def group_of(kind: type[Controller]) -> SequenceGroup:
@@ -198,7 +199,8 @@ def group_of(kind: type[Controller]) -> SequenceGroup:
 
 
 def replayed(group: SequenceGroup, kind: type[Controller], *told: Replay) -> list[StepResult]:
-    """The results of a replay, and how often it stopped for other work."""
+    """The results of a replay. Fails unless the replay pauses for other work once for each
+    token."""
     steps = group.begin_again(PythonProgram(kind), VOCABULARY, PROMPT, 1, list(told))
     stops = 0
     while True:
@@ -229,7 +231,7 @@ class Even(Controller):
 
 
 class Thrice(Even):
-    """Forks into three."""
+    """Forks into three sequences."""
 
     def pre_process(self) -> Decision:
         return fork(3) if self.after == 2 else go_on()
@@ -316,7 +318,7 @@ def test_a_request_that_ends_while_it_is_replayed_is_freed() -> None:
 
 def test_operations_are_named_by_the_path_of_forks_whatever_numbers_they_have() -> None:
     class Writes(Controller):
-        """Forks in the round after token 4, and writes in all others."""
+        """Writes in each round, and forks after token 4."""
 
         token = 0
 
@@ -333,7 +335,7 @@ def test_operations_are_named_by_the_path_of_forks_whatever_numbers_they_have() 
             return go_on()
 
     def named(order: list[int]) -> dict[tuple[int, ...], list[int]]:
-        """By the path of each sequence: the names of its operations."""
+        """The lineages of the operations of each sequence, by the path of the sequence."""
         paths: dict[int, tuple[int, ...]] = {0: ()}
         names: dict[tuple[int, ...], list[int]] = {}
         storage = VariableStorage()
@@ -345,7 +347,7 @@ def test_operations_are_named_by_the_path_of_forks_whatever_numbers_they_have() 
         group = SequenceGroup(1, 1, WIDE, b"", 50, False, perform)
         group.record(group.begin(PythonProgram(Writes), VOCABULARY, PROMPT))
         for turn in order:
-            # 0: sequence 0; 1: the first fork that it made; and so on.
+            # ``turn`` is the position of a sequence in the order of paths.
             now = sorted(paths, key=paths.__getitem__)[turn]
             stepped = group.step(now, [4], False, None)
             assert stepped is not None

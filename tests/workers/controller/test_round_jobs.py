@@ -1,4 +1,5 @@
-"""Rounds in a batch give what each of them gives by itself, and none is lost where one fails."""
+"""Rounds in a batch have the results that they have alone, and no round is lost if another
+fails."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def test_rounds_in_a_batch_give_what_they_give_alone(constraint: str, arg: str, 
     while live:
         tokens: dict[int, Sequence[int]] = {}
         for request in sorted(live):
-            # Now and then a token that may be refused, the end, or nothing for this one.
+            # Sometimes the token may be refused, or ends the sequence, or the sequence gets no
+            # token.
             pick = chosen.random()
             if pick < 0.02:
                 tokens[request] = [chosen.randrange(1, SIZE)]
@@ -78,7 +80,7 @@ def test_usual_rounds_are_one_call_and_others_are_run_alone(
     monkeypatch.setattr(guest, "rounds", counted)
     a, not_allowed = WORDS.index(b"a"), WORDS.index(b"x")
     every: dict[int, Sequence[int]] = {request: [a] for request in world.groups}
-    world.step(every)  # The masks after one letter are computed, by each round alone.
+    world.step(every)  # Each round runs alone, and computes the masks after one letter.
     world.step(every)
     later = world.step(every)
     assert {one.action for one in later} == {"sample"}
@@ -90,7 +92,7 @@ def test_usual_rounds_are_one_call_and_others_are_run_alone(
     assert [one.action for one in results] == ["error"] * 2 + ["sample"] * (GROUPS - 2)
     assert "does not allow the tokens" in (results[0].error or "")
     assert [count for count, _ in batched] == [GROUPS]
-    assert world.num_jobs == 1, "all of them wait for one instance, so one thread runs them"
+    assert world.num_jobs == 1, "one thread runs all rounds of an instance"
 
 
 def test_each_sequence_of_a_guest_that_fails_gets_the_error() -> None:

@@ -1,4 +1,4 @@
-"""Sequence groups, rounds, RESULT messages, threads and rows of masks, each alone."""
+"""Sequence groups, rounds, RESULT messages, threads and rows of masks, each tested separately."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Decisions = list[Decision]
 
 
 class Decides(Controller):
-    """Answers from lists: of what pre_process says, and mid_process; then it samples."""
+    """Makes the decisions of two lists, ``pre`` and ``mid``; then it samples."""
 
     pre: Decisions = []
     mid: Decisions = []
@@ -91,7 +91,7 @@ def stepped(
     ended: bool = False,
     rows: MaskRows | None = None,
 ) -> list[StepResult]:
-    """The round of a sequence after these tokens."""
+    """The results of a sequence's round after these tokens."""
     found = group.step(seq, tokens, ended, rows)
     assert found is not None
     return found[1]()
@@ -196,7 +196,7 @@ def test_the_log_of_a_round_is_bounded_and_counts_what_is_dropped() -> None:
 
 
 class Pair(Controller):
-    """Two sequences; the first does what ``waits`` says, the other what ``acts`` does."""
+    """Two sequences. Sequence 0 decides by ``waits``, sequence 1 by ``acts``."""
 
     def __init__(self) -> None:
         self.forked = False
@@ -235,7 +235,7 @@ def test_who_waits_for_a_variable_is_woken_by_another_s_write_and_not_by_its_own
             return go_on()
 
     group, _ = opened(Writes)
-    assert group.record(stepped(group, 5)) == ([], []), "its own write wakes nobody"
+    assert group.record(stepped(group, 5)) == ([], []), "its own write does not wake it"
     results = stepped(group, 6, seq=1)
     assert [w["WriteVar"]["name"] for w in results[0].storage] == ["go"]
     [round_], [] = group.record(results)
@@ -281,12 +281,12 @@ def test_where_everybody_waits_all_are_told_of_the_deadlock() -> None:
     group, _ = opened(Both, Limits(idle_wakes=3))
     group.record(stepped(group, 5))
     rounds, failed = group.record(stepped(group, 6, seq=1))
-    # The step of the second one wakes the first once more.
+    # The step of sequence 1 wakes sequence 0 once more.
     group.record([result for round_ in rounds for result in round_()])
     for _ in range(3):
         assert failed == []
         assert group.begins_idle()
-        assert not group.begins_idle(), "one caller wakes them"
+        assert not group.begins_idle(), "only one caller wakes the group"
         rounds, failed = group.wake_idle()
         assert len(rounds) == 2
         group.record([result for round_ in rounds for result in round_()])
@@ -310,7 +310,7 @@ def test_a_suspended_sequence_is_woken_after_each_step_of_its_request() -> None:
 
     group, _ = opened(Counts)
     group.record(stepped(group, 5))
-    assert not group.begins_idle(), "the other one runs"
+    assert not group.begins_idle(), "the other sequence runs"
     for step in range(3):
         [round_], [] = group.record(stepped(group, 6, seq=1))
         [result] = round_()
@@ -320,7 +320,7 @@ def test_a_suspended_sequence_is_woken_after_each_step_of_its_request() -> None:
         assert group.repeats(result) == (step < 2)
         assert group.record([result]) == ([], [])
     group.record(stepped(group, 7))
-    assert group.record(stepped(group, 6, seq=1)) == ([], []), "it is not suspended any more"
+    assert group.record(stepped(group, 6, seq=1)) == ([], []), "not suspended any more"
 
 
 def test_a_lone_sequence_skips_rounds_and_goes_on() -> None:
@@ -392,7 +392,7 @@ def test_a_sequence_that_the_model_does_not_have_is_not_played() -> None:
     assert group.step(3, [5], False, None) is None
     found = group.step(0, [5], False, None)
     assert found is not None
-    assert group.step(0, [6], False, None) is None, "its round is under way"
+    assert group.step(0, [6], False, None) is None, "its round has not ended"
     group.record(found[1]())
     assert group.step(0, [6], False, None) is not None
 
@@ -427,8 +427,8 @@ def test_nothing_is_made_of_a_number_of_forks_before_it_is_checked(
 def test_the_numbers_of_forks_do_not_depend_on_which_sequence_forks_first(
     order: tuple[int, ...],
 ) -> None:
-    """A sequence's sampling, its controller and its client use its number, so a request that runs
-    again gives the same result."""
+    """Sampling, controllers and clients use the number of a sequence, so a request that runs again
+    must number its forks as before."""
     group, results = opened(decides([fork(2)] * 9))
     assert [result.children for result in results] == [[1], [], []]
     made: dict[int, list[list[int]]] = {}
@@ -468,7 +468,8 @@ def path_of(descriptor: int) -> str:
 
 @pytest.fixture
 def file() -> Iterator[Callable[[int], tuple[MaskRows, mmap.mmap]]]:
-    """Makes a file of this many rows: those of the controller worker, and the GPU worker's map."""
+    """Makes a file of this many rows; returns the controller worker's rows and the GPU worker's
+    map."""
     descriptors = []
 
     def make(rows: int) -> tuple[MaskRows, mmap.mmap]:
@@ -543,7 +544,7 @@ def test_a_file_that_cannot_be_mapped_is_refused_and_its_masks_are_sent() -> Non
 
 
 def test_another_file_at_the_same_place_is_not_taken_for_the_first() -> None:
-    """As when a GPU worker is started again and has the number that the last one had."""
+    """A restarted GPU worker may have the same path for another file."""
     files, found = MaskFiles(), []
     descriptor = os.memfd_create("rows")
     for fill in range(2):
@@ -563,7 +564,7 @@ def test_another_file_at_the_same_place_is_not_taken_for_the_first() -> None:
 
 
 class Answered:
-    """The messages that an answer of this many parts has posted."""
+    """The messages of a ``PendingResult`` that has this many parts."""
 
     def __init__(self, parts: int) -> None:
         self.results: list[Result] = []
@@ -586,7 +587,7 @@ class Answered:
         self.jobs += jobs
 
     def _woken(self, _: SequenceGroup, rounds: list[Round], failed: list[StepResult]) -> None:
-        assert self.results or not (rounds or failed), "what follows comes after the answer"
+        assert self.results or not (rounds or failed), "sequences woke before the RESULT"
         self.woken.append((rounds, failed))
 
 
@@ -669,7 +670,7 @@ def test_quick_jobs_go_one_after_another_and_slow_ones_do_not_hold_them_up() -> 
     for _ in range(4):
         while not over.acquire(timeout=0.01):
             pool.help()
-    # A thread that is helped out may go on with its job after all.
+    # The order may differ, because a thread that others help may still continue with its jobs.
     assert sorted(done) == [1, 2, 3, 4]
     assert pool.busy
     gate.set()
@@ -767,7 +768,7 @@ def test_a_tokenizer_that_does_not_come_is_requested_again_from_the_latest_gpu_w
     waits.retry(1.0)
     assert waits.requested == [1]
     waits.retry(2.5)
-    assert waits.requested == [1, 2], "the first one may be gone"
+    assert waits.requested == [1, 2], "the first GPU worker may be gone"
     waits.vocabularies.arrived("f", byte_level().to_str().encode(), "")
     waits.retry(10.0)
     assert (waits.requested, waits.outcomes) == ([1, 2], ["", ""])

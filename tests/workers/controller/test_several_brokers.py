@@ -1,4 +1,5 @@
-"""A controller worker that is registered with two brokers: what goes to which of them."""
+"""A controller worker that is registered with two brokers: which messages it sends to which
+broker."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tokenbus.workers.controller.worker import ControllerWorker
 from ...processes import until
 
 BOUND_S = 100.0
-"""Only bounds a hang."""
+"""A limit in seconds that only bounds a hang."""
 
 
 @pytest.fixture
@@ -32,13 +33,13 @@ def worker(tmp_path: Path) -> Iterator[ControllerWorker]:
 
 
 def tables(worker: ControllerWorker, link: int) -> list[ModuleTable]:
-    """The operations on tables that went over a link."""
+    """The operations on tables of modules that were sent over a link."""
     sent = list(worker._bus._links[link]._outbox)
     return [msgpack.decode(f[2], type=ModuleTable) for f in sent if f[0] == b"MODULE_TABLE"]
 
 
 def answered(worker: ControllerWorker, ask: Callable[[ModuleCalls], object], links: int) -> None:
-    """Has a table asked for, which is answered when that has gone over this many links."""
+    """Starts an operation on a table, and answers it when it was sent over this many links."""
     calls = worker._module_calls
     asking = threading.Thread(target=ask, args=(calls,))
     asking.start()
@@ -63,7 +64,8 @@ def test_a_table_is_read_over_every_broker(worker: ControllerWorker) -> None:
 def test_a_table_is_written_over_one_broker_and_then_over_the_next(
     worker: ControllerWorker,
 ) -> None:
-    """Two at once could be answered in the other order: that it was not written, as it was."""
+    """If both brokers got the write at once, the refusal of the second write might be answered
+    before the success of the first."""
     calls = worker._module_calls
     sent: list[int] = []
 

@@ -46,9 +46,9 @@ class Tools:
         self._hold = hold
         self.release = threading.Event()
         self.made: list[str] = []
-        """The calls that were made."""
+        """The calls that were made, by function and arguments."""
         self.to: ToolCalls
-        """The controller worker that gets the answers."""
+        """The calls of the current controller worker, which receive the answers."""
         served = {f.info.name: f for f in (Function(f, LONG_S) for f in (self.add, self.fail))}
         self._calls = Calls(served, self._answer, threads=4, capacity=100)
 
@@ -71,7 +71,7 @@ class Tools:
 
 
 class ToolStream(Stream):
-    """A request whose program calls these tools."""
+    """A request whose program calls the functions of ``Tools``."""
 
     def __init__(self, tools: Tools, make: Callable[[], Program], **how: Any) -> None:
         self.tools = tools
@@ -79,7 +79,7 @@ class ToolStream(Stream):
         super().__init__(make, vocabulary(), **how)
 
     def _new_group(self) -> SequenceGroup:
-        # The calls of the earlier group are cancelled, as a worker that is lost has no calls.
+        # The calls of the earlier group are dropped, as those of a lost worker.
         calls = self.tools.to = ToolCalls(self.tools.post)
         self.answered: SimpleQueue[None] = SimpleQueue()
         answered = self.answered
@@ -293,7 +293,8 @@ def test_a_call_that_may_have_been_made_ends_with_an_error(
 
 
 def test_a_call_whose_mark_was_acknowledged_late_is_made(loop: asyncio.AbstractEventLoop) -> None:
-    """The state worker repeats its answer to the mark, but the mark is of the same attempt."""
+    """The state worker sends its answer to the mark twice. The mark names the same attempt, so the
+    call is made."""
     tools = Tools(loop)
 
     class Repeats(ToolStream):

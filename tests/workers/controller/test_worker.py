@@ -1,4 +1,4 @@
-"""Controllers through the whole bus: client, broker, GPU worker, controller workers, variables."""
+"""Controllers in a whole system: client, broker, GPU worker, controller workers, variables."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def system(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @cache
 def tokenizer() -> Tokenizer:
-    """That of the embedded model."""
+    """The tokenizer of the embedded model."""
     return Tokenizer.from_file(str(files("tokenbus.workers.gpu.embedded") / "model/tokenizer.json"))
 
 
@@ -75,15 +75,15 @@ STEERED: dict[str, Options] = {
     "a module with masks": {"controller": "guest", "controller_arg": "mask"},
     "Python": {"controller": SCRIPTED},
 }
-"""Controllers that change nothing."""
+"""Controllers that change no token."""
 steered = pytest.mark.parametrize("how", STEERED.values(), ids=STEERED)
 
 
-# --- nothing changes ------------------------------------------------------------------------------
+# --- controllers that change no token -------------------------------------------------------------
 
 
 def test_biases_reach_the_model_and_inspect_says_what_they_did(system: System) -> None:
-    """The first one as an attachment, the next ones by the shared file."""
+    """The first bias is an attachment of a message. The next ones are in the shared file."""
     todo = [
         ["sample", None, {"40": 100.0, "41": 50.0}],
         ["sample", None, {"42": 100.0}],
@@ -402,7 +402,7 @@ def test_a_controller_that_decides_late_delays_its_own_stream_only(
         )
         entries = iter(late)
         for opened in range(1, 7):
-            # The decision is still missing, and the other stream goes on.
+            # While the decision is missing, the other stream continues.
             neighbour.wait_for_tokens(3)
             gate.write_bytes(bytes(opened))
             next(entries)
@@ -423,7 +423,8 @@ def test_a_guest_that_computes_delays_its_own_stream_only(system: System) -> Non
         before = neighbour.received
         with pytest.raises(ControllerError) as caught:
             list(entries)
-        # It took two seconds of CPU time; a batch that waited for it would have made one step.
+        # The guest took two seconds of CPU time. If a batch had waited for it, the other stream
+        # would have received about one token.
         assert neighbour.received - before > 5
     assert caught.value.code == "controller_timeout"
 
@@ -496,7 +497,7 @@ def test_a_controller_that_fails_later_ends_its_stream_which_keeps_its_tokens(
     assert got.logs.startswith("so far")
 
 
-# --- what is left ---------------------------------------------------------------------------------
+# --- controllers and blocks are freed -------------------------------------------------------------
 
 
 def test_a_stream_that_is_left_frees_its_controllers_and_its_blocks(system: System) -> None:
@@ -511,7 +512,7 @@ def test_a_stream_that_is_left_frees_its_controllers_and_its_blocks(system: Syst
                 break
     with pytest.raises(RequestTimeoutError):
         system.run(controller="scripted:Slow", timeout_s=0.5, **options)
-    until(system.idle, 120.0, "nothing is left of them")
+    until(system.idle, 120.0, "the system is idle")
     assert all(process.alive for process in (*system.bus.workers, *system.bus.others))
 
 
@@ -520,11 +521,11 @@ def test_the_time_of_a_request_ends_while_its_sequences_wait(system: System) -> 
     options: Options = {"max_tokens": 800, "ignore_eos": True, "timeout_s": 1.0}
     with pytest.raises(RequestTimeoutError):
         system.script(["fork", [waits, decides_late]], **options)
-    until(system.idle, 120.0, "nothing is left of them")
+    until(system.idle, 120.0, "the system is idle")
 
 
 def _program(rng: random.Random, depth: int = 0) -> list[list[Any]]:
-    """Something for ``Scripted`` to do, wrong things among it."""
+    """Random commands for ``Scripted``, some of which fail."""
     some = [rng.randrange(1, 4096) for _ in range(rng.randrange(1, 5))]
     do: list[list[Any]] = []
     for kind in rng.choices(range(12), k=rng.randrange(7)):
@@ -567,11 +568,11 @@ def test_streams_with_random_controllers_all_end_and_leave_nothing(system: Syste
             assert one.text == decoded(one.tokens)
             reasons[one.finish_reason] += 1
     assert reasons.keys() == {"stop", "length", "controller", "error"}
-    until(system.idle, 120.0, "nothing is left of them")
+    until(system.idle, 120.0, "the system is idle")
 
 
 def test_the_workers_have_nothing_to_complain_about(system: System) -> None:
-    until(system.idle, 120.0, "nothing is left of all these streams")
+    until(system.idle, 120.0, "the system is idle")
     for process in (*system.bus.workers, *system.bus.others):
         bad = (" ERROR ", "Traceback", "masks are sent")
         assert not [line for line in process.log.splitlines() if any(word in line for word in bad)]
