@@ -1,6 +1,8 @@
-"""Four difficult cases, each with two real vocabularies: a token that spans several lexemes, a
-keyword that is also the beginning of a name, SKIP at the start and end of a text, and a character
-that is split over tokens."""
+"""Difficult cases of grammars, each with two real vocabularies.
+
+A token spans several lexemes, a keyword is also the beginning of a name, SKIP is at the start or
+end of a text, or a character is split over tokens.
+"""
 
 from __future__ import annotations
 
