@@ -1,5 +1,5 @@
-"""Controllers of each kind with the same biases, masks, splices and forks, and the expected
-logits."""
+"""Controllers in C, Python and for AICI that follow the same rule of biases, masks, splices and
+forks, and the logits that the rule gives."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ..controller.wasm.guests import compile_guest
 
 VOCAB = 64
 SPLICED = (7, 8)
-"""The tokens that a splice appends, after it has dropped one."""
+"""The tokens that a splice appends. A splice drops one token first."""
 INF = float("inf")
 
 
@@ -43,7 +43,7 @@ class Rule:
     num: int
     """Number of biased tokens; ``VOCAB``: the bias is dense."""
     masked: int
-    """Whether most rounds have a mask."""
+    """1: most rounds have a mask; 0: no round has one."""
     splice_at: int
     """The number of generated tokens at which the controller splices; 0: never."""
     fork_at: int
@@ -65,7 +65,7 @@ class Rule:
         return f"{self.num} {self.masked} {self.splice_at} {self.fork_at}"
 
     def bias(self, length: int, last: int, seq: int) -> dict[int, float] | None:
-        """The values by token; None: no bias here."""
+        """The bias values by token; None: this round has no bias."""
         if length % 5 == 3:
             return None
         values = {(last * 3 + i * 7) % VOCAB: (i * 5 % 17 - 8) / 8 for i in range(self.num)}
@@ -74,7 +74,7 @@ class Rule:
         return values
 
     def mask(self, length: int, last: int, seq: int) -> set[int] | None:
-        """The allowed tokens; None: no mask here."""
+        """The allowed tokens; None: this round has no mask."""
         if not self.masked or length % 4 == 2:
             return None
         own = favourite(last, seq)
@@ -82,12 +82,13 @@ class Rule:
 
 
 def favourite(last: int, seq: int) -> int:
-    """The likeliest token after a token: the text repeats itself, so that it has drafts."""
+    """The likeliest token after ``last``. The text repeats itself, so that the engine has
+    drafts."""
     return 10 + (last + 1 + seq) % 5
 
 
 class Biased(Controller):
-    """A rule in Python."""
+    """A controller in Python that follows a rule."""
 
     takes_drafts = True
 
@@ -172,7 +173,8 @@ tb_answer tb_post_process(const uint32_t *tokens, uint32_t n, uint32_t backtrack
 
 
 class ByLength(Rule):
-    """A rule for a script that depends only on the round. The rule uses 0 as the last token."""
+    """A rule whose decisions depend only on the length, with 0 as the last token, for a controller
+    that is a script of lines."""
 
     def bias(self, length: int, last: int, seq: int) -> dict[int, float] | None:
         return super().bias(length, 0, 0)
@@ -182,7 +184,7 @@ class ByLength(Rule):
 
     @property
     def arg(self) -> str:
-        """The script of the AICI guest ``puppet.c``."""
+        """The lines for the AICI guest ``puppet.c``."""
         lines = []
         for length in range(64):
             if length and length == self.fork_at:

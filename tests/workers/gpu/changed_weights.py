@@ -1,4 +1,4 @@
-"""Folders of new weights for a model."""
+"""Writes folders with new weights for a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 
 
 def changed(tensors: Mapping[str, torch.Tensor], seed: int = 1) -> dict[str, torch.Tensor]:
-    """Other values for weights with these names."""
+    """New values for weights with these names and shapes."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for name, tensor in tensors.items():
@@ -22,7 +22,7 @@ def changed(tensors: Mapping[str, torch.Tensor], seed: int = 1) -> dict[str, tor
 
 
 def write(folder: Path, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Writes weights to a folder, and returns its name."""
+    """Writes weights to a folder; returns the path of the folder."""
     folder.mkdir(exist_ok=True)
     save_file(dict(tensors), folder / "model.safetensors")
     return str(folder)
@@ -34,7 +34,7 @@ def embedded_tensors() -> dict[str, torch.Tensor]:
 
 
 def write_embedded(folder: Path, seed: int = 1) -> str:
-    """Writes other weights for the embedded model; returns the name of the folder."""
+    """Writes changed weights of the embedded model; returns the path of the folder."""
     return write(folder, changed(embedded_tensors(), seed))
 
 

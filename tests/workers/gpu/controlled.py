@@ -1,5 +1,5 @@
-"""A controller worker without its sockets and threads: the rounds of scripted controllers, whose
-results reach a GPU worker's loop some turns later, in an order that is drawn."""
+"""A controller worker without sockets and threads, for scripted controllers. Their results reach a
+GPU worker's loop some turns later, in random order."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ WIDE = Limits(init_s=60.0, pre_s=60.0, mid_s=60.0, post_s=60.0, idle_wakes=3)
 
 
 class Controllers:
-    """Runs the controllers of one GPU worker's requests. ``storage``: the state worker's, which
-    outlives both. ``program`` makes the controllers, instead of scripts. ``shared``: whether the
-    controller worker is on the GPU worker's machine."""
+    """Runs the controllers of one GPU worker's requests.
+
+    ``storage``: a state worker's variables, which remain when this object or the GPU worker is
+    replaced. ``program`` makes the controllers; None: they are scripts. ``shared``: whether both
+    workers are on one machine.
+    """
 
     def __init__(
         self,
@@ -50,7 +53,7 @@ class Controllers:
         self._seen = len(loop.worker._bus._links[0]._outbox)
 
     def turn(self) -> None:
-        """Takes what was sent to it, and sends some of the results that are due."""
+        """Reads the messages of the GPU worker, and sends some of the results that are due."""
         outbox = list(self._loop.worker._bus._links[0]._outbox)
         for frames in outbox[self._seen :]:
             if frames[0] == b"START":
@@ -149,12 +152,12 @@ class Controllers:
 def vocabulary_of(
     json: bytes, size: int, eos: tuple[int, ...], fingerprint: str
 ) -> TokenizerVocabulary:
-    """A model's vocabulary, made once."""
+    """A model's vocabulary, which is made once."""
     return TokenizerVocabulary.from_json(json.decode(), size=size, eos=eos, fingerprint=fingerprint)
 
 
 def script(rng: Random, longest: int) -> dict[str, Any]:
-    """Random decisions of controllers; forks fork too."""
+    """A random script of decisions. Its forks fork too."""
 
     def some(length: int, depth: int) -> list[list[Any]]:
         done: list[list[Any]] = []

@@ -1,9 +1,8 @@
 """Streams and graphs of ``torch.cuda`` on a CPU, with the rules of a capture.
 
-A capture records the operations that torch dispatches, and a replay runs them again over the same
-tensors: values that were read from the host at the capture stay as they were. As on CUDA, a capture
-that another call has broken fails at its end, and then ``torch.cuda.graph`` leaves its stream
-current.
+A capture records the operations that torch dispatches, and a replay runs them again on the same
+tensors. Values that the host read during the capture do not change. As on CUDA, a capture that
+another call has broken fails at its end, and ``torch.cuda.graph`` then leaves its stream current.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ SYNCHRONIZING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal.default"
 
 
 class Stream:
-    """A stream. A CPU computes at once, so it keeps no order."""
+    """A stream. A CPU computes at once, so the stream does not order work."""
 
     def __init__(self, device: Any = None) -> None:
         self.waited_for: list[Stream] = []
@@ -40,7 +39,7 @@ class Graph:
         self.operations: list[tuple[Any, Any, Any, Any]] = []
 
     def replay(self) -> None:
-        """Runs what was captured again."""
+        """Runs the captured operations again."""
         self._cuda.replays += 1
         for function, args, kwargs, outputs in self.operations:
             again = function(*args, **kwargs)
@@ -51,7 +50,7 @@ class Graph:
 
 
 class Capture(TorchDispatchMode):
-    """``torch.cuda.graph``."""
+    """A stand-in for ``torch.cuda.graph``."""
 
     def __init__(self, cuda: Cuda, graph: Graph, options: dict[str, Any]) -> None:
         super().__init__()
@@ -89,7 +88,7 @@ class Capture(TorchDispatchMode):
 
 
 class Cuda:
-    """The state of the device, and its calls."""
+    """A stand-in for the device and the functions of ``torch.cuda``."""
 
     def __init__(self) -> None:
         self.default = self.current = Stream()
@@ -100,8 +99,8 @@ class Cuda:
         """Called within each capture."""
 
     def malloc(self) -> None:
-        """An allocation by the calling thread: it breaks a capture of its own thread, and in the
-        global mode those of others too."""
+        """An allocation by the calling thread. It breaks a capture of this thread, and in mode
+        ``global`` a capture of any thread."""
         capture = self.capturing
         if capture is not None and (
             capture.mode == "global" or capture.thread == threading.get_ident()
@@ -109,7 +108,7 @@ class Cuda:
             capture.broken = "operation would make the capture unsafe"
 
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Puts itself in the place of torch's."""
+        """Replaces the functions of ``torch.cuda``."""
         for name, stand_in in {
             "Stream": Stream,
             "stream": self._with,

@@ -1,6 +1,6 @@
-"""``varlen_attn`` on a CPU: it computes what torch documents and demands what its kernel demands.
+"""``varlen_attn`` on a CPU: it computes the documented result and makes the checks of its kernel.
 
-``varlen_attn`` runs on CUDA only. The demands are those of torch's built-in FlashAttention 2
+``varlen_attn`` runs on CUDA only. The checks are those of torch's built-in FlashAttention 2
 (``mha_varlen_fwd``), except for the device and for float16 or bfloat16.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 PAGE = 256
-"""The kernel takes blocks of a multiple of this number of tokens."""
+"""The kernel needs a block size that is a multiple of this number of tokens."""
 MAX_HEAD_DIM = 256
 
 
@@ -56,7 +56,7 @@ def _kernel(
     scale: float | None,
     window_size: list[int],
 ) -> torch.Tensor:
-    # One operation for torch, as the kernel is: a graph captures it whole.
+    # For torch this is one operation, like the kernel, so a graph captures it as a whole.
     tables, lengths = _checked(query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table)
     demand(max(lengths) <= max_k, "a sequence has more than max_k keys")
     return attention(query, (key, value), cu_seq_q, lengths, tables, max_q, scale, window_size)
@@ -101,7 +101,7 @@ def _(query: torch.Tensor, *_: object) -> torch.Tensor:
 
 def _hidden(length: int, queries: int, left: int, right: int) -> torch.Tensor:
     """``[queries, length]``: the keys that each query does not attend to. The last query is at the
-    last key."""
+    position of the last key."""
     at = torch.arange(length - queries, length).unsqueeze(-1)
     keys = torch.arange(length)
     hidden = torch.zeros(queries, length, dtype=torch.bool)
@@ -121,7 +121,7 @@ def _checked(
     seqused_k: torch.Tensor,
     block_table: torch.Tensor,
 ) -> tuple[torch.Tensor, list[int]]:
-    """The block tables and the lengths, after the kernel's own checks."""
+    """The block tables and the lengths, after the checks that the kernel makes."""
     batch, (_, heads, dim) = cu_seq_q.numel() - 1, query.shape
     demand(batch > 0, "batch size must be positive")
     demand(key.dtype == value.dtype == query.dtype, "query and key must have the same dtype")
@@ -148,6 +148,6 @@ def _checked(
 
 
 def demand(holds: bool, why: str) -> None:
-    """Raises RuntimeError, as a kernel does."""
+    """Raises RuntimeError, as the kernel does, if a condition does not hold."""
     if not holds:
         raise RuntimeError(why)

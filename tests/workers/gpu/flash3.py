@@ -1,8 +1,8 @@
-"""``flash_attn_with_kvcache`` of FlashAttention 3 on a CPU, with the demands of its kernel.
+"""``flash_attn_with_kvcache`` of FlashAttention 3 on a CPU, with the checks of its kernel.
 
-The signature is that of ``hopper/flash_attn_interface.py``, the demands are those of
-``mha_fwd`` in ``hopper/flash_api.cpp``, except for the device and for float16 or bfloat16. The
-stand-in computes only the engine's calls: packed queries over paged keys, without new keys.
+The signature is that of ``hopper/flash_attn_interface.py``. The checks are those of ``mha_fwd`` in
+``hopper/flash_api.cpp``, except for the device and for float16 or bfloat16. This stand-in computes
+only the calls that the engine makes: packed queries over paged keys, without new keys.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> torch.Tensor:
-    """Attention of packed queries over paged keys. Raises for arguments that the kernel refuses."""
+    """Attention of packed queries over paged keys. Raises an exception for arguments that the
+    kernel refuses."""
     assert k_cache.stride(-1) == 1, "k_cache must have contiguous last dimension"
     assert v_cache.stride(-1) == 1, "v_cache must have contiguous last dimension"
     demand(num_splits == 1, "only num_splits=1 makes the split independent of the batch")

@@ -1,4 +1,4 @@
-"""The memory of a device, counted by the tensors that torch makes and frees."""
+"""Measures the memory of a device by the tensors that torch makes and frees."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from torch.utils._pytree import tree_leaves
 
 
 class Meter(TorchDispatchMode):
-    """Counts the bytes of living storages, in the place of CUDA's allocator."""
+    """Counts the bytes of the storages that exist, instead of CUDA's allocator."""
 
     def __init__(
         self, total: int, counts: Callable[[torch.Tensor], bool] = lambda tensor: True
     ) -> None:
-        """``total``: the memory of the device; ``counts``: whether a tensor is in it."""
+        """``total``: bytes of the device's memory. ``counts``: whether a tensor is on the
+        device."""
         super().__init__()
         self.total = total
         self.used = 0
-        """Memory that other processes have. A test sets it."""
+        """Bytes that other processes use. A test sets this number."""
         self._counts = counts
         self.live = 0
         self.peak = 0
@@ -41,7 +42,7 @@ class Meter(TorchDispatchMode):
         return outputs
 
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Puts itself in the place of torch's statistics."""
+        """Replaces the memory statistics of ``torch.cuda``."""
         for name, stand_in in {
             "synchronize": lambda device=None: None,
             "empty_cache": lambda: None,

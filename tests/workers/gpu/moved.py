@@ -1,5 +1,5 @@
-"""A stream that moves between workers, as its client sees it: what one worker has sent up to some
-message, and what the next one sends from there."""
+"""A stream that moves between workers, as its client receives it: the entries of the first worker
+up to some message, and then those of the next worker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TURNS = 3000
 
 
 def token_messages(loop: Loop) -> list[list[Token]]:
-    """The entries of each TOKEN that a worker has sent, message by message."""
+    """The entries of each TOKEN message that a worker has sent."""
     messages = []
     for frames in loop.sent(b"TOKEN"):
         entries: list[Token] = []
@@ -39,7 +39,7 @@ def token_messages(loop: Loop) -> list[list[Token]]:
 
 
 def give(loop: Loop, kind: bytes, body: dict[str, Any], flags: int, *attachments: bytes) -> None:
-    """The request arrives."""
+    """The worker receives the request."""
     encoded = msgspec.msgpack.encode({"model": "m", "stream_id": REQUEST} | body)
     loop.give(kind, encoded, REQUEST, 100, flags | Flag.MSGPACK, attachments)
 
@@ -49,22 +49,22 @@ def finished(loop: Loop) -> bool:
 
 
 def finish(loop: Loop) -> None:
-    """Turns until the stream is over."""
+    """Runs turns until the stream has ended."""
     for _ in range(TURNS):
         if finished(loop):
             return
         assert not loop.sent(b"ERROR"), loop.sent(b"ERROR")
         loop.turn()
-    raise AssertionError("the stream is not over")
+    raise AssertionError("the stream has not ended")
 
 
 def transcript(messages: Sequence[list[Token]]) -> bytes:
-    """The transcript for a worker when the client has been sent these messages."""
+    """The transcript that the next worker receives if the client has received these messages."""
     return encode_transcript([e for m in messages for e in m], "gpu-1", "it was killed", 0.5)
 
 
 class Moving:
-    """Runs one request undisturbed, and then again in two workers."""
+    """Runs one request at one worker, and again at two workers."""
 
     def __init__(
         self, folder: Path, loaded: LoadedModel, kind: bytes, body: dict[str, Any], flags: int = 0
@@ -78,7 +78,8 @@ class Moving:
         self.buffers = whole.sent(b"BUFFER")
 
     def check(self, cut: int, overlap: bool = False, compiled: bool = False) -> None:
-        """Moves the stream after ``cut`` of its messages: its client gets what it got without."""
+        """Moves the stream after ``cut`` of its messages. Fails unless the client receives the same
+        entries as without a move."""
         before = self.messages[:cut]
         second = Loop(self._folder, self._loaded, overlap=overlap, compiled=compiled)
         flags = self._flags | Flag.MOVED
@@ -91,7 +92,7 @@ class Moving:
 
 
 def check_notice(loop: Loop) -> None:
-    """The client was notified once, before the first new entry."""
+    """Fails unless the client was notified of the move once, before the first new entry."""
     kinds = [frames[0] for frames in loop.worker._bus._links[0]._outbox]
     if not any(token_messages(loop)):
         assert b"SYSTEM" not in kinds
@@ -111,10 +112,11 @@ def same_entries(
     loaded: LoadedModel,
     body: dict[str, Any],
 ) -> None:
-    """Fails unless each sequence has the same entries in order. Steps may divide them otherwise.
+    """Fails unless each sequence has the same entries in order. The entries may be divided among
+    other steps.
 
-    The log-probabilities are equal to the last bit if both streams are exact. Otherwise they agree
-    to 1e-4, and the entries up to the first tie are compared. ``body``: the request.
+    If both streams are exact, the log-probabilities have equal bits. Otherwise they may differ by
+    1e-4, and only the entries before the first tie are compared. ``body``: the request.
     """
     first, second = ([e for m in messages for e in m] for messages in (got, wanted))
     exact = all(e.exact for e in [*first, *second] if e.finish_reason is not None)
@@ -159,7 +161,7 @@ def asked_of(loaded: LoadedModel, body: dict[str, Any]) -> Asked:
 def _compared(
     one: Sequence[Token], other: Sequence[Token], seq: int, every: Sequence[Token], asked: Asked
 ) -> int:
-    """The number of entries of a sequence that must be equal: those before a tie."""
+    """The number of entries of a sequence that are compared: all, or those before the first tie."""
     whole = max(len(one), len(other))
     i = first_difference(one, other)
     if i is None:
@@ -178,9 +180,12 @@ def _numbers(entry: Token) -> tuple[float | None, object]:
 
 
 def plain(entry: Token) -> Token:
-    """An entry without its numbers, which are compared with a tolerance, and without the numbers of
-    live sequences and of wake-ups, which depend on the order of rounds. The span begins again
-    after a move, and the other worker may not be exact."""
+    """An entry without the fields that may differ after a move.
+
+    Log-probabilities are compared with a tolerance. The numbers of live sequences and of wake-ups
+    depend on the order of rounds. The span begins again after a move, and the other worker may not
+    be exact.
+    """
     return msgspec.structs.replace(
         entry,
         logprob=None,
@@ -195,7 +200,8 @@ def plain(entry: Token) -> Token:
 
 
 def near(one: dict[int, float], other: dict[int, float]) -> None:
-    """The same log-probabilities; the least likely of two that are alike may be another one."""
+    """Fails unless the log-probabilities agree. If the least likely tokens are nearly equal, each
+    side may have another one of them."""
     for token in one.keys() & other.keys():
         assert one[token] == pytest.approx(other[token], abs=1e-4)
     rest = [*(one.keys() - other.keys()), *(other.keys() - one.keys())]

@@ -1,4 +1,4 @@
-"""Randomly initialised models of test size, and what transformers itself makes of prompts."""
+"""Randomly initialised models of test size, and the results of transformers for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from transformers import (
 
 VOCAB = 500
 TIE = 1e-4
-"""Two candidates whose logits are closer than this are a tie: kernels differ in the last bits."""
+"""If the logits of two candidates differ by less than this, they are a tie, because kernels round
+the last bits differently."""
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -45,11 +46,12 @@ _TINY = {
 }
 SHAPES = ("llama", "gpt2", "qwen2")
 ties: list[str] = []
-"""Tokens that differ because two candidates were that close; reported at the end of a run."""
+"""The positions at which a tie was decided differently. They are reported at the end of a test
+run."""
 
 
 def make(shape: str) -> Any:
-    """A model of that architecture, always the same."""
+    """A model of this architecture, with the same weights in each call."""
     torch.manual_seed(0)
     if shape == "llama":
         model: Any = LlamaForCausalLM(LlamaConfig(**_COMMON))
@@ -73,13 +75,13 @@ def make(shape: str) -> Any:
 
 
 def tiny_model() -> Any:
-    """A Llama of one layer and 64 tokens, always the same."""
+    """A Llama with one layer and a vocabulary of 64 tokens, with the same weights in each call."""
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**_TINY)).eval()
 
 
 def prompts(count: int, longest: int, vocab: int = VOCAB) -> list[list[int]]:
-    """Prompts of 1 to ``longest`` tokens: the lengths around blocks among them."""
+    """Prompts of 1 to ``longest`` tokens. Some lengths are next to multiples of the block size."""
     rng = random.Random(7)
     lengths = [1, 2, 15, 16, 17, 31, 32, 33, 64, longest]
     lengths += [rng.randrange(1, longest) for _ in range(count - len(lengths))]
@@ -87,13 +89,13 @@ def prompts(count: int, longest: int, vocab: int = VOCAB) -> list[list[int]]:
 
 
 def _own(model: Any) -> str:
-    """Transformers' own attention for this model."""
+    """The attention that transformers uses for this model."""
     return "sdpa" if model._supports_sdpa else "eager"
 
 
 @torch.inference_mode()
 def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
-    """``model.generate``, greedy, without an end."""
+    """The tokens of a greedy ``model.generate`` that no token ends."""
     model.set_attn_implementation(_own(model))
     model.generation_config.eos_token_id = None
     out = model.generate(
@@ -109,7 +111,7 @@ def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
 
 @torch.inference_mode()
 def log_probs(model: Any, prompt: Sequence[int], scored: Sequence[int]) -> list[float]:
-    """Log-softmax of one plain forward at each scored token."""
+    """The log-probability of each scored token, by one plain forward."""
     model.set_attn_implementation(_own(model))
     rows = torch.log_softmax(model(torch.tensor([[*prompt, *scored]])).logits[0].float(), -1)
     return [rows[len(prompt) - 1 + i, token].item() for i, token in enumerate(scored)]
@@ -129,7 +131,7 @@ def logits_after(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 def same_tokens(
     model: Any, prompt: Sequence[int], wanted: Sequence[int], got: Sequence[int]
 ) -> bool:
-    """Whether two continuations agree up to their first tie, which is printed."""
+    """Whether two continuations agree up to their first tie. A difference is printed."""
     assert len(wanted) == len(got)
     for i, (a, b) in enumerate(zip(wanted, got, strict=True)):
         if a != b:

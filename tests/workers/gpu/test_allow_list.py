@@ -1,4 +1,4 @@
-"""Which names and paths of models the allow-list admits."""
+"""The names and paths of models that the allow-list admits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tokenbus.workers.gpu.model.allow_list import is_allowed
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder of models, one outside it, and a link that leads from the first to the second."""
+    """A folder with a folder of models, a folder outside it, and a link from the first to the
+    second."""
     for name in ("models/good", "models/a/b", "evil"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "models" / "link").symlink_to(tmp_path / "evil")

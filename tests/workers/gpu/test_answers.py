@@ -1,4 +1,5 @@
-"""Whatever fails in a GPU worker: every request that it took ends with an answer."""
+"""Whatever fails in a GPU worker, every request that the worker has accepted ends with an
+answer."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from . import shapes
 pytestmark = pytest.mark.process
 
 BAD = [13, 13, 13]
-"""The prompt with which something fails."""
+"""The prompt of the request that fails."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def shared(processes: None) -> Iterator[InProcess]:
 
 @pytest.fixture
 def running(shared: InProcess) -> Iterator[InProcess]:
-    """A worker that still serves after the test, and has nothing left of its requests."""
+    """A worker. Fails if the worker does not serve after the test, or keeps requests."""
     yield shared
     assert shared.alive
     with shared.bus.client() as client:
@@ -44,8 +45,8 @@ def running(shared: InProcess) -> Iterator[InProcess]:
 def fails_once(
     monkeypatch: pytest.MonkeyPatch, name: str, *, after: bool = False, requests: int = 0
 ) -> None:
-    """Makes a method of the engine raise once, before or after its work: when it is next called
-    while the engine has this many requests or more."""
+    """Makes a method of the engine raise an exception once, before or after its work, at the first
+    call while the engine has at least ``requests`` requests."""
     real = getattr(Engine, name)
 
     def failing(self: Engine, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +122,7 @@ def test_a_cancellation_that_fails_ends_its_stream_all_the_same(
 
 
 def test_the_largest_top_k_keeps_all_tokens(running: InProcess) -> None:
-    """Such a number does not fit into a tensor."""
+    """2**64 - 1 does not fit into a tensor."""
     options: Any = {"max_tokens": 5, "ignore_eos": True, "temperature": 1.0, "seed": 3}
     with running.bus.client() as client:
         wanted = client.generate([7], top_k=2**31, **options).tokens()
@@ -226,7 +227,7 @@ def connected(running: InProcess) -> Any:
 
 
 def received(socket: Any, kind: bytes) -> Any:
-    """The body of the next message of a type."""
+    """The body of the next message of this type."""
     while True:
         frames = socket.recv_multipart()
         if frames[0] == kind:
@@ -234,6 +235,6 @@ def received(socket: Any, kind: bytes) -> Any:
 
 
 def answer(socket: Any, kind: bytes, body: Any, answered: bytes) -> Any:
-    """Sends a message; the body of the first one of the type that answers it."""
+    """Sends a message; returns the body of the first answer of the type ``answered``."""
     socket.send_multipart([kind, json.dumps(body).encode()])
     return received(socket, answered)

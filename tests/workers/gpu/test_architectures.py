@@ -1,4 +1,4 @@
-"""Every architecture that is said to work does: greedy tokens are those of ``generate``."""
+"""For every supported architecture, the greedy tokens equal those of ``generate``."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(name: str) -> Any:
-    """A random model of that architecture."""
+    """A random model of this architecture."""
     kind, fields = CASES[name]
     torch.manual_seed(1)
     if kind.endswith("ForCausalLM"):
@@ -92,8 +92,8 @@ def make(name: str) -> Any:
 
 
 def some_prompts() -> list[list[int]]:
-    """Prompts around a block, beyond a window, and far beyond; in ``make test-long`` of all
-    lengths."""
+    """Prompts whose lengths are around a block, beyond a window, and far beyond it. In ``make
+    test-long``, prompts of all lengths."""
     prompts = shapes.prompts(14, 200)
     return prompts if rounds(0, 1) else [prompts[i] for i in (0, 3, 4, 8, 9)]
 

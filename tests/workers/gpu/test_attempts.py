@@ -1,7 +1,7 @@
-"""A request that comes to a worker which has it still: the later attempt replaces the earlier one.
+"""A worker receives a request that it still has. The later attempt replaces the earlier one.
 
-Each order of events gave two sequences of one request before. Both were sampled in one step, and
-the end of the second one raised KeyError, with which every stream of the model ended.
+In each of these orders of events, a request once had two sequences. Both were sampled in one step,
+and the end of the second raised KeyError, which ended every stream of the model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ...worlds.gpu_worker_loop import CONTROLLER, Loop
 
 MAX_TOKENS = 12
 MOVED, NEIGHBOUR = 1, 2
-"""Requests: the one that comes back, and one that runs next to it."""
+"""The ids of the request that comes back, and of a request that runs next to it."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def begin(loop: Loop, request: int, **fields: Any) -> None:
 
 
 def come_back(loop: Loop, sent: list[Any], **fields: Any) -> None:
-    """The request arrives once more, with what its client has been sent."""
+    """The worker receives the request again, with the entries that its client has received."""
     entries = msgspec.json.decode(msgspec.json.encode(sent), type=list[Token])
     transcript = encode_transcript(entries, "gpu-1", "it was cut off", 0.5)
     body = body_of(MOVED, **fields)
@@ -67,7 +67,7 @@ def come_back(loop: Loop, sent: list[Any], **fields: Any) -> None:
 
 
 def in_the_next_step(loop: Loop, arrive: Any) -> None:
-    """Lets messages arrive when the forward of the next step has been launched."""
+    """Calls ``arrive`` when the forward of the next step has been launched."""
     engine = loop.worker._models.engines["m"]
     begin_step = engine.begin
 
@@ -118,7 +118,7 @@ def test_a_request_that_comes_back_while_its_old_sequence_is_in_a_step_goes_on_o
     in_the_next_step(loop, lambda: come_back(loop, before[:known]))
     finish(loop)
     after = tokens(loop, MOVED)[len(before) :]
-    assert after == wanted[known:], "the rest once, and nothing of the earlier attempt"
+    assert after == wanted[known:], "entries of the earlier attempt, or missing ones"
     assert [e["finish_reason"] for e in loop.entries(MOVED)].count("length") == 1
     assert tokens(loop, NEIGHBOUR) == wanted
 
@@ -142,7 +142,7 @@ def test_a_request_that_comes_back_between_steps_goes_on_once(
 def test_a_request_that_comes_back_after_its_end_goes_on_where_its_client_is(
     embedded: LoadedModel, tmp_path: Path
 ) -> None:
-    """Its last entries were lost with the broker or the lease."""
+    """The last entries were lost with the broker or with the lease."""
     wanted = undisturbed(tmp_path, embedded)
     loop = Loop(tmp_path, embedded)
     begin(loop, MOVED)
@@ -151,7 +151,7 @@ def test_a_request_that_comes_back_after_its_end_goes_on_where_its_client_is(
     come_back(loop, loop.entries(MOVED)[:4])
     loop.turn()
     reported = [stream.request for stream in loop.worker._streams.reported()]
-    assert reported == [MOVED], "one stream of it, the later one"
+    assert reported == [MOVED], "the stream of the later attempt only"
     finish(loop)
     assert tokens(loop, MOVED) == [*wanted, *wanted[4:]]
 
@@ -159,8 +159,8 @@ def test_a_request_that_comes_back_after_its_end_goes_on_where_its_client_is(
 def test_nothing_of_a_revoked_attempt_follows_the_confirmation(
     embedded: LoadedModel, tmp_path: Path, overlap: bool
 ) -> None:
-    """The broker revokes the attempt, asks for a confirmation, and sends the request anew, while
-    the old sequence is in a step."""
+    """While the old sequence is in a step, the broker revokes the attempt, requests a confirmation,
+    and sends the request again."""
     wanted = undisturbed(tmp_path, embedded)
     loop = Loop(tmp_path, embedded, overlap=overlap)
     begin(loop, MOVED)
@@ -227,7 +227,8 @@ def mask_for(embedded: LoadedModel, token: int) -> bytes:
 
 
 def allow(loop: Loop, embedded: LoadedModel, request: int, token: int, attempt: int = 0) -> None:
-    """The controller of a request allows one token, after its START with this attempt."""
+    """The controller of a request allows one token. ``attempt``: the result is the first after the
+    START of this attempt."""
     one = StepResult(request, 0, "sample", attachment=0)
     attempts = {request: attempt} if attempt else {}
     result = Result(sequences=[one], host="elsewhere", attempts=attempts)
@@ -236,7 +237,7 @@ def allow(loop: Loop, embedded: LoadedModel, request: int, token: int, attempt: 
 
 
 def stepped(loop: Loop, request: int) -> list[list[int]]:
-    """The tokens that the controller of a request was notified of, by STEP."""
+    """The tokens of a request that STEP messages have sent to its controller."""
     steps = [msgpack.decode(frames[2], type=Step) for frames in loop.sent(b"STEP")]
     return [one.tokens for step in steps for one in step.sequences if one.request == request]
 
@@ -244,8 +245,8 @@ def stepped(loop: Loop, request: int) -> list[list[int]]:
 def test_a_controller_gets_no_token_of_an_earlier_attempt(
     embedded: LoadedModel, tmp_path: Path, overlap: bool
 ) -> None:
-    """The sequence of the earlier attempt was sampled without a mask, and its token was reported to
-    the grammar of the later one: it ended with "doesn't satisfy the grammar"."""
+    """The sequence of the earlier attempt was once sampled without a mask. Its token was sent to
+    the grammar of the later attempt, which ended with "doesn't satisfy the grammar"."""
     loop = Loop(tmp_path, embedded, overlap=overlap)
     begin(loop, MOVED, controller="c")
     loop.turn()
@@ -257,7 +258,7 @@ def test_a_controller_gets_no_token_of_an_earlier_attempt(
     in_the_next_step(loop, lambda: come_back(loop, before, controller="c"))
     first, second = loop.sent(b"START")
     assert decode_header(first[1]).request == decode_header(second[1]).request == MOVED
-    # Decisions for the earlier attempt are void.
+    # A decision for the earlier attempt is ignored.
     allow(loop, embedded, MOVED, 64)
     attempt = msgpack.decode(second[2], type=Start).attempt
     assert attempt > msgpack.decode(first[2], type=Start).attempt
@@ -272,8 +273,8 @@ def test_a_controller_gets_no_token_of_an_earlier_attempt(
 def test_a_decision_for_an_attempt_that_was_dropped_is_void(
     embedded: LoadedModel, tmp_path: Path
 ) -> None:
-    """The worker has dropped the earlier attempt before the request comes back, so that nothing of
-    it is left there, but the answer to its START is on its way."""
+    """The worker has dropped the earlier attempt before the request comes back. It has no record of
+    the attempt, but the answer to the attempt's START still arrives."""
     loop = Loop(tmp_path, embedded)
     begin(loop, MOVED, controller="c")
     loop.turn()
@@ -357,7 +358,7 @@ def test_an_error_while_a_token_is_appended_ends_its_own_sequence_only(
 
     monkeypatch.setattr(LiveSequences, "append", failing)
     for request in (1, 2):
-        # Outputs with log-probabilities of other tokens do not travel in columns.
+        # Outputs with log-probabilities of other tokens are not sent in columns.
         sampling = Sampling(max_tokens=6, ignore_eos=True, top_logprobs=2)
         engine.add(request, [5, 6, 7] * 8, sampling)
     got = []

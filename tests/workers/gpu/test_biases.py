@@ -1,4 +1,5 @@
-"""Biases of controllers: added to the logits as brute force adds them, and refused where wrong."""
+"""Biases of controllers equal numbers that are added to the logits, and malformed biases are
+refused."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from tokenbus.workers.gpu.sampling.row_parameters import Row
 from tokenbus.workers.gpu.sampling.sampler import NOTHING_ALLOWED, sample
 
 VOCAB = 150
-"""More than two parts of 64 tokens, and no whole number of words."""
+"""More than two parts of 64 tokens, and not a multiple of 32, so that the last word is not full."""
 INF = float("inf")
 
-# Eighths, so that sums are exact in any order.
+# Multiples of an eighth have exact sums in any order.
 EIGHTHS = st.integers(-80, 80).map(lambda n: n / 8)
 VALUES = st.one_of(EIGHTHS, st.just(-INF))
 TOKENS = st.integers(0, VOCAB - 1)
@@ -72,7 +73,7 @@ def mask_of(tokens: set[int]) -> np.ndarray:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Row, dict[int, float] | list[float], set[int] | None]:
-    """A row, its bias (which it does not have yet), and the tokens that its mask allows."""
+    """A row without its bias, the bias, and the tokens that the row's mask allows."""
     fields: dict[str, Any] = draw(SAMPLINGS)
     values: dict[int, float] | list[float] = draw(
         st.one_of(
@@ -106,7 +107,7 @@ def test_rows_with_biases_are_sampled_as_from_logits_with_the_biases_added(
     every = torch.log_softmax(logits, -1)
     bent = logits.numpy() + np.stack([added(values) for _, values, _ in drawn])
     for i, (row, values, allowed) in enumerate(drawn):
-        # This row alone, without a bias, from logits that have the bias in them.
+        # Samples this row alone, without a bias, from logits that include the bias.
         want = sample(torch.from_numpy(bent[i : i + 1].copy()), [0], [row])
         forbidden = {t for t in range(VOCAB) if added(values)[t] == -INF}
         may = (set(range(VOCAB)) if allowed is None else allowed) - forbidden
@@ -116,7 +117,7 @@ def test_rows_with_biases_are_sampled_as_from_logits_with_the_biases_added(
         assert i not in got.errors
         assert got.tokens[i] == want.tokens[0]
         assert got.tokens[i] in may
-        # The log-probability is the model's own.
+        # The log-probability is that of the model, without the bias.
         assert got.logprobs[i] == pytest.approx(every[i, got.tokens[i]].item(), abs=1e-4)
         if row.sampling.top_logprobs:
             most = row.sampling.top_logprobs
@@ -144,7 +145,7 @@ def test_a_bias_is_read_as_it_was_written(values: dict[int, float] | list[float]
 
 
 def test_a_row_without_a_bias_is_not_copied_where_another_one_has_a_bias() -> None:
-    """A greedy row without a bias has its token from the logits as they are."""
+    """The token of a greedy row without a bias is computed from the unchanged logits."""
     logits = torch.zeros(2, VOCAB)
     logits[:, 7] = 1.0
     rows = [Row(Sampling(), 0, 0, 0), Row(Sampling(), 0, 0, 0, bias=bias_of({9: 2.0}))]
@@ -165,7 +166,7 @@ def test_inspect_says_which_likely_tokens_a_bias_moved_and_which_it_forbade() ->
 
 
 def words(pairs: int, *numbers: float | int) -> np.ndarray:
-    """A bias word by word: whole numbers as u32, others as float32."""
+    """A bias from its words: integers as u32, other numbers as float32."""
     made = [pairs.to_bytes(4, "little")]
     made += [
         np.uint32(n).tobytes() if isinstance(n, int) else np.float32(n).tobytes() for n in numbers
@@ -191,7 +192,7 @@ def test_a_malformed_bias_is_refused_with_its_reason(sent: np.ndarray, error: st
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nan_in_a_bias_changes_its_own_row_only(temperature: float) -> None:
-    """A controller worker sends no NaN."""
+    """A controller worker never sends NaN."""
     torch.manual_seed(0)
     logits = torch.randn(3, VOCAB)
     nan = Bias(np.array([float("nan")], dtype=np.float32), np.array([7]))

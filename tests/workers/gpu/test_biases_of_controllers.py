@@ -1,5 +1,5 @@
-"""Biases of controllers of each kind, on an engine: each token equals the token that brute force
-over the logits gives, with and without drafts, and when the stream moves."""
+"""Biases of controllers of each kind in an engine. Each token equals the token by brute force over
+the logits, with and without drafts, and after a move of the stream."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def test_each_token_is_that_of_brute_force(tmp_path: Path, tiny: LoadedModel, ki
 
 
 def check_entries(messages: Sequence[list[Token]], rule: Rule, asked: Asked) -> None:
-    """Each sampled token follows from the logits, the bias, the mask and the request's sampling."""
+    """Fails unless each sampled token follows from the logits, the bias, the mask and the request's
+    sampling."""
     entries = [entry for message in messages for entry in message]
     texts: dict[int, list[Token]] = {}
     for entry in entries:
@@ -115,7 +116,7 @@ def check_token(entry: Token, before: list[int], rule: Rule, asked: Asked) -> No
         words(rule.mask(*state)),
     )
     for raised in (0.0, shapes.TIE):
-        # A token is also right if another kernel's rounding may make it the likeliest.
+        # A token is also correct if a rounding error could make it the likeliest.
         raises = logits.clone()
         raises[entry.token] += raised
         every = torch.from_numpy(bent(raises.numpy(), rule.bias(*state)))

@@ -1,4 +1,5 @@
-"""Blocks against a naive model: every sequence keeps its own list of tokens."""
+"""The block manager compared with a naive model, in which every sequence has its own list of
+tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ BLOCKS = 12
 
 
 class Held:
-    """A sequence, its blocks, and what it believes to be in them."""
+    """A sequence, its blocks, and the tokens that must be in them."""
 
     def __init__(self) -> None:
         self.block_table = BlockTable()
@@ -23,7 +24,8 @@ class Held:
 
 
 class Blocks(RuleBasedStateMachine):
-    """Random sequences write into blocks; ``memory`` is what a device would hold."""
+    """Random sequences write into blocks. ``memory`` represents the content of a device's
+    blocks."""
 
     def __init__(self) -> None:
         super().__init__()

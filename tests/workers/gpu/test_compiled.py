@@ -1,5 +1,5 @@
-"""Through torch.compile every stream is the same: with steps in turn or overlapping, with drafts,
-steered, and where it goes on at another worker."""
+"""With torch.compile every stream is the same: with overlapping and other steps, with drafts, under
+controllers, and after a move to another worker."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from .test_speculation import (
 from .ties import RecordingEngine
 
 pytestmark = pytest.mark.process
-"""Each process that runs one of these starts a C++ compiler."""
+"""The first test in each process starts a C++ compiler."""
 
 
 @pytest.fixture(scope="module")
 def embedded() -> Iterator[LoadedModel]:
-    # Else what has been compiled too often would run as it is.
+    # Without this setting, a function that was compiled too often would run uncompiled.
     with one_thread(), dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield load_model("embedded")
 
@@ -64,8 +64,8 @@ def test_greedy_tokens_are_those_of_the_model_itself(embedded: LoadedModel) -> N
 def test_stored_code_is_for_vectors_of_this_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """torch's own key for stored code is the same for all widths of vectors. A process that
-    compiled code for another width crashed, or computed nonsense."""
+    """torch's own key for stored code does not contain the width of vectors. A process that loaded
+    code for another width crashed, or computed wrong values."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
     def norm(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Under a constraint, with drafts and without, every entry is the same."""
+"""Under a constraint, every entry is the same with drafts and without."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ STRUCTURE = {
     "phases": [{"text": True, "tags": [1], "may_end": True}, {"first": [1]}],
     "inside": 0,
 }
-"""Thinking, of which the prompt is the beginning, then a call, then text."""
+"""Thinking, which the prompt begins, then a call, then text."""
 WAYS = ((False, False), (True, False), (True, True))
-"""Without drafts; with them; with them where steps overlap."""
+"""Whether the engine has drafts, and whether its steps overlap."""
 KINDS: dict[str, dict[str, Any]] = {
     "regex": {"controller": "regex", "controller_arg": r"[\[\]', A-Za-z0-9]*"},
     "rows": {"controller": "regex", "controller_arg": ROWS},
@@ -85,7 +85,7 @@ class Run:
         *before: list[Token],
         shared: bool = True,
     ) -> None:
-        """``before``: what another worker has sent, whose stream moves here."""
+        """``before``: the messages of another worker, from which the stream moves here."""
         speculation, overlap = way
         self.loop = Loop(folder, loaded, overlap=overlap, speculation=speculation)
         self.engine = eager(self.loop.worker._models.engines["m"])
@@ -116,17 +116,17 @@ class Run:
                 assert self.engine.stats()["kv_blocks_used"] == 0
                 return token_messages(self.loop)
             self.turn()
-        raise AssertionError("the stream is not over")
+        raise AssertionError("the stream has not ended")
 
     def lose_controllers(self) -> None:
-        """Its controller worker dies, and what it has sent has arrived."""
+        """The controller worker dies. The results that it has sent still arrive."""
         self.controllers = self._controllers(self.controllers.number + 1)
         lost = Lost(requests=[REQUEST], code="worker_lost", message="it was killed", worker="gpu-1")
         self.loop.give(b"LOST", lost)
 
     @property
     def drafted(self) -> int:
-        """Tokens of the drafts that were sent with STEPs."""
+        """Number of draft tokens that were sent with STEPs."""
         steps: list[Step] = [decode_as(Step, f[2], "msgpack") for f in self.loop.sent(b"STEP")]
         return sum(len(one.draft) for step in steps for one in step.sequences)
 
@@ -175,7 +175,8 @@ def test_a_constrained_stream_is_the_same_with_drafts(
 def test_it_moves_while_it_is_drafted_for(
     tmp_path: Path, embedded: LoadedModel, constraints: Constraints, kind: str, overlap: bool
 ) -> None:
-    """After some message to another GPU worker, and there its controller to another worker."""
+    """The stream moves to another GPU worker, where its controller later moves to another
+    controller worker."""
     body = body_of(kind, "sampled")
     program = constraints.get(body["controller"])
     plain = Run(tmp_path, embedded, program, WAYS[0], body).finish()
@@ -195,7 +196,7 @@ def test_it_moves_while_it_is_drafted_for(
 def test_what_the_controller_worker_does_not_answer_for_is_not_verified(
     tmp_path: Path, embedded: LoadedModel, constraints: Constraints
 ) -> None:
-    """Masks along a draft that are missing, or of another size, cost nothing but the draft."""
+    """If masks along a draft are missing or have another size, only the draft is lost."""
     body = body_of("regex", "greedy")
     program = constraints.get(body["controller"])
     plain = Run(tmp_path, embedded, program, WAYS[0], body).finish()
@@ -231,7 +232,8 @@ def test_what_the_controller_worker_does_not_answer_for_is_not_verified(
 def test_a_controller_that_takes_no_drafts_gets_none(
     tmp_path: Path, embedded: LoadedModel, constraints: Constraints
 ) -> None:
-    # A part that is not regular: a combination of regular parts is one automaton, with drafts.
+    # The combination is not regular because of this part. Regular parts would be one automaton,
+    # which takes drafts.
     parts = ["[['Ada', 36], ", {"json_schema": SCHEMA}]
     combination = {"controller": "combination", "controller_arg": json.dumps({"sequence": parts})}
     body = {"prompt": PROMPT, "max_tokens": 12} | combination

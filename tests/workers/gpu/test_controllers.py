@@ -1,4 +1,4 @@
-"""Decisions of controllers applied to an engine: the tokens, the forks, the steps, the messages."""
+"""Decisions of controllers in an engine: their effect on tokens, forks, steps and messages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _alone: dict[tuple[object, ...], list[int]] = {}
 
 
 def alone(embedded: LoadedModel, prompt: list[int], sampling: Sampling) -> list[int]:
-    """The output of a fresh engine for a prompt; kept."""
+    """The tokens of a new engine for a prompt. They are computed once."""
     key = (*prompt, sampling.max_tokens, sampling.seed)
     if key not in _alone:
         _alone[key] = alone_once(embedded, prompt, sampling)
@@ -59,7 +59,7 @@ def alone(embedded: LoadedModel, prompt: list[int], sampling: Sampling) -> list[
 
 
 def begun(bench: Bench, request: int = 1, sampling: Sampling = GREEDY) -> None:
-    """A request whose prompt is computed and whose controller has not answered yet."""
+    """Adds a request, and computes its prompt. Its controller has not answered."""
     bench.add(request, PROMPT, sampling)
     bench.starts.clear()
     bench.step()
@@ -67,7 +67,8 @@ def begun(bench: Bench, request: int = 1, sampling: Sampling = GREEDY) -> None:
 
 
 def at(tokens: int, then: Callable[[StepSequence], list[StepResult]]) -> Answers:
-    """A controller that allows ``tokens`` to be sampled, then decides as ``then`` does, once."""
+    """A controller that allows ``tokens`` tokens to be sampled, decides once by ``then``, and then
+    samples."""
     seen = 0
 
     def answers(update: StepSequence) -> list[StepResult]:
@@ -113,7 +114,7 @@ def test_nothing_is_sampled_before_the_first_decision(bench: Bench) -> None:
     for _ in range(5):
         bench.step()
     assert bench.tokens(1) == []
-    assert not bench.engine.has_work, "a deferred sequence is no work"
+    assert not bench.engine.has_work, "a deferred sequence counts as work"
     bench.send(StepResult(1, 0, "sample"))
     bench.step()
     assert len(bench.tokens(1)) == 1
@@ -177,7 +178,7 @@ def test_tokens_of_the_first_round_join_the_prefill(
     bench.add(1, PROMPT, GREEDY)
     bench.send(StepResult(1, 0, "sample", 0, forced))
     bench.step()
-    # Where steps overlap, the token of the next one has been launched.
+    # If steps overlap, the forward of the next token has been launched.
     assert engine.forwarded == len(PROMPT) + len(forced) + engine.overlaps
     rest = Sampling(max_tokens=LENGTH - 3, ignore_eos=True)
     assert bench.tokens(1) == forced + alone(embedded, PROMPT + forced, rest)[:1]
@@ -442,7 +443,7 @@ def test_a_step_does_not_wait_for_a_sequence_that_was_deferred_before(bench: Ben
     bench.send(StepResult(1, 0, "sample"), while_waiting=True)
     bench.step()
     assert (len(bench.tokens(1)), len(bench.tokens(2))) == (0, 1)
-    assert bench.waited == 0, "it was deferred before, so no step waits for it"
+    assert bench.waited == 0, "a step waited for a deferred sequence"
 
 
 def test_a_decision_that_comes_while_the_step_waits_is_in_time(bench: Bench) -> None:

@@ -1,4 +1,5 @@
-"""Random controllers, in time and deferred: each sequence has exactly the tokens it must have."""
+"""Random controllers, whose decisions arrive in time or late: each sequence has exactly the
+expected tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ Key = tuple[int, int]
 
 
 class Under(NamedTuple):
-    """The tokens that a mask allows, and what a bias adds; None: no mask, no bias."""
+    """The tokens that a mask allows, and the values of a bias; None: no mask or no bias."""
 
     allowed: set[int] | None = None
     bias: list[float] | None = None
@@ -38,15 +39,15 @@ class Under(NamedTuple):
 
 @dataclass
 class Expected:
-    """A sequence from its controller's point of view."""
+    """The expected state of a sequence."""
 
     prompt: list[int]
     longest: int
     tokens: list[int] = field(default_factory=list)
     asked: tuple[list[int], Under] | None = None
-    """A pending sampling: after which tokens, and under what."""
+    """The requested sampling: the tokens before it, and its mask and bias."""
     owes: bool = True
-    """It is the controller's turn."""
+    """Whether the controller must decide next."""
     suspended: bool = False
     over: bool = False
     """The controller has sent its last decision, or none is expected."""
@@ -61,7 +62,7 @@ class Expected:
 
 
 class Play:
-    """Some requests, steered at random."""
+    """Requests with random decisions."""
 
     def __init__(self, rng: random.Random) -> None:
         block = 16 * 2 * 8 * 4
@@ -79,11 +80,11 @@ class Play:
         self.sequences: dict[Key, Expected] = {}
         self.parents: dict[Key, int] = {}
         self.drawn: list[tuple[list[int], Under, int]] = []
-        """Prefix, what it was sampled under, what was sampled."""
+        """For each sampled token: the tokens before it, its mask and bias, and the token."""
         self.masks: list[np.ndarray] = []
-        """Masks and biases to be sent."""
+        """The masks and biases of the next message."""
         self.next: dict[int, int] = {}
-        """By request: the number of its next fork."""
+        """The number of the next fork, by request."""
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -99,7 +100,7 @@ class Play:
         self.bench.add(free, prompt, sampling, controller=False)
 
     def drop(self, request: int) -> None:
-        """The client leaves."""
+        """The client cancels the request."""
         self.bench.engine.abort(request)
         self.bench.steering.forget(request)
         self.bench.live[request] = 0
@@ -113,7 +114,7 @@ class Play:
         if one is None or one.over:
             return
         for token in update.tokens:
-            assert one.asked is not None, "it was sampled without a decision to sample"
+            assert one.asked is not None, "sampled without a decision"
             self.drawn.append(([*one.prompt, *one.asked[0]], one.asked[1], token))
             assert one.tokens == one.asked[0]
             one.tokens.append(token)
@@ -122,7 +123,7 @@ class Play:
         one.owes = True
 
     def decide(self, key: Key, quietly: bool) -> list[StepResult]:
-        """A controller's decisions when it is its turn; ``quietly``: it only samples."""
+        """The controller's next decisions. ``quietly``: it only samples."""
         one, rng = self.sequences[key], self.rng
         one.owes = False
         if one.full:
@@ -158,7 +159,7 @@ class Play:
         self.next[request] += count
         results = [result]
         if one.full:
-            # It ends with the appended tokens, and its forks are not made.
+            # The sequence ends with the appended tokens, so its forks are not made.
             children = [StepResult(request, child, "sample") for child in result.children]
             return [result, StepResult(*key, "sample"), *children]
         for child in result.children:
@@ -177,7 +178,8 @@ class Play:
         return tokens
 
     def _bias(self, result: StepResult, allowed: set[int] | None) -> list[float] | None:
-        """Most tokens are likely to become the likeliest by it; one may be sampled in any case."""
+        """A random bias that changes which tokens are likeliest. At least one allowed token remains
+        possible."""
         rng = self.rng
         if rng.random() < 0.5:
             return None
@@ -216,7 +218,8 @@ class Play:
             self.on_update(update)
 
     def check(self, reference: Reference) -> None:
-        """The clients have received exactly what the controllers and the model decided."""
+        """Fails unless the clients have received exactly what the controllers and the model
+        decided."""
         clients: dict[int, ClientView] = {
             request: self.bench.client(request) for request in self.bench.live
         }
@@ -236,15 +239,15 @@ class Play:
 
 
 class Reference:
-    """The plain model."""
+    """The model by plain forwards."""
 
     def __init__(self) -> None:
         self._model = tiny_model()
 
     @torch.inference_mode()
     def check(self, drawn: Iterable[tuple[list[int], Under, int]], wholes: list[list[int]]) -> None:
-        """Each token that was sampled is the likeliest of those that were allowed, with the bias
-        added to the logits."""
+        """Fails unless each sampled token is the likeliest allowed token by the logits plus the
+        bias."""
         known: dict[tuple[int, ...], torch.Tensor] = {}
         for whole in wholes:
             rows = self._model(torch.tensor([whole])).logits[0]

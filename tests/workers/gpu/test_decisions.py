@@ -1,4 +1,4 @@
-"""Decisions that are malformed, cannot be applied, or never arrive: they end their own sequence."""
+"""Decisions that are malformed, cannot be applied or never arrive end only their own sequence."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def ends(bench: Bench, request: int) -> list[tuple[int, str | None, str | None]]
 
 
 def entry(one: StepResult) -> Any:
-    """A decision as it is on the wire."""
+    """A decision as a message contains it."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(one))
 
 
 def deliver(bench: Bench, *entries: Any, masks: list[bytes] | None = None, worker: int = 0) -> None:
-    """A RESULT of these entries arrives."""
+    """The worker receives a RESULT with these entries."""
     body = msgspec.msgpack.encode({"sequences": entries, "host": machine_id()})
     bench._receive_outputs(bench.steering.on_result(worker or bench.worker, body, masks or []))
 
@@ -126,7 +126,7 @@ def test_a_malformed_decision_of_a_fork_that_is_not_made_yet_ends_the_fork(
     bench.check_nothing_is_left()
 
 
-# --- decisions that nothing waits for -------------------------------------------------------------
+# --- decisions for which no sequence waits --------------------------------------------------------
 
 
 def test_a_second_decision_for_one_token_has_no_effect(bench: Bench, embedded: LoadedModel) -> None:

@@ -1,4 +1,4 @@
-"""Deferred sequences, whose decision has not arrived: they delay themselves and nothing else."""
+"""Sequences are deferred while their decision is missing. They delay no other sequence."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def embedded() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def block_bytes(embedded: LoadedModel) -> int:
-    """The size of a block of the KV cache."""
+    """Bytes of a block of the KV cache."""
     roomy = Engine(embedded, EngineConfig(kv_cache_bytes=32 * 2**20))
     return 32 * 2**20 // int(roomy.stats()["kv_blocks"] + 1)
 
 
 class Small(Protocol):
     def __call__(self, *, blocks: int, running: int = 8) -> Engine:
-        """An engine with this many blocks of KV cache and this many slots."""
+        """An engine with this number of blocks, and at most ``running`` running sequences."""
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def small(embedded: LoadedModel, block_bytes: int, overlap: bool) -> Small:
 
 
 def step(engine: Engine, *defer: int) -> list[TokenOutput]:
-    """A step in which no decision arrives for these requests."""
+    """Runs a step in which no decision arrives for these requests."""
     pending = engine.begin()
     for request, seq in pending.ready:
         if request in defer:
@@ -54,8 +54,8 @@ def step(engine: Engine, *defer: int) -> list[TokenOutput]:
 
 
 def pass_launched(engine: Engine) -> None:
-    """A step of what was scheduled before: where steps overlap, the next one has been launched, and
-    only those after it are scheduled by what has changed since."""
+    """Runs the step that is already scheduled. If steps overlap, this step does not yet include
+    later changes."""
     if engine.overlaps:
         step(engine)
 
@@ -85,8 +85,8 @@ def test_a_deferred_sequence_leaves_its_slot_to_the_next(
 def test_a_decision_that_takes_the_place_of_another_in_a_step(
     small: Small, embedded: LoadedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In the middle of a step one sequence is deferred and another, deferred before, is decided: as
-    many are sampled as the forward has rows, but not the same ones."""
+    """During a step, one sequence is deferred, and the decision of an earlier deferred sequence
+    arrives. The number of sampled rows stays the same, but the rows differ."""
     engine = small(blocks=100)
     engine.add(1, PROMPT, SEEDED)
     engine.add(2, PROMPT[:9], SEEDED)
@@ -94,7 +94,7 @@ def test_a_decision_that_takes_the_place_of_another_in_a_step(
     outputs += step(engine, 2)
     outputs += step(engine)
     pending = engine.begin()
-    assert pending.decodes is not None, "this forward is the next one of the same sequences"
+    assert pending.decodes is not None, "this forward has the same sequences as the last"
     engine.defer(1, 0)
     engine.reschedule(2, 0)
     swapped = engine.finish(pending).as_outputs()
@@ -104,14 +104,14 @@ def test_a_decision_that_takes_the_place_of_another_in_a_step(
     outputs += step(engine, 2)
     outputs += step(engine)
     pending = engine.begin()
-    assert pending.decodes is not None, "the same with one sequence"
+    assert pending.decodes is not None, "this forward has the same sequence as the last"
     engine.defer(1, 0)
     engine.reschedule(1, 0)
     outputs += engine.finish(pending).as_outputs()
     engine.reschedule(2, 0)
     while engine.has_work:
         outputs += step(engine)
-    assert not caplog.messages, "no step failed and was run again"
+    assert not caplog.messages, "a step failed and ran again"
     assert tokens(outputs, 1) == alone(embedded, PROMPT, SEEDED)
     assert tokens(outputs, 2) == alone(embedded, PROMPT[:9], SEEDED)
 
@@ -119,14 +119,14 @@ def test_a_decision_that_takes_the_place_of_another_in_a_step(
 def test_a_fork_that_takes_the_place_of_a_deferred_sequence_in_a_step(
     small: Small, embedded: LoadedModel
 ) -> None:
-    """As many are sampled as the forward has rows, but not the same ones."""
+    """The number of sampled rows stays the same, but the rows differ."""
     engine = small(blocks=100)
     prompts = [PROMPT, PROMPT[:9], PROMPT[:21]]
     for request, prompt in enumerate(prompts):
         engine.add(request, prompt, SEEDED)
     outputs = [*step(engine), *step(engine)]
     pending = engine.begin()
-    assert pending.decodes is not None, "this forward is the next one of the same sequences"
+    assert pending.decodes is not None, "this forward has the same sequences as the last"
     first, *_, last = (sequence.request for sequence in pending.decodes[0])
     engine.defer(first, 0)
     engine.fork(last, 0, 1)
@@ -170,7 +170,7 @@ def test_there_is_no_work_while_only_a_decision_can_change_anything(
     assert not engine.has_work
     engine.add(2, PROMPT[::-1], SEEDED)
     outputs += step(engine)
-    assert not engine.has_work, "request 2 finds no blocks before request 1 has gone on"
+    assert not engine.has_work, "request 2 has no blocks until request 1 goes on"
     engine.reschedule(1, 0)
     assert engine.has_work
     while engine.has_work:
@@ -189,7 +189,7 @@ def test_the_number_of_deferred_sequences_is_bounded(
     for request in queue:
         engine.add(request, PROMPT[:9], short)
     while engine.has_work:
-        # No decision arrives at all.
+        # No decision arrives.
         step(engine, *queue)
     kept = MAX_ADMITTED * 2
     assert engine.stats()["running"] == kept

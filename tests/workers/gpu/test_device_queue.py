@@ -1,4 +1,4 @@
-"""Arrays that travel to a device in one copy."""
+"""Several arrays are copied to a device in one copy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The answers to the queries of controllers, by brute force; what overrides change; and the same
-numbers in a stream that moves."""
+"""The answers to queries of controllers equal those by brute force. Overrides change the sampling
+of their tokens. A moved stream replays the same numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .moved import transcript as transcript_of
 from .test_resumption_controlled import Run, check_nothing_is_left
 
 VOCAB = 150
-"""More than two parts of 64 tokens, and no whole number of words."""
+"""More than two parts of 64 tokens, and not a multiple of 32, so that the last word is not full."""
 LOWEST = float(torch.finfo(torch.float32).min)
 TOKENS = st.integers(0, VOCAB - 1)
 QUERIES = st.builds(Query, st.integers(0, 64), st.lists(TOKENS, max_size=5, unique=True))
@@ -39,7 +39,8 @@ QUERIES = st.builds(Query, st.integers(0, 64), st.lists(TOKENS, max_size=5, uniq
 
 @st.composite
 def rows(draw: st.DrawFn) -> Row:
-    """A row with or without a query; biases, temperature and penalties do not change its answer."""
+    """A row with or without a query. Its bias, temperature and penalties do not change the
+    answer."""
     query = draw(st.one_of(st.none(), QUERIES))
     bias = Bias(np.array([9.0], dtype=np.float32), np.array([draw(TOKENS)]))
     return Row(
@@ -57,7 +58,7 @@ def test_answers_are_those_of_brute_force_over_the_logits(
     drawn: list[Row], seed: int, impossible: bool
 ) -> None:
     torch.manual_seed(seed)
-    # Eighths, so that many logits are equal.
+    # With multiples of an eighth, many logits are equal.
     logits = (torch.randn(len(drawn), VOCAB) * 16).round() / 8
     if impossible:
         logits[:, 5] = -float("inf")
@@ -124,7 +125,8 @@ PROMPT = "def add(a, b):\n    "
 def tokens_under(
     loaded: LoadedModel, sampling: Sampling, overlap: bool, override: Override | None
 ) -> list[int]:
-    """The tokens of a sequence whose controller overrides parameters from the third on."""
+    """The tokens of a sequence. Its controller overrides sampling parameters from the third token
+    on."""
     bench = Bench(counting(loaded, overlap))
     seen = 0
 
@@ -148,7 +150,7 @@ def test_overrides_hold_for_their_tokens_only(embedded: LoadedModel, overlap: bo
     other = tokens_under(embedded, hot, overlap, Override(seed=4))
     assert greedy[:2] == other[:2] == free[:2]
     assert len({tuple(tokens[2:]) for tokens in (free, greedy, other)}) == 3
-    # Nucleus sampling of a tiny share is greedy.
+    # With such a small ``top_p``, sampling is greedy.
     assert tokens_under(embedded, hot, overlap, Override(top_p=1e-6)) == greedy
     assert tokens_under(embedded, cold, overlap, Override(seed=4)) == tokens_under(
         embedded, cold, overlap, None
@@ -159,7 +161,7 @@ def test_overrides_hold_for_their_tokens_only(embedded: LoadedModel, overlap: bo
 
 
 class Watches(Controller):
-    """Logs at each fourth token all answers that it has ever read."""
+    """At every fourth token, logs all answers to its query so far."""
 
     query = Query(top=3, tokens=[10, 11])
 
@@ -181,7 +183,7 @@ def line(seen: Distribution) -> str:
 
 
 class Watched(Run):
-    """A request with that controller."""
+    """A request whose controller is ``Watches``."""
 
     def __init__(self, folder: Path, loaded: LoadedModel, storage: VariableStorage) -> None:
         super().__init__(folder, loaded, storage, Random(0), False)
@@ -189,7 +191,7 @@ class Watched(Run):
 
 
 def check_numbers(messages: list[list[Token]], max_tokens: int) -> None:
-    """The controller has read the numbers that are in the entries, and has logged them so."""
+    """Fails unless the controller has logged the distributions of the entries."""
     entries = [entry for message in messages for entry in message]
     seen = [entry.distribution for entry in entries if entry.token is not None]
     assert len(seen) == max_tokens
@@ -203,7 +205,8 @@ def check_numbers(messages: list[list[Token]], max_tokens: int) -> None:
 def test_a_stream_that_moves_replays_the_numbers_that_its_controller_has_read(
     tmp_path: Path, embedded: LoadedModel, cut: int
 ) -> None:
-    """Bit by bit, though the next worker may compute other last bits from there on."""
+    """The numbers of the replay have the same bits, even if the next worker computes other last
+    bits for later tokens."""
     body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 1.0, "seed": 5, "controller": "c"}
     storage = VariableStorage()
     whole = Watched(tmp_path, embedded, storage)

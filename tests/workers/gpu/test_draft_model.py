@@ -1,4 +1,4 @@
-"""With a draft model and without, every stream is the same."""
+"""Every stream is the same with a draft model and without."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.long
 
 NEW = rounds(30, 60)
 WAYS = ((False, False), (True, False), (True, True))
-"""Without drafts; with a draft model; with one where steps overlap."""
+"""Whether the engine has a draft model, and whether its steps overlap."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def llama() -> LoadedModel:
 
 @pytest.fixture(scope="module", params=["the same", "similar", "another"])
 def draft(request: pytest.FixtureRequest, llama: LoadedModel) -> LoadedModel:
-    """A draft model whose tokens are always, often or seldom the large one's."""
+    """A draft model whose tokens always, often or seldom equal those of the large model."""
     model: Any = copy.deepcopy(llama.model)
     if request.param != "the same":
         torch.manual_seed(1)
@@ -49,8 +49,8 @@ def draft(request: pytest.FixtureRequest, llama: LoadedModel) -> LoadedModel:
 def engine_of(
     loaded: LoadedModel, draft: LoadedModel, way: tuple[bool, bool], **options: Any
 ) -> RecordingEngine:
-    """An engine whose draft model drafts wherever it can, as if that cost nothing, and nothing is
-    looked up."""
+    """An engine whose drafts all come from the draft model. Its forwards are assumed to cost almost
+    nothing, so it drafts whenever it can."""
     speculation, overlap = way
     options = {"kv_cache_bytes": ROOM, "speculation": speculation, "overlap": overlap} | options
     engine = eager(RecordingEngine(loaded, EngineConfig(**options), draft if speculation else None))
@@ -62,7 +62,7 @@ def engine_of(
 
 
 def check_done(engine: Engine) -> None:
-    """Fails where the draft model has kept anything."""
+    """Fails if the draft model still has blocks or texts."""
     model = engine._speculation._model
     assert model is not None
     assert model.num_used_blocks == 0
@@ -71,8 +71,8 @@ def check_done(engine: Engine) -> None:
 
 
 def sampling(**options: Any) -> Any:
-    """A model of random weights has three tokens to choose from: more would often be so close that
-    rounding decides between them."""
+    """Sampling with a bias that leaves three tokens. With random weights, more tokens would often
+    be so close that rounding decides between them."""
     common: dict[str, Any] = {"max_tokens": NEW, "ignore_eos": True, "logit_bias": FEW}
     return Sampling(**common | options)
 
@@ -103,7 +103,8 @@ def test_a_text_that_is_foreseen_takes_fewer_steps(llama: LoadedModel) -> None:
 
 
 def test_splices_forks_and_moves_with_a_draft_model(llama: LoadedModel, draft: LoadedModel) -> None:
-    """A sequence drops tokens, gets others and is forked; and goes on so at another worker."""
+    """A sequence drops tokens, gets others and is forked. Another worker then continues its
+    sequences."""
     prompt = shapes.prompts(1, 40, llama.vocab_size)[0]
     options = sampling(max_tokens=60, temperature=0.4, seed=9)
     found = []
@@ -131,7 +132,7 @@ def test_splices_forks_and_moves_with_a_draft_model(llama: LoadedModel, draft: L
 
 @pytest.mark.parametrize("blocks", [9, 40])
 def test_streams_are_the_same_where_blocks_run_out(llama: LoadedModel, blocks: int) -> None:
-    """Those of the draft model, or those of both."""
+    """The blocks of the draft model run out, or those of both models."""
     found = []
     size = 16 * 2 * 2 * 8 * 4 * 3
     for way in WAYS:
@@ -175,7 +176,7 @@ def test_what_is_not_foreseen_is_no_longer_written_and_tried_again(llama: Loaded
     while engine.has_work:
         engine.step()
         counts.append(engine._speculation.draft_tokens)
-    # Some at first; then a few, once in ``RETRY_STEPS``.
+    # At first there are some draft tokens, and then a few in each ``RETRY_STEPS`` steps.
     assert 0 < counts[30] < 60
     rate = (counts[-1] - counts[30]) / (len(counts) - 31)
     assert 0 < rate <= 2 * drafts.RETRY_TOKENS / drafts.RETRY_STEPS

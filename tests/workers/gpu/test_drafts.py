@@ -1,4 +1,4 @@
-"""The drafts and their lengths: against plain searches and sums."""
+"""Drafts and their lengths equal the results of plain searches and sums."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ texts = st.lists(st.integers(0, 2), max_size=60)
 
 
 def agreement(text: list[int], end: int, tokens: list[int]) -> int:
-    """How many tokens before ``end`` are those that ``tokens`` ends with."""
+    """The number of tokens before ``end`` in ``text`` that equal the last tokens of ``tokens``, at
+    most ``LONGEST``."""
     length = 0
     while length < min(end, len(tokens), LONGEST) and text[end - 1 - length] == tokens[~length]:
         length += 1
@@ -38,7 +39,8 @@ def agreement(text: list[int], end: int, tokens: list[int]) -> int:
 
 
 def found_by_search(tokens: list[int]) -> tuple[int, int] | None:
-    """The end and the length of the longest match among the last places of the last run."""
+    """The end and the length of the longest match. The candidates are the last ``PLACES`` places
+    where the last ``SIZE`` tokens have occurred before."""
     run = tokens[-SIZE:]
     ends = [e for e in range(SIZE, len(tokens)) if tokens[e - SIZE : e] == run]
     matches = [(agreement(tokens, end, tokens), end) for end in ends[-PLACES:]]
@@ -148,7 +150,7 @@ def test_a_token_that_differs_from_place_to_place_is_not_expected_again() -> Non
     assert other > 0.7
     assert value < 0.3
     assert behind == 0.5
-    # The draft ends there.
+    # The draft ends before the token that is unlikely.
     assert lengths([lookup.chances(found, 0.5)], 1, CPU)[0] <= 3
     assert lengths([repeat(same)], 1, CPU)[0] > 3
 
@@ -195,7 +197,7 @@ probabilities = st.lists(st.lists(st.floats(0, 1), max_size=40), max_size=40)
 
 
 def over_cost(counts: list[int], chances: list[list[float]], rows: int, costs: Costs) -> float:
-    """The expected tokens of a step over its cost."""
+    """The expected number of tokens of a step, divided by the step's cost."""
     tokens = rows + sum(
         math.prod(each[:k])
         for each, n in zip(chances, counts, strict=True)
@@ -237,7 +239,7 @@ def test_a_lone_sequence_gets_long_drafts_and_a_full_batch_none() -> None:
 
 
 def lookup_of(tokens: list[int], texts: EarlierTexts) -> Match | None:
-    """The match of a new request, once all of the texts are in the index."""
+    """The match of a new request, when all texts are in the index."""
     lookup = PromptLookup(tokens, texts)
     for _ in range(2 + texts.num_tokens // earlier.ADVANCE + len(texts._waiting)):
         found = lookup.match()

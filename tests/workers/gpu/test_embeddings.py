@@ -1,4 +1,4 @@
-"""The EMBEDs of a worker: batches over several requests, turns, ends and refusals."""
+"""The EMBED requests of a worker: batches over several requests, turns, ends and refusals."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def loaded() -> LoadedModel:
 
 
 class Sent:
-    """A worker's EMBEDs, and the answers that it sent. The time passes only in batches:
-    ``token_s`` for each token of a batch, with padding."""
+    """A worker's EMBED requests, and its answers. The clock advances only in batches, by
+    ``token_s`` for each token of a batch, including padding."""
 
     def __init__(self, loaded: LoadedModel, token_s: float = 0.0) -> None:
         self.engine = Engine(loaded, EngineConfig(kv_cache_bytes=1 << 22))
@@ -60,7 +60,7 @@ class Sent:
     def pooled(
         self, loaded: LoadedModel, texts: Sequence[list[int]], poolings: list[Pooling]
     ) -> torch.Tensor:
-        """``pooled``, which takes the time of its tokens."""
+        """Calls ``pooled``, and advances the clock by the time of its tokens."""
         self.batches.append(list(texts))
         self.now += self.token_s * len(texts) * max(map(len, texts))
         return pooled(loaded, texts, poolings)
@@ -76,13 +76,13 @@ class Sent:
         by: str = "",
         engine: Engine | None = None,
     ) -> None:
-        """Receives an EMBED."""
+        """Receives an EMBED request."""
         stream = Stream(request, session, request, "msgpack", "embedded", 1)
         message = Embed(stream_id=request, inputs=inputs, by=by)
         self.embeddings.add(stream, engine or self.engine, message)
 
     def sizes(self, steps: int, busy: bool = True) -> list[int]:
-        """The numbers of tokens of the next batches."""
+        """Runs ``steps`` batches; returns the number of tokens of each."""
         before = len(self.batches)
         for _ in range(steps):
             self.embeddings.step(busy)
@@ -96,7 +96,7 @@ class Sent:
 
 @pytest.fixture
 def timed(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Sent:
-    """EMBEDs of a model whose bound stays that of the first batch."""
+    """EMBED requests of a model of such a speed that the bound of a batch does not change."""
     sent = Sent(loaded, BATCH_S / FIRST_BATCH_TOKENS)
     monkeypatch.setattr(module, "pooled", sent.pooled)
     return sent
@@ -179,10 +179,10 @@ def test_the_bound_of_a_batch_follows_the_time_of_the_last_one(timed: Sent) -> N
     # The bound is 512 tokens at first, and then the number that takes BATCH_S.
     timed.token_s = BATCH_S / 130
     assert timed.sizes(3) == [FIRST_BATCH_TOKENS, 128, 128]
-    # The bound is at most twice the tokens of the last batch.
+    # The bound at most doubles from batch to batch.
     timed.token_s = BATCH_S / 1030
     assert timed.sizes(5) == [128, 256, 512, 1024, 1024]
-    # Even a very slow model gets a few tokens.
+    # Even if the model is very slow, a batch has some tokens.
     timed.token_s = BATCH_S
     assert timed.sizes(3) == [1024, MIN_BATCH_TOKENS, MIN_BATCH_TOKENS]
 
@@ -208,7 +208,8 @@ def test_an_idle_worker_takes_large_batches(timed: Sent) -> None:
     timed.token_s = IDLE_BATCH_S / MAX_BATCH_TOKENS
     grown = [512, 1024, 2048, 4096, MAX_BATCH_TOKENS]
     assert timed.sizes(5, busy=False) == grown
-    # A request arrives. Batches take BATCH_S until the engines have been idle for a while.
+    # A request arrives. From then on, batches take BATCH_S until the engines have been idle for
+    # IDLE_AFTER_S.
     small = int(MAX_BATCH_TOKENS * BATCH_S / IDLE_BATCH_S) // 64 * 64
     timed.embeddings.note_step()
     assert timed.sizes(2, busy=True) == [small, small]
@@ -224,7 +225,7 @@ def test_an_input_above_the_bound_runs_alone(timed: Sent) -> None:
 
 
 def test_engines_have_as_much_time_as_embeds(loaded: LoadedModel, tmp_path: Path) -> None:
-    """While an engine has work, a batch is followed by as much time of steps."""
+    """While an engine has work, each batch is followed by steps that take as long as the batch."""
     loop = Loop(tmp_path, loaded)
     now = 0.0
     embeddings = loop.worker._arrivals.embeddings
@@ -257,7 +258,7 @@ def test_a_vector_does_not_depend_on_the_padding(loaded: LoadedModel) -> None:
 
 
 def test_embeddings_wait_for_a_forward_that_overlaps_with_them() -> None:
-    """The forward by transformers' modules uses the attention that pooling changes."""
+    """The forward of transformers' modules uses the attention that pooling changes."""
     loaded = load_model(embedded.NAME, device="cpu")
     loaded.decoder = None
 
@@ -289,7 +290,7 @@ def test_a_cancelled_request_ends_with_one_error(loaded: LoadedModel) -> None:
 
 
 def test_a_cancelled_request_does_not_keep_its_inputs(loaded: LoadedModel) -> None:
-    """A client may cancel its EMBEDs before their turn, as often as it likes."""
+    """A client may cancel EMBED requests before their turn, again and again."""
     sent = Sent(loaded)
     inputs = [[1], [2]]
     before = sys.getrefcount(inputs)

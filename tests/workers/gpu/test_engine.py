@@ -1,4 +1,4 @@
-"""The engine in-process: preemption, prefixes, ends, failures."""
+"""The engine in a process: preemption, prefixes, ends of sequences, and failures."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def engine(embedded: LoadedModel, overlap: bool) -> Engine:
 
 
 def run(engine: Engine) -> list[TokenOutput]:
-    """Steps until nothing is left."""
+    """Runs steps until the engine has no work."""
     outputs: list[TokenOutput] = []
     for _ in range(100_000):
         if not engine.has_work:
             return outputs
         outputs += engine.step()
-    raise AssertionError("the engine does not come to an end")
+    raise AssertionError("the engine still has work")
 
 
 def tokens(outputs: Sequence[TokenOutput], request: int, seq: int = 0) -> list[int]:
@@ -203,7 +203,7 @@ def test_a_sequence_whose_logits_are_nan_ends_alone(overlap: bool) -> None:
     assert end.finish_reason == "error"
     assert "NaN" in (end.error or "")
     assert engine.stats()["kv_blocks_used"] == 0
-    # The block with the NaN values has been cleared.
+    # The block with NaN values has been cleared.
     for number in range(3, 40):
         engine.add(number, [5, 6, 7], Sampling(max_tokens=5, ignore_eos=True))
     again = run(engine)
@@ -238,7 +238,8 @@ def test_a_row_that_cannot_be_sampled_ends_only_its_sequence(engine: Engine) -> 
         for number in (1, 2, 3):
             engine.add(number, [5, 6, number], Sampling(max_tokens=5, ignore_eos=True))
         step = engine.begin()
-        # Of the right size, and not an array of words: the sampler cannot unpack it.
+        # The mask has the right size, but is not an array of words, so the sampler cannot unpack
+        # it.
         engine._live.named(2, 0).mask = np.full(128, None)
         return [*engine.finish(step), *run(engine)]
 
@@ -282,7 +283,7 @@ def test_a_text_that_cannot_be_decoded_ends_only_its_sequence(
 
 TEXTS: list[dict[str, Any]] = [
     {"temperature": 0.0},
-    # Hot enough for characters of which a token has only a part.
+    # With such a temperature, some tokens contain only a part of a character.
     {"temperature": 9.0, "seed": 5, "max_tokens": 150},
     {"temperature": 1.5, "seed": 6, "n": 3, "stop": ["a", "e "], "ignore_eos": False},
     {"temperature": 1.5, "seed": 7, "n": 2, "stop": ["nowhere in it"]},
@@ -294,7 +295,7 @@ def test_text_in_columns_is_that_of_outputs(engine: Engine) -> None:
         for request, more in ((number, {}), (100 + number, {"top_logprobs": 1})):
             sampling = Sampling(**{"max_tokens": 40, "ignore_eos": True} | options | more)
             engine.add(request, encode(engine, "def add(a, b):"), sampling, text=True)
-    # Its stop strings need text, of which its client wants none.
+    # The stop string needs the text, although the client requests none.
     prompt = encode(engine, "def add(a, b):\n    return")
     engine.add(50, prompt, Sampling(max_tokens=40, stop=["\n"], ignore_eos=True))
     rows: list[TokenOutput] = []

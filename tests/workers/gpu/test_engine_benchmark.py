@@ -1,4 +1,5 @@
-"""``benchmarks/engine_gpu.py`` measures the engine as a worker runs it, and says what runs."""
+"""``benchmarks/engine_gpu.py`` measures the engine as a worker runs it, and reports the path that
+runs."""
 
 from __future__ import annotations
 

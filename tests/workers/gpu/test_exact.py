@@ -1,7 +1,7 @@
 """The tokens and log-probabilities of a sequence have the same bits in every batch.
 
-The reference of each request is an engine that runs only this request, with one token of a prompt
-in each step. Both engines use the kernels of this processor, so that bits may be compared.
+The reference of each request is an engine that runs only this request, with one token of its prompt
+in each step. Both engines use the kernels for this processor, so bits may be compared.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ Stream = list[tuple[int | None, float | None]]
 
 @dataclass(frozen=True)
 class Job:
-    """A request: its prompt begins with the first tokens of a text that several requests share."""
+    """A request. Its prompt begins with the first ``shared`` tokens of a text that all requests
+    share."""
 
     shared: int
     own: int
@@ -59,13 +60,13 @@ def loaded() -> LoadedModel:
 
 
 def engine_of(model: LoadedModel, **config: int | bool) -> Engine:
-    """An exact engine."""
+    """An engine in exact mode."""
     given: dict[str, int | bool] = {"kv_cache_bytes": 2**24, **config}
     return Engine(model, EngineConfig(exact="on", **given))  # type: ignore[arg-type]
 
 
 def streams(outputs: list[TokenOutput]) -> dict[tuple[int, int], Stream]:
-    """The streams of some outputs, by request and sequence."""
+    """The tokens and log-probabilities of some outputs, by request and sequence."""
     found: dict[tuple[int, int], Stream] = {}
     for output in outputs:
         if output.token is not None:
@@ -75,7 +76,7 @@ def streams(outputs: list[TokenOutput]) -> dict[tuple[int, int], Stream]:
 
 
 def run(engine: Engine) -> dict[tuple[int, int], Stream]:
-    """Runs all requests to their ends."""
+    """Runs all requests to their ends; returns their streams."""
     outputs: list[TokenOutput] = []
     while engine.has_work:
         outputs += engine.step()
@@ -89,11 +90,12 @@ def reference() -> Engine:
 
 
 _alone: dict[str, dict[int, Stream]] = {}
-"""The results of ``alone``, which are computed once."""
+"""The results of ``alone``, by request."""
 
 
 def alone(job: Job) -> dict[int, Stream]:
-    """The streams of a request that runs alone, one token of the prompt a step."""
+    """The streams of a request that runs alone, with one prompt token in each step. They are
+    computed once."""
     found = _alone.get(repr(job))
     if found is None:
         engine = reference()

@@ -1,4 +1,4 @@
-"""Sampling a row gives equal bits alone and in a batch, whatever the other rows request."""
+"""The sampling of a row gives equal bits alone and in a batch, whatever the other rows request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ divides a row among threads."""
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """Gives torch two threads, so that it may divide a row."""
+    """Gives torch two threads, so that it may divide a row among them."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -56,7 +56,7 @@ def test_a_row_does_not_depend_on_the_batch(
     torch.manual_seed(seed)
     logits = 4 * torch.randn(len(of), size)
     if equal:
-        # Many tokens have equal weights, so that top_p removes some of them.
+        # Many tokens have equal weights, of which top_p removes some.
         logits = logits.round()
     query = TokenOptions(query=Query(top=3, tokens=[1, 7]))
     rows = [

@@ -1,4 +1,5 @@
-"""The sampler's path for devices, with few launches, draws the tokens of the path for CPUs."""
+"""On devices, the sampler takes a path with few launches. It draws the same tokens as the path for
+CPUs."""
 
 from __future__ import annotations
 
@@ -34,14 +35,15 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def by_launches(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Tensors of the CPU count as those of a device, until the patches are undone."""
+    """Makes the sampler treat tensors of the CPU like those of a device, until the patches are
+    undone."""
     for module in (penalties, races, sampler):
         monkeypatch.setattr(module, "costs_launches", lambda tensor: True)
     return monkeypatch
 
 
 def rows_of(mode: str, masks: str = "none", biased: bool = False) -> Rows:
-    """How the tokens are drawn: of a mode, or of all modes in turn."""
+    """Rows whose tokens are drawn in one mode, or in all modes in turn."""
     rng = np.random.default_rng(1)
     rows = []
     for i in range(ROWS):
@@ -64,11 +66,11 @@ def rows_of(mode: str, masks: str = "none", biased: bool = False) -> Rows:
 
 
 def tokens(rows: Rows) -> list[sampler.Sampled]:
-    """The tokens of some steps in turn."""
+    """The sampled tokens of ``STEPS`` steps."""
     found = []
     generator = torch.Generator().manual_seed(2)
     for step in range(STEPS):
-        # With a gap after each row, as native code takes none.
+        # The rows have a gap between them, so that native code does not take them.
         logits = torch.randn(ROWS, VOCAB + 1, generator=generator)[:, :-1] * 3
         at = dataclasses.replace(rows, positions=rows.positions + step)
         found.append(sampler.draw(logits, None, at).fetch())

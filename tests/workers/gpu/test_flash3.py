@@ -1,4 +1,5 @@
-"""FlashAttention 3 on the CPU, by a stand-in with its signature and its demands (``flash3.py``)."""
+"""FlashAttention 3 on the CPU, with a stand-in that has its signature and its checks
+(``flash3.py``)."""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ NAME = "flash_attn_interface"
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Installs the stand-in as the module."""
+    """Installs the stand-in as the module of FlashAttention 3."""
     monkeypatch.setitem(sys.modules, NAME, stand_in)
     flash3.function.cache_clear()
     yield monkeypatch
     flash3.function.cache_clear()
 
 
-# Gemma 2 has capped scores and a sliding window in every other layer; GPT-NeoX runs as
+# Gemma 2 has capped scores, and a sliding window in every other layer. GPT-NeoX runs as
 # transformers' modules.
 @pytest.mark.parametrize(
     "name", ["llama", "gemma2: soft caps, windows in every other layer", "gpt-neox"]

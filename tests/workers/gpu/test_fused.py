@@ -1,4 +1,5 @@
-"""The fused decoder: a model's own logits, from its own weights, in fewer operations."""
+"""The fused decoder computes the logits of a model from the model's weights, with fewer
+operations."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def test_models_of_a_known_structure_are_fused(name: str) -> None:
 
 @pytest.fixture
 def llama() -> Any:
-    """A small model whose weights its test may change."""
+    """A small model whose weights a test may change."""
     return make("llama")
 
 

@@ -62,7 +62,7 @@ def run(engine: Engine) -> dict[tuple[int, int], list[int]]:
 
 
 def fail(times: int, do: Callable[[], None]) -> Callable[[], None]:
-    """Does something in each of the first captures."""
+    """Calls ``do`` in each of the first ``times`` captures."""
     left = iter(range(times))
 
     def act() -> None:
@@ -93,7 +93,7 @@ def test_all_sizes_are_captured_at_start_with_one_pool_and_thread_local_errors(
 
 
 def test_replayed_steps_give_the_tokens_of_generate(loaded: LoadedModel, cuda: Cuda) -> None:
-    # The longest prompts end beyond their first block.
+    # The longest prompts take more than one block.
     prompts = shapes.prompts(6, 300)
     engine = make(loaded)
     for i, prompt in enumerate(prompts):

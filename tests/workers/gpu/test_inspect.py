@@ -1,4 +1,5 @@
-"""``inspect``: what the mask of each token allowed and cut off, and how long the round took."""
+"""``inspect`` reports for each token how many tokens the mask allowed, which likely tokens it
+excluded, and the time of the round."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ def client(steered: Bus) -> Iterator[Client]:
 
 @pytest.fixture
 def digits(client: Client) -> set[int]:
-    """The tokens of digits alone."""
+    """The tokens that contain only digits."""
     vocabulary = json.loads(client.tokenizer().json)["model"]["vocab"]
     return {number for text, number in vocabulary.items() if DIGITS.issuperset(text)}
 
 
 def entries(client: Client, **options: object) -> list[Token]:
-    """The entries of a request for digits, of which at least the first three do not end it."""
+    """The entries of a request for at least three digits."""
     return list(
         client.generate(
             "def ",

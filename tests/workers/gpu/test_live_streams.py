@@ -1,4 +1,4 @@
-"""The messages of a GPU worker's streams: in columns and as entries, and where one of them cannot
+"""The messages of a GPU worker's streams: tokens in columns and in entries, and outputs that cannot
 be encoded."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tokenbus.workers.gpu.serving.streams import ROW, Form, Frames, Stream
 
 
 class Sent:
-    """A table of streams, the frames that it has sent and the requests that it has released."""
+    """A table of streams, the frames that it has sent, and the requests that it has released."""
 
     def __init__(self, *requests: int, live: int = 1, form: Form = "json") -> None:
         self.frames: list[Frames] = []
@@ -46,7 +46,7 @@ class Sent:
             self.streams.add(stream)
 
     def entries(self) -> dict[int, list[Token]]:
-        """The entries that clients have got, by stream."""
+        """The entries that clients have received, by stream."""
         found: dict[int, list[Token]] = {}
         for frames in self.frames:
             if frames[0] == b"TOKEN":
@@ -58,7 +58,7 @@ class Sent:
         return found
 
     def columns(self) -> list[TokenColumns]:
-        """The bodies in columns."""
+        """The bodies that have columns."""
         bodies = [b for frames in self.frames if frames[0] == b"TOKEN" for b in frames[2:]]
         decoded = [decode_as(TokenBody, body) for body in bodies]
         return [body for body in decoded if isinstance(body, TokenColumns)]
@@ -70,10 +70,10 @@ def entries_of(body: bytes) -> list[Token]:
 
 
 class Batch:
-    """The outputs of an engine, for sequences of which a test says in which steps they are.
+    """Makes outputs of an engine. A test chooses the sequences of each step.
 
-    Those of the requests ``with_text`` have text, which is empty in every third step. Those of the
-    requests ``reporting`` have ``processed`` and ``kept``.
+    Sequences of the requests ``with_text`` have text, which is empty in every third step. Those of
+    the requests ``reporting`` have ``processed`` and ``kept``.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Batch:
         self._last: list[Sequence] = []
 
     def step(self, *keys: tuple[int, int], token: int = 5) -> StepOutputs:
-        """One more token of each of these sequences, (request, seq). The first tokens of a request
+        """One more token for each of these sequences, (request, seq). The first tokens of a request
         are entries."""
         if not keys:
             return StepOutputs()
@@ -95,7 +95,7 @@ class Batch:
         return StepOutputs(first, columns_or_none)
 
     def rows(self, *keys: tuple[int, int], token: int = 5) -> sequence.TokenColumns:
-        """One more token of each of these sequences, in columns."""
+        """One more token for each of these sequences, in columns."""
         sequences = []
         for key in keys:
             reports = key[0] in self._reporting
@@ -123,7 +123,7 @@ class Batch:
 
 
 def packed(number: int) -> bytes:
-    """The ids below a number, in the form of a column."""
+    """The token ids below ``number``, in the form of a column."""
     return np.arange(number, dtype="<u4").tobytes()
 
 
@@ -167,16 +167,17 @@ STEPS = st.lists(
     st.tuples(st.sets(st.tuples(st.integers(1, 4), st.integers(0, 1))), st.integers(0, 30)),
     max_size=12,
 )
-"""Which sequences each step has; and which of the requests has its outputs as entries."""
+"""For each step: its sequences, and a number from which ``play`` takes the request whose outputs
+are entries."""
 WITH_TEXT = st.sets(st.integers(1, 4))
-"""Which requests have text."""
+"""The requests that have text."""
 REPORTING = st.sets(st.integers(1, 4))
-"""Which requests report the candidates of their tokens."""
+"""The requests that report the candidates of their tokens."""
 
 
 @pytest.fixture
 def stored_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are stored for their streams every other step."""
+    """Stores the rows of streams after every second step."""
     monkeypatch.setattr(recipients, "MAX_STEPS", 2)
 
 
@@ -186,8 +187,8 @@ def play(
     with_text: Set[int] = frozenset(),
     reporting: Set[int] = frozenset(),
 ) -> None:
-    """Sends steps: rows but for one request, whose outputs are entries; it ends where the number
-    is low."""
+    """Sends steps. Outputs are rows, except those of one request, which are entries. If the number
+    of the step is low, this request ends."""
     batch = Batch(with_text, reporting)
     over: set[int] = set()
     for keys, number in steps:
@@ -220,7 +221,7 @@ def test_every_form_gives_a_client_the_same_entries(
 ) -> None:
     plain, mixed = Sent(1, 2, 3, 4), Sent(1, 2, 3, 4)
     for stream, form in zip(mixed.streams, forms, strict=True):
-        stream.session = 100  # All of them are of one client, or of one in each form.
+        stream.session = 100  # Streams of the same form belong to one client.
         stream.encoding, stream.columns = ("json" if form == "json" else "msgpack"), False
         stream.columns = form == "columns"
         stream.texts = stream.columns and takes_texts
@@ -242,7 +243,7 @@ def test_every_form_gives_a_client_the_same_entries(
 
 COLUMNS = Flag.MSGPACK | Flag.COLUMNS
 FLAGS = st.sampled_from([Flag(0), Flag.MSGPACK, COLUMNS, COLUMNS | Flag.TEXTS])
-"""The form of the tokens of an attaching client."""
+"""The flags of an attaching client, which determine the form of its tokens."""
 
 
 @given(STEPS, STEPS, st.integers(0, 9), WITH_TEXT, REPORTING, FLAGS, FORMS)
@@ -278,7 +279,8 @@ def test_a_client_that_attaches_gets_what_it_has_missed(
 
 
 def entries_after_answers(frames: list[Frames]) -> dict[int, list[Token]]:
-    """The entries of each stream, by stream; none comes before the answer to its ATTACH."""
+    """The entries of each stream. Fails if an entry comes before the answer to the stream's
+    ATTACH."""
     found: dict[int, list[Token]] = {}
     for kind, _, *bodies in frames:
         for body in bodies:
@@ -298,7 +300,7 @@ def _decoded(body: bytes) -> dict[str, Any]:
 
 
 def begun(*requests: int, rows: int, reporting: Set[int] = frozenset()) -> Sent:
-    """Streams of one client, each with an entry and then ``rows`` rows."""
+    """Streams of one client. Each has an entry, followed by ``rows`` rows."""
     sent = Sent(*requests, form="columns")
     for stream in sent.streams:
         stream.session = 100
@@ -329,7 +331,7 @@ def test_the_missed_rows_in_columns_have_the_reports_of_their_tokens() -> None:
 
 
 def test_entries_that_are_not_rows_come_before_the_rows() -> None:
-    """A backtrack, and the first entry of a stream, are not rows."""
+    """A backtrack and the first entry of a stream are entries, not rows."""
     sent = begun(1, 2, rows=2)
     sent.streams.send([output(1, token=9, backtrack=1)])
     batch = Batch()
@@ -458,7 +460,7 @@ def test_a_saved_buffer_has_the_tokens_of_rows_and_entries() -> None:
 
 
 def test_rows_of_a_stream_that_is_over_reach_nobody() -> None:
-    """A step that was begun before the stream was cancelled."""
+    """The step began before the stream was cancelled."""
     sent = Sent(1, 2, form="columns")
     batch = Batch()
     for _ in range(2):
@@ -475,10 +477,10 @@ def test_rows_of_a_stream_that_is_over_reach_nobody() -> None:
 
 
 def test_a_stream_that_comes_back_has_nothing_of_what_the_dropped_one_had() -> None:
-    """It moves to the worker that had it before."""
+    """The stream moves back to a worker that had dropped it."""
     sent = Sent(1, form="columns")
     batch = Batch()
-    # The first rows are of a batch that is new, and kept as entries.
+    # The first rows of a new batch are stored as entries.
     for _ in range(4):
         sent.streams.send(batch.step((1, 0)))
     sent.streams.drop(1)
@@ -517,7 +519,7 @@ def test_intervals_between_tokens_are_counted_for_each_row() -> None:
 
 
 def test_a_text_that_cannot_be_encoded_ends_its_own_stream_only() -> None:
-    """A tokenizer written in Python may give half of a surrogate pair."""
+    """A tokenizer that is written in Python may return half of a surrogate pair."""
     sent = Sent(1, 2, 3, 4, form="columns")
     batch = Batch(with_text={1, 2})
     keys = ((1, 0), (2, 0), (2, 1), (3, 0))

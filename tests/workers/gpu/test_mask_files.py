@@ -1,4 +1,4 @@
-"""Files of masks: open and mapped while a request uses them, and no longer."""
+"""A GPU worker keeps files of masks open and mapped only while a request uses them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAIT_S = 300.0
 
 
 def files(pid: int | str = "self") -> tuple[int, int]:
-    """Files of masks that a process has open, and that it maps."""
+    """The number of files of masks that a process has open, and the number that it maps."""
     descriptors = 0
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -44,7 +44,7 @@ def embedded() -> Iterator[LoadedModel]:
 
 @pytest.fixture
 def before() -> tuple[int, int]:
-    """The files that other tests, whose requests did not end, have left in this process."""
+    """The numbers of files that remain from other tests, whose requests did not end."""
     gc.collect()
     return files()
 
@@ -57,7 +57,7 @@ def bench(embedded: LoadedModel) -> Bench:
 def test_a_controller_worker_that_registers_again_and_again_leaves_no_files(
     bench: Bench, before: tuple[int, int]
 ) -> None:
-    """Each time it has a new id."""
+    """The controller worker has a new id after each registration."""
     for worker in range(100, 103):
         bench.worker = worker
         for request in (1, 2):
@@ -87,7 +87,8 @@ def test_requests_of_one_controller_worker_share_a_file_until_the_last_is_over(
 def test_a_mask_is_read_from_the_file_of_its_own_controller_worker(
     bench: Bench, before: tuple[int, int]
 ) -> None:
-    """Also where the request before it used another file, which the other end still writes."""
+    """This also holds if the request before used another file, to which the other controller worker
+    still writes."""
     old: list[MaskRows] = []
     for request, token in ((1, 10), (2, 20)):
         bench.worker = 100 + request
@@ -140,7 +141,7 @@ def test_masks_are_sent_while_the_system_gives_no_files(
 
 
 def _mapped(client: Client, streams: list[Stream], workers: list[Process]) -> bool:
-    """Whether all workers map the file of masks of a stream; begins another where one is over."""
+    """Whether all workers map the file of a stream's masks. Begins a stream if none runs."""
     if not client.status().streams:
         options: dict[str, Any] = {"controller": "regex", "controller_arg": "[a-z ]{4000}"}
         streams.append(client.generate([5], max_tokens=900, n=4, **options))
@@ -150,7 +151,8 @@ def _mapped(client: Client, streams: list[Stream], workers: list[Process]) -> bo
 
 @pytest.mark.process
 def test_workers_that_register_again_with_a_new_broker_leave_no_files() -> None:
-    # No stream outlives its broker here: the next one need not wait for workers that report some.
+    # No stream is left when its broker ends, so the next broker need not wait for reports of
+    # streams.
     with Bus(recover_s=0.1) as bus:
         bus.start_worker()
         bus.start_other("controller")
@@ -163,7 +165,7 @@ def test_workers_that_register_again_with_a_new_broker_leave_no_files() -> None:
                 until(
                     partial(_mapped, client, streams, workers),
                     WAIT_S,
-                    "both map the file of the masks",
+                    "both workers map the file",
                 )
                 bus.broker.kill()
                 bus.start_broker()
@@ -172,7 +174,7 @@ def test_workers_that_register_again_with_a_new_broker_leave_no_files() -> None:
                 until(
                     lambda: all(files(worker.pid) == (0, 0) for worker in workers),
                     WAIT_S,
-                    "neither has a file of masks",
+                    "neither worker has a file",
                 )
                 for stream in streams:
                     stream.close()

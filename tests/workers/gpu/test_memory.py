@@ -1,4 +1,4 @@
-"""The size of the KV cache on a GPU, with memory that is counted on the CPU (``meter.py``)."""
+"""The size of the KV cache on a GPU, whose memory is simulated on the CPU (``meter.py``)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def loaded() -> Iterator[LoadedModel]:
 
 @pytest.fixture
 def meter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meter]:
-    """Engines read blocks in place, on a device that counts its memory."""
+    """Makes engines read blocks in place, on a device whose memory is counted."""
     monkeypatch.setattr(engine_module, "choose_layout", lambda loaded: LAYOUT)
     monkeypatch.setattr(varlen, "varlen_attn", flash.varlen_attn)
     Cuda().patch(monkeypatch)
@@ -87,7 +87,7 @@ def test_the_random_numbers_of_later_steps_are_measured(
         found[steps] = largest_step_bytes(loaded, LAYOUT, ROWS, ROWS)
     _, candidates = races._competitors(loaded.vocab_size, loaded.device)
     of_step = 8 * ROWS * len(candidates)
-    # Two batches whose steps overlap each store the numbers of the later steps.
+    # Two batches overlap, and each stores the random numbers of the later steps.
     assert found[32] - found[1] >= 2 * 31 * of_step
 
 
@@ -117,7 +117,7 @@ def test_a_measurement_includes_the_rows_of_all_kinds_and_leaves_nothing(
     before = meter.live
     measured = largest_step_bytes(loaded, LAYOUT, ROWS, TOKENS)
     assert meter.live == before
-    # A score has a row of logits for each token, and each row becomes log-probabilities.
+    # A score has a row of logits for each token, and a row of log-probabilities.
     assert measured > 2 * TOKENS * loaded.vocab_size * 4
 
 

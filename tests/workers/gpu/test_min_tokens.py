@@ -1,4 +1,4 @@
-"""With ``min_tokens``, no sequence ends earlier, on any path of the engine."""
+"""With ``min_tokens``, no sequence ends earlier, whatever path of the engine runs."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ from .ties import RecordingEngine
 EOS = 0
 NEWLINE = 199
 NONE = 376
-"""The token of `` None``."""
+"""The token id of `` None``."""
 ENDING = (
     "def add(a, b):\n    return a + b\n",
     "if __name__ == '__main__':\n    main()\n",
     "def add(a, b):\n    return",
 )
-"""Texts after which the embedded model ends: at once, at once, and after 18 tokens."""
+"""The embedded model ends after these texts: the first two immediately, the third after 18
+tokens."""
 VOCAB = 300
 ENDS = (3, 70, 299)
 
@@ -62,12 +63,12 @@ def prompts(loaded: LoadedModel) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def unchanged() -> Any:
-    """The embedded model, which no engine has changed."""
+    """The embedded model as transformers loads it."""
     return load_model("embedded").model
 
 
 def generated(model: Any, prompt: Sequence[int], **fields: Any) -> list[int]:
-    """The new tokens of transformers' ``generate``."""
+    """The new tokens of ``generate`` in transformers."""
     config = GenerationConfig(do_sample=False, pad_token_id=EOS, **fields)
     tokens = model.generate(torch.tensor([list(prompt)]), generation_config=config)
     found: list[int] = tokens[0, len(prompt) :].tolist()
@@ -75,7 +76,8 @@ def generated(model: Any, prompt: Sequence[int], **fields: Any) -> list[int]:
 
 
 def tokens_of(outputs: Sequence[TokenOutput]) -> dict[int, list[int]]:
-    """The tokens of each request, or of each sequence of a single request."""
+    """The tokens of each request. If there is only one request, the tokens of each of its
+    sequences."""
     several = len({o.request for o in outputs}) > 1
     found: dict[int, list[int]] = {}
     for output in outputs:
@@ -84,7 +86,7 @@ def tokens_of(outputs: Sequence[TokenOutput]) -> dict[int, list[int]]:
     return found
 
 
-# --- as transformers ------------------------------------------------------------------------------
+# --- compared with transformers -------------------------------------------------------------------
 
 
 def test_greedy_equals_generate_with_a_minimum(embedded: LoadedModel, unchanged: Any) -> None:
@@ -123,7 +125,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 
 
 def words(*, without: Sequence[int] = (), only: Sequence[int] | None = None) -> np.ndarray:
-    """A mask that allows all tokens, or only some."""
+    """A mask that allows all tokens, or ``only`` some, except those in ``without``."""
     allowed = np.ones(VOCAB, dtype=bool) if only is None else np.isin(np.arange(VOCAB), only)
     allowed[list(without)] = False
     packed = np.packbits(np.pad(allowed, (0, -VOCAB % 32)), bitorder="little")
@@ -131,7 +133,7 @@ def words(*, without: Sequence[int] = (), only: Sequence[int] | None = None) -> 
 
 
 def likely_ends(rows: int) -> torch.Tensor:
-    """Logits of which a token that ends the sequence is the greatest in each row."""
+    """Logits in which a token that ends the sequence is the likeliest of each row."""
     torch.manual_seed(3)
     logits = 2 * torch.randn(rows, VOCAB)
     for row in range(rows):
@@ -140,7 +142,8 @@ def likely_ends(rows: int) -> torch.Tensor:
 
 
 def rows_of(name: str, position: int, masks: Sequence[np.ndarray | None], least: bool) -> list[Row]:
-    """A row for each mask."""
+    """Rows with these masks. ``least``: whether two of three rows still have to reach
+    ``min_tokens``."""
     fields = {"processed_logprobs": True, "kept": True, "min_tokens": 5} | SAMPLED[name]
     return [
         Row(
@@ -242,7 +245,7 @@ def test_streams_are_the_same_with_drafts_and_overlap(embedded: LoadedModel) -> 
     lengths = {key: outputs[-1].pos + 1 for key, outputs in found[0].streams.items()}
     assert min(lengths.values()) >= 12
     assert any(lengths[key] < 20 for key in lengths if key[0] % 10 < 3)
-    # Alone, a request has the same stream.
+    # A request that runs alone has the same stream.
     for i, prompt in enumerate(prompts(embedded)):
         engine = engine_of(embedded)
         sampling = Sampling(max_tokens=20, min_tokens=12, **REQUESTS[0])
@@ -264,14 +267,15 @@ def test_a_draft_model_does_not_write_ends_that_are_excluded() -> None:
         engine.add(1, [3, 5, 9, 9], sampling)
         check_same(found, drained_outputs(engine))
         metrics = engine.metrics()
-        # The draft model samples as the large model, so that each of its tokens is accepted.
+        # The draft model samples like the large model, so each of its tokens is accepted.
         assert metrics["spec_decode_num_accepted_tokens"]
         assert metrics["spec_decode_num_accepted_tokens"] == metrics["spec_decode_num_draft_tokens"]
 
 
 @pytest.fixture(scope="module")
 def wanted(embedded: LoadedModel, unchanged: Any) -> list[int]:
-    """The tokens after the last prompt with ``SAMPLING``. Without a minimum, there are 9."""
+    """The tokens that follow the last prompt with ``SAMPLING``. Without the minimum, there would be
+    9."""
     prompt, ends = prompts(embedded)[2], {"eos_token_id": [EOS, NONE], "max_new_tokens": 20}
     assert generated(unchanged, prompt, **ends)[8:] == [NONE]
     found = generated(unchanged, prompt, min_new_tokens=12, **ends)
@@ -297,7 +301,7 @@ def test_a_fork_counts_the_tokens_of_its_parent(
 def test_the_text_of_a_fork_counts_the_tokens_of_its_parent(
     embedded: LoadedModel,
 ) -> None:
-    # The stop string is complete before the minimum, after the fork.
+    # The stop string is complete after the fork, but before the minimum.
     sampling = msgspec.structs.replace(SAMPLING, stop=[embedded.tokenizer.decode(NONE)])
     found = []
     for forks in (0, 1):
@@ -334,7 +338,8 @@ def test_a_stream_moves_before_and_after_its_minimum(
     cut: int,
 ) -> None:
     monkeypatch.setattr(module, "IDLE_S", 0.0)
-    # The first token that can complete the stop string is after the minimum.
+    # This token completes the stop string after the minimum. It also occurs before the minimum,
+    # where it must not end the stream.
     end = next(i for i, token in enumerate(wanted) if i >= 12 and token in wanted[:12])
     stop = embedded.tokenizer.decode(wanted[end])
     body = {"prompt": ENDING[2], "max_tokens": 20, "min_tokens": 12, "stop": [NONE, stop]}
@@ -368,7 +373,7 @@ def test_a_mask_that_allows_only_an_end_ends_the_sequence(embedded: LoadedModel)
         outputs += engine.finish(step).as_outputs()
     assert {number: tokens[0] for number, tokens in tokens_of(outputs).items()} == {0: 5, 1: 5}
     assert {tokens[1] for tokens in tokens_of(outputs).values()} <= {EOS, NEWLINE}
-    # A request with a controller ignores ends in the engine, because the controller decides.
+    # If a request has a controller, the engine ignores ends, because the controller decides.
     assert [o.finish_reason for o in outputs if o.request == 0] == [None, "stop"]
 
 

@@ -1,4 +1,4 @@
-"""The native code gives the logits of torch, for all that it computes."""
+"""The native code computes the logits that torch computes."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ pytestmark = pytest.mark.skipif(
 
 
 def native_of(runner: Runner) -> NativeDecoder | None:
-    """The native code of a runner, if it has any."""
+    """The native code of a runner; None if it has none."""
     assert isinstance(runner.backend, CpuBackend)
     return runner.backend.native
 
 
 class Both:
-    """The same sequences computed by the native code and by torch, each with its own cache."""
+    """Computes sequences by the native code and by torch, each with its own cache."""
 
     def __init__(self, name: str) -> None:
         loaded = wrap_model(name, make(name))
@@ -64,8 +64,9 @@ class Both:
         return Sequence(0, 0, tokens, length, Sampling(), 1000)
 
     def difference(self, *parts: tuple[Sequence, int] | tuple[Sequence, int, list[int]]) -> float:
-        """The greatest difference of logits of a step that computes so much of each sequence, with
-        a draft behind it, over their standard deviation."""
+        """Runs a step with both. ``parts``: sequences, the number of tokens to compute of each, and
+        a draft. Returns the greatest difference of the logits, divided by their standard
+        deviation."""
         chunks = []
         for sequence, count, *drafts in parts:
             draft = drafts[0] if drafts else []
@@ -81,7 +82,7 @@ class Both:
         return ((native - wanted).abs().max() / wanted.std()).item()
 
     def decode(self, *sequences: Sequence) -> float:
-        """The same of a step that computes one more token of each."""
+        """The difference for a step that computes one more token of each sequence."""
         for sequence in sequences:
             sequence.tokens.append(len(sequence.tokens) * 7 % 500)
         return self.difference(*((sequence, 1) for sequence in sequences))
@@ -94,25 +95,25 @@ def both(request: pytest.FixtureRequest) -> Both:
 
 def test_logits_are_those_of_torch(both: Both) -> None:
     long, short, other = (both.sequence(length) for length in (60, 5, 11))
-    # Lengths of prompts: within one step, in two chunks, and longer.
+    # The prompts fit into one step, need two chunks, or are longer.
     assert both.difference((short, 5)) < 1e-3
     assert both.difference((other, 6)) < 1e-3
     assert both.difference((other, 5)) < 1e-3
     assert both.difference((long, 60)) < 1e-3
     for _ in range(7):
         assert both.decode(long, short, other) < 1e-3
-    # Drafts behind the last token, beside sequences that have none.
+    # One sequence has a draft after its last token, the other has none.
     long.tokens.append(3)
     short.tokens.append(4)
     assert both.difference((long, 1, [7, 8, 9]), (short, 1)) < 1e-3
-    # They were refused: others take their places.
+    # The draft was refused. Other tokens take its positions.
     for _ in range(3):
         assert both.decode(long, short, other) < 1e-3
 
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The code for processors with vectors half as wide as this one's may have."""
+    """Loads the code for processors with vectors half as wide as AVX-512's."""
     monkeypatch.setattr(native_library, "_processor", lambda machine: "x86_64_v3")
     library.cache_clear()
     yield
@@ -122,7 +123,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(params=["", "x86_64_v3"])
 def processor(request: pytest.FixtureRequest) -> None:
-    """This processor, and one with narrower vectors."""
+    """Runs a test with the code for this processor, and with the code for narrower vectors."""
     if request.param:
         request.getfixturevalue("narrow")
 
@@ -176,7 +177,8 @@ def test_a_row_does_not_depend_on_the_others_or_on_the_threads() -> None:
     ],
 )
 def test_rows_of_a_draft_are_those_of_single_tokens(name: str) -> None:
-    """Whose attention is computed for several at once, where windows do not begin together."""
+    """The attention of several rows is computed together, although their windows begin at different
+    keys."""
     both = Both(name)
     sequence = both.sequence(68)
     both.difference((sequence, 68))
@@ -275,7 +277,7 @@ def test_long_drafts_and_many_streams_are_computed_in_turn() -> None:
     few, more = both.sequence(5), [both.sequence(4) for _ in range(MAX_SEQUENCES)]
     assert both.difference(*((one, len(one.tokens)) for one in (few, *more))) < 1e-3
     for _ in range(2):
-        # By torch, then by the native code, with a draft as long as they get.
+        # Steps with many sequences, and then a step with the longest draft.
         assert both.decode(few, *more) < 1e-3
         assert both.decode(few, *more) < 1e-3
         few.tokens.append(9)
@@ -300,7 +302,7 @@ def test_rows_of_a_prompt_are_the_same_in_chunks_of_any_size(name: str) -> None:
         both.difference((one, len(one.tokens)))
 
     def logits(threads: int, *chunks: Chunk) -> Any:
-        """The logits of all tokens of the last of these chunks."""
+        """The logits of all tokens of the last chunk."""
         placed, packed = both.runners[0].pack(Batch(list(chunks)))
         first = sum(c.end - c.start for c in placed[: placed.index(chunks[-1])])
         count = chunks[-1].end - chunks[-1].start

@@ -1,4 +1,4 @@
-"""The native code for whole rows of logits gives what torch does."""
+"""The native code for rows of logits gives the results of torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def kinds() -> list[str]:
 
 @pytest.fixture(params=kinds())
 def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Vectors as wide as this machine's, and half as wide."""
+    """Runs a test with vectors as wide as this machine's, and with vectors half as wide."""
     monkeypatch.setattr(native_library, "_processor", lambda machine: request.param)
     library.cache_clear()
     yield
@@ -90,7 +90,7 @@ def test_others_are_left_to_torch() -> None:
 def test_a_step_draws_the_same_with_it_and_without(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of each kind beside each other: greedy, random, with a bias, penalties and masks."""
+    """A batch has rows of each kind: greedy, random, with a bias, with penalties and with masks."""
     torch.manual_seed(seed)
     size = 4096
     logits = 4 * torch.randn(12, size)

@@ -1,4 +1,4 @@
-"""New weights of a loaded model: what is read from a folder, and what an engine does with them."""
+"""New weights of a loaded model: how they are read from a folder, and how an engine uses them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_weights_in_several_files_are_those_of_one(tmp_path: Path, embedded: Loa
 
 
 def computed(engine: Engine) -> list[TokenOutput]:
-    """The outputs of one request. Its prompt fills a block, and its steps are of all sizes."""
+    """The outputs of one request. Its prompt fills a block, and its steps have different sizes."""
     sampling = Sampling(max_tokens=6, temperature=1.0, seed=3, ignore_eos=True, n=2)
     engine.add(1, list(range(1, 40)), sampling)
     found = []

@@ -1,4 +1,4 @@
-"""Overlapping steps: the same outputs as without, whatever happens to the sequences."""
+"""Overlapping steps give the outputs of steps in turn, whatever happens to the sequences."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make(
 
 
 def run(engine: Engine) -> list[TokenOutput]:
-    """Steps until nothing is left."""
+    """Runs steps until the engine has no work."""
     outputs: list[TokenOutput] = []
     while engine.has_work:
         outputs += engine.step()
@@ -44,14 +44,14 @@ def run(engine: Engine) -> list[TokenOutput]:
 
 
 class Found:
-    """The tokens of each sequence."""
+    """The outputs of each sequence."""
 
     def __init__(self, engine: RecordingEngine, outputs: list[TokenOutput]) -> None:
         self.outputs = Outputs.of(engine, outputs)
 
     def check(self, other: Found) -> None:
-        """Fails where the other is different; if it is not exact, up to the first tie of each
-        sequence."""
+        """Fails if ``other`` differs. If an engine is not exact, outputs after a sequence's first
+        tie are not compared."""
         streams, tolerance = other.outputs.streams, self.outputs.tolerance(other.outputs)
         assert streams.keys() == self.outputs.streams.keys()
         for key, own in self.outputs.streams.items():
@@ -71,7 +71,7 @@ def _plain(o: TokenOutput) -> tuple[Any, ...]:
 
 
 def kinds(rng: random.Random) -> Iterator[Sampling]:
-    """Requests of all kinds."""
+    """The sampling parameters of requests of all kinds."""
     yield Sampling(max_tokens=20, ignore_eos=True)
     yield Sampling(max_tokens=1, ignore_eos=True)
     yield Sampling(max_tokens=17, temperature=1.0, seed=1)
@@ -83,7 +83,8 @@ def kinds(rng: random.Random) -> Iterator[Sampling]:
 
 
 def loaded_with_everything(engine: RecordingEngine) -> Found:
-    """Requests of all kinds, that arrive in different steps and need more blocks than there are."""
+    """The outputs of requests of all kinds, which arrive in different steps and need more blocks
+    than there are."""
     rng = random.Random(3)
     outputs: list[TokenOutput] = []
     number = 0
@@ -113,7 +114,8 @@ def test_everything_at_once_gives_the_same(embedded: LoadedModel) -> None:
 
 
 def steered(engine: RecordingEngine) -> Found:
-    """Sequences that are steered by what they have generated, in the same way in every run."""
+    """The outputs of sequences to which operations are applied. The operations depend only on the
+    generated tokens."""
     outputs: list[TokenOutput] = []
     for request in range(1, 7):
         sampling = Sampling(max_tokens=24, temperature=1.0, seed=request, ignore_eos=True)
@@ -212,7 +214,7 @@ def test_the_next_forward_is_launched_before_the_tokens_are_taken(
     monkeypatch.setattr(engine._stepper, "_take", taken)
     engine.add(1, PROMPT, Sampling(max_tokens=3, ignore_eos=True))
     run(engine)
-    # Its third token is its last, as is known before it is drawn: no fourth forward is launched.
+    # The third token is the last by ``max_tokens``, so no fourth forward is launched.
     assert order == ["launch", "launch", "take", "launch", "take", "take"]
 
 

@@ -1,5 +1,5 @@
-"""Fields of sent entries that a GPU worker packs: later answers have the same bits, and the bounds
-count their values."""
+"""A GPU worker packs fields of entries that it has sent. Later answers have the same bits, and the
+bounds count the packed values."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_packed_entries_are_sent_again_with_the_same_bits(
     sent.frames.clear()
     sent.streams.send_journal(stream)
     assert encode_body(entries_of(sent.frames[0][3]), "json") == encode_body(whole, "json")
-    # A controller is started again from these entries.
+    # A restarted controller is replayed from these entries.
     assert encode_body(sent.streams.sent(stream), "json") == encode_body(whole, "json")
 
 
 def many(request: int = 1, pairs: int = 256, **more: object) -> TokenOutput:
-    """An output with this number of log-probabilities."""
+    """An output with ``pairs`` log-probabilities."""
     return output(request, top_logprobs={n: -n / 3 for n in range(pairs)}, **more)
 
 
@@ -87,7 +87,7 @@ def test_an_answer_counts_for_the_pairs_that_it_sends() -> None:
     for _ in range(10):
         sent.streams.send([many()])
     cost = sent.streams.cost(Attaching(stream, 0, 0)) - ANSWER_ENTRIES - 10
-    # A pair has between 10 and 14 bytes, and each 4 bytes count as a candidate.
+    # A pair has 10 to 14 bytes, and every 4 bytes count as a candidate.
     assert 2 * 2560 <= cost * CANDIDATES_PER_ENTRY <= 4 * 2560
     assert sent.streams.cost(Attaching(stream, 0, 10)) == ANSWER_ENTRIES
 
@@ -108,7 +108,7 @@ def test_the_bound_of_ended_streams_counts_pairs(
 
 
 def test_the_entries_of_an_earlier_worker_are_packed_and_replayed() -> None:
-    """The controller of a moved stream is replayed from the entries with which it has come."""
+    """The controller of a moved stream is replayed from the entries that came with the stream."""
     told = Distribution(logprob=-1.0, rank=1, entropy=0.5, top={1: -1.0, 2: -2.0})
     received: list[Token] = [
         structs.replace(many(), stream_id=1, distribution=told) for _ in range(3)

@@ -1,4 +1,4 @@
-"""A worker's report of its KV cache, against the content of its blocks."""
+"""A worker's report of the pages in its KV cache equals the content of its blocks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_full_pages_come_and_go_with_their_blocks(block_size: int) -> None:
     _write(blocks, BlockTable(), other, 0)
     came, went = log.take()
     assert came == _keys(other)
-    # The end of a prefix is evicted first.
+    # The last pages of a prefix are evicted first.
     assert went == _keys(first)[1:]
     assert sorted(log.every()) == sorted([*_keys(other), *_keys(first)[:1]])
 

@@ -1,4 +1,4 @@
-"""Through the whole bus, the tokens are those that transformers itself gives."""
+"""Through the whole system, the tokens equal those of transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGEST = 700
 
 
 class Served:
-    """A model that a worker serves, and the same one here."""
+    """A model that a worker serves, and the same model in this process."""
 
     def __init__(self, name: str, model: Any, vocab: int) -> None:
         self.name = name
@@ -30,7 +30,7 @@ class Served:
         self.wanted = [shapes.greedy(model, p, NEW) for p in self.prompts]
 
     def check(self, got: list[list[int]]) -> None:
-        """Fails where a continuation differs from ``model.generate``."""
+        """Fails if a continuation differs from ``model.generate``."""
         wrong = [
             i
             for i, (prompt, wanted, tokens) in enumerate(

@@ -1,4 +1,5 @@
-"""Which attention runs, whether graphs run, and why not: in the registration and for people."""
+"""A worker reports which attention runs, whether graphs run, and why not: in its registration, the
+status and the metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Draws of tokens: their distribution, and how little of the logits it takes to change one."""
+"""The draws of tokens: their distribution, and how seldom a small change of the logits changes a
+draw."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def draws(
     min_p: float = 0.0,
     first: int = 0,
 ) -> Draws:
-    """Draws of ``count`` rows that differ in their seed."""
+    """The parameters of ``count`` rows, each with its own seed."""
     zeros = np.zeros(count, dtype=np.int64)
     return Draws(
         streams(first + np.arange(count), zeros),
@@ -39,7 +40,7 @@ def draws(
 
 
 def draw(logits: torch.Tensor, of: Draws) -> torch.Tensor:
-    """Each row's token at position 3; one row of logits is that of all."""
+    """The token of each row at position 3. A single row of logits is used for all rows."""
     count = len(of.streams)
     return draw_tokens(logits.expand(count, -1), of, np.full(count, 3))
 
@@ -56,7 +57,8 @@ def some_logits(rows: int, size: int, seed: int = 0) -> torch.Tensor:
 
 
 def kept_weights(logits: torch.Tensor, of: Draws) -> torch.Tensor:
-    """By definition: the weight of each token that the cuts of row 0 leave, float64 ``[vocab]``."""
+    """The weights after top_k, top_p and min_p of row 0, computed by definition: float64
+    ``[vocab]``; 0 for a removed token."""
     ordered = logits.sort(descending=True, stable=True)
     size = len(logits)
     p = torch.softmax(ordered.values.double() / float(of.temperature[0]), -1)
@@ -68,8 +70,8 @@ def kept_weights(logits: torch.Tensor, of: Draws) -> torch.Tensor:
 
 
 def deviation(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """By how many standard deviations chi-square is away from what it is where the counts follow
-    the probabilities (Wilson, Hilferty 1931). Cells that expect less than 10 are one."""
+    """How many standard deviations chi-square is above or below its expected value (Wilson,
+    Hilferty 1931). Cells with an expected count below 10 are merged."""
     expected = probabilities / probabilities.sum() * counts.sum()
     assert not counts[expected == 0].any()
     rare = expected < 10
@@ -106,7 +108,7 @@ def test_draws_follow_the_distribution(size: int, cuts: dict[str, float]) -> Non
 
 
 def test_tokens_of_little_probability_are_drawn_as_often_as_that() -> None:
-    """4,095 of them, of one millionth each."""
+    """4,095 tokens have a probability of one millionth each."""
     count, size, little = 200_000, 4096, 1e-6
     row = torch.full((1, size), math.log(little))
     row[0, 77] = math.log1p(-(size - 1) * little)
@@ -114,15 +116,15 @@ def test_tokens_of_little_probability_are_drawn_as_often_as_that() -> None:
     found[77] = 0
     expected = (size - 1) * little * count
     assert abs(int(found.sum()) - expected) < 4 * math.sqrt(expected)
-    # They are drawn alike, wherever they are.
+    # Their positions in the row make no difference.
     parts = found.unflatten(0, (64, 64))
     for sums in (parts.sum(0), parts.sum(1)):
         assert abs(deviation(sums, torch.ones(64))) < 4
 
 
 def test_the_smallest_random_numbers_are_as_many_as_they_should_be() -> None:
-    """The number that decides whether an unlikely token is drawn: a limit of what the numbers can
-    express would show here."""
+    """The smallest numbers decide whether an unlikely token is drawn. A limit of their precision
+    would show here."""
     times = torch.cat([-numbers_of(1000, 4000, first=1000 * i) for i in range(5)])
     count = times.numel()
     for below in (1e-2, 1e-3, 1e-4, 1e-5, 1e-6):
@@ -133,7 +135,7 @@ def test_the_smallest_random_numbers_are_as_many_as_they_should_be() -> None:
 
 
 def key_of(mixed: int, number: int = 0) -> np.ndarray:
-    """The key whose output of this number is ``mixed``: SplitMix64 backwards."""
+    """The key whose random number with index ``number`` is ``mixed``, by inverting SplitMix64."""
     back, mask = mixed, 2**64 - 1
     back ^= back >> 31 ^ back >> 62
     back = back * pow(0x94D049BB133111EB, -1, 2**64) & mask
@@ -145,7 +147,8 @@ def key_of(mixed: int, number: int = 0) -> np.ndarray:
 
 
 def test_the_first_and_the_last_of_all_numbers() -> None:
-    """Nothing is divided by 0, and the last one wins against a token 10^14 times as likely."""
+    """No number leads to a division by 0. With the largest number, a token wins against a token
+    that is 10^14 times as likely."""
     zero = torch.zeros(1, dtype=torch.long)
     assert log_uniforms(key_of(0), zero).item() == -math.inf
     assert -log_uniforms(key_of(2**64 - 1), zero).item() == 2.0**-53
@@ -156,7 +159,8 @@ def test_the_first_and_the_last_of_all_numbers() -> None:
 
 
 def by_inversion(logits: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """The tokens at these places in the sum of all probabilities: how tokens were drawn before."""
+    """The tokens at the places ``at`` in the cumulative probabilities. Earlier releases drew tokens
+    in this way."""
     summed = torch.softmax(logits.double(), -1).cumsum(-1)
     return torch.searchsorted(summed, at * summed[-1], right=True)
 
@@ -185,7 +189,7 @@ def test_the_last_bits_of_logits_decide_a_handful_of_a_hundred_thousand_draws() 
 def test_a_row_is_drawn_the_same_in_any_batch(size: int) -> None:
     count = 150
     logits = some_logits(count, size)
-    # As a model in bfloat16 has them, many logits are equal.
+    # Like those of a model in bfloat16, many logits are equal.
     logits[::2] = logits[::2].bfloat16().float()
     of = draws(count)
     random = np.random.default_rng(0)
@@ -206,7 +210,8 @@ def test_a_row_is_drawn_the_same_in_any_batch(size: int) -> None:
 
 @pytest.mark.parametrize("size", [50, 1000, 10_007])
 def test_the_fewest_tokens_that_reach_top_p_are_kept(size: int) -> None:
-    """From a few of them to nearly all; of equal ones the lower."""
+    """The number of kept tokens ranges from a few to nearly all. If tokens are equally likely, those
+    with the lower ids are kept."""
     shares, scales = (0.3, 0.9, 0.999, 1.0), (0.0, 0.5, 2.0)
     rows = torch.cat([some_logits(1, size, 5) * scale for scale in scales])
     logits = torch.cat([rows, (2 * rows).round() / 2]).repeat(len(shares), 1)
@@ -238,7 +243,8 @@ def test_of_equal_logits_the_lower_tokens_are_the_likelier(size: int) -> None:
 
 
 def test_numbers_are_those_of_splitmix64_on_any_device() -> None:
-    """The reference implementation's first outputs for the seed 1234567."""
+    """The expected numbers are the first outputs of the reference implementation for the seed
+    1234567."""
     wanted = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     state = np.int64(1234567) + np.arange(4) * races._GOLDEN
     got = races._mixed(state.copy())
@@ -256,7 +262,7 @@ def test_no_two_keys_are_equal() -> None:
 
 
 def test_neighbouring_numbers_are_independent() -> None:
-    """Along seeds, sequences, positions and tokens; next to each other and further apart."""
+    """Numbers are compared along seeds, sequences, positions and tokens, at several distances."""
     seeds, seqs, positions = (grid.ravel() for grid in np.mgrid[0:12, 0:12, 0:64])
     of = keys(streams(seeds, seqs), positions)
     numbers = log_uniforms(of, step_of(torch.arange(100))).exp()
@@ -274,8 +280,8 @@ def test_neighbouring_numbers_are_independent() -> None:
 
 @pytest.mark.parametrize("vary", [0, 1, 2], ids=["seed", "sequence", "position"])
 def test_a_token_says_nothing_of_the_next_one(vary: int) -> None:
-    """Pairs of draws whose seed, sequence or position differ by one, from 8 tokens in 4 parts and
-    from the 8 likeliest: all 64 pairs come as often as they should."""
+    """Counts pairs of draws whose seed, sequence or position differs by one, with and without
+    top_k. All 64 pairs are as frequent as independent draws."""
     count = 40_000
     columns = [np.full(count, 3), np.full(count, 2), np.full(count, 5)]
     columns[vary] = np.arange(count)

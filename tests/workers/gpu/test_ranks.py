@@ -1,4 +1,4 @@
-"""Two ranks on the CPU give the tokens that one gives."""
+"""Two ranks on the CPU generate the same tokens as one rank."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ...processes import Bus, until
 from . import shapes
 
 WAIT_S = 300.0
-"""How long a test waits before it gives up."""
+"""A limit in seconds that only bounds a hang."""
 
 pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")
 def two_ranks(processes: None) -> Iterator[Bus]:
-    """A worker that spreads its model over two processes."""
+    """A worker whose model is divided between two processes."""
     with Bus(tp=2, threads=1) as bus:
         bus.start_worker()
         bus.wait_for_models("embedded")
@@ -66,7 +66,7 @@ def test_bad_requests_disturb_no_rank(spread: Client) -> None:
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The temporary folder of the processes that a test starts; empty."""
+    """An empty temporary folder for the processes that a test starts."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     return tmp_path
 
@@ -83,7 +83,7 @@ def test_neither_a_worker_nor_its_rank_outlives_the_other(lost: str, temporary: 
             assert "rank 1 ended" in worker.log
         else:
             worker.kill()
-            until(lambda: not rank.is_running(), WAIT_S, "the rank ended")
+            until(lambda: not rank.is_running(), WAIT_S, "the rank has ended")
         assert left_in(temporary) == []
         bus.workers.clear()
 
@@ -95,7 +95,7 @@ def test_a_worker_that_is_stopped_ends_its_ranks(temporary: Path) -> None:
         [rank] = psutil.Process(worker.pid).children()
         worker.send(signal.SIGTERM)
         assert worker.wait(WAIT_S) == 0
-        until(lambda: not rank.is_running(), WAIT_S, "the rank ended")
+        until(lambda: not rank.is_running(), WAIT_S, "the rank has ended")
         assert left_in(temporary) == []
         bus.workers.clear()
 

@@ -1,4 +1,4 @@
-"""A stream reports how its tokens were computed, also after it has moved to another worker."""
+"""A stream reports how its tokens were computed, even after it has moved to another worker."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def finished_loop(
 
 
 def spans(messages: list[list[Token]]) -> list[tuple[int, int, Span]]:
-    """The spans by sequence, with the positions at which they begin."""
+    """The sequence, the position and the content of each span."""
     return [(e.seq, e.pos, e.span) for m in messages for e in m if e.span is not None]
 
 

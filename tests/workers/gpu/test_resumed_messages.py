@@ -1,4 +1,4 @@
-"""A moved stream of a program: its client gets each message once."""
+"""A moved stream of a program that sends messages: its client receives each message once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_messages_since_the_last_sampled_token_are_not_sent_again() -> None:
 
 
 def test_an_entry_with_only_messages_is_not_one_that_the_controller_repeats() -> None:
-    """The replay may send two messages with one entry."""
+    """The replay may send both messages with one entry."""
     entries = [entry(8, -1.0), entry(messages=["a"]), entry(9), entry(messages=["b"])]
     [one] = resume(entries, steered=True).live
     assert one.given.entries == 1

@@ -1,4 +1,5 @@
-"""A stream that goes on at another worker: the client gets no gap, no repeat and nothing else."""
+"""A stream that continues at another worker: the client receives the same entries, without a gap or
+a repetition."""
 
 from __future__ import annotations
 
@@ -177,7 +178,7 @@ def test_sequences_that_go_on_share_their_text_and_have_drafts_again(
 
 
 def entry(seq: int = 0, token: int | None = None, **more: Any) -> Token:
-    """An entry; ``token`` was sampled, unless ``logprob`` says otherwise."""
+    """An entry. Its token was sampled, unless ``logprob`` is None."""
     given = {"logprob": None if token is None else -1.0, "finish_reason": None} | more
     return Token(token=token, stream_id=1, seq=seq, **given)
 

@@ -1,4 +1,5 @@
-"""A controlled stream that goes on elsewhere: every entry is the one that it would have been."""
+"""A controlled stream that continues at other workers has the same entries as an undisturbed
+stream."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Run:
-    """A request on a GPU worker and a controller worker, a turn at a time."""
+    """Runs a request on a GPU worker and a controller worker, turn by turn."""
 
     def __init__(
         self,
@@ -61,10 +62,10 @@ class Run:
             if finished(self.loop):
                 return token_messages(self.loop)
             self.turn()
-        raise AssertionError("the stream is not over")
+        raise AssertionError("the stream has not ended")
 
     def lose_controllers(self) -> None:
-        """Its controller worker dies, and what it has sent has arrived."""
+        """The controller worker dies. The results that it has sent still arrive."""
         self.controllers = Controllers(
             self.loop, self._storage, self._rng, self.controllers.number + 1
         )
@@ -73,8 +74,9 @@ class Run:
 
 
 def merged(messages: list[list[Token]]) -> list[list[Token]]:
-    """The same with the logs and writes of each sequence at the end of a run of entries that were
-    not sampled: on which of these they are depends on time."""
+    """The entries, to be compared. The logs and writes of entries that were not sampled move to the
+    next sampled entry of the sequence, or to its last entry, because their division among entries
+    depends on time."""
     found = msgspec.msgpack.decode(
         msgspec.msgpack.encode([e for m in messages for e in m]), type=list[Token]
     )
@@ -182,7 +184,8 @@ TWICE = [
     [["log", "aa"], ["fork", [[*WAITS, ["log", "b"], ["fork", [[["log", "z"]], []]]], OTHER]]],
     [["fork", [[["splice", 0, [40]], ["fork", [[*WAITS, ["log", "z"]], []]]], OTHER]]],
 ]
-"""Logs before a fork, after which the sequence is suspended; forks with nothing between them."""
+"""A sequence logs before a fork and is then suspended. Other forks follow each other without
+entries between them."""
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -30,7 +30,7 @@ BODY: dict[str, Any] = {
     "temperature": 1.0,
 }
 HANG_S = 240.0
-"""The time that an answer may take. It only bounds a hang."""
+"""A limit in seconds for an answer, which only bounds a hang."""
 FORMS = pytest.mark.parametrize("flags", [0, Flag.COLUMNS])
 OVERLAP = pytest.mark.parametrize("overlap", [False, True])
 
@@ -42,19 +42,19 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def loaded() -> LoadedModel:
-    """A model whose weights the test changes."""
+    """A model whose weights a test changes."""
     return load_model("embedded")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder of other weights."""
+    """A folder with other weights."""
     return write_embedded(tmp_path_factory.mktemp("weights") / "new")
 
 
 @pytest.fixture(scope="module")
 def renewed(folder: str) -> LoadedModel:
-    """The model that is started with these weights."""
+    """The same model, loaded with the weights of ``folder``."""
     return started_with(folder)
 
 
@@ -68,7 +68,7 @@ def answers(loop: Loop) -> list[OrderDone]:
 
 
 def until(loop: Loop, condition: Callable[[Loop], object]) -> None:
-    """Turns until the condition holds. Weights are read on another thread meanwhile."""
+    """Runs turns until the condition holds. Another thread reads weights meanwhile."""
     gives_up_at = time.monotonic() + HANG_S
     while not condition(loop):
         assert time.monotonic() < gives_up_at
@@ -76,19 +76,19 @@ def until(loop: Loop, condition: Callable[[Loop], object]) -> None:
 
 
 def answer(loop: Loop, action: str) -> OrderDone:
-    """The answer to the order of this kind."""
+    """Runs turns until an order of this kind is answered; returns the answer."""
     until(loop, lambda _: any(done.action == action for done in answers(loop)))
     return next(done for done in answers(loop) if done.action == action)
 
 
 def begun(loop: Loop, flags: int = 0, tokens: int = 4) -> None:
-    """A stream that has sent some of its tokens."""
+    """Begins a stream, and waits until it has sent ``tokens`` messages."""
     give(loop, b"GENERATE", BODY, flags)
     until(loop, lambda _: len(token_messages(loop)) >= tokens)
 
 
 def update(loop: Loop, folder: str, version: int = 1, **fields: Any) -> OrderDone:
-    """Both phases of an update."""
+    """Runs both phases of an update; returns the last answer."""
     order(loop, "prepare", version=version, folder=folder, **fields)
     assert answer(loop, "prepare").error == ""
     order(loop, "commit", version=version, folder=folder, **fields)
@@ -109,7 +109,7 @@ def spans(messages: list[list[Token]]) -> list[tuple[int, Span]]:
 
 
 def prepared_early(loop: Loop, folder: str, **fields: Any) -> None:
-    """The first phase of an update, before any stream runs."""
+    """Runs the first phase of an update, before any stream runs."""
     order(loop, "prepare", version=1, folder=folder, **fields)
     answer(loop, "prepare")
 
@@ -200,7 +200,7 @@ def test_a_stream_with_two_versions_moves_and_its_receipt_names_both(
 def test_a_deferred_sequence_is_computed_again(
     tmp_path: Path, loaded: LoadedModel, folder: str
 ) -> None:
-    """Its row of logits is one of the old weights, in both modes."""
+    """The row of logits for the next token was computed with the old weights, in both modes."""
     plain = Loop(tmp_path, loaded)
     update(plain, folder)
     plain.generate(3, max_tokens=1)
@@ -213,7 +213,7 @@ def test_a_deferred_sequence_is_computed_again(
 
 
 def first_decided(tmp_path: Path, folder: str, mode: str) -> Any:
-    """The first token of a stream whose decision arrives after an update."""
+    """The first token of a stream. The decision for this token arrives after an update."""
     loop = Loop(tmp_path, load_model("embedded"))
     loop.generate(3, controller="c")
     deferred = loop.worker._models.engines["m"]._scheduler.deferred
@@ -266,7 +266,7 @@ def test_weights_that_cannot_be_had_change_nothing(
 def test_no_stream_runs_before_the_model_has_its_current_weights(
     tmp_path: Path, loaded: LoadedModel, renewed: LoadedModel, folder: str
 ) -> None:
-    """The worker receives the version when it registers, before it has loaded the model."""
+    """The worker receives the current version when it registers, before it loads the model."""
     loop = Loop(tmp_path, loaded)
     loop.worker._models.unload("m")
     states = [ModelState(model="m", version=4, folder=folder)]
@@ -340,7 +340,7 @@ def test_a_pause_waits_for_streams_or_aborts_them(tmp_path: Path, loaded: Loaded
 def test_an_embed_has_vectors_of_one_version(
     tmp_path: Path, loaded: LoadedModel, renewed: LoadedModel, folder: str
 ) -> None:
-    """The weights change after the first of its batches."""
+    """The weights change after the first batch of the request."""
     body = msgspec.json.encode(
         {"model": "m", "stream_id": 2, "inputs": [[5] * 120 for _ in range(80)] + [[6, 7]]}
     )

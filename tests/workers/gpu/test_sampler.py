@@ -1,4 +1,4 @@
-"""Rows of logits to tokens."""
+"""The sampler turns rows of logits into tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def row(seed: int = 0, position: int = 0, seq: int = 0, **fields: Any) -> Row:
 
 
 def draws(values: torch.Tensor, count: int = 3000, **fields: Any) -> torch.Tensor:
-    """How often each token is drawn, by seed."""
+    """The share of draws of each token, over ``count`` seeds."""
     rows = [
         row(seed=s, temperature=fields.get("temperature", 1.0), **_rest(fields))
         for s in range(count)

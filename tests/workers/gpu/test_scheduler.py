@@ -1,4 +1,4 @@
-"""Packing of steps, without torch: which tokens, in which order, and which sequences wait."""
+"""How steps are packed, without torch: the tokens and their order, and the sequences that wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = 4
 
 
 def sequence(number: int, prompt: int, priority: int = 0, client: int = 0) -> Sequence:
-    """A sequence whose tokens are all its own."""
+    """A sequence that shares no tokens with others."""
     return Sequence(
         request=number,
         seq=0,
@@ -35,7 +35,7 @@ def scheduler(blocks: int = 100, running: int = 8, room: int = 16) -> Scheduler:
 
 
 def compute(batch: Batch) -> None:
-    """The effect of a forward on the sequences: each that is complete gets one more token."""
+    """Simulates a forward: each sequence that is complete gets one more token."""
     for chunk in batch.chunks:
         chunk.sequence.num_computed_tokens = chunk.end
         if chunk.completes:
@@ -54,7 +54,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_together_with_decodes() -> None:
     sizes = []
     for _ in range(3):
         batch = s.schedule()
-        assert shape(batch)[0][0] == 1, "the decode goes first"
+        assert shape(batch)[0][0] == 1, "the decode comes first"
         assert batch.num_tokens <= 16
         sizes.append(shape(batch)[1][1:])
         compute(batch)
@@ -88,14 +88,14 @@ def test_a_client_without_a_running_sequence_gets_a_slot_of_the_largest_client()
         s.add(one)
     compute(s.schedule())
     compute(s.schedule())
-    # The last sequence of the largest client is preempted, once: the second sequence of the late
-    # client waits.
+    # The last sequence of the largest client is preempted, but no second one: the late client's
+    # second sequence waits.
     assert set(s.running) == {*first[:3], late[0]}
     for _ in range(3):
         compute(s.schedule())
     assert set(s.running) == {*first[:3], late[0]}
     assert s.preemptions == 1
-    # The preempted sequence is computed again after the end of others.
+    # The preempted sequence runs again when the other client's sequences have ended.
     s.remove(late[1])
     s.remove(late[0])
     compute(s.schedule())
@@ -138,7 +138,7 @@ def test_no_slot_is_taken_for_a_lower_priority_or_from_a_client_with_one_sequenc
 
 
 def with_client(count: int, prompt: int, blocks: int, client: int = 1) -> Scheduler:
-    """A scheduler with ``count`` slots, all of which have sequences of one client."""
+    """A scheduler of ``count`` sequences, in which all running sequences belong to one client."""
     s = scheduler(blocks=blocks, running=count, room=64)
     for number in range(count):
         one = sequence(number, prompt, client=client)
@@ -151,7 +151,7 @@ def with_client(count: int, prompt: int, blocks: int, client: int = 1) -> Schedu
 
 def test_no_sequence_is_preempted_for_a_prompt_that_does_not_fit_then() -> None:
     s = with_client(8, 30, blocks=300)
-    # One running sequence remains, so not all blocks can become free.
+    # One running sequence remains after the preemptions, so not all blocks can become free.
     s.add(sequence(100, 298 * BLOCK, client=2))
     for _ in range(12):
         compute(s.schedule())
@@ -178,7 +178,7 @@ def test_short_requests_one_after_another_cost_a_bounded_part_of_the_steps() -> 
         s.add(late)
         for _ in range(6):
             batch = s.schedule()
-            # The test commits no blocks, so a preempted sequence is computed again from its start.
+            # The test commits no blocks, so a preempted sequence is recomputed from its start.
             num_tokens += sum(c.end - c.start for c in batch.chunks if c.sequence in first)
             num_steps += 1
             compute(batch)
@@ -198,7 +198,8 @@ def test_many_clients_get_an_eighth_of_the_slots_of_a_running_one() -> None:
     for _ in range(20):
         compute(s.schedule())
     assert len(first & set(s.running)) == 14
-    # Another client gets the slot of one that ends.
+    # When one of the other clients' sequences ends, a sequence of a further client runs in its
+    # place.
     [ended, _] = set(s.running) - first
     s.remove(ended)
     for _ in range(4):
@@ -260,8 +261,8 @@ def test_when_blocks_run_out_the_last_to_arrive_is_preempted_and_recomputed() ->
 
 
 def with_suspended(clients: list[int]) -> tuple[Scheduler, list[Sequence]]:
-    """A scheduler of 30 blocks: client 1 has a running sequence, and each of ``clients`` a
-    suspended one of 8 blocks."""
+    """A scheduler of 30 blocks. Client 1 has a running sequence. Each client in ``clients`` has a
+    suspended sequence of 8 blocks."""
     s = scheduler(blocks=31, room=64)
     s.add(sequence(1, 3, client=1))
     compute(s.schedule())
@@ -277,7 +278,7 @@ def test_suspended_sequences_make_room_for_another_client_while_others_run() -> 
     s, (first, second, third) = with_suspended([1, 1, 2])
     s.add(sequence(9, 20, client=3))
     assert [request for request, _, _ in shape(s.schedule())] == [1, 9]
-    assert not second.block_table.blocks, "the last of the client with the most blocks"
+    assert not second.block_table.blocks, "the last sequence of the client with the most blocks"
     assert first.block_table.blocks
     assert third.block_table.blocks
     s.resume(second)

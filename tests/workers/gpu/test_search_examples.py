@@ -1,4 +1,4 @@
-"""The examples of controllers that read distributions, in C and in Python, on a real engine."""
+"""The example controllers that read distributions, in C and in Python, on a real engine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def example(name: str) -> Any:
-    """The module of an example in Python."""
+    """The module of a Python example."""
     spec = importlib.util.spec_from_file_location(name, SDK / f"examples/{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -59,7 +59,7 @@ def example(name: str) -> Any:
 
 @cache
 def program(name: str, kind: str) -> Program:
-    """An example's program, in C or in Python."""
+    """The program of an example in C or in Python."""
     if kind == "c":
         wasm = compile_guest(SDK / f"examples/{name}.c")
         return NativeProgram(wasm_engine, wasmtime.Module(wasm_engine, wasm))
@@ -67,12 +67,12 @@ def program(name: str, kind: str) -> Program:
 
 
 def arg_of(kind: str, arg: dict[str, Any], *names: str) -> Any:
-    """The argument of an example: an object in Python, its values in a line in C."""
+    """The argument of an example: an object for Python, a line with the values for C."""
     return arg if kind == "py" else " ".join(str(arg[name]) for name in names)
 
 
 class Generated(Run):
-    """A request with a program for its controller, run to its end."""
+    """Runs a request with an example as its controller to its end."""
 
     def __init__(
         self, folder: Path, loaded: LoadedModel, made: Program | None, arg: Any, **body: Any
@@ -87,9 +87,9 @@ class Generated(Run):
         self.tokens: dict[int, list[int]] = {0: []}
         self.ends: dict[int, str] = {}
         self.seen: dict[int, list[Distribution]] = {}
-        """By sequence: what its tokens were sampled from."""
+        """The distributions from which tokens were sampled, by sequence."""
         self.before: list[tuple[tuple[int, ...], Distribution, int]] = []
-        """Each distribution, with the text before its token and this token."""
+        """For each sampled token: the tokens before it, its distribution, and the token."""
         for entry in self.entries:
             self._take(entry)
 
@@ -127,7 +127,7 @@ def test_beams_find_the_text_of_a_beam_search(
     arg = arg_of(kind, {"width": width, "tokens": length}, "width", "tokens")
     run = Generated(tmp_path, embedded, program("beams", kind), arg, max_tokens=length + 1)
     seen = {before: found for before, found, _ in run.before}
-    # By brute force, with the numbers that the engine gave for each text.
+    # Brute force, with the log-probabilities that the engine has reported for each text.
     beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     for step in range(length):
         every = [
@@ -153,7 +153,7 @@ def test_beams_find_the_text_of_a_beam_search(
 
 
 def distinct(tokens: list[int]) -> float:
-    """The share of pairs of neighbours that occur for the first time."""
+    """The share of distinct pairs among the pairs of neighbouring tokens."""
     pairs = list(itertools.pairwise(tokens))
     return len(set(pairs)) / len(pairs)
 
@@ -169,7 +169,7 @@ def test_contrastive_sampling_replaces_tokens_where_the_model_is_uncertain(
     run = Generated(tmp_path, embedded, made, arg, **options)
     prompt = embedded.tokenizer.encode(PROMPT)
     kept = 0
-    # The last token, by the length, cannot be taken back.
+    # The last token, by the length limit, cannot be replaced.
     for (text, seen, token), (after, _, _) in itertools.pairwise(run.before):
         best = token
         if seen.entropy > bound:
@@ -191,7 +191,7 @@ SECOND = "# a class\nclass A:\n    "
 
 
 def logprobs(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
-    """Log-probabilities of the token after these, ``[vocab]``."""
+    """The log-probabilities of the token after these tokens, ``[vocab]``."""
     return torch.log_softmax(logits_after(loaded.model, tokens), -1)
 
 
@@ -242,7 +242,7 @@ def test_the_detector_finds_the_watermark_in_the_model_s_text(
     assert scores[0] > 4
     assert scores[1] < 2
     if kind == "c":
-        # The module is its own detector, of the tokens of a prompt.
+        # The module also contains the detector, which reads the tokens of a prompt.
         for tokens, score in zip((marked, plain), scores, strict=True):
             made = program("watermark", "c")
             run = Generated(tmp_path, embedded, made, "detect 42", prompt=tokens, max_tokens=2)

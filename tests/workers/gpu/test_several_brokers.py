@@ -1,4 +1,4 @@
-"""A GPU worker that is registered with two brokers: what goes to which of them."""
+"""A GPU worker that is registered with two brokers: which messages it sends to which broker."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def loop(embedded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def streams(loop: Loop, link: int) -> list[int]:
-    """The stream of each entry that was sent over a link, in order."""
+    """The stream id of each entry that was sent over a link, in order."""
     bodies = [body for frames in loop.sent(b"TOKEN", link) for body in frames[2:]]
     return [entry["stream_id"] for body in bodies for entry in msgspec.json.decode(body)]
 
@@ -53,14 +53,15 @@ def clear(loop: Loop) -> None:
 
 
 def claim(loop: Loop, request: int, link: int) -> None:
-    """The client of a request has come to another broker."""
+    """A broker claims the session of a request's client."""
     loop.give(b"CLAIM", Claim(session=100 + request), link=link)
 
 
 def decide(
     loop: Loop, request: int, action: Any, worker: int, *, link: int, attempt: int = 0
 ) -> None:
-    """A controller worker has decided; ``attempt``: it is its first decision after this START."""
+    """A decision of a controller worker arrives. ``attempt``: it is the first decision after the
+    START of this attempt."""
     attempts = {request: attempt} if attempt else {}
     result = Result(sequences=[StepResult(request, 0, action)], host="elsewhere", attempts=attempts)
     loop.give(b"RESULT", result, 0, worker, link=link)
@@ -109,7 +110,7 @@ def test_a_controller_starts_again_behind_the_broker_that_claims_its_session(loo
     claim(loop, 1, link=1)
     loop.turn()
     assert len(loop.sent(b"START", 1)) == 1
-    # What the controller worker of before decides is void.
+    # A decision of the earlier controller worker is ignored.
     loop.decide(1, "stop")
     loop.turn()
     assert loop.worker._streams.get(1) is not None
@@ -121,8 +122,8 @@ def test_a_controller_starts_again_behind_the_broker_that_claims_its_session(loo
 
 
 def test_what_was_decided_before_a_controller_starts_again_is_void(loop: Loop) -> None:
-    """Its client has left its broker and come back to it: the controller worker may be
-    the earlier one, and has answered STEPs that it got after the end of the first START."""
+    """The client has left its broker and come back. The same controller worker may get the new
+    START, and may have answered STEPs after the END of the first attempt."""
     loop.generate(1, controller="c")
     loop.turn()
     loop.decide(1, "sample")
@@ -131,7 +132,7 @@ def test_what_was_decided_before_a_controller_starts_again_is_void(loop: Loop) -
     sent = len(streams(loop, 0))
     for attempt in (1, 2):
         claim(loop, 1, link=0)
-        # By the time that the first of them arrives there is the second one.
+        # When the first of these decisions arrives, the second attempt has begun.
         decide(loop, 1, "error", CONTROLLER, link=0, attempt=attempt - 1)
         for _ in range(3):
             loop.turn()
@@ -143,7 +144,7 @@ def test_what_was_decided_before_a_controller_starts_again_is_void(loop: Loop) -
     for _ in range(2):
         loop.turn()
     assert len(streams(loop, 0)) == sent + 1
-    # Now that it has answered, its decisions need not say so.
+    # After the first decision of an attempt, decisions need not name the attempt.
     loop.decide(1, "stop")
     for _ in range(3):
         loop.turn()
@@ -161,8 +162,8 @@ def test_a_stream_that_has_ended_is_claimed_too(loop: Loop) -> None:
 
 
 def long_sessions(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams 1 and 2 of session 101 and stream 3 of session 103, each with more entries than the
-    worker sends in a turn. The next turns send nothing."""
+    """Begins streams 1 and 2 of session 101, and stream 3 of session 103. Each has more entries
+    than the worker sends in a turn, and the next turns send no entries."""
     monkeypatch.setattr(attaching, "MAX_ENTRIES", 8)
     for request in (1, 2, 3):
         loop.generate(request)
@@ -173,7 +174,7 @@ def long_sessions(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reported(loop: Loop) -> list[tuple[bytes, int]]:
-    """The answers to claims over link 1: JOURNAL with its request, CLAIMED with its session."""
+    """The answers to claims over link 1: JOURNAL with its request, and CLAIMED with its session."""
     return [
         (kind, decode_header(head).request or msgpack.decode(body, type=Claimed).session)
         for kind, head, body, *_ in loop.worker._bus._links[1]._outbox
@@ -224,7 +225,7 @@ def test_the_claim_of_no_session_is_answered_at_once(
 def test_a_stream_that_ends_while_its_claim_waits_is_reported(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stream that has too many entries to be stored is reported too."""
+    """The stream has too many entries to be kept after its end, but it is reported too."""
     monkeypatch.setattr(kept_streams, "MAX_TOKENS", 5)
     monkeypatch.setattr(attaching, "MAX_ENTRIES", 8)
     loop.generate(1, max_tokens=10)
@@ -266,7 +267,7 @@ def test_the_claims_of_a_lease_that_has_ended_are_dropped(
     loop.turn()
     assert reported(loop) == []
     assert bodies(loop, b"CLAIMED", Claimed, 0) == [Claimed(session=103)]
-    # The streams can end at their broker.
+    # The broker of each stream can end it again.
     assert all(stream.claimed_by is None for stream in loop.worker._streams)
 
 
@@ -298,7 +299,8 @@ def test_a_broker_that_sends_a_stream_which_is_behind_another_is_notified(loop: 
 
 
 def test_a_broker_that_sends_its_own_stream_again_gets_it_from_its_beginning(loop: Loop) -> None:
-    """The worker is full. The earlier attempt makes room for the later one, and is not released."""
+    """The worker is full. The earlier attempt makes room for the later one, and no RELEASED is
+    sent."""
     loop.generate(1, link=0)
     loop.generate(2, link=1)
     for _ in range(3):
@@ -310,7 +312,7 @@ def test_a_broker_that_sends_its_own_stream_again_gets_it_from_its_beginning(loo
     assert streams(loop, 0) == [1]
     [frames] = loop.sent(b"TOKEN", 0)
     [entry] = msgspec.json.decode(frames[2])
-    assert entry["prompt_tokens"] == 3, "its first entry"
+    assert entry["prompt_tokens"] == 3, "the first entry of the stream"
 
 
 def test_a_broker_registers_and_counts_only_what_is_its_own(loop: Loop) -> None:

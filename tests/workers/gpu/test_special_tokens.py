@@ -1,4 +1,4 @@
-"""The special tokens of tokenizers, with the turn markers of chat templates as models have them."""
+"""The special tokens of tokenizers, and the turn markers of chat templates as models have them."""
 
 from __future__ import annotations
 

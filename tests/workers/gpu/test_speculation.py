@@ -1,4 +1,4 @@
-"""With drafts and without, every stream is the same."""
+"""Every stream is the same with drafts and without."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CODE = "def first(a, b):\n    return a + b\n\n\ndef second(a, b):\n    return a 
 LIST = "names = ['Ada', 'Alan', 'Barbara', 'Claude', 'Donald', 'Edsger', 'Frances', 'Grace', "
 NUMBERS = list(range(1, 20)) * 3
 FEW = dict.fromkeys((3, 5, 9), 80.0)
-"""A bias with which a model of random weights has three tokens to choose from: it repeats itself,
-but not for long."""
+"""A bias that leaves three tokens to a model of random weights. Its text repeats itself, but not
+for long."""
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +48,14 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
 
 
 def prompts(loaded: LoadedModel) -> list[list[int]]:
-    """Some that are likely to be continued by what they contain."""
+    """Prompts that are likely to be continued with text that they contain."""
     if loaded.tokenizer is not None:
         return [loaded.tokenizer.encode(text) for text in (CODE, LIST)]
     return [[*NUMBERS[:9], 3, 5, 9, 9, 5, 3, 3, 3, 5, 5, 5, 9], NUMBERS]
 
 
 def sampling_of(loaded: LoadedModel, **options: Any) -> Sampling:
-    """Sampling that makes the model repeat itself."""
+    """Sampling with which the model repeats itself."""
     bias = {} if loaded.tokenizer is not None else {"logit_bias": FEW}
     return Sampling(**{"max_tokens": NEW, "ignore_eos": True} | bias | options)
 
@@ -69,34 +69,34 @@ AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
 
 def eager(engine: AnyEngine) -> AnyEngine:
-    """The engine, with drafts wherever there is a match: as if they cost nothing."""
+    """The engine, with costs that make every draft worthwhile."""
     if engine._speculation._costs is not None:
         engine._speculation._costs = Costs(1, 0.0, 0.01, 0.0, 64)
     return engine
 
 
 WAYS = ((False, False), (True, False), (True, True))
-"""Without drafts; with them; with them where steps overlap."""
+"""Whether the engine has drafts, and whether its steps overlap."""
 
 
 def drained(engine: Engine) -> list[TokenOutput]:
-    """Steps until nothing is left."""
+    """Runs steps until the engine has no work."""
     outputs: list[TokenOutput] = []
     for _ in range(10_000):
         if not engine.has_work:
             assert engine.stats()["kv_blocks_used"] == 0
             return outputs
         outputs += engine.step()
-    raise AssertionError("the engine does not come to an end")
+    raise AssertionError("the engine still has work")
 
 
 def drained_outputs(engine: RecordingEngine) -> Outputs:
-    """The outputs of all steps until nothing is left."""
+    """Runs steps until the engine has no work; returns the outputs by sequence."""
     return Outputs.of(engine, drained(engine))
 
 
 def check_same(plain: Outputs, *drafted: Outputs) -> None:
-    """Fails where a stream has other tokens, log-probabilities, texts or ends. If an engine is not
+    """Fails if a stream has other tokens, log-probabilities, texts or ends. If an engine is not
     exact, entries after a tie are not compared."""
     for outputs in drafted:
         assert plain.streams.keys() == outputs.streams.keys()
@@ -196,7 +196,7 @@ def test_a_session_drafts_from_its_earlier_requests_and_no_others(embedded: Load
         drafted.append(accepted(engine) - before)
     for expected, outputs in found:
         check_same(expected, outputs)
-    # The same request again: all but its beginning is known, to its own session.
+    # The same session has seen the same text, so nearly all of it is drafted.
     assert drafted[1] > NEW - 8
     assert drafted[2] == drafted[0] < drafted[1]
 
@@ -257,7 +257,7 @@ def test_streams_are_the_same_where_blocks_run_out(llama: LoadedModel) -> None:
 
 
 def test_forks_and_splices_beside_drafts(loaded: LoadedModel) -> None:
-    """One request is steered, the others have drafts; neither changes the other."""
+    """One request is forked and spliced, the others have drafts. Neither changes the other."""
     first, second = prompts(loaded)
 
     def steer(engine: Engine, outputs: list[TokenOutput], seen: set[int]) -> None:
@@ -293,7 +293,8 @@ Steer = Callable[[Engine], object]
 
 
 def steered_in_step(loaded: LoadedModel, steer: Steer) -> tuple[RecordingEngine, list[TokenOutput]]:
-    """A request that is steered between the forward and the sampling of its first draft."""
+    """A request to which ``steer`` applies an operation between the forward and the sampling of the
+    first draft."""
     engine = engine_of(loaded, True)
     engine.add(1, prompts(loaded)[0], sampling_of(loaded, max_tokens=30))
     outputs: list[TokenOutput] = []
@@ -316,7 +317,7 @@ def test_a_mask_is_applied_where_a_draft_is_under_way(llama: LoadedModel) -> Non
 
 
 def test_a_bias_is_applied_where_a_draft_is_under_way(llama: LoadedModel) -> None:
-    """The biases along a draft are not known: none of it is verified."""
+    """The biases along the draft are unknown, so no token of the draft is verified."""
     bias = Bias(np.array([1000.0], dtype=np.float32), np.array([34]))
     _, outputs = steered_in_step(llama, lambda engine: engine.set_mask(1, 0, None, bias))
     assert [o.token for o in outputs].count(34) == 1
@@ -359,7 +360,8 @@ def test_a_draft_that_is_not_verified_leaves_nothing(llama: LoadedModel, kind: s
 
 
 def test_nan_behind_a_refused_draft_changes_nothing(llama: LoadedModel) -> None:
-    """Some drafts' keys and values are unusable; the stream is computed again, and is the same."""
+    """The keys and values after some refused drafts are unusable. The stream is computed again,
+    with the same tokens."""
     prompt, sampling = prompts(llama)[0], sampling_of(llama)
     plain = engine_of(llama, False)
     plain.add(1, prompt, sampling)

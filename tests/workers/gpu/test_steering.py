@@ -1,4 +1,5 @@
-"""Forks, splices, suspensions and masks: the same tokens as without them, and no block lost."""
+"""Forks, splices, suspensions and masks give the same tokens as plain requests, and leave no
+block."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def test_forks_of_a_sampled_sequence_are_sampled_independently(
     run(engine, client)
     assert len({tuple(t) for t in client.tokens.values()}) == 4
     assert len({tuple(t[:7]) for t in client.tokens.values()}) == 1
-    assert client.tokens[0] == alone(embedded, PROMPT, SEEDED), "its forks do not disturb it"
+    assert client.tokens[0] == alone(embedded, PROMPT, SEEDED), "the forks have changed the parent"
 
 
 def test_forks_between_begin_and_finish_share_the_logits_and_need_no_forward(
@@ -408,7 +409,7 @@ def _tiny(overlap: bool) -> Engine:
 
 
 def _random_operation(engine: Engine, rng: random.Random, live: list[tuple[int, int]]) -> None:
-    """A random operation on one of the live sequences, possibly one that is not valid."""
+    """Applies a random operation to a live sequence. The operation may be invalid."""
     request, seq = rng.choice(live)
     kind = rng.randrange(8)
     if kind == 0:
@@ -431,7 +432,7 @@ def _random_operation(engine: Engine, rng: random.Random, live: list[tuple[int, 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Tensors this small are not worth a second thread."""
+    """Uses one thread, because the tensors are too small for a second one."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

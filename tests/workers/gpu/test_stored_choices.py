@@ -1,4 +1,4 @@
-"""The choice among kernels by time, and its file."""
+"""The choice among attention kernels by their measured time, and the file that stores it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Kernel]]:
-    """The kernels that were timed. The time of a kernel's run is its value in ``SECONDS``."""
+    """The kernels that were timed, in order. The time of a kernel's run is its value in
+    ``SECONDS``."""
     found: list[Kernel] = []
 
     class Trial:
@@ -47,7 +48,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Kern
 
 
 def restart(timed: list[Kernel]) -> None:
-    """Simulates another process, which has only the file."""
+    """Simulates a new process, which has only the file."""
     timed.clear()
     stored_choices._chosen.clear()
 

@@ -1,4 +1,4 @@
-"""Text comes when it is certain: whole characters, and nothing of a stop string."""
+"""Text is sent when it is certain: only whole characters, and no part of a stop string."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 
 
 def pieces(text: str, stop: Sequence[str] = (), least: int = 0) -> tuple[list[str], bool]:
-    """The text that each byte brings, and whether it was stopped."""
+    """The text after each byte, and whether a stop string has ended the text."""
     stream = TextStream(ByteDetokenizer(ByteTable.of(TABLE)), stop, min_tokens=least)
     output = []
     for byte in text.encode():
@@ -51,7 +51,7 @@ def test_text_ends_before_the_first_stop_string(text: str, stop: list[str]) -> N
     if not places:
         assert "".join(output) == text
     else:
-        # Several may overlap: the first one to be complete ends it.
+        # If stop strings overlap, the one that is complete first ends the text.
         ends = [text.find(s) + len(s) for s in stop if s in text]
         cut = text[: min(ends)]
         assert "".join(output) == cut[: min(at for at in (cut.find(s) for s in stop) if at >= 0)]
@@ -94,7 +94,7 @@ PARTS = [*TABLE, "é".encode(), b"ab", b"\xff\xfe", b"", b"a\xc3", b"\xa9b"]
 
 @given(st.lists(st.integers(0, len(PARTS)), max_size=30), st.integers(0, 30))
 def test_any_bytes_are_decoded_as_a_decoder_of_the_whole_does(tokens: list[int], at: int) -> None:
-    """A fork goes on from where it was made; a token beyond the table has no text."""
+    """A fork continues from its parent's state. A token beyond the table has no text."""
     detokenizer: Detokenizer = ByteDetokenizer(ByteTable.of(PARTS))
     found = ""
     for i, token in enumerate(tokens):

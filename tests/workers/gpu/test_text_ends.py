@@ -1,4 +1,5 @@
-"""How the text of a constrained sequence ended, where the GPU worker alone decides that it ends."""
+"""How the text of a constrained sequence ended, if the GPU worker ends it without a decision of the
+controller."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def mask(bench: Bench, *tokens: int) -> np.ndarray:
 
 
 def cancelled(bench: Bench) -> TokenOutput:
-    """The last output of request 1, which is cancelled now, as ``GpuWorker`` does it."""
+    """Cancels request 1 as ``GpuWorker`` does; returns its last output."""
     bench.steering.note_text_ends(1)
     [end] = bench.steering.with_notes(1, bench.engine.abort(1))
     assert end.finish_reason == "cancelled"

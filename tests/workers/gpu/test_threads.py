@@ -1,4 +1,4 @@
-"""The number of threads follows what is fastest, whatever else the machine does."""
+"""The chosen number of threads is the fastest one, whatever else the machine does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCKS = 8
 
 @pytest.fixture
 def all_threads() -> Iterator[int]:
-    """The number of threads of torch, which the test leaves as it was."""
+    """The number of threads of torch, which is restored after the test."""
     number = torch.get_num_threads()
     yield number
     torch.set_num_threads(number)
@@ -32,7 +32,8 @@ def all_threads() -> Iterator[int]:
 def run(
     chooser: ThreadChooser, steps: int, seconds: Callable[[int], float], num_tokens: int = 1
 ) -> list[int]:
-    """The threads of this many forwards, each of which takes ``seconds(threads)``."""
+    """The numbers of threads of ``steps`` forwards. The time of each forward is
+    ``seconds(threads)``."""
     used = []
     for _ in range(steps):
         threads = chooser.choose(num_tokens)
@@ -42,12 +43,12 @@ def run(
 
 
 def idle(threads: int) -> float:
-    """The time of a step where every thread has a core."""
+    """The seconds of a step if every thread has a core."""
     return 8.0 / threads
 
 
 def shared(threads: int) -> float:
-    """The time of a step where another process has one of the cores."""
+    """The seconds of a step if another process uses one of the cores."""
     return 8.0 if threads == 1 else 30.0
 
 

@@ -1,4 +1,4 @@
-"""Which tokens count as a tie, for the tests that compare runs through different kernels."""
+"""Which tokens are a tie, for tests that compare runs with different kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def model() -> Any:
 
 
 def likeliest(model: Any) -> tuple[int, int, float]:
-    """The two likeliest tokens after the prompt, and how far apart their logits are."""
+    """The two likeliest tokens after the prompt, and the difference of their logits."""
     values, ids = torch.topk(shapes.logits_after(model, PROMPT), 2)
     first, second = ids.tolist()
     return first, second, (values[0] - values[1]).item()

@@ -1,4 +1,5 @@
-"""Biases and penalties from arrays change logits like plain loops over the whole text."""
+"""Biases and penalties that are computed from arrays equal those of plain loops over the whole
+text."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ CHANGES = st.one_of(
 
 
 def penalised(row: torch.Tensor, s: Sampling, prompt: list[int], new: list[int]) -> torch.Tensor:
-    """A row after penalties, computed token by token."""
+    """A row with penalties that are computed token by token."""
     row = row.clone()
     factor = torch.tensor(s.repetition_penalty, dtype=torch.float32)
     for token in {*prompt, *new} if s.repetition_penalty != 1 else ():

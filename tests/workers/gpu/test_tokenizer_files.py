@@ -1,4 +1,4 @@
-"""The tokenizer of a model as clients get it."""
+"""The tokenizer of a model in the form that clients receive."""
 
 from __future__ import annotations
 

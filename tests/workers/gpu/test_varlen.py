@@ -1,8 +1,8 @@
-"""The arguments of FlashAttention on a GPU, checked on the CPU by their documented meaning.
+"""The arguments of FlashAttention on a GPU are checked on the CPU.
 
-``varlen_attn`` runs on CUDA only. A plain function of the same signature (``flash.py``) stands in
-for it, with the demands of the kernel, so that all that leads to the call is tested: blocks,
-tables, lengths, windows. That the kernel does what it documents is tried when a model is loaded.
+``varlen_attn`` runs on CUDA only. A plain function with the same signature and checks
+(``flash.py``) replaces it, so that blocks, block tables, lengths and windows are tested. When a
+model is loaded, the engine itself tests that the kernel computes the documented result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .test_architectures import make
 
 @pytest.fixture
 def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines read blocks in place, as on a GPU."""
+    """Makes engines read blocks in place, as on a GPU."""
     layout = Layout(FLASH_BLOCK_SIZE, "varlen")
     monkeypatch.setattr(engine_module, "choose_layout", lambda loaded: layout)
     monkeypatch.setattr(varlen, "varlen_attn", flash.varlen_attn)

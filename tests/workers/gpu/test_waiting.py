@@ -1,4 +1,5 @@
-"""The queue of waiting sequences: its order is the plain one's, and its work does not grow."""
+"""The queue of waiting sequences has the order of a plain list, and its work does not depend on its
+length."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ FEW = 4
 
 @pytest.fixture
 def soon_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences may be overtaken a few times only."""
+    """Makes a waiting sequence overdue after ``FEW`` others have overtaken it."""
     monkeypatch.setattr(waiting, "MAX_OVERTAKEN", FEW)
 
 
@@ -55,7 +56,7 @@ def sequence(
 
 
 class Plain:
-    """The order as it is defined: a list, and a look at all of it."""
+    """The order by its definition: a search through a list."""
 
     def __init__(self) -> None:
         self.waiting: list[Sequence] = []
@@ -130,7 +131,7 @@ def test_the_order_is_by_overtaking_priority_share_and_arrival(rng: random.Rando
 
 
 def _step(s: Scheduler) -> None:
-    """A step whose forward gives each complete sequence one more token."""
+    """Runs a step. Its forward gives each complete sequence one more token."""
     for chunk in s.schedule().chunks:
         chunk.sequence.num_computed_tokens = chunk.end
         if chunk.completes:
@@ -138,8 +139,9 @@ def _step(s: Scheduler) -> None:
 
 
 def _visits_of_steps(waiting_ones: int, end_one: bool, clients: int) -> int:
-    """Fields of sequences that 50 steps read, with this many waiting and all slots taken; in each
-    step, ``end_one``: one ends, so that another is admitted."""
+    """How often 50 steps read fields of sequences, with ``waiting_ones`` waiting sequences and
+    ``max_num_seqs`` running ones. ``end_one``: in each step a sequence ends, so that another
+    runs."""
     s = Scheduler(BlockManager(400, 16), 8, 64)
     for i in range(8 + waiting_ones):
         s.add(sequence(i, client=i % clients, prompt=20, kind=Visited))

@@ -1,4 +1,4 @@
-"""A GPU worker on the bus: models on demand, drain, streams that are picked up again."""
+"""A GPU worker in a whole system: models on demand, drain, and streams that a client resumes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def on_demand(processes: None, folder: Path) -> Iterator[Bus]:
 
 @pytest.fixture(scope="module")
 def paths(processes: None, tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Bus]:
-    """A worker that may load what is in the folder ``allowed``, which it knows by a link."""
+    """A worker that may load models in the folder ``allowed``, also through a link to this
+    folder."""
     for name in ("allowed", "evil"):
         shutil.copytree(folder / "llama", folder / name / "good")
     shutil.copytree(folder / "llama", folder / "evil", dirs_exist_ok=True)
@@ -133,7 +134,7 @@ def test_a_draining_worker_finishes_its_streams_and_takes_no_new_ones() -> None:
             assert len(stream.tokens()) == 900
             assert old.wait() == 0
             bus.workers.remove(old)
-            # On a busy machine the stream may have ended before the signal came.
+            # On a busy machine, the stream may have ended before the signal arrived.
             assert re.search(r"draining [01] streams", old.log)
             assert len(client.generate([5], max_tokens=3, ignore_eos=True).tokens()) == 3
 
@@ -174,7 +175,7 @@ def test_a_stream_is_picked_up_again_on_a_new_connection(bus: Bus) -> None:
         assert welcome["resumed"]
         if welcome["streams"]:
             break
-        # The stream was over before the broker saw that its client had gone.
+        # The stream has ended before the broker noticed that its client had left.
         new.close(0)
     assert welcome["streams"] == [1]
     _send(new, b"ATTACH", {"stream_id": 1, "received": len(got)})

@@ -1,4 +1,5 @@
-"""The loop of a GPU worker, turn by turn and without a broker: what is sent, and what is kept."""
+"""The loop of a GPU worker, turn by turn and without a broker: the messages that it sends, and the
+state that it keeps."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_answers_to_many_attaches_leave_each_turn_a_step(
     embedded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An answer has all entries of a stream, which may take the time of many steps."""
+    """An answer has all entries of a stream, and may take as long as many steps."""
     monkeypatch.setattr(attaching, "MAX_ENTRIES", 8)
     loop = Loop(tmp_path, embedded)
     loop.worker._reports.renew()
@@ -59,7 +60,8 @@ def test_answers_to_many_attaches_leave_each_turn_a_step(
         answers = [msgspec.json.decode(frames[2])["stream_id"] for frames in loop.sent(b"MSG")]
         answered.append(len(answers))
         assert len(loop.entries(1)) > steps
-    # The other session has its turn after one answer. A large answer uses up later turns too.
+    # The other session has its turn after one answer. A large answer also counts against later
+    # turns.
     assert answers == [1, 2, 1, 1, 1, 1]
     assert all(now - before <= 1 for before, now in pairwise([0, *answered]))
     assert answered[6] < 6
@@ -71,7 +73,7 @@ COLUMNS = Flag.MSGPACK | Flag.COLUMNS | Flag.TEXTS
 def test_a_turn_answers_a_bounded_number_of_attaches_with_rows(
     embedded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One message has the rows of all streams that are answered in a turn."""
+    """One message has the missed rows of all streams that are answered in a turn."""
     loop = Loop(tmp_path, embedded)
     streams = range(1, 7)
     for request in streams:
@@ -92,7 +94,7 @@ def test_a_turn_answers_a_bounded_number_of_attaches_with_rows(
         answers.append(len(loop.sent(b"MSG")))
         rows, step = loop.sent(b"TOKEN")[before:]
         [missed] = [msgspec.msgpack.decode(body, type=TokenColumns) for body in rows[2:]]
-        # Each turn adds a row.
+        # Each turn adds a row to each stream.
         num_missed = 8 + len(answers) - 2
         assert len(missed.tokens) // 4 == num_missed * (answers[-1] - answers[-2])
         assert len(decode_manifest(step[1]).sessions) == 1
@@ -140,12 +142,12 @@ def test_a_message_that_hangs_counts_as_a_step_that_does(
 
 
 class SlowTokenizer:
-    """The tokenizer of a model, which begins a text with ``hold`` in it when the test says so."""
+    """The tokenizer of a model. If a text contains ``hold``, its encoding waits for the test."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.begun: list[str] = []
-        """The first characters of the texts that were encoded."""
+        """The first characters of the texts whose encoding has begun."""
         self.held = threading.Semaphore(0)
 
     def __getattr__(self, name: str) -> Any:
@@ -178,7 +180,7 @@ def turn_until(loop: Loop, done: Callable[[], bool]) -> None:
 
 
 MEDIUM = "    return self\n" * 100
-"""Not tokenized at once."""
+"""A text that is too long to be tokenized at once in the loop."""
 
 
 def test_a_prompt_in_tokenization_stops_neither_steps_nor_short_prompts(
@@ -226,7 +228,7 @@ def test_the_client_of_a_request_is_its_session_or_the_user_of_its_session_or_gr
     assert client_of(7, plain) == 7
     users = [Generate(stream_id=1, by=by, group=group) for by in ("", "a") for group in ("", "g")]
     numbers = {client_of(session, user) for session in (7, 8) for user in users}
-    # A group counts as one client, whichever session has the request.
+    # A group counts as one client, even if several sessions have its requests.
     assert len(numbers) == 2 + 2 + 2
     assert all(0 <= number < 2**63 for number in numbers)
 
@@ -271,7 +273,7 @@ def test_token_ids_that_cannot_fit_are_refused_before_they_are_read(
     slow: tuple[Loop, SlowTokenizer],
 ) -> None:
     loop, _ = slow
-    # The last token is incomplete, which is noticed only where they are read.
+    # The last token id is incomplete, which only reading it would show.
     body = {"model": "m", "stream_id": 1}
     ids = bytes(4 * 1_000_000 + 1)
     loop.give(b"GENERATE", msgspec.json.encode(body), 1, 101, attachments=[ids])
@@ -295,8 +297,8 @@ def test_a_prompt_beside_an_attachment_is_refused(slow: tuple[Loop, SlowTokenize
 def test_a_deadline_that_ends_during_prefill_ends_the_stream_before_its_first_token(
     tmp_path: Path, embedded: LoadedModel, overlap: bool, turns: int
 ) -> None:
-    """The broker sends CANCEL when ``timeout_s`` is over; the rest of the prompt is not computed,
-    and its blocks are free for others."""
+    """The broker sends CANCEL when ``timeout_s`` has passed. The rest of the prompt is not
+    computed, and its blocks become free."""
     loop = Loop(tmp_path, embedded, overlap=overlap, batched=64)
     prompt = [5 + i % 50 for i in range(600)]
     body = {"model": "m", "stream_id": 1, "prompt": prompt, "max_tokens": 50, "timeout_s": 3.0}
@@ -372,7 +374,7 @@ def test_what_was_computed_is_sent_before_a_controller_that_cannot_run_ends_its_
     loop.turn()
     loop.give(b"LOST", Lost(requests=[2], code="no_worker", message="none"))
     loop.turn()
-    assert len(loop.entries(2)) == 1, "what was computed goes before the error"
+    assert len(loop.entries(2)) == 1, "the entry is missing"
     assert [decode_header(frames[1]).request for frames in loop.sent(b"ERROR")] == [2]
 
 

@@ -1,8 +1,7 @@
 """Ties between tokens: two kernels round differently, and the last bits of a logit decide.
 
-Two runs of a request agree up to their first tie, and without an exception if both are exact. Both
-tokens of a tie are what the request's own sampling chooses, if the logit of either is greater by
-``shapes.TIE``.
+Two runs of a request agree up to their first tie, or completely if both are exact. Two tokens are a
+tie if the request's sampling chooses each of them when its logit is increased by ``shapes.TIE``.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Entry(Protocol):
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: the model that answers it, the ids of its prompt, and how it is sampled."""
+    """A request: the model, the ids of the prompt, and the sampling parameters."""
 
     model: Any
     prompt: Sequence[int]
@@ -47,7 +46,8 @@ class Asked:
         words = np.zeros(-(-len(logits) // 32), dtype=np.uint32)
         for token in (a, b):
             words[token // 32] |= np.uint32(1 << token % 32)
-        # A mask of both stands for the mask that there was. Truncation left both.
+        # The mask of these two tokens replaces the mask of the run. Truncation has left both
+        # tokens.
         sampling = msgspec.structs.replace(self.sampling, top_k=0, top_p=1.0, min_p=0.0)
         row = Row(sampling, sampling.seed or 0, seq, len(before), self.prompt, before, words)
         boost = shapes.TIE * max(1.0, sampling.temperature)
@@ -62,7 +62,7 @@ class Asked:
 
 
 class RecordingEngine(Engine):
-    """An engine that remembers what it was asked."""
+    """An engine that stores its requests in ``asked``."""
 
     def __init__(
         self, loaded: LoadedModel, config: EngineConfig, draft_model: LoadedModel | None = None
@@ -78,12 +78,12 @@ class RecordingEngine(Engine):
 
 @dataclass
 class Outputs:
-    """The outputs of each sequence of an engine, and its requests."""
+    """The outputs of each sequence of an engine, and the requests."""
 
     streams: dict[tuple[int, int], list[TokenOutput]] = field(default_factory=dict)
     asked: Mapping[int, Asked] = field(default_factory=dict)
     arithmetic: str = ""
-    """The arithmetic of an exact engine; else empty."""
+    """The arithmetic of an exact engine; empty if the engine is not exact."""
 
     @classmethod
     def of(cls, engine: RecordingEngine, outputs: Sequence[TokenOutput]) -> Outputs:
@@ -94,13 +94,13 @@ class Outputs:
         return found
 
     def tolerance(self, other: Outputs) -> float:
-        """How much the log-probabilities may differ; 0 if both engines are exact, with the same
-        arithmetic. Then no tie may be decided differently."""
+        """The largest allowed difference of log-probabilities. It is 0 if both engines are exact
+        with the same arithmetic; a tie is then an error."""
         return 0.0 if self.arithmetic and self.arithmetic == other.arithmetic else 1e-4
 
     def compared(self, key: tuple[int, int], other: Sequence[TokenOutput]) -> int:
-        """The number of outputs of a sequence that must be equal to ``other``: those before a
-        tie."""
+        """The number of outputs of a sequence that must equal ``other``: those before a tie, or
+        all."""
         own = self.streams[key]
         i = first_difference(own, other)
         if i is None or key[0] not in self.asked:

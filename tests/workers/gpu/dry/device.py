@@ -1,8 +1,8 @@
 """A CUDA device of fake tensors: they have shapes, data types and a device, but no data.
 
-Real steps of a large model run on it without a GPU and without its memory. The launches of a step
-are counted, and an operation that would make the host wait for the device is a fault. A CPU build
-of torch cannot index or copy CUDA tensors from Python, so these few methods are replaced by the
+Real steps of a large model run on it without a GPU and without the model's memory. The launches of
+a step are counted, and an operation that makes the host wait for the device is a fault. A CPU build
+of torch cannot index or copy CUDA tensors from Python, so these methods are replaced by the
 operations that they call.
 """
 
@@ -36,19 +36,19 @@ from torch.utils._pytree import tree_leaves
 WAITING = ("_local_scalar_dense", "nonzero", "aten.equal", "masked_select", "unique")
 """Operations whose result the host waits for."""
 PERIOD = 5
-"""A sequence's tokens are 1 to this number, again and again."""
+"""The tokens of each sequence repeat the numbers from 1 to ``PERIOD``."""
 QUERIES = ("prim.device", "prim.layout", "aten.sym_", "aten.size", "aten.stride", "aten.is_")
 
 
 class Device(TorchDispatchMode):
-    """The device, and what was done with it since ``counting`` began."""
+    """The device, and the counts of its operations since ``counting`` began."""
 
     def __init__(self) -> None:
         super().__init__()
         self.launches: Counter[str] = Counter()
         """Kernels and copies outside of captures, by operation."""
         self.captured: Counter[str] = Counter()
-        """Those of the capture with the most."""
+        """The kernels and copies of the largest capture, by operation."""
         self.replays = 0
         self.uploaded = 0
         """Bytes that were copied from the host."""
@@ -57,8 +57,8 @@ class Device(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Counts from 0; setting up is over. Any wait is a fault, and so is any warning of the
-        engine, which survives a failed step."""
+        """Counts the operations of the block from 0. Each wait of the host is a fault, and so is
+        each warning of the engine, because a failed step only causes a warning."""
         self.launches.clear()
         self.uploaded = 0
         self.faults.clear()
@@ -75,7 +75,7 @@ class Device(TorchDispatchMode):
                 log.removeHandler(warnings)
 
     def fault(self, what: str) -> None:
-        """Notes a fault, with the line of the engine that made it."""
+        """Notes a fault, with the line of the engine that caused it."""
         frame = sys._getframe(1)
         while frame.f_back is not None and "/workers/gpu/" not in frame.f_code.co_filename:
             frame = frame.f_back
@@ -103,7 +103,7 @@ class Device(TorchDispatchMode):
     def _check_copy(
         self, name: str, function: Any, args: Any, kwargs: Any, inputs: Any, made: Any
     ) -> None:
-        """A copy between host and device must not block, and a capture has none."""
+        """A copy between host and device must not block, and a capture must not contain one."""
         between = name.startswith("aten.copy_") and args[0].device != args[1].device
         if name.startswith(("aten.to.", "aten._to_copy")):
             between = inputs[0].device != made[0].device
@@ -119,7 +119,7 @@ class Device(TorchDispatchMode):
     # --- torch's functions ----------------------------------------------------------------------
 
     def patch(self, patches: pytest.MonkeyPatch) -> None:
-        """Puts the device in the place of CUDA's, of copies and of what needs data."""
+        """Replaces functions of ``torch.cuda``, copies, and functions that need data."""
         for name, stand_in in {
             "Stream": _Stream,
             "Event": _Stream,
@@ -153,7 +153,7 @@ class Device(TorchDispatchMode):
             for module in list(sys.modules.values()):
                 if getattr(module, name, None) is function:
                     patches.setattr(module, name, stand_in)
-        # Kernels cannot be timed here.
+        # Kernels cannot be timed on this device.
         patches.setattr(choice, "_fastest", lambda loaded, kernels: kernels[0])
         patches.setattr(sampler, "_stacked", self._stacked)
         patches.setattr(sampler.Drawn, "fetch", _fetch)
@@ -161,9 +161,9 @@ class Device(TorchDispatchMode):
         patches.setattr(sampler.Scores, "fetch", _fetch_scores)
         patches.setattr(loader, "_probe", _shapes)
         patches.setattr(loader, "_fused", lambda name, *model: fused_model.fused_model(*model))
-        # torch for CUDA comes with Triton.
+        # Builds of torch for CUDA include Triton.
         patches.setattr(ops, "why_missing", lambda device: "")
-        # These two are read from the values of a forward.
+        # The next two functions read values that a forward has computed.
         patches.setattr(fused_model, "_embedding_scale", lambda *args: 1.0)
         patches.setattr(fused_model, "type", _type, raising=False)
 
@@ -242,7 +242,7 @@ class Device(TorchDispatchMode):
 
 
 class _Warnings(logging.Handler):
-    """Notes the engine's warnings as faults."""
+    """Notes warnings of the engine as faults."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(logging.WARNING)
@@ -253,7 +253,7 @@ class _Warnings(logging.Handler):
 
 
 class _Stream:
-    """A stream or an event of a device that has always done its work."""
+    """A stream or an event of a device whose work is always done."""
 
     def __init__(self, *args: Any, **options: Any) -> None: ...
 
@@ -292,7 +292,8 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _computes(function: Any, inputs: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
-    """Whether an operation launches something: it is not a view, and it fills what it makes."""
+    """Whether an operation launches a kernel. Views and tensors that are not filled need no
+    launch."""
     if function._schema.is_mutable:
         return True
     if str(function).startswith(("aten.empty", "aten.new_empty")):
@@ -306,12 +307,12 @@ def _short(name: str) -> str:
 
 
 def _type(value: Any) -> type:
-    """Fake weights are plain ones."""
+    """The type of a value. Fake weights have the type of plain tensors."""
     return torch.Tensor if isinstance(value, torch.Tensor) else type(value)
 
 
 def _shapes(name: str, model: Any) -> tuple[dict[int, LayerShape], dict[int, AttentionOptions]]:
-    """The tensors that the loader's probe sees in a forward."""
+    """The shapes and attention options that the loader's probe finds in a forward."""
     config = model.config
     dim = config.head_dim
     layers = range(config.num_hidden_layers)
@@ -322,7 +323,7 @@ def _shapes(name: str, model: Any) -> tuple[dict[int, LayerShape], dict[int, Att
 
 
 def _fetch(self: sampler.Drawn) -> sampler.Sampled:
-    """Tokens, which the device does not have: those of a text that repeats itself."""
+    """The tokens of a text that repeats itself, because the device computes no tokens."""
     assert isinstance(self.on_host, sampler.OnHost)
     assert self.on_host.tokens.device.type == self.on_host.logprobs.device.type == "cpu"
     if self.answers is not None:
@@ -337,21 +338,21 @@ def _fetch(self: sampler.Drawn) -> sampler.Sampled:
 
 
 def _fetch_scores(self: sampler.Scores) -> tuple[list[float], list[dict[int, float]]]:
-    """Log-probabilities of scored tokens."""
+    """The log-probabilities of scored tokens, which are all -1."""
     assert self.likely is not None
     assert {tensor.device.type for tensor in (self.values, *self.likely)} == {"cpu"}
     return [-1.0] * len(self.tokens), [{token: -1.0} for token in self.tokens]
 
 
 def _fetch_guessed(self: draft_model.Guessed) -> list[int]:
-    """The tokens of a draft."""
+    """The tokens of a draft, which are all 1."""
     assert self.on_host.device.type == "cpu"
     return [1] * len(self.on_host)
 
 
 @contextmanager
 def fake_device() -> Iterator[Device]:
-    """The device, as long as the block runs."""
+    """Replaces CUDA by the fake device while the block runs."""
     device = Device()
     try:
         with pytest.MonkeyPatch.context() as patches, FakeTensorMode(allow_non_fake_inputs=True):
@@ -359,14 +360,15 @@ def fake_device() -> Iterator[Device]:
             with device:
                 yield device
     finally:
-        # torch keeps the functions that a device context applies to, and those of the patches may
-        # be among them: transformers would then load later models with uninitialized buffers.
+        # torch caches the functions that a device context applies to. If a patched function stayed
+        # in this cache, transformers would load later models with uninitialized buffers.
         _device._device_constructors.cache_clear()
 
 
 def llama_8b(layers: int, parts: int = 1) -> Any:
-    """The shape of Llama 3 8B with some of its layers, in bfloat16 on the device. ``parts``: ranks
-    among which heads and MLP are divided; the model is the part of one."""
+    """A model of the shape of Llama 3 8B with ``layers`` layers, in bfloat16 on the device.
+    ``parts``: the number of ranks that share the heads and the MLP. The model is the part of one
+    rank."""
     config = transformers.LlamaConfig(
         vocab_size=128_256,
         hidden_size=4096,
@@ -381,7 +383,7 @@ def llama_8b(layers: int, parts: int = 1) -> Any:
         dtype="bfloat16",
     )
     with pytest.MonkeyPatch.context() as patches:
-        # Random weights need a generator of the device.
+        # Random weights would need a random generator of the device.
         patches.setattr(torch.nn.Linear, "reset_parameters", lambda self: None)
         patches.setattr(torch.nn.Embedding, "reset_parameters", lambda self: None)
         patches.setattr(transformers.PreTrainedModel, "post_init", lambda self: None)

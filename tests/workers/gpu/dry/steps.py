@@ -16,10 +16,10 @@ LAYERS = 2
 STEPS = 4
 BATCH = 64
 LAYER_BUDGET = 9
-"""Launches of a decoder layer, within a graph or not."""
+"""Largest number of launches of a decoder layer, in a graph or without one."""
 AROUND_MIXED = 24
-"""Launches outside the layers in a step with a chunk of a prompt. With 32 layers, such a step has
-312 launches."""
+"""Largest number of launches outside the layers in a step with a chunk of a prompt. With 32 layers,
+such a step has at most 312 launches."""
 
 
 def make(loaded: LoadedModel, **config: Any) -> Engine:
@@ -28,7 +28,7 @@ def make(loaded: LoadedModel, **config: Any) -> Engine:
 
 
 def fill(engine: Engine, sampling: dict[str, Any], count: int = BATCH) -> None:
-    """Adds requests, and computes steps until all requests decode."""
+    """Adds requests, and runs steps until all requests decode."""
     rng = random.Random(1)
     for number in range(count):
         prompt = [rng.randrange(1000) for _ in range(40)]

@@ -1,6 +1,6 @@
-"""Tensor parallelism on a device of fake tensors: the part that each rank computes by itself.
+"""Tensor parallelism on a device of fake tensors: the computation of one rank.
 
-The sums over the ranks are those of torch.distributed, and are not part of these steps.
+torch.distributed adds up the results of the ranks. These sums are not part of the steps here.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from .steps import BATCH, LAYERS, STEPS, fill, make
 
 PARTS = 2
 BUDGET = 60 + LAYERS * 32
-"""Launches of a step by transformers' modules, which run without a graph."""
+"""Largest number of launches of a step that runs transformers' modules, without a graph."""
 
 
 class Sent(Ranks):
-    """Ranks without processes. Stores the orders to them after encoding and decoding."""
+    """Ranks without processes. ``orders`` has the orders that were sent to them, encoded and
+    decoded again."""
 
     def __init__(self) -> None:
         self.orders: list[Any] = []
@@ -35,7 +36,7 @@ class Sent(Ranks):
 
 
 def part(of: Ranks | None) -> LoadedModel:
-    """One rank's part of the model."""
+    """The part of the model on one rank."""
     loaded = wrap_model("8b", llama_8b(LAYERS, PARTS), parallel=True)
     loaded.ranks = of
     return loaded

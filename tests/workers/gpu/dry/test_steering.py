@@ -1,6 +1,6 @@
 """Steps under controllers on a device of fake tensors. The steps must not wait for the device.
 
-Masks, forks and splices are in ``test_steps.py``.
+``test_steps.py`` has the tests of masks, forks and splices.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Steps of an 8B shape on a CUDA device of fake tensors: what they launch, and that nothing waits.
+"""Steps of a model of the shape of Llama 3 8B on a CUDA device of fake tensors: the number of
+launches, and that no operation waits for the device.
 
-A budget is the launches of a step: kernels and copies outside of its graph, and the replay.
+A budget is the largest number of launches of a step: kernels and copies outside of its graph, and
+the replay of the graph.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from .steps import (
 
 LAYER_BUDGET_WITHOUT_TRITON = 16
 DRAW_BUDGET = 18
-"""Launches that compute random numbers, of one step or of ``MAX_AHEAD``."""
+"""Largest number of launches that compute the random numbers of one step, or of ``MAX_AHEAD``
+steps."""
 BUDGETS: dict[str, tuple[dict[str, Any], int]] = {
     "greedy": ({"temperature": 0.0}, 10),
     "temperature": ({"temperature": 0.8}, 18),
@@ -49,7 +52,7 @@ BUDGETS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 with_flash = pytest.mark.skipif(
-    bool(varlen.why_no_kernel()), reason="the torch of this environment has no such attention"
+    bool(varlen.why_no_kernel()), reason="torch here has no attention over blocks"
 )
 
 
@@ -175,7 +178,7 @@ def test_a_draft_model_waits_for_nothing_but_its_tokens(
     engine = Engine(loaded, EngineConfig(**config), draft_model=loaded)  # type: ignore[arg-type]
     drafts = engine._speculation._model
     assert drafts is not None
-    # As a small model has it: this one is as large as the model that verifies.
+    # The draft model here is as large as the model itself. This cost is that of a small model.
     drafts.forward_cost = 0.01
     rng = random.Random(3)
     for number in range(4):
@@ -214,7 +217,7 @@ def test_the_cache_and_the_largest_step_fit_in_the_device(
             engine.add(number, [1] * 400, sampling)
         while engine.has_work:
             engine.step()
-    # Most of the device is the cache's, and no step exceeds what was set aside for it.
+    # The cache has most of the memory, and no step needs more than was reserved for steps.
     assert made + weights > 0.7 * meter.total
     assert meter.peak + weights <= 0.9 * meter.total
 

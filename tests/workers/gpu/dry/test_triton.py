@@ -1,6 +1,7 @@
-"""Steps of an 8B shape by the Triton kernels on a CUDA device of fake tensors: their launches.
+"""Steps of a model of the shape of Llama 3 8B with the Triton kernels, on a CUDA device of fake
+tensors: the number of launches.
 
-The kernels themselves do not run: fake tensors take the operations that launch them.
+The kernels do not run. On fake tensors, their launches are operations without computation.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from .steps import (
 )
 
 AROUND = 15
-"""Launches of a forward around its layers."""
+"""Largest number of launches of a forward outside its layers."""
 KERNELS = ("split_attention", "prefill_attention", "norm", "gated", "rotary_store")
 
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[Device]:
-    """The device, without FlashAttention over blocks."""
+    """The fake device, without FlashAttention over blocks."""
     with fake_device() as device, pytest.MonkeyPatch.context() as patches:
         patches.setattr(varlen, "why_not", lambda loaded: "torch 2.11")
         yield device
 
 
 def kernels(launches: Any) -> dict[str, int]:
-    """The launches of Triton kernels among all."""
+    """The launches of Triton kernels among ``launches``, by kernel."""
     prefix = "tokenbus_triton."
     found = {name.removeprefix(prefix): n for name, n in launches.items() if prefix in name}
     assert set(found) <= set(KERNELS)

@@ -1,7 +1,8 @@
-"""Compiles the kernels for a GPU, which needs none, and prints a line of JSON for each.
+"""Compiles the Triton kernels for a GPU, on a machine without one, and prints a line of JSON for
+each kernel.
 
 ``python -m tests.workers.gpu.triton.compile CAPABILITY DTYPE``: 90 is an H100, 80 an A100. The
-arguments are those of the launches: a stand-in for each kernel records them.
+arguments are those of real launches, which a stand-in for each kernel records.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ OPTIONS = ("num_warps", "num_stages")
 
 
 class Recorder:
-    """Stands in for a kernel: ``kernel[grid](...)`` compiles it for ``target``."""
+    """Replaces a kernel. ``kernel[grid](...)`` compiles the kernel for ``target``."""
 
     def __init__(self, kernel: Any, target: GPUTarget) -> None:
         self._kernel = kernel
@@ -41,7 +42,7 @@ class Recorder:
         given = {**dict(zip(names, args, strict=False)), **named}
         fixed = {p.name for p in self._kernel.params if p.do_not_specialize}
         constants = {p.name for p in self._kernel.params if p.is_constexpr}
-        # An integer of 1 is a constant, unless its value is not looked at.
+        # An integer argument of 1 is a constant, unless the kernel does not specialize it.
         ones = {n for n, v in given.items() if type(v) is int and v == 1 and n not in fixed}
         signature = {
             name: "constexpr" if name in constants | ones else _type(given[name]) for name in names
@@ -85,7 +86,7 @@ def _is_aligned(value: Any) -> bool:
 
 
 def _stack(cubin: bytes) -> int:
-    """Bytes of a thread's stack: registers that were spilled."""
+    """Bytes of a thread's stack, to which registers were spilled."""
     from triton.backends import nvidia
 
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
@@ -99,7 +100,7 @@ def _stack(cubin: bytes) -> int:
 
 @contextmanager
 def recorded(target: GPUTarget) -> Iterator[None]:
-    """Launches compile instead, as long as the block runs."""
+    """Makes launches compile the kernels while the block runs."""
     kernels = {
         (module, name): getattr(module, name)
         for module, names in (

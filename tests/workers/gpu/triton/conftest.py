@@ -1,4 +1,5 @@
-"""Triton's interpreter: it prepares its language once, and multiplies bfloat16."""
+"""Triton's interpreter for the tests: it prepares its language once, and multiplies bfloat16
+correctly."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from . import INTERPRETED
 
 @pytest.fixture(scope="session", autouse=True)
 def prepared_once() -> Iterator[None]:
-    """A launch prepares ``triton.language``. Each function that a kernel calls, as ``tl.sum`` does,
-    prepares it again, which takes ten times as long as the function."""
+    """Makes the interpreter prepare ``triton.language`` only at a launch. Without this, each
+    function that a kernel calls prepares it again, which takes ten times as long as the
+    function."""
     if not INTERPRETED:
         yield
         return
@@ -37,8 +39,8 @@ def prepared_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def bfloat16_products() -> Iterator[None]:
-    """``tl.dot`` of the interpreter multiplies the bits of bfloat16 as integers. On a GPU, the
-    products and their sums are float32."""
+    """Makes ``tl.dot`` multiply bfloat16 as float32, as a GPU does. The interpreter would multiply
+    the bits as integers."""
     if not INTERPRETED:
         yield
         return

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Shape:
-    """The heads and blocks of a layer, and how it attends."""
+    """The heads and the block size of a layer, and the options of its attention."""
 
     group: int
     kv_heads: int
@@ -32,11 +32,11 @@ class Shape:
 
 
 class Paged:
-    """Keys and values of some sequences in blocks, and queries of a chunk at the end of each.
+    """Keys and values of sequences in blocks, and queries of a chunk at the end of each sequence.
 
-    ``chunks``: the numbers of new tokens and of keys. ``shared``: tokens at the beginning of all
-    sequences that lie in the same blocks, as after a fork or a prefix hit. Memory that no sequence
-    has is NaN.
+    ``chunks``: for each sequence, the number of new tokens and the number of keys. ``shared``: the
+    number of first tokens for which all sequences use the same blocks, as after a fork or a prefix
+    hit. Memory that belongs to no sequence is NaN.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Paged:
                 if keys % size:
                     paged[self.table[row, keys // size], keys % size :] = float("nan")
         heads = shape.group * shape.kv_heads
-        # Queries are a part of larger rows, as they are after a product for keys and values too.
+        # Queries are a part of larger rows, as after a product that also computes keys and values.
         self.rows = [normal(tokens, heads + 2 * shape.kv_heads, shape.dim) for tokens, _ in chunks]
 
     def attend(
         self, chosen: Sequence[int] | None = None, max_programs: int | None = None
     ) -> list[torch.Tensor]:
-        """The attention of the chosen chunks, of all by default, in one batch: each ``[tokens,
-        heads, dim]``."""
+        """The attention of the chosen chunks in one batch, each ``[tokens, heads, dim]``; by
+        default of all chunks."""
         rows = list(range(len(self.chunks))) if chosen is None else list(chosen)
         queries = np.array([self.chunks[row][0] for row in rows])
         keys = np.array([self.chunks[row][1] for row in rows])
@@ -102,7 +102,7 @@ class Paged:
         return list(found.split(queries.tolist()))
 
     def plain(self, row: int) -> torch.Tensor:
-        """Plain attention of one chunk in float32."""
+        """The attention of one chunk by plain operations in float32."""
         shape, (tokens, length) = self.shape, self.chunks[row]
         blocks = torch.from_numpy(self.table[row, : -(-length // shape.block_size)]).long()
         k, v = (

@@ -1,4 +1,4 @@
-"""Paged attention by the Triton kernels, against plain attention in float32."""
+"""Paged attention by the Triton kernels equals plain attention in float32."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
-    """Shapes of the models that are served."""
+    """Shapes of models that are served."""
     return Shape(
         group=draw(st.sampled_from([1, 3, 4, 7, 16, 20])),
         kv_heads=draw(st.sampled_from([1, 2])),
@@ -34,7 +34,8 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 @st.composite
 def chunks(draw: st.DrawFn, longest: int) -> tuple[int, int]:
-    """The new tokens and the keys of a chunk: a decode, a draft, or a part of a prompt."""
+    """The numbers of new tokens and of keys of a chunk: a decode, a draft, or a part of a
+    prompt."""
     keys = draw(st.integers(1, longest))
     tokens = draw(st.sampled_from([1, 1, 5, 33, 70, keys]))
     return min(tokens, keys, 70), keys

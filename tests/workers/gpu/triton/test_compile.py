@@ -15,7 +15,7 @@ from . import installed
 pytestmark = [installed, pytest.mark.process]
 
 SHARED_BYTES = 227 * 1024
-"""Shared memory of a multiprocessor of an H100 that a program may have."""
+"""Bytes of shared memory of a multiprocessor of an H100 that a program may use."""
 ROOT = Path(__file__).parents[4]
 
 
@@ -36,6 +36,6 @@ def test_the_kernels_of_bfloat16_models_compile_for_an_h100(tmp_path: Path) -> N
         assert one["shared"] <= SHARED_BYTES, one
         assert one["spilled"] == 0, one
         if one["kernel"] in ("split_kernel", "prefill_kernel"):
-            # Tensor cores multiply, and keys are copied while others are multiplied.
+            # Tensor cores compute the products, and keys are copied during the products.
             assert one["products"], one
             assert one["asynchronous"], one

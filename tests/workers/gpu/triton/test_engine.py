@@ -1,4 +1,4 @@
-"""Engines by the Triton kernels, on a CPU: their tokens are those of ``generate``."""
+"""Engines with the Triton kernels on a CPU: their tokens equal those of ``generate``."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ pytestmark = interpreted
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    """Graphs on a CPU, and engines whose blocks Triton reads."""
+    """Provides CUDA graphs on a CPU, and engines whose blocks the Triton kernels read."""
     layout = Layout(16, "triton")
     monkeypatch.setattr(engine_module, "choose_layout", lambda loaded: layout)
     monkeypatch.setattr("tokenbus.workers.gpu.model.cuda.graphs.SIZES", (1,))
-    # The interpreter is slow.
+    # A capture may take any time, because the interpreter is slow.
     monkeypatch.setattr("tokenbus.workers.gpu.model.cuda.graphs.MAX_CAPTURE_S", math.inf)
     cuda = Cuda()
     cuda.patch(monkeypatch)
     return cuda
 
 
-# Gemma 2 has capped scores, a sliding window, GELU and norms before the residual; Qwen 3 norms of
-# its heads; GPT-NeoX runs as transformers' modules.
+# Gemma 2 has capped scores, a sliding window, GELU, and norms before the residual. Qwen 3 has norms
+# of its heads. GPT-NeoX runs as transformers' modules.
 @pytest.mark.parametrize(
     "name", ["gemma2: soft caps, windows in every other layer", "qwen3", "gpt-neox"]
 )
@@ -73,5 +73,5 @@ def test_the_layers_run_by_kernels_with_flash_attention_too(
     cache = KVCache(loaded.layers, 2, FLASH_BLOCK_SIZE, loaded.dtype, loaded.device)
     tensors = StepTensors(cache, loaded.device)
     found = triton_backend(tensors, loaded.decoder, layout, loaded.dtype)
-    # The Triton backend is used only if its logits equal those of plain layers.
+    # The Triton backend is only chosen if its logits equal those of plain layers.
     assert isinstance(found, TritonBackend), found.why_no_kernels

@@ -1,4 +1,4 @@
-"""The kernels of the small operations of a layer, against torch's operations."""
+"""The Triton kernels of a layer's small operations equal torch's operations."""
 
 from __future__ import annotations
 
@@ -118,11 +118,12 @@ def test_bfloat16_is_computed_in_float32_and_rounded_once() -> None:
 
 
 def _close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Within two units in the last place of bfloat16: the interpreter truncates."""
+    """Fails if the difference is above two units in the last place of bfloat16. The interpreter
+    truncates."""
     assert found.dtype == torch.bfloat16
     assert torch.allclose(found.float(), wanted, rtol=2**-6, atol=2**-7)
 
 
 def _parts(heads: torch.Tensor, num_heads: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The queries and the keys."""
+    """The rows of the queries and of the keys."""
     return heads[:, :num_heads], heads[:, num_heads : num_heads + kv_heads]
