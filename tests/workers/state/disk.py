@@ -1,8 +1,8 @@
 """A folder on a disk that can fail and lose power.
 
-Files are written as usual. The model records what a power failure leaves of them: content that was
-synced, and names that a sync of the folder has written. As on Linux, pages whose sync has failed
-count as clean: a later sync succeeds without them.
+Files are written as usual. The model records what a power failure leaves of them: synced content,
+and names that a sync of the folder has written. As on Linux, pages whose sync has failed count as
+clean, so a later sync succeeds without them.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from typing import Any
 import pytest
 
 FOLDER = "."
-"""The name of the folder itself in a call."""
+"""The name that stands for the folder itself."""
 
 
 @dataclass(eq=False)
 class _File:
-    """A file, and its part that is on the disk."""
+    """A file, and the content of it that is on the disk."""
 
     pinned: int
-    """A descriptor, so that its inode is not used again."""
+    """A descriptor that keeps the inode from being used again."""
     size: int = 0
-    """Bytes that no sync has to write: those on the disk, and those whose sync has failed."""
+    """Number of first bytes that no sync has to write: they are on the disk, or their sync has
+    failed."""
     durable: bytes = b""
 
     def sync(self, fails: bool) -> None:
-        """Writes the bytes after ``size``; zeros stay in their place if that fails."""
+        """Writes the bytes after ``size`` to the disk. If the sync fails, zeros are in their
+        place."""
         now = os.pread(self.pinned, 1 << 30, 0)
         self.size = min(self.size, len(now))
         new = now[self.size :]
@@ -42,27 +44,27 @@ class _File:
 
 @dataclass
 class Disk:
-    """The calls on a folder, and what is on its disk."""
+    """The calls on a folder, and the content of its disk."""
 
     folder: Path
     fails: Callable[[int, str, str], bool] = lambda number, call, name: False
-    """Whether a call fails, by its number, what it does, and the name of its file."""
+    """Whether a call fails; takes its number, its kind and the name of its file."""
     after: Callable[[str, str], None] = lambda call, name: None
-    """Called after each call that succeeded."""
+    """Called after each call that has succeeded."""
     calls: list[tuple[str, str]] = field(default_factory=list)
     _files: dict[tuple[int, int], _File] = field(default_factory=dict)
     _durable: dict[str, _File] = field(default_factory=dict)
 
     def images(self) -> Iterator[dict[str, bytes]]:
-        """The files that may be there after a power failure: the folder has its old names or its
-        new ones, and the files have what was synced or everything."""
+        """The possible files after a power failure. The folder has its old names or its new ones,
+        and the files have their synced content or all of it."""
         there = {path.name: self._of(path) for path in self.folder.iterdir()}
         for names in (self._durable, there):
             yield {name: file.durable for name, file in names.items()}
             yield {name: os.pread(f.pinned, 1 << 30, 0) for name, f in names.items()}
 
     def call(self, what: str, name: str, path: Path | int) -> None:
-        """Records a call before it is made; raises OSError if it fails."""
+        """Records a call before it is made. Raises OSError if the call fails."""
         self.calls.append((what, name))
         if self.fails(len(self.calls), what, name):
             if what == "sync" and name != FOLDER:
@@ -70,7 +72,7 @@ class Disk:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def synced(self, number: int) -> None:
-        """A descriptor was synced."""
+        """Records that a descriptor was synced."""
         if self.name(number) == FOLDER:
             self._durable = {path.name: self._of(path) for path in self.folder.iterdir()}
         else:
@@ -92,7 +94,7 @@ class Disk:
         return file
 
     def name(self, path: Path | int) -> str | None:
-        """The name of a file of the folder, or FOLDER; None for any other file."""
+        """The name of a file of the folder, or ``FOLDER``; None for any other file."""
         if isinstance(path, int):
             path = Path(os.readlink(f"/proc/self/fd/{path}").removesuffix(" (deleted)"))
         if path == self.folder:
@@ -102,7 +104,7 @@ class Disk:
 
 @contextmanager
 def disk_of(folder: Path) -> Iterator[Disk]:
-    """A model of the disk of this folder, which exists, while the block runs."""
+    """Simulates the disk of this existing folder while the block runs."""
     disk = Disk(folder)
     synchronize: dict[str, Any] = {name: getattr(os, name) for name in ("fsync", "fdatasync")}
     rename, write = os.rename, os.write

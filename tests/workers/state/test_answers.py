@@ -1,4 +1,4 @@
-"""Each operation gets an answer, whatever fails; the worker is real, without its connection."""
+"""Each operation gets an answer, whatever fails. The worker is real, but has no connection."""
 
 from __future__ import annotations
 

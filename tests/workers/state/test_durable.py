@@ -61,15 +61,15 @@ def folder() -> Iterator[Path]:
 
 @contextmanager
 def fresh_folder() -> Iterator[Path]:
-    """One for each test, and for each example of a property: in memory where there is such a place,
-    as some disks take long for each of the many ``fsync``."""
+    """A new folder for each test, and for each example of a property. It is in memory if possible,
+    because on some disks the many calls of ``fsync`` take long."""
     memory = "/dev/shm"
     with tempfile.TemporaryDirectory(dir=memory if os.path.isdir(memory) else None) as path:
         yield Path(path) / "state"
 
 
 def do(variables: DurableVariables, *ops: Variable) -> list[bytes]:
-    """The answers to a burst, as they are sent the first time."""
+    """The answers to operations of one message, without the mark of repeated answers."""
     answers = variables.apply([(op, msgpack.encode(op)) for op in ops])
     return [msgpack.encode(structs.replace(answer, repeated=False)) for answer in answers]
 
@@ -85,7 +85,7 @@ def wrote(variables: DurableVariables, op: Variable) -> bool:
 
 
 def as_killed(folder: Path) -> Path:
-    """A copy of the files as a process that is killed now leaves them."""
+    """A copy of the files as they are if the process is killed now."""
     return Path(shutil.copytree(folder, tempfile.mkdtemp(dir=folder.parent), dirs_exist_ok=True))
 
 
@@ -94,7 +94,8 @@ def held(variables: DurableVariables) -> tuple[int, int, int]:
 
 
 def read(variables: DurableVariables) -> list[tuple[int, bytes | None]]:
-    """Every variable; reading is an operation too, so this is done once to each."""
+    """The version and the value of every variable. To read is also an operation, so each variable
+    is read only once."""
     ops = [Variable(r, 1000, i, "get", n) for r in (1, 2, 3) for i, n in enumerate(NAMES)]
     answers = [one(variables, op) for op in ops]
     return [(answer.version, answer.value) for answer in answers]
@@ -159,12 +160,12 @@ def test_limits_that_were_lowered_take_nothing_back(folder: Path) -> None:
 
 
 class Steps(NamedTuple):
-    """A history of single operations, and where each left the log."""
+    """A history of single operations, and the state of the log after each."""
 
     ops: list[Variable]
     answers: list[list[bytes]]
     sizes: list[int]
-    """Bytes of the log before the first, and after each."""
+    """Bytes of the log before the first operation, and after each operation."""
     counts: list[tuple[int, int, int]]
 
 
@@ -179,11 +180,11 @@ def stepped(folder: Path, ops: list[Variable]) -> Steps:
 
 
 def assert_only_the_tail_is_lost(folder: Path, steps: Steps, whole: int) -> None:
-    """``whole``: the first bytes of the log that are as they were written."""
+    """``whole``: the number of first bytes of the log that are undamaged."""
     done = sum(size <= whole for size in steps.sizes) - 1
     with opened(folder) as variables:
         assert held(variables) == steps.counts[done]
-        # Whoever was not answered asks again, and it is as if nothing had happened.
+        # Operations without an answer are sent again, and have the same answers as before.
         for op, answer in zip(steps.ops, steps.answers, strict=True):
             assert do(variables, op) == answer
     with opened(folder) as variables:
@@ -263,7 +264,7 @@ def test_a_log_of_another_version_is_refused_and_left_alone(folder: Path) -> Non
 
 
 def rewrite(variables: DurableVariables) -> None:
-    """Calls ``maintain`` until it has nothing to rewrite."""
+    """Calls ``maintain`` until there is nothing to rewrite."""
     while variables.maintain() < SYNC_S:
         pass
 
@@ -300,7 +301,8 @@ def test_a_long_log_gets_as_short_as_what_is_held(folder: Path) -> None:
 
 
 def test_operations_go_on_while_the_log_is_rewritten(folder: Path) -> None:
-    """Requests of 600 KiB, each a slice of its own: some are saved already, some are not."""
+    """Each request has 600 KiB and is saved in a slice of its own. Some are already saved, others
+    are not."""
     with opened(folder, compact_floor=1) as variables:
         for request in range(1, 9):
             for i in range(3):
@@ -385,7 +387,7 @@ def test_a_log_that_cannot_be_rewritten_goes_on_as_it_is(folder: Path) -> None:
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """The kernel refuses to write beyond, as it does on a full disk."""
+    """Makes the kernel refuse to write beyond ``size``, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -406,11 +408,11 @@ def test_what_cannot_be_written_is_refused_and_not_done(folder: Path) -> None:
             assert "cannot write its log" in str(refused.error)
             assert "try again" in str(refused.error)
             assert refused.again
-            # There is room for a little yet.
+            # There is still room for a little.
             assert one(variables, Variable(1, 0, 3, "get", "x")).value == b"a"
         with opened(as_killed(folder)) as other:
             assert held(other) == held(variables)
-        # Asked again once there is room, it is done.
+        # When there is room again, the repeated operation is done.
         assert wrote(variables, new)
         with opened(as_killed(folder)) as other:
             assert held(other) == held(variables)
@@ -424,7 +426,7 @@ def test_a_log_whose_folder_was_deleted_is_written_anew(
     with opened(folder) as variables:
         assert wrote(variables, Variable(1, 0, 1, "set", "x", b"a"))
         shutil.rmtree(folder)
-        # The log has no name now, and still takes what comes.
+        # The log has no name now, but still accepts operations.
         assert wrote(variables, Variable(1, 0, 2, "append", "x", b"b"))
         variables.maintain()
         assert wrote(variables, Variable(1, 0, 3, "append", "x", b"c"))

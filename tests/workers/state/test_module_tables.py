@@ -1,4 +1,4 @@
-"""The tables of tenants' modules at the state worker: compare-and-set, bounds, restarts."""
+"""The tables of tenants' modules at the state worker: compare-and-set, bounds and restarts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_of_two_that_know_the_same_version_one_replaces_the_table(tmp_path: Path
     assert won.written
     assert won.version > first.version
     assert (lost.written, lost.version, lost.content) == (False, won.version, b"b")
-    assert state.table(ModuleTable(5, "ann", won.version)).content is None, "it is known"
+    assert state.table(ModuleTable(5, "ann", won.version)).content is None, "known version"
     assert state.table(ModuleTable(6, "ann", first.version)).content == b"b"
     assert state.table(ModuleTable(7, "ben")).version == 0, "each tenant has its own"
     state.close()
@@ -45,7 +45,7 @@ def test_tables_are_there_after_a_restart_and_after_the_log_was_rewritten(tmp_pa
     op = Variable(7, 0, 1, "set", "x", b"value")
     state.apply([(op, msgpack.encode(op))])
     state.maintain()
-    # While the new log is written.
+    # This write comes while the new log is written.
     version = state.table(ModuleTable(101, "ann", version, b"last")).version
     for _ in range(10):
         state.maintain()

@@ -1,7 +1,8 @@
-"""A durable answer is on the disk: at each moment, and whichever call fails.
+"""A durable answer is on the disk at every moment, and whichever call fails.
 
 A table of modules is durable when its replacement is answered. The disk of these tests records what
-a power failure would leave (``disk.py``); every image of it is opened as the next worker does.
+a power failure would leave (``disk.py``). Every image of the disk is opened as the next worker
+would open it.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ SLICE = 1000
 
 
 class Tables:
-    """A client of the tables: it writes, and remembers what was answered as done."""
+    """A client of the tables, which writes them and records which writes were answered as done."""
 
     def __init__(self, variables: DurableVariables) -> None:
         self.variables = variables
         self.durable: dict[str, list[bytes]] = {}
-        """By tenant: the content that was answered as done, and those that were sent after it, of
-        which no answer says whether a power failure leaves them."""
+        """For each tenant: the content that was last answered as done, and the contents that were
+        sent later. After a power failure, the table may have any of these."""
         self.refused: list[str] = []
         self._versions: dict[str, int] = {}
         self._ids = 0
 
     def write(self, tenant: str, content: bytes) -> bool:
-        """Replaces a table; whether that was answered as done."""
+        """Replaces a table; returns whether the write was answered as done."""
         self._ids += 1
         if tenant in self.durable:
             self.durable[tenant].append(content)
@@ -57,7 +58,7 @@ def content_of(variables: DurableVariables, tenant: str) -> bytes | None:
 
 
 def assert_all_is_on_the_disk(disk: Disk, tables: Tables) -> None:
-    """Every image of the disk has the tables that were answered as durable."""
+    """Fails unless every image of the disk has the tables that were answered as done."""
     for image in disk.images():
         with fresh_folder() as place:
             place.mkdir()
@@ -69,13 +70,14 @@ def assert_all_is_on_the_disk(disk: Disk, tables: Tables) -> None:
 
 
 def fill(variables: DurableVariables, request: int) -> None:
-    """Gives a request a variable of more than a slice of a compaction, and log to be rewritten."""
+    """Writes a variable of a request again and again. Its value is larger than a slice of a
+    compaction, and the log grows."""
     ops = [Variable(request, 0, i, "set", "x", bytes([request, i]) * SLICE) for i in range(10)]
     variables.apply([(op, msgpack.encode(op)) for op in ops])
 
 
 def history(variables: DurableVariables, tables: Tables, check: Callable[[], None]) -> None:
-    """Tables and variables are written while the log is rewritten twice."""
+    """Writes tables and variables while the log is rewritten twice."""
     for first in (1, 11):
         for request in range(first, first + 3):
             fill(variables, request)
@@ -123,7 +125,7 @@ def test_a_table_written_while_the_new_log_is_synced_is_on_the_disk(folder: Path
                 thread = threading.Thread(target=tables.write, args=("ann", b"meanwhile"))
                 thread.start()
                 thread.join(300.0)
-                assert not thread.is_alive(), "the lock is not free while the new log is synced"
+                assert not thread.is_alive(), "the lock is held while the new log is synced"
             elif call == "rename":
                 assert_all_is_on_the_disk(disk, tables)
 
@@ -148,7 +150,8 @@ def test_a_sync_that_fails_is_an_error_for_its_caller(folder: Path) -> None:
 def test_a_log_whose_sync_has_failed_answers_nothing_until_it_is_written_anew(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel forgets the pages that it could not write, and a further sync succeeds."""
+    """The kernel forgets the pages that it could not write, so a later sync succeeds without
+    them."""
     monkeypatch.setattr(durable, "SYNC_S", 0.0)
     with disk_of(folder) as disk, opened(folder) as variables:
         tables = Tables(variables)
@@ -170,7 +173,7 @@ def test_a_log_whose_sync_has_failed_answers_nothing_until_it_is_written_anew(
 def test_the_log_of_a_killed_worker_is_on_the_disk_before_the_next_one_answers(
     folder: Path,
 ) -> None:
-    """The killed worker has written a table, and has not synced it."""
+    """The killed worker has written a table, but has not synced it."""
     with opened(folder) as variables:
         assert Tables(variables).write("ann", b"written")
         copy = as_killed(folder)
@@ -224,7 +227,7 @@ def test_a_table_is_not_answered_as_durable_without_its_file(
 
 
 def written_anew(variables: DurableVariables, disk: Disk) -> None:
-    """Calls ``maintain`` until the log was rewritten."""
+    """Calls ``maintain`` until the log has been rewritten."""
     renamed = disk.calls.count(("rename", "log.new"))
     for _ in range(100):
         variables.maintain()
@@ -238,7 +241,8 @@ def written_anew(variables: DurableVariables, disk: Disk) -> None:
 def test_whichever_call_fails_nothing_is_lost_that_was_answered(
     folder: Path, kind: str, lasting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each call of the history fails in turn: of a file, of the folder, once or from then on."""
+    """Each call of the history on a file or on the folder fails in turn: only this call, or all
+    calls of this kind from then on."""
     monkeypatch.setattr(durable, "SYNC_S", 0.0)
     with disk_of(folder) as disk, opened(folder, compact_floor=1) as variables:
         start = len(disk.calls)

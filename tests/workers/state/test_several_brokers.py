@@ -1,5 +1,5 @@
 """A state worker of several brokers: when it drops the variables of a request. The worker is real,
-without its connections."""
+but has no connections."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def worker(tmp_path: Path) -> Iterator[StateWorker]:
 
 
 def write(worker: StateWorker, link: int) -> str | None:
-    """Sets a variable of the request over a link; the error of the answer."""
+    """Sets a variable of the request over a link; returns the error of the answer."""
     op = Variable(REQUEST, 0, next(_counts), "set", "x", b"1")
     worker._on_messages([FromBus(b"VARIABLE", Header(REQUEST, 3), msgpack.encode(op), [], link)])
     answer = msgpack.decode(worker._bus._links[link]._outbox.pop()[2], type=VariableAnswer)
@@ -45,14 +45,14 @@ def end(worker: StateWorker, link: int, **how: bool) -> None:
 
 
 def unknown(worker: StateWorker, link: int) -> None:
-    """A broker answers a registration: it does not have the request."""
+    """A broker answers a registration, and does not have the request."""
     answer = Registered(worker=9, heartbeat_s=1.0, expiry_s=5.0, unknown=[REQUEST])
     worker._on_messages([FromBus(b"REGISTERED", Header(), msgpack.encode(answer), [], link)])
 
 
 def test_variables_stay_on_the_way_from_a_broker_that_stood_still(worker: StateWorker) -> None:
-    """The lease of the state worker had ended too: the broker could not report that the request
-    goes on elsewhere, and does not know it when the state worker registers."""
+    """The lease of the state worker had ended too. So the broker could not report that the request
+    continues at another broker, and does not know the request when the state worker registers."""
     assert write(worker, FIRST) is None
     unknown(worker, FIRST)
     assert write(worker, SECOND) is None
@@ -79,8 +79,9 @@ def test_the_end_at_the_next_broker_drops_variables_before_any_operation_there(
 
 
 def test_the_end_of_a_copy_drops_no_variables(worker: StateWorker) -> None:
-    """The second broker had stood still, and computed a copy of a request whose client had come to
-    the first one. That one claimed the request once more, and no operation had come since."""
+    """The second broker was paused, and then computed a copy of a request whose client had come to
+    the first broker. The first broker has claimed the request again, and no operation has arrived
+    since then."""
     assert write(worker, FIRST) is None
     assert write(worker, SECOND) is None
     end(worker, FIRST, elsewhere=True)

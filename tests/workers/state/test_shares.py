@@ -1,5 +1,5 @@
-"""How much of the state worker a tenant and a request may have; the worker is real, without its
-connection."""
+"""The shares of the state worker that a tenant and a request may have. The worker is real, but has
+no connection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenbus.workers.state.variables import KIB, MIB
 from tokenbus.workers.state.worker import StateWorker
 
 TOTAL = 4 * MIB
-"""Bytes of all variables on the machine of these tests."""
+"""The memory of all variables on the machine of these tests, in bytes."""
 ANN, BEN = Tenant("ann"), Tenant("ben")
 VALUE = 50 * KIB
 
@@ -27,7 +27,8 @@ _counts = count(1)
 
 
 def operation(request: int, tenant: Tenant | None, size: int = VALUE) -> FromBus:
-    """Adds a variable with a value of this size; the broker names the tenant."""
+    """An operation that sets a new variable to a value of this size. The attachment names the
+    tenant, as the broker does."""
     number = next(_counts)
     op = Variable(request, 0, number, "set", f"x{number}", bytes(size))
     whose = [] if tenant is None else [tenant.encode()]
@@ -35,7 +36,7 @@ def operation(request: int, tenant: Tenant | None, size: int = VALUE) -> FromBus
 
 
 def sent(worker: StateWorker, *messages: FromBus) -> list[VariableAnswer]:
-    """The answers to a burst."""
+    """Sends messages in one burst; returns the answers."""
     worker._on_messages(list(messages))
     outbox = worker._bus._links[0]._outbox
     posted = [msgpack.decode(frames[2], type=VariableAnswer) for frames in outbox]
@@ -44,8 +45,8 @@ def sent(worker: StateWorker, *messages: FromBus) -> list[VariableAnswer]:
 
 
 def fill(worker: StateWorker, tenant: Tenant | None, requests: Iterator[int]) -> tuple[int, str]:
-    """Adds variables, each of the next request, until one is refused: the bytes of the values, and
-    the error."""
+    """Adds variables, each for the next request, until one is refused; returns the bytes of the
+    values, and the error."""
     for stored in range(0, 2 * TOTAL, VALUE):
         [answer] = sent(worker, operation(next(requests), tenant))
         if answer.error is not None:
@@ -76,7 +77,7 @@ def test_one_tenant_gets_half_of_the_room_and_the_next_one_half_of_what_is_left(
     assert "try again when other requests have ended" in error
     ben, _ = fill(worker, BEN, numbers)
     assert 0.2 * TOTAL < ben <= TOTAL / 4
-    # All without a key are one tenant.
+    # All clients without a key are one tenant.
     nobody, _ = fill(worker, None, numbers)
     assert 0.1 * TOTAL < nobody <= TOTAL / 8
 
@@ -98,7 +99,7 @@ def test_the_room_of_requests_that_have_ended_is_free_again(worker: StateWorker)
 def test_a_tenant_whose_clients_have_left_takes_no_more_than_one_that_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another broker may have the requests, so their variables are stored for some time."""
+    """The requests may be at another broker, so their variables are kept for some time."""
     monkeypatch.setattr(state_worker, "machine_memory", lambda: 8 * TOTAL, raising=False)
     back = f"ipc://{tmp_path}/0.sock,ipc://{tmp_path}/1.sock"
     worker = StateWorker(Settings(back=back, run_dir=str(tmp_path)))
@@ -108,7 +109,7 @@ def test_a_tenant_whose_clients_have_left_takes_no_more_than_one_that_is_there(
     body = msgpack.encode({"requests": requests, "detached": True})
     worker._on_messages([FromBus(b"END", Header(0, 0, 0), body, [])])
     assert list(worker._absent) == requests
-    # The tenant's next clients cannot store more.
+    # Later clients of the tenant cannot store more.
     assert fill(worker, ANN, numbers)[0] == 0
     ben, _ = fill(worker, BEN, numbers)
     assert 0.2 * TOTAL < ben <= TOTAL / 4
@@ -138,7 +139,7 @@ def test_a_restart_forgets_no_tenant(worker: StateWorker, tmp_path: Path) -> Non
     numbers = count(1)
     used, _ = fill(worker, ANN, numbers)
     for _ in range(2):
-        # The first one replays operations, the second one the log that the first one wrote.
+        # The first restart replays operations. The second reads the log that the first has written.
         worker._variables.close()
         worker.__init__(Settings(run_dir=str(tmp_path)))  # type: ignore[misc]
         assert fill(worker, ANN, numbers)[0] == 0
@@ -156,7 +157,8 @@ def test_a_late_operation_of_a_request_that_has_ended_leaves_nothing(worker: Sta
 
 
 def test_the_tables_of_modules_fit_the_machine_too(worker: StateWorker) -> None:
-    """Together they get a quarter of what variables get, and each an eighth of that."""
+    """All tables together get a quarter of the memory of variables, and each table at most an
+    eighth of that."""
     tables = TOTAL // 4
     answers = [
         worker._variables.table(ModuleTable(n, f"tenant {n}", 0, bytes(tables // 8)))

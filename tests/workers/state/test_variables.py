@@ -1,4 +1,4 @@
-"""Operations on variables: commands, versions, repetition, isolation, quotas."""
+"""Operations on variables: commands, versions, repetition, isolation and quotas."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def do(storage: VariableStorage) -> Do:
 
 
 def doing(storage: VariableStorage) -> Do:
-    """Operations of request 1, sequence 0, each with the next count, if not said otherwise."""
+    """Makes operations of request 1 and sequence 0, each with the next count, unless a test gives
+    other fields."""
     counts = count(1)
 
     def do(op: Any, name: str, value: bytes = b"", when: int | None = None, **more: int) -> Any:
@@ -53,7 +54,7 @@ def doing(storage: VariableStorage) -> Do:
 
 
 def seen(answer: VariableAnswer) -> tuple[int, bytes | None, bool]:
-    """An answer without its name, which is not an error."""
+    """The version, value and ``written`` of an answer. Fails if the answer is an error."""
     assert answer.error is None
     return answer.version, answer.value, answer.written
 
@@ -189,7 +190,7 @@ def test_a_request_has_8_mebibytes_at_most(storage: VariableStorage, do: Do) -> 
     assert "1048576 bytes for 'y' are too many" in error
     assert "at most 8388608 are allowed" in error
     assert seen(do("get", "y")) == (0, None, False)
-    # What it replaces is its own again.
+    # The replaced value no longer counts.
     assert seen(do("set", "x0", b"")) == wrote(2)
     assert seen(do("set", "y", bytes(MIB - 8 * KIB))) == wrote(1)
     assert storage.bytes <= 8 * MIB
@@ -203,7 +204,7 @@ def test_a_replaced_value_that_an_answer_gives_counts_still(
     answers = []
     while (answer := do("get", "x")).error is None and do("set", "x", bytes(MIB)).error is None:
         answers.append(answer)
-    # The one that is there now, and six that were there before it.
+    # Besides the current value, six earlier values are kept.
     assert len(answers) == 6
     assert storage.bytes <= 8 * MIB
 
@@ -281,7 +282,7 @@ histories = st.lists(operations | operations | operations | again | ends, max_si
 
 
 class Model:
-    """Variables as a dict, and every answer in another."""
+    """A plain model: variables in one dict, and all answers in another."""
 
     def __init__(self) -> None:
         self.variables: dict[tuple[int, str], tuple[int, bytes]] = {}

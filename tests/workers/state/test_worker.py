@@ -1,4 +1,4 @@
-"""The state worker as a process, over a real broker; the workers around it speak by hand."""
+"""The state worker as a process, with a real broker. The tests play the other workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def system(processes: None) -> Iterator[System]:
 
 
 def counted(body: bytes) -> int:
-    """The count of the operation that is answered."""
+    """The count of the operation that an answer is for."""
     return int(msgpack.decode(body, type=VariableAnswer).count)
 
 
@@ -60,7 +60,7 @@ def test_no_acknowledged_write_is_lost_when_the_worker_is_killed_again_and_again
     assert system.do(*ops) == answers
     now = system.one(Variable(request, 1, 1, "get", "x"))
     assert now.version == 3000
-    # Each is there once, whenever it was sent and however often.
+    # Each number is in the value once, whenever and however often its operation was sent.
     written = (now.value or b"").removesuffix(b",").split(b",")
     assert sorted(map(int, written)) == list(range(1, 3001))
 
@@ -70,15 +70,15 @@ def test_a_request_that_is_over_leaves_nothing(system: System) -> None:
     for i in range(10):
         assert system.one(Variable(request, 0, i, "set", f"x{i}", b"a")).written
     assert system.one(Variable(other, 0, 0, "set", "x0", b"b")).written
-    until(lambda: system.status.load.get("variables") == 11, 120.0, "the heartbeat tells")
+    until(lambda: system.status.load.get("variables") == 11, 120.0, "the heartbeat")
     assert system.status.load["requests"] == 2
-    # What is not answered at once is asked again, and counted again.
+    # An operation that is not answered immediately is sent again, and counts again.
     assert system.status.load["ops"] >= 11
     system.client.send(b"CANCEL", {"stream_id": stream})
     system.gpu.receive(b"CANCEL")
     end = encode_token_header([], [request])
     system.gpu.socket.send_multipart(pack([b"TOKEN", end]))
-    until(lambda: system.status.load.get("variables") == 1, 120.0, "its variables are gone")
+    until(lambda: system.status.load.get("variables") == 1, 120.0, "the end of the variables")
     assert "has ended" in str(system.one(Variable(request, 0, 50, "get", "x0")).error)
     assert system.one(Variable(other, 0, 1, "get", "x0")).value == b"b"
 
@@ -98,8 +98,8 @@ def test_a_request_that_nobody_knows_any_more_is_dropped_when_the_worker_registe
         answer = system.one(Variable(invented, 0, next(reads), "get", "x"))
         return "has ended" in str(answer.error)
 
-    # The broker may have accepted two REGISTERs by now, and the worker heeds the second answer.
-    until(has_ended, 120.0, "its variables are gone")
+    # The broker may have accepted two registrations by now. The worker uses the second answer.
+    until(has_ended, 120.0, "the end of the variables")
     assert system.one(Variable(request, 0, 2, "get", "x")).value == b"a"
 
 
@@ -121,7 +121,7 @@ def test_an_operation_that_is_wrong_is_answered_with_an_error(
         fields[index] = value
     body = msgpack.encode(fields)
     if isinstance(fields[4], bytes):
-        # A name is a str on the wire: these bytes stand where its characters would.
+        # A name is sent as a str. These bytes replace its characters.
         body = body.replace(b"\xc4\x02\xff\xfe", b"\xa2\xff\xfe")
     system.controller.send(b"VARIABLE", body, request)
     header, answer = system.controller.receive(b"VARIABLE_ANSWER")
@@ -153,7 +153,7 @@ def test_a_second_worker_that_stands_by_takes_over_when_the_first_is_killed(
             stderr=output,
         )
     try:
-        until(lambda: "standing by" in log.read_text(), 120.0, "the second one stands by")
+        until(lambda: "standing by" in log.read_text(), 120.0, "the second worker stands by")
         system.state.kill()
         assert system.one(Variable(request, 0, 2, "append", "x", b"b")).written
         assert system.one(Variable(request, 0, 3, "get", "x")).value == b"ab"
