@@ -22,7 +22,7 @@ LONG_S = 300.0
 
 
 class Worker:
-    """The calls of a worker, and the answers that they send."""
+    """The calls of a tool worker, and their answers."""
 
     def __init__(self, *functions: Callable[..., Any], threads: int = 2, capacity: int = 9) -> None:
         served = {made.info.name: made for made in (Function(f, LONG_S) for f in functions)}

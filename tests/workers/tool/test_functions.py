@@ -1,4 +1,5 @@
-"""Functions as tools: schemas from type hints, arguments by name, and what cannot be a tool."""
+"""Functions as tools: schemas from type hints, arguments by name, and functions that cannot be
+tools."""
 
 from __future__ import annotations
 

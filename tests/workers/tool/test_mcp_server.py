@@ -46,7 +46,7 @@ server.run("stdio")
 
 
 class Started:
-    """A server, its tools, and why it has ended."""
+    """A server, its tools, and the reason why it has ended."""
 
     def __init__(self, file: Path) -> None:
         self.loop = running_loop()

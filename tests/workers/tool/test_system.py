@@ -1,4 +1,5 @@
-"""Tools in a whole system: the command, a script that calls them, and a worker that dies."""
+"""Tools in a whole system: the command line, a script that calls tools, and a tool worker that
+dies."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ async function main(ctx) {
 
 @pytest.fixture
 def tool(steered: Bus, tmp_path: Path) -> Iterator[Process]:
-    """A worker of that bus, which ``tokenbus tool serve`` starts."""
+    """A tool worker of the fixture ``steered``, started by ``tokenbus tool serve``."""
     file = tmp_path / "system_tools.py"
     file.write_text(TOOLS)
     arguments = ["tool", "serve", str(file)]
