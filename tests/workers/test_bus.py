@@ -34,7 +34,7 @@ def broker() -> Iterator[Bus]:
 def connection(
     endpoint: str, first: Callable[[list[FromBus]], list[FromBus]] | None = None
 ) -> Connection:
-    """That of a worker without models."""
+    """The connection of a worker without models."""
 
     def registration() -> Register:
         return Register(
@@ -61,7 +61,7 @@ def test_an_address_that_is_not_valid_is_refused_at_once() -> None:
 
 
 def test_a_message_that_cannot_be_seen_first_costs_no_other() -> None:
-    """The broker is played by a plain socket: a real one sends no message that is at fault."""
+    """A plain socket plays the broker, because a real broker does not send such a message."""
     seen: list[bytes] = []
 
     def first(messages: list[FromBus]) -> list[FromBus]:
@@ -85,12 +85,12 @@ def test_a_message_that_cannot_be_seen_first_costs_no_other() -> None:
     assert taken == [b"2", b"4"]
     assert seen == [b"1", b"3"]
     worker.close("the test is over")
-    assert unpack(router.receive()[1:])[0] in (b"HEARTBEAT", b"UNREGISTER"), "the same connection"
+    assert unpack(router.receive()[1:])[0] in (b"HEARTBEAT", b"UNREGISTER"), "a new connection"
     router.close()
 
 
 def test_what_is_posted_between_two_leases_is_dropped() -> None:
-    """The broker is played by a plain socket, which ends and grants leases when it likes."""
+    """A plain socket plays the broker, so that leases begin and end when the test needs it."""
     router = Router(zmq.Context.instance())
     worker = connection(router.address)
     worker.start()
@@ -100,7 +100,7 @@ def test_what_is_posted_between_two_leases_is_dropped() -> None:
             worker.post([b"RESULT", encode_header(), body])
 
     def grant(sender: bytes, lease: int) -> Registered:
-        """The broker answers a REGISTER; what the worker takes of it."""
+        """Answers a REGISTER; returns the answer that the worker has received."""
         body = encode_body(Registered(worker=lease, heartbeat_s=600.0, expiry_s=600.0), "msgpack")
         router.send([sender, *pack([b"REGISTERED", encode_header(), body])])
         taken: list[FromBus] = []
@@ -111,7 +111,7 @@ def test_what_is_posted_between_two_leases_is_dropped() -> None:
         return answer
 
     def received() -> tuple[bytes, bytes]:
-        """The type and the body of what the worker sends next, but for its heartbeats."""
+        """The type and the body of the next message of the worker that is not a heartbeat."""
         while (message := unpack(router.receive()[1:]))[0] == b"HEARTBEAT":
             pass
         kind, _, body = message
@@ -135,7 +135,7 @@ def test_what_is_posted_between_two_leases_is_dropped() -> None:
     worker.registered(first)
     post(b"an earlier answer counts for nothing")
     worker.registered(answer)
-    assert worker.kept(answer) is None, "the answer to a change of the registration"
+    assert worker.kept(answer) is None, "an answer to a changed registration"
     post(b"in the third lease")
     assert received() == (b"RESULT", b"in the third lease")
     worker.close("the test is over")
@@ -145,7 +145,7 @@ def test_what_is_posted_between_two_leases_is_dropped() -> None:
 def test_a_worker_that_is_refused_logs_the_reason_and_tries_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """So that it serves as soon as a broker of its own version runs there."""
+    """So the worker serves as soon as a broker of its version runs at this address."""
     router = Router(zmq.Context.instance())
     worker = connection(router.address)
     worker.start()
@@ -153,7 +153,7 @@ def test_a_worker_that_is_refused_logs_the_reason_and_tries_again(
     error = Error(code="unsupported_version", message="version 1 is not supported")
     refusal = [b"ERROR", encode_header(), encode_body(error, "msgpack")]
     router.send([sender, *pack(refusal)])
-    # One of a broker that does not pack its messages.
+    # A broker of another version does not pack its messages.
     router.send([sender, *refusal])
     until(lambda: "version 2 is required" in caplog.text, WAIT_S, "both messages were logged")
     assert "refuses this worker: version 1 is not supported" in caplog.text
@@ -166,7 +166,7 @@ def test_a_worker_that_is_refused_logs_the_reason_and_tries_again(
 
 
 def test_what_is_about_requests_of_an_earlier_registration_is_dropped() -> None:
-    """The broker ended those requests when the registration ended: nobody waits for them."""
+    """The broker ended those requests when the registration ended."""
     router = Router(zmq.Context.instance())
     worker = connection(router.address)
     worker.start()
@@ -199,7 +199,8 @@ def test_a_new_socket_drops_what_was_not_taken_from_the_old_one() -> None:
     router = Router(zmq.Context.instance())
 
     def answer_until_arrived(body: bytes, expiry_s: float) -> None:
-        """Answers each registration with a request, until one has arrived."""
+        """Answers each registration, and sends a request with it, until such a request has
+        arrived."""
         answer = Registered(worker=1, heartbeat_s=0.05, expiry_s=expiry_s)
         while body not in arrived:
             sender, *received = router.receive()
@@ -210,7 +211,7 @@ def test_a_new_socket_drops_what_was_not_taken_from_the_old_one() -> None:
 
     worker = connection(router.address, first)
     worker.start()
-    # A short lease, so that the worker takes the broker for lost and opens a new socket.
+    # With this short lease, the worker treats the broker as lost and opens a new socket.
     answer_until_arrived(b"stale", 0.2)
     answer_until_arrived(b"new", 600.0)
     taken: list[bytes] = []
@@ -236,7 +237,7 @@ except RuntimeError as error:
 
 
 def test_a_worker_whose_context_was_terminated_does_not_wait_for_messages() -> None:
-    """In a process of its own: the context is that of all of its sockets."""
+    """The test runs in a separate process, because the context has all sockets of a process."""
     done = subprocess.run(
         [sys.executable, "-c", TERMINATED, "tcp://127.0.0.1:9"],
         capture_output=True,
@@ -278,7 +279,7 @@ def test_a_worker_whose_name_another_one_has_logs_one_line_until_that_is_gone(
     )
     assert caplog.text.count(lines) == 1
     assert "the name 'same' belongs to process 1 on here, which is alive" in caplog.text
-    assert registrations.count("first") == registered, "the first process has kept its lease"
+    assert registrations.count("first") == registered, "the first process lost its lease"
     first.close("it stops")
     until(lambda: second._links[0].lease.registered, WAIT_S, "the second process has the name")
     second.close("the test is over")

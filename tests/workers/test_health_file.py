@@ -1,4 +1,4 @@
-"""The file by which probes see that a process works: who touches it, when, and what it says."""
+"""The file by which probes see that a process works: who touches it, when, and its content."""
 
 from __future__ import annotations
 

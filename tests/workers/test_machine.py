@@ -1,4 +1,4 @@
-"""The memory of a machine, as files of Linux give it."""
+"""The memory of a machine, read from Linux's files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNLIMITED = "9223372036854771712"
 
 
 def machine(folder: Path, cgroup: str, limits: dict[str, str]) -> int:
-    """``machine_memory`` of a machine of 16 GB with these limits, by file."""
+    """The result of ``machine_memory`` on a machine of 16 GB. ``limits``: the limits by file."""
     (folder / "proc/self").mkdir(parents=True)
     (folder / "proc/meminfo").write_text("MemFree: 5 kB\nMemTotal:       16000000 kB\n")
     (folder / "proc/self/cgroup").write_text(cgroup)

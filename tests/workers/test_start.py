@@ -1,4 +1,4 @@
-"""A worker that is set up wrongly says so and exits with 2, so that nothing restarts it."""
+"""A worker with wrong settings reports the error and exits with 2, so that it is not restarted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_an_address_that_is_not_valid_is_refused_by_name(role: str, tmp_path: Pa
         check=False,
     )
     assert ended.returncode == 2, ended.stderr
-    # Libraries may warn before it.
+    # Libraries may print warnings first.
     line = ended.stderr.splitlines()[-1]
     assert line.startswith(f"tokenbus {role} worker: 'nowhere' is not a valid address")
     assert "Traceback" not in ended.stderr

@@ -1,4 +1,4 @@
-"""A process asks supervisord whether another one takes its place."""
+"""A process asks supervisord whether another process will replace it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ startsecs=0
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Where supervisord runs that program."""
+    """A folder in which supervisord runs the program."""
     for folder in short_folder():
         (folder / "program.py").write_text(PROGRAM)
         (folder / "conf").write_text(CONF.format(python=sys.executable))
@@ -63,7 +63,8 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def supervisord(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A real supervisord with one program, which answers SIGTERM in a file and exits."""
+    """A real supervisord with one program. At SIGTERM, the program writes its answer to a file and
+    exits."""
     process = subprocess.Popen(
         [sys.executable, "-m", "supervisor.supervisord", "-c", folder / "conf"],
         stdout=subprocess.DEVNULL,
@@ -75,7 +76,7 @@ def supervisord(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def lines(folder: Path, name: str, number: int) -> list[str]:
-    """The lines of a file, once there is this number of them."""
+    """The lines of a file, when it has at least ``number`` lines."""
     file = folder / name
     until(lambda: file.exists() and file.read_text().count("\n") >= number, WAIT_S, name)
     return file.read_text().split("\n")[:-1]
@@ -90,7 +91,7 @@ def test_a_successor_comes_unless_supervisord_is_ending(
     first, second = lines(folder, "started", 2)
     supervisord.send_signal(signal.SIGTERM)
     assert supervisord.wait(WAIT_S) == 0
-    # A child has the same environment, and supervisord does not start the child again.
+    # A child of the program has the same environment, but supervisord does not restart the child.
     assert lines(folder, "answers", 2) == [f"{first} True False", f"{second} None None"]
 
 

@@ -1,4 +1,4 @@
-"""A file that several processes write at the same time is complete, and no other file is left."""
+"""A file that several processes write at the same time is complete, and no other file remains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenbus.workers.whole_files import clear_left, write_first, write_whole
 
 @pytest.fixture
 def cleared_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process clears the folder when a file has been begun and is not locked yet."""
+    """Another process clears the folder when a file has been begun but is not locked."""
     lock = fcntl.flock
     calls: list[int] = []
 
