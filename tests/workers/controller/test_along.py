@@ -23,7 +23,8 @@ DRAFT = [11, 12, 13, 14]
 
 
 class Counting(Controller):
-    """Samples with a bias for the token after the last one; counts its calls of mid_process."""
+    """Samples with a bias for the token id after that of the last token, and counts its calls of
+    mid_process."""
 
     takes_drafts = True
 

@@ -214,7 +214,7 @@ def replayed(group: SequenceGroup, kind: type[Controller], *told: Replay) -> lis
 
 
 class Even(Controller):
-    """Samples even tokens, forks once after two, and stops after five."""
+    """Samples even tokens, forks once after two tokens, and stops after five."""
 
     after = 0
 

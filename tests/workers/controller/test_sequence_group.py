@@ -49,7 +49,7 @@ Decisions = list[Decision]
 
 
 class Decides(Controller):
-    """Makes the decisions of two lists, ``pre`` and ``mid``; then it samples."""
+    """Makes the decisions of two lists, ``pre`` and ``mid``, and then samples."""
 
     pre: Decisions = []
     mid: Decisions = []

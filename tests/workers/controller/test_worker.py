@@ -173,7 +173,7 @@ def test_one_worker_steers_models_of_two_vocabularies(system: System) -> None:
     assert byte_level().decode(got.tokens).lstrip().startswith("fox")
 
 
-# --- tokens that a controller appends and takes back ----------------------------------------------
+# --- tokens that a controller appends and drops ---------------------------------------------------
 
 
 def test_appended_tokens_are_where_they_belong_and_what_follows_follows_them(

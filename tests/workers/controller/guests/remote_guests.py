@@ -44,7 +44,7 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
     return tb_sample(mask);
 }
 """
-"""Allows one token, a different token in each round."""
+"""A guest that allows one token in each round, each time a different one."""
 
 
 class Runtime:

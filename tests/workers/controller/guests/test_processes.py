@@ -55,8 +55,8 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
     return tb_sample(mask);
 }
 """
-"""Three sequences with masks that depend on their rounds. One of them waits for a variable, and
-appends its value."""
+"""A guest that forks into three sequences, whose masks depend on their rounds. One sequence waits
+for a variable, and appends its value."""
 READS = """
 #include "tokenbus.h"
 tb_answer tb_pre_process(void) {
@@ -76,7 +76,7 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
     return tb_sample_bias(0, bias);
 }
 """
-"""Dense and sparse biases in turn."""
+"""A guest that returns dense and sparse biases in turn."""
 LOOPS = """
 #include "tokenbus.h"
 static volatile uint32_t rounds;

@@ -144,7 +144,7 @@ print(json.dumps({
 """) == {"private": "done", "shared": "EPERM", "validated": "EPERM", "grows down": "EPERM"}
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers are of x86-64 calls")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the call numbers are of x86-64")
 def test_every_system_call_that_is_not_listed_is_refused() -> None:
     listed = {numbers[0] for numbers in ALLOWED.values()}
     listed |= {numbers[0] for numbers in (CLONE, TGKILL, FCNTL, MMAP)}
@@ -158,7 +158,7 @@ print(json.dumps([called(number, -1, -1, -1, -1, -1, -1) for number in {others}]
     assert odd == {CLONE3[0]: "ENOSYS", MEMFD_CREATE[0]: "ENOSYS"}
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers are of x86-64 calls")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the call numbers are of x86-64")
 def test_calls_are_listed_with_their_arguments_only() -> None:
     assert (
         in_a_process(f"""

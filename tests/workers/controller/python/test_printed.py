@@ -131,7 +131,7 @@ def test_a_script_that_is_replayed_for_a_fork_prints_nothing_twice() -> None:
 def test_a_worker_that_ends_leaves_the_streams_to_the_others() -> None:
     with captured():
         play(Printer)
-        assert play_class(Printer).logs[0], "the outer worker still runs"
+        assert play_class(Printer).logs[0], "the outer worker logs nothing"
 
 
 def test_the_streams_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The names of AICI's interface for scripts in Python."""
+"""Scripts in Python can use the names of AICI's interface."""
 
 from __future__ import annotations
 

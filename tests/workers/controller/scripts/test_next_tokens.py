@@ -1,4 +1,4 @@
-"""The time of a script's questions about constraints is bounded."""
+"""The time in which a script may query constraints for the next tokens is bounded."""
 
 from __future__ import annotations
 

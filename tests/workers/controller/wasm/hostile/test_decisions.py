@@ -1,4 +1,4 @@
-"""Hostile guests that decide what no controller may: masks, splices, tokens, answers."""
+"""Hostile guests with decisions that are not allowed: masks, splices, tokens and answers."""
 
 from __future__ import annotations
 

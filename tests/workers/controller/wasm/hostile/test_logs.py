@@ -1,4 +1,4 @@
-"""Hostile guests that log without end."""
+"""Hostile guests that write endless logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hostile guests that give addresses outside their memory."""
+"""Hostile guests that pass addresses outside their memory to imports."""
 
 from __future__ import annotations
 
