@@ -33,7 +33,7 @@ from .test_speculation import (
 from .ties import RecordingEngine
 
 pytestmark = pytest.mark.process
-"""The first test in each process starts a C++ compiler."""
+"""Each process that runs one of these tests starts a C++ compiler."""
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ class Expected:
     """Whether the controller must decide next."""
     suspended: bool = False
     over: bool = False
-    """The controller has sent its last decision, or none is expected."""
+    """Whether the controller has sent its last decision, or no decision is expected."""
 
     @property
     def full(self) -> bool:

@@ -125,7 +125,7 @@ def test_a_request_of_many_tokens_does_not_delay_another_one(timed: Sent) -> Non
 
 
 FULL = FIRST_BATCH_TOKENS // 2 + 1
-"""Two inputs of this length are not in one batch."""
+"""Number of tokens of an input. Two such inputs do not fit into one batch."""
 
 
 def test_sessions_take_turns_and_so_do_their_users(timed: Sent) -> None:

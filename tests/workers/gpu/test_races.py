@@ -210,8 +210,8 @@ def test_a_row_is_drawn_the_same_in_any_batch(size: int) -> None:
 
 @pytest.mark.parametrize("size", [50, 1000, 10_007])
 def test_the_fewest_tokens_that_reach_top_p_are_kept(size: int) -> None:
-    """The number of kept tokens ranges from a few to nearly all. If tokens are equally likely, those
-    with the lower ids are kept."""
+    """The number of kept tokens ranges from a few to nearly all. If two tokens are equally likely,
+    the token with the lower id is kept."""
     shares, scales = (0.3, 0.9, 0.999, 1.0), (0.0, 0.5, 2.0)
     rows = torch.cat([some_logits(1, size, 5) * scale for scale in scales])
     logits = torch.cat([rows, (2 * rows).round() / 2]).repeat(len(shares), 1)

@@ -184,8 +184,8 @@ TWICE = [
     [["log", "aa"], ["fork", [[*WAITS, ["log", "b"], ["fork", [[["log", "z"]], []]]], OTHER]]],
     [["fork", [[["splice", 0, [40]], ["fork", [[*WAITS, ["log", "z"]], []]]], OTHER]]],
 ]
-"""A sequence logs before a fork and is then suspended. Other forks follow each other without
-entries between them."""
+"""Scripts that log before a fork, after which a sequence is suspended, and scripts whose forks
+follow each other without entries between them."""
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -1,4 +1,4 @@
-"""Engines of an 8B shape on the device of fake tensors, and their steps."""
+"""Engines for a model of the shape of Llama 3 8B on the device of fake tensors, and their steps."""
 
 from __future__ import annotations
 

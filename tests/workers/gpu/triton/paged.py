@@ -1,4 +1,5 @@
-"""Chunks of sequences over scattered blocks, and plain attention over them in float32."""
+"""Sequences in scattered blocks, chunks of queries at their ends, and plain attention in
+float32."""
 
 from __future__ import annotations
 

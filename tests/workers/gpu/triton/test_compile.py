@@ -1,4 +1,5 @@
-"""The kernels compile for an H100 on a machine without a GPU, and fit in its multiprocessors."""
+"""The Triton kernels compile for an H100 on a machine without a GPU, and their shared memory fits
+into a multiprocessor."""
 
 from __future__ import annotations
 
