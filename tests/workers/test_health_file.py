@@ -106,4 +106,4 @@ def test_a_worker_says_whether_it_serves_and_works_on_without_a_broker(tmp_path:
         until(lambda: text(health("first")) == READY, PATIENCE_S, "a worker with a broker again")
 
         first.kill()
-        until(lambda: text(health("second")) == READY, PATIENCE_S, "the second one takes over")
+        until(lambda: text(health("second")) == READY, PATIENCE_S, "the second takes over")

@@ -56,7 +56,7 @@ class Started:
         self.tools: dict[str, Served] = server.start(self.loop)
 
     def call(self, name: str, arguments: bytes = b"{}") -> Any:
-        made = self.tools[name].call(arguments, lambda function: pytest.fail("on a thread"))
+        made = self.tools[name].call(arguments, lambda function: pytest.fail("runs on a thread"))
         return asyncio.run_coroutine_threadsafe(made, self.loop).result(LONG_S)
 
 
