@@ -1,18 +1,20 @@
-"""A small Earley recognizer, and canonical LR(1), to hold the tables against: written for clarity,
-from the textbook, and with nothing in common with what is tested."""
+"""A small Earley recognizer and canonical LR(1), with which the compiled tables are compared.
+
+Both follow the textbook, and share no code with the compiler of grammars.
+"""
 
 from __future__ import annotations
 
 Rules = dict[str, list[tuple[str, ...]]]
-"""Alternatives by rule. A symbol that is not a key is a terminal, one character long."""
+"""The alternatives of each rule. A symbol that is not a key is a terminal of one character."""
 Item = tuple[str, tuple[str, ...], int, int]
-"""Rule, alternative, dot, and the set where it began."""
+"""Rule, alternative, position of the dot, and the number of the item set where the item began."""
 Ahead = tuple[str, tuple[str, ...], int, str]
-"""Rule, alternative, dot, and the lookahead."""
+"""Rule, alternative, position of the dot, and the lookahead of the item."""
 
 
 class Earley:
-    """The prefixes of the sentences that ``start`` derives."""
+    """Recognizes the prefixes of the sentences that ``start`` derives."""
 
     def __init__(self, rules: Rules, start: str) -> None:
         self.rules = rules
@@ -45,7 +47,8 @@ class Earley:
         return found
 
     def after(self, sets: list[set[Item]], terminal: str) -> list[set[Item]]:
-        """The item sets after one more terminal; the last is empty where it cannot follow."""
+        """The item sets after one more terminal. The last set is empty if the terminal cannot
+        follow."""
         moved = {
             (name, alternative, dot + 1, origin)
             for name, alternative, dot, origin in sets[-1]
@@ -62,7 +65,7 @@ class Earley:
         return {a[d] for _, a, d, _ in sets[-1] if d < len(a) and a[d] not in self.rules}
 
     def complete(self, sets: list[set[Item]]) -> bool:
-        """Whether the text is a sentence."""
+        """Whether the text that was read is a sentence."""
         return any(n == self.start and d == len(a) and o == 0 for n, a, d, o in sets[-1])
 
 
@@ -77,7 +80,7 @@ def nullable(rules: Rules) -> set[str]:
 
 
 def is_lr1(rules: Rules, start: str) -> bool:
-    """Whether canonical LR(1) has no conflict."""
+    """Whether the canonical LR(1) tables of the rules have no conflict."""
     empty = nullable(rules)
     first: dict[str, set[str]] = {name: set() for name in rules}
     changed = True

@@ -1,4 +1,4 @@
-"""Regular expressions by hypothesis, and brute force over short texts to judge automata by."""
+"""Random regular expressions, and all short texts over some letters, for checks of automata."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from itertools import product
 from hypothesis import strategies as st
 
 LETTERS = "abkAK1_ \nsßéÉ\u017f\u212a\u0130\u03c3\u03c2漢\U0001f600"
-"""One, two, three and four bytes; letters with one, two and three cases; what ``.`` leaves out."""
+"""Characters of one to four bytes, letters of one to three cases, and the newline, which ``.``
+excludes."""
 TEXTS = st.text(st.sampled_from(LETTERS), max_size=7)
 CLASSES = st.sampled_from(
     ["[ab]", "[^a]", "[a-z]", "[^\\W\\d]", "[É-漢]", "[\\s_]", "[\\w-]", "[^\\n\\s]", "[k-\u0130]"]
@@ -43,7 +44,7 @@ PATTERNS = st.builds(
 
 
 def narrow_patterns(letters: str) -> st.SearchStrategy[str]:
-    """Small patterns whose texts have no other letters than these, and few positions."""
+    """Small patterns with few positions, whose texts have only the given letters."""
     leaves = st.lists(st.sampled_from(letters), min_size=1, max_size=2, unique=True).map(
         lambda few: few[0] if len(few) == 1 else f"[{''.join(few)}]"
     )
@@ -60,10 +61,10 @@ def narrow_patterns(letters: str) -> st.SearchStrategy[str]:
 
 
 def texts_over(letters: str, longest: int) -> list[str]:
-    """Every text over some letters, up to a length."""
+    """All texts that have at most ``longest`` letters, each of them from ``letters``."""
     return ["".join(one) for size in range(longest + 1) for one in product(letters, repeat=size)]
 
 
 def prefixes(texts: list[str]) -> set[bytes]:
-    """Every prefix, by bytes, of the UTF-8 of some texts."""
+    """All prefixes, in bytes, of the UTF-8 of the texts."""
     return {text.encode()[:size] for text in texts for size in range(len(text.encode()) + 1)}

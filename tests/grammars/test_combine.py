@@ -1,4 +1,7 @@
-"""A combination of automata accepts exactly the texts that its parts make, and has their table."""
+"""A combination of automata accepts exactly the texts that its parts form.
+
+Its table is the table of the equivalent pattern.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from tests.grammars.patterns import TEXTS, narrow_patterns, texts_over
 from tests.grammars.test_regex_tables import is_trim, kinds
 
 LETTERS = "aé"
-"""One and two bytes."""
+"""A letter of one byte and a letter of two bytes."""
 PATTERNS = narrow_patterns(LETTERS)
 SOME = st.lists(PATTERNS, min_size=1, max_size=4)
 SHORT = texts_over(LETTERS, 6)
@@ -94,7 +97,7 @@ def test_a_text_that_stops_is_of_the_part_and_ends_with_its_first_stop(
     try:
         automaton = stop_at(compile_regex(pattern), stop)
     except CombinationError:
-        # What else an error could be here has tests of its own.
+        # The only possible error: no text of the part ends with its first stop.
         assert not wanted
         return
     assert taken(automaton) == wanted

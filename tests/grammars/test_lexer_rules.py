@@ -1,4 +1,4 @@
-"""The two rule sets of the lexer: AICI's, which is the default, and ``%lexer declared``."""
+"""The lexer follows one of two rule sets: AICI's, which is the default, or ``%lexer declared``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def compiled(rules: str, *, declared: bool = False) -> CompiledGrammar:
 
 
 def lexeme_of(grammar: CompiledGrammar, text: str) -> str:
-    """The terminal that a text is as a whole, "" for none."""
+    """The terminal that matches the whole text, or an empty string if no terminal matches."""
     state = grammar.lexer_start
     for byte in text.encode():
         state = grammar.transitions[state * grammar.num_classes + grammar.classes[byte]]
@@ -65,10 +65,10 @@ def test_a_keyword_wins_over_every_regex_however_long_that_is() -> None:
 
 
 def test_what_counts_is_the_pattern_as_written_escapes_and_all() -> None:
-    # Both match the same single character.
+    # Both regexes match the same texts, and B is written with more characters.
     rules = r's: A | B; A: "/[a]|[b]/"; B: "/\x61|\x62/";'
     assert lexeme_of(compiled(rules), "a") == "B"
-    # Characters beyond ASCII count as the bytes of their UTF-8.
+    # A character beyond ASCII counts as the number of its bytes in UTF-8.
     assert lexeme_of(compiled('s: A | B; A: "/[xé]z/"; B: "/[xyz]z/";'), "xz") == "A"
     assert lexeme_of(compiled('s: A | B; A: "/[xé]z/"; B: "/[wxyz]z/";'), "xz") == "B"
 
@@ -127,7 +127,7 @@ def test_a_lexeme_that_begins_with_a_newline_matches_at_the_start_of_a_text_with
     refusal = check_text(compiled(LINES), b"x#a")
     assert refusal is not None
     assert refusal.offset == 1
-    # The blank is part of the white space that the newline began.
+    # The implied newline and the blank are one lexeme, so no newline stands directly before ``#``.
     assert check_text(compiled(LINES), b" #a") is not None
 
 
@@ -160,7 +160,7 @@ def test_no_newline_is_read_where_no_text_could_begin_with_one() -> None:
 
 def test_a_text_that_is_empty_is_complete_where_the_newline_alone_is_skipped() -> None:
     assert check_text(compiled(LINES), b"") is None
-    # A newline that has only begun a lexeme has ended none.
+    # Here the implied newline begins a lexeme, but does not complete it.
     assert check_text(compiled(r's: %empty | s "x"; SKIP: "/\n#.*/";'), b"") is not None
 
 
@@ -190,7 +190,7 @@ def test_a_lexeme_that_never_matches_is_a_warning_under_the_rules_in_force() -> 
     [warning] = warnings(rules, declared=True)
     assert warning.startswith("line 5, column 4: B can never match: all its texts match A too,")
     assert "the one that comes first" in warning
-    # Both are as long: the first wins here too.
+    # Both regexes have the same length, so the first one also wins under AICI's rules.
     [warning] = warnings(rules)
     assert "B can never match" in warning
     assert "written with more characters" in warning
@@ -289,7 +289,7 @@ translation_unit
     | translation_unit external_declaration
     ;
 """
-"""The fragment in AICI's README, as it stands."""
+"""The unchanged fragment of a C grammar in AICI's README."""
 MISSING = """
 expression: primary_expression ;
 enumerator_list: IDENTIFIER | enumerator_list "," IDENTIFIER ;

@@ -1,4 +1,4 @@
-"""Each library grammar takes and refuses what its page says, and independent parsers agree."""
+"""Each library grammar accepts and rejects the samples of its page, and other parsers agree."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _compiled: dict[str, Compilation] = {}
 
 
 def compiled(name: str) -> Compilation:
-    """A library grammar, compiled once."""
+    """The compilation of a library grammar. Each grammar is compiled only once."""
     if name not in _compiled:
         _compiled[name] = compile_grammar(library.grammar(name))
     return _compiled[name]
 
 
 def cases(names: list[str], accepted: bool) -> list[tuple[str, str]]:
-    """Name and sample, of all pages."""
+    """Each grammar's name with each accepted sample of its page, or with each rejected sample."""
     return [
         (name, sample)
         for name in names
@@ -110,7 +110,7 @@ def test_python_agrees_with_its_own_parser(sample: str) -> None:
 @pytest.mark.parametrize("sample", library.samples("python_expr").rejected)
 def test_python_refuses_what_its_own_parser_refuses(sample: str) -> None:
     text = sample.replace(library.MARK, "")
-    if text != 'f"a"':  # which the page says is not taken
+    if text != 'f"a"':  # The grammar has no f-strings, which Python accepts.
         with pytest.raises(SyntaxError):
             ast.parse(text, mode="eval")
 

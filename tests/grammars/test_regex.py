@@ -1,4 +1,4 @@
-"""A compiled pattern accepts exactly what Python's re matches whole, byte by byte."""
+"""A compiled pattern accepts the UTF-8 of a text exactly if ``re.fullmatch`` matches the text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVERY = "".join(map(chr, [*range(0xD800), *range(0xE000, sys.maxunicode + 1)]))
 
 
 def spelled(dfa: Dfa) -> list[bytes]:
-    """Every byte text that an automaton without cycles accepts."""
+    """All byte strings that an automaton without cycles accepts."""
     found = []
     pending = [(dfa.start, b"")]
     after = functools.cache(
@@ -36,7 +36,7 @@ def spelled(dfa: Dfa) -> list[bytes]:
 
 
 def count(dfa: Dfa) -> int:
-    """How many byte texts an automaton without cycles accepts."""
+    """The number of byte strings that an automaton without cycles accepts."""
     ways = {0: 0}
 
     def of(state: int) -> int:
@@ -77,7 +77,7 @@ def test_a_prefix_is_live_exactly_where_some_text_goes_on_from_it(letters: str) 
 
     @given(narrow_patterns(letters))
     def judge(pattern: str) -> None:
-        # A shortest way to a match passes no position twice.
+        # A shortest path to a match passes each position of the pattern at most once.
         positions = spelled_out(tree_of(pattern, Budget(1000, 5)))
         assume(positions <= (7 if len(letters) == 2 else 4))
         automaton = compile_regex(pattern)

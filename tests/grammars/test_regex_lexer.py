@@ -1,4 +1,5 @@
-"""A lexer's automaton says which lexemes a text is, which is preferred, and which can follow."""
+"""A lexer's automaton has, for each text, the lexemes that match, the preferred lexeme, and the
+lexemes that the text or a continuation of it can become."""
 
 from __future__ import annotations
 
@@ -16,12 +17,13 @@ from tests.grammars.patterns import PATTERNS, TEXTS, narrow_patterns, prefixes, 
 
 
 def source(lexeme: Lexeme) -> str:
-    """A lexeme as a pattern of Python's re."""
+    """The pattern of a lexeme for Python's re."""
     return re.escape(lexeme.pattern) if lexeme.literal else lexeme.pattern
 
 
 def matching(lexemes: list[Lexeme], text: str) -> list[int]:
-    """The lexemes that a text is, the preferred one first, by Python's re."""
+    """The indices of the lexemes that match the whole text according to Python's re, the preferred
+    lexeme first."""
     found = [at for at, one in enumerate(lexemes) if re.fullmatch(source(one), text)]
     return sorted(found, key=lambda at: not lexemes[at].literal)
 

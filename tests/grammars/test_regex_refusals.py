@@ -1,5 +1,5 @@
-"""A construct that no automaton can do is refused by name and place, and a pattern that grows ends
-within its bounds."""
+"""A construct that no automaton can match is refused, and the error has its name and position. A
+pattern that grows too large is refused within the bounds."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ EXPLOSIONS = [
 @pytest.mark.parametrize(("pattern", "part", "position"), EXPLOSIONS)
 def test_what_grows_too_large_is_named(pattern: str, part: str, position: int) -> None:
     with pytest.raises(RegexError) as error:
-        compile_regex(pattern, max_seconds=600)  # so that the number of states decides
+        compile_regex(pattern, max_seconds=600)  # The limit on states applies before this limit.
     assert part in error.value.message
     assert error.value.position == position
 
 
 def test_what_grows_as_a_whole_is_named_within_the_time() -> None:
-    """Each part of it is small, so the search for one at fault ends by its time."""
+    """Each part of the pattern is small, so the search for the part at fault runs out of time."""
     with pytest.raises(RegexError, match=r"the part 'a\?a\?") as error:
         compile_regex("a?" * 20_000)
     assert error.value.position == 0

@@ -1,4 +1,4 @@
-"""The table of a pattern is the smallest there is, and its binary form is checked when read."""
+"""The table of a pattern has as few states as possible, and reading a binary form checks it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ LEXER = [
 
 
 def kinds(marks: list[int], dfa: Dfa) -> int:
-    """How many kinds of states there are, told apart by brute force: Moore's refinement."""
+    """The number of classes of equivalent states, by Moore's algorithm. ``marks`` has the first
+    partition of the states."""
     block = dict(enumerate(marks))
     while True:
         seen: dict[tuple[int, ...], int] = {}
@@ -41,7 +42,7 @@ def kinds(marks: list[int], dfa: Dfa) -> int:
 
 
 def is_trim(dfa: Dfa) -> bool:
-    """Whether every state but the dead one is reached, and reaches a match."""
+    """Whether every state except the dead state can be reached and leads to a match."""
     after: dict[int, set[int]] = {}
     before: dict[int, set[int]] = {}
     for at, target in enumerate(dfa.transitions):

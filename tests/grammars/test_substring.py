@@ -1,4 +1,5 @@
-"""The automaton of a text accepts its substrings and nothing else, within its bounds."""
+"""The automaton of a text accepts exactly the text's substrings. Texts that are too long are
+refused."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tests.grammars.test_regex_tables import is_trim, kinds
 TEXTS = (
     st.text(st.sampled_from(LETTERS), max_size=30)
     | st.text("ab", max_size=40)
-    # Letters that share their first bytes, or the bytes after these.
+    # Characters that share their first bytes in UTF-8, or the bytes after the first ones.
     | st.text("aéèÉ漢漣\u0800\u0820\U0001f600\U0001f601\U0010f600", max_size=30)
     | st.text(max_size=20)
 )
@@ -82,7 +83,7 @@ def test_a_substring_begins_and_ends_between_characters() -> None:
 
 def test_the_longest_texts_fit_where_their_states_do() -> None:
     words = random.Random(5)
-    # The text with the most states: each byte but the first ones makes two.
+    # This text has the most states: each byte except the first ones adds two.
     worst = compile_substring("a" + "b" * (MAX_STATES // 2 - 2) + "c")
     assert worst.num_states == 2 * (MAX_STATES // 2) - 1
     assert compile_substring("a" * (MAX_STATES - 2)).num_states == MAX_STATES

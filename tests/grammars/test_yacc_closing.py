@@ -1,4 +1,5 @@
-"""The rests of parser states: what completes what the text is in the middle of."""
+"""The rests of a parser state are the terminals that complete its unfinished rules at the lowest
+cost."""
 
 from __future__ import annotations
 

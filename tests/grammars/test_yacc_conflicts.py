@@ -1,4 +1,5 @@
-"""Conflicts: what a precedence decides, what is left to yacc's rules, and how that is shown."""
+"""Precedences resolve conflicts of a grammar. Yacc's rules resolve the other conflicts, and each of
+these is reported with an example."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ IF = '%start s %% s: "if" "x" s | "if" "x" s "else" s | "go";SKIP: " ";'
 
 
 def bracketed(grammar: CompiledGrammar, text: str) -> str:
-    """A text of one-character lexemes with a pair of brackets for each production of three
-    symbols: how the parser groups it."""
+    """Shows how the parser groups a text of one-character lexemes, with a pair of brackets for each
+    production of several symbols."""
     names = {name.strip('"'): number for number, name in enumerate(grammar.terminals)}
     parser = Parser(grammar)
     stack = parser.start
@@ -99,7 +100,7 @@ def test_the_earlier_rule_goes_first_and_is_reported_with_an_example() -> None:
 
 
 def test_an_example_follows_the_lookahead_and_not_only_the_states() -> None:
-    # After `a y` nothing is in doubt; the shortest way into the same state that is goes by `b`.
+    # `a y` is the shortest text that leads to the state, but "z" is a conflict only after `b b y`.
     text = '%start s %% s: "a" t "q" | "b" "b" t "z"; t: "y" | "y" u; u: "z" | %empty;'
     examples = [conflict.example for conflict in compile_grammar(text).conflicts]
     assert all(example.startswith(('"a" "y"', '"b" "b" "y"')) for example in examples)

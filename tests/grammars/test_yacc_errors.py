@@ -1,4 +1,4 @@
-"""Errors of a grammar have line, column and what was expected."""
+"""The error for a wrong grammar has the line, the column and the expected symbols."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_empty_rule_before_itself_is_refused_when_it_would_be_reduced_without
 
 
 NO_LIMIT_S = 3600.0
-"""Time that is not used up: what is refused is refused by its size."""
+"""A time limit that no test reaches, in seconds, so that a grammar is refused for its size."""
 
 
 def refused(text: str, max_seconds: float = NO_LIMIT_S) -> str:
@@ -108,7 +108,7 @@ def test_a_grammar_with_too_large_tables_is_refused() -> None:
 
 
 def test_a_grammar_whose_states_explode_is_refused() -> None:
-    # Which of the n ways was taken shows only at the end: every state remembers a set of them.
+    # Only the last lexeme shows which way was taken, so a state has the set of all possible ways.
     ways = 40
     rules = [f"s: {' | '.join(f'w{i}' for i in range(ways))};"]
     for i in range(ways):

@@ -1,4 +1,5 @@
-"""The tables accept exactly what the grammar derives, and know every way to go on."""
+"""The tables accept exactly the texts that the grammar derives, and allow each terminal that can
+follow."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ LENGTH = 5
 
 
 def written(rules: Rules, start: str) -> str:
-    """Rules as a grammar's text."""
+    """The text of a grammar with these rules."""
     lines = [f"%start {start}", "%%"]
     for name, alternatives in rules.items():
         sides = (" ".join(s if s in rules else f'"{s}"' for s in a) for a in alternatives)
@@ -32,7 +33,8 @@ def rule_sets(draw: st.DrawFn) -> Rules:
 
 
 def compare(rules: Rules, start: str, *, exact: bool) -> None:
-    """Walks all texts that both sides allow, up to LENGTH; ``exact`` where both must agree."""
+    """Compares the tables with Earley on all texts of up to LENGTH terminals that both allow. If
+    ``exact`` is false, the tables may allow less than Earley."""
     compilation = compile_grammar(written(rules, start))
     earley = Earley(rules, start)
     waiting = [("", Recognizer(compilation.grammar), earley.begin())]
@@ -41,7 +43,7 @@ def compare(rules: Rules, start: str, *, exact: bool) -> None:
         ours = {chr(byte) for byte in recognizer.allowed_bytes()}
         theirs = earley.next(sets)
         if exact:
-            # The lexeme that was read last is pushed when the next one comes, or at the end.
+            # The recognizer pushes a lexeme when the next one begins, or at the end of the text.
             assert ours == theirs, text
             assert recognizer.complete == earley.complete(sets), text
         else:
@@ -84,7 +86,7 @@ def test_the_example_of_a_conflict_is_how_a_sentence_can_begin(rules: Rules) -> 
     earley = Earley(rules, "S")
 
     def character(name: str) -> str:
-        # A rule that only lists lexemes is shown by its name.
+        # The example has the name of a rule instead of its lexemes if the rule only lists lexemes.
         return rules[name][0][0] if name in rules else name.strip('"')
 
     for conflict in compilation.conflicts:
@@ -123,7 +125,7 @@ NOT_LALR: dict[str, Rules] = {
 def test_grammars_that_lalr_gets_wrong_work(name: str) -> None:
     rules = NOT_LALR[name]
     assert is_lr1(rules, "S")
-    # The lexeme rules are kept as rules: each c and d stands in more than one.
+    # Rules of single lexemes do not become terminals here, because several rules have c or d.
     assert compile_grammar(written(rules, "S")).conflicts == ()
     compare(rules, "S", exact=True)
 
@@ -135,7 +137,7 @@ def test_a_grammar_that_is_lalr_has_as_many_states_as_lalr() -> None:
         "T": [("T", "b", "F"), ("F",)],
         "F": [("c", "E", "d"), ("e",)],
     }
-    # The dragon book's expression grammar has 12 LALR states, and one more for S.
+    # The dragon book's expression grammar has 12 LALR states. The rule S adds one.
     assert compile_grammar(written(rules, "S")).grammar.num_states == 13
 
 

@@ -1,4 +1,5 @@
-"""Lexemes: longest match, keywords first, SKIP anywhere, texts refused as early as they can be."""
+"""The lexer takes the longest match, prefers keywords and allows SKIP between all lexemes. A text
+is refused at its first wrong byte."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def declarations() -> CompiledGrammar:
 
 
 def refused_at(grammar: CompiledGrammar, text: str) -> int | None:
-    """How many bytes of a text that is not a sentence could stand; None for a sentence."""
+    """The offset in bytes at which a text is refused, or None if it is a sentence."""
     refusal = check_text(grammar, text.encode())
     return None if refusal is None else refusal.offset
 
@@ -92,7 +93,7 @@ def test_the_1_of_int_123456_is_not_allowed(declarations: CompiledGrammar) -> No
     allowed = recognizer.allowed_bytes()
     assert b"1" not in allowed
     assert not recognizer.byte(ord("1"))
-    # A name, a comment, white space or a directive may come; nothing else.
+    # Only a name, a comment, white space or a directive may follow.
     names = bytes(range(ord("a"), ord("z") + 1)) + bytes(range(ord("A"), ord("Z") + 1)) + b"_"
     assert set(allowed) == set(names + b"/\n \t\v\f")
 
@@ -100,7 +101,7 @@ def test_the_1_of_int_123456_is_not_allowed(declarations: CompiledGrammar) -> No
 def test_a_keyword_that_begins_a_name_may_become_the_name(declarations: CompiledGrammar) -> None:
     recognizer = Recognizer(declarations)
     assert recognizer.read(b"int int") == 7
-    # `int` itself is the keyword and no name: only a longer one can follow.
+    # `int` is a keyword and not a name, so only the rest of a longer name can follow.
     assert b";" not in recognizer.allowed_bytes()
     assert b" " not in recognizer.allowed_bytes()
     assert recognizer.read(b"eger;") == 5
@@ -115,7 +116,8 @@ def test_keywords_go_before_regexes_wherever_they_stand() -> None:
 
 
 def test_the_longest_match_goes_back_one_byte_and_no_further() -> None:
-    # After `1.` the dead state comes one byte too late for `1`: AICI's rule.
+    # AICI's lexer goes back at most one byte. In `1..`, it is dead only after the second dot, and
+    # `1` ends two bytes before.
     grammar = compile_grammar(r'%start s %% s: N | N ".." N; N: "/[0-9]+(\.[0-9]+)?/";').grammar
     assert check_text(grammar, b"1.5..2") is None
     refusal = check_text(grammar, b"1..2")
