@@ -23,7 +23,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
 
 @pytest.fixture(scope="session", params=["zeromq", "websocket", "stdio", "in-process"])
 def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
-    """Each of the transports."""
+    """One of the four transports. The tests run once with each transport."""
     name: str = request.param
     of: dict[str, tuple[str, ...]] = {
         "zeromq": ("steered",),
@@ -39,7 +39,8 @@ def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
 
 @pytest.fixture(scope="session")
 def lmtp(transport: Transport) -> Lmtp:
-    """A connection with a session. A test leaves nothing of its own to be received."""
+    """A connection with a session. The tests share the connection, so each test receives all of its
+    answers."""
     connection = transport.connect()
     connection.hello()
     return connection
@@ -47,6 +48,6 @@ def lmtp(transport: Transport) -> Lmtp:
 
 @pytest.fixture(scope="session")
 def client(transport: Transport) -> Iterator[Client]:
-    """The Python client on the same system, for what is to be expected."""
+    """A Python client of the same system, which computes the expected results."""
     with Client(transport.address, patience_s=120.0) as client:
         yield client

@@ -223,7 +223,7 @@ def test_a_stream_that_waits_for_a_worker_has_notices(transport: Transport, clie
     assert (body["event"], body["stream_id"], body["place"]) == ("queued", last, 1)
     connection.send("BYE")
     connection.close()
-    until(lambda: not gpu_worker(client).requests, WAIT_S, "the end of what waited")
+    until(lambda: not gpu_worker(client).requests, WAIT_S, "the end of all requests")
 
 
 def test_a_stream_goes_on_over_another_connection(transport: Transport, client: Client) -> None:
@@ -241,7 +241,7 @@ def test_a_stream_goes_on_over_another_connection(transport: Transport, client: 
     assert (again["resumed"], again["streams"]) == (True, [stream_id])
     second.send("ATTACH", stream_id=stream_id, received=len(received))
     while (answer := second.receive())[0] == "TOKEN":
-        pass  # What comes before the answer comes again after it.
+        pass  # Entries before the answer are sent again after the answer.
     assert answer == ("MSG", {"stream_id": stream_id, "attached": len(received)})
     while len(received) < 30:
         received += second.receive()[1]

@@ -1,4 +1,4 @@
-"""A system within one process: what is its own."""
+"""Behaviour that only a system within one process has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tokenbus lmtp --stdio``: its beginning and its end."""
+"""``tokenbus lmtp --stdio`` answers each line of its input, and exits after the last answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENBUS = Path(sys.executable).parent / "tokenbus"
 
 
 def lmtp(front: str, data: bytes) -> subprocess.CompletedProcess[bytes]:
-    """Runs the command on this input."""
+    """Runs ``tokenbus lmtp --stdio`` with ``data`` as its input."""
     return subprocess.run(
         [TOKENBUS, "lmtp", "--stdio", "--front", front],
         env=clean_environment(),
@@ -37,7 +37,7 @@ def messages(output: bytes) -> list[tuple[str, Any]]:
 def test_running_streams_are_finished_at_the_end_of_the_input(steered: Bus) -> None:
     request = '"prompt": "def add(a, b):", "max_tokens": 30, "ignore_eos": true'
     lines = [f'GENERATE {{"stream_id": {number}, {request}}}' for number in range(3)]
-    # The last line has no end.
+    # The last line does not end with a newline.
     done = lmtp(steered.front, "\n".join([*lines, 'MODEL_INFO {"stream_id": 9}']).encode())
     assert (done.returncode, done.stderr) == (0, b"")
     received = messages(done.stdout)

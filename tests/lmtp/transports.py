@@ -1,6 +1,6 @@
 """A client's connection on each of the four transports: lines of LMTP in both directions.
 
-None of them is a client library of ours: each does what its transport asks of any program.
+No connection uses our client library. Each does only what its transport requires of any program.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from websockets.sync.client import ClientConnection, connect
 from ..processes import Bus, Gateway, clean_environment
 
 WAIT_S = 120.0
-"""How long a test waits for a message before it fails."""
+"""Time in seconds after which a test fails if no message arrives."""
 
 
 class Lmtp(ABC):
-    """One connection. ``receive_line`` and ``send_line`` are what a transport has to do."""
+    """One connection. Each transport implements ``send_line``, ``receive_line`` and ``close``."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -37,7 +37,7 @@ class Lmtp(ABC):
 
     @abstractmethod
     def receive_line(self) -> str:
-        """The next message; fails the test if none comes."""
+        """Waits for the next message and returns it. Fails the test if no message arrives."""
 
     @abstractmethod
     def close(self) -> None:
@@ -53,31 +53,31 @@ class Lmtp(ABC):
         return kind, json.loads(body)
 
     def hello(self, **body: Any) -> Any:
-        """Begins a session; the body of WELCOME."""
+        """Begins a session, and returns the body of WELCOME."""
         self.send("HELLO", client="tests", **body)
         kind, welcome = self.receive()
         assert kind == "WELCOME", welcome
         return welcome
 
     def begin(self, kind: str, **body: Any) -> int:
-        """Sends a request with a stream id of its own, which is returned."""
+        """Sends a request with a new stream id, and returns the id."""
         stream_id = next(self._numbers)
         self.send(kind, stream_id=stream_id, **body)
         return stream_id
 
     def ask(self, kind: str, **body: Any) -> tuple[str, Any]:
-        """A request that is answered by one message: MSG or ERROR."""
+        """Sends a request, and returns the type and the body of its answer, a MSG or an ERROR."""
         stream_id = self.begin(kind, **body)
         word, answer = self.receive()
         assert answer["stream_id"] == stream_id
         return word, answer
 
     def stream(self, kind: str, **body: Any) -> list[Any]:
-        """The entries of a stream, to its end."""
+        """Sends a request, and returns all entries of its stream."""
         return self.rest_of(self.begin(kind, **body))
 
     def rest_of(self, stream_id: int) -> list[Any]:
-        """The entries that are still to come of the one stream that runs."""
+        """Receives the remaining entries of a stream, which must be the only running stream."""
         entries: list[Any] = []
         while not entries or entries[-1]["finish_reason"] is None or entries[-1].get("live", 0):
             kind, body = self.receive()
@@ -88,7 +88,7 @@ class Lmtp(ABC):
 
 
 class ZeroMQ(Lmtp):
-    """A DEALER socket; frames in place of the space between type and body."""
+    """A DEALER socket. The type and the body of a message are separate frames."""
 
     def __init__(self, front: str) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class ZeroMQ(Lmtp):
 
     def receive_line(self) -> str:
         """The next message."""
-        assert self._socket.poll(int(WAIT_S * 1000)), "no message came"
+        assert self._socket.poll(int(WAIT_S * 1000)), "no message arrived"
         return b" ".join(self._socket.recv_multipart()).decode()
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class ZeroMQ(Lmtp):
 
 
 class WebSocket(Lmtp):
-    """A text message for each line."""
+    """A WebSocket. Each line is a text message."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class WebSocket(Lmtp):
 
 
 class Stdio(Lmtp):
-    """``tokenbus lmtp --stdio`` as a process."""
+    """A process of ``tokenbus lmtp --stdio``."""
 
     def __init__(self, front: str) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Stdio(Lmtp):
 
 
 class Memory(Lmtp):
-    """A connection of a system within this process."""
+    """A connection to a system within this process."""
 
     def __init__(self, system: InProcess) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class Memory(Lmtp):
 
 
 class Transport:
-    """One of the four, and the system behind it."""
+    """One of the four transports, and a system that serves it."""
 
     def __init__(
         self, name: str, bus: Bus | None, gateway: Gateway | None, system: InProcess | None
@@ -205,7 +205,7 @@ class Transport:
 
     @property
     def address(self) -> str:
-        """Where ``Client`` connects to the same system."""
+        """The address at which ``Client`` connects to the same system."""
         if self._system is not None:
             return self._system.address
         assert self._bus is not None
@@ -226,6 +226,6 @@ class Transport:
         return connection
 
     def close(self) -> None:
-        """Closes what is open."""
+        """Closes all connections."""
         for connection in self._open:
             connection.close()
