@@ -1,6 +1,6 @@
-"""Makes the environments of clients: ``python -m tests.agents.install openai codex``.
+"""Installs clients: ``python -m tests.agents.install openai codex``.
 
-Each client has its own folder in ``build/clients``, with the versions that ``environments`` names.
+Each client has its own folder in ``build/clients``, with the versions that ``environments`` lists.
 A failed installation ends the program with the exit code 1.
 """
 
@@ -15,10 +15,11 @@ import venv
 from pathlib import Path
 
 LISTS = Path(__file__).parent / "environments"
-"""``NAME.txt``: requirements of a Python environment. ``NAME/package.json``: of a Node one."""
+"""``NAME.txt`` has the requirements of a Python client, ``NAME/package.json`` those of a Node
+client."""
 FOLDER = Path(__file__).parents[2] / "build" / "clients"
 INSTALL_S = 900.0
-"""Bounds a hang, in seconds."""
+"""Time limit of one installation, in seconds. It only bounds a hang."""
 
 
 def names() -> list[str]:
@@ -28,7 +29,7 @@ def names() -> list[str]:
 
 
 def install(name: str) -> None:
-    """Makes the environment of a client, unless it is there. Raises an exception if it fails."""
+    """Installs a client unless it is installed. Raises an exception if the installation fails."""
     listed = LISTS / f"{name}.txt"
     if not listed.exists():
         listed = LISTS / name / "package.json"

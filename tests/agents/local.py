@@ -21,10 +21,10 @@ from .install import FOLDER
 
 PROGRAMS = Path(__file__).parent / "programs"
 RUN_S = 600.0
-"""Bounds a hang of a client, in seconds."""
+"""Time limit of a client's run, in seconds. It only bounds a hang."""
 QUESTIONS = [f"Question {number}?" for number in range(5)]
 INTERRUPTED = 2
-"""The question whose answer the client interrupts."""
+"""Index of the question during whose answer the client is interrupted."""
 QUIET = {
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     "DISABLE_AUTOUPDATER": "1",
@@ -34,13 +34,13 @@ QUIET = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "OPENAI_AGENTS_DISABLE_TRACING": "1",
 }
-"""Variables with which clients send nothing to other servers."""
+"""Environment variables that keep clients from sending data to other servers."""
 NOWHERE = "http://127.0.0.1:9"
-"""A proxy that does not exist, so that a request to another server fails."""
+"""The address of a proxy that does not exist, so that requests to other servers fail."""
 
 
 class Local:
-    """A running system with the scripted model under every name."""
+    """A running system that serves the scripted model under every model name."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -69,19 +69,19 @@ class Local:
 
     @property
     def prompts(self) -> list[str]:
-        """The prompts since the last call of ``forget``."""
+        """All prompts that were rendered since the last call of ``forget``."""
         if not self._prompts.exists():
             return []
         return [json.loads(line) for line in self._prompts.read_text().splitlines()]
 
     def forget(self) -> None:
-        """Forgets the prompts so far."""
+        """Deletes the recorded prompts."""
         self._prompts.unlink(missing_ok=True)
 
     def run(
         self, command: Sequence[str | Path], home: Path, *, stdin: str | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a client in the folder ``home``, which is also its user's folder. Fails the test if
+        """Runs a client in the folder ``home``, which is also its home folder. Fails the test if
         the client fails."""
         done = subprocess.run(
             [str(one) for one in command],
@@ -96,7 +96,7 @@ class Local:
         return done
 
     def interrupt(self, command: Sequence[str | Path], home: Path) -> None:
-        """Runs a client as ``run``, and interrupts it after its request has arrived."""
+        """Runs a client like ``run``, and interrupts it after its first request has arrived."""
         before = len(self.prompts)
         process = subprocess.Popen(
             [str(one) for one in command],
@@ -135,7 +135,7 @@ class Local:
 
 
 def plain(prompt: str, thinking: bool = True) -> str:
-    """A prompt without white space, and without thinking if the client does not send it back."""
+    """A prompt without white space. If ``thinking`` is false, thinking is removed, too."""
     if not thinking:
         prompt = re.sub(r"<think>.*?</think>", "", prompt, flags=re.DOTALL)
         prompt = prompt.removesuffix("<think>\n").removesuffix("<think>\n\n")
@@ -146,8 +146,9 @@ def check_conversation(prompts: Sequence[str], *, thinking: bool = True) -> None
     """Checks the prompts of one conversation of five questions, with a call for each question that
     is not interrupted.
 
-    Each prompt begins with the prompt and the answer before it, except after the interruption. So
-    thinking, calls and results are rendered as the model wrote and read them.
+    Each prompt must begin with the previous prompt, except after the interruption. So a turn is
+    rendered in the same way in all later prompts. ``thinking`` is false if the client does not send
+    back thinking.
     """
     assert prompts, "the client has sent no request"
     check_turns(prompts[-1], thinking)
@@ -158,8 +159,8 @@ def check_conversation(prompts: Sequence[str], *, thinking: bool = True) -> None
 
 
 def check_turns(prompt: str, thinking: bool = True) -> None:
-    """Checks that a prompt has all questions in order, each with thinking, a call and its result.
-    The interrupted question may be missing."""
+    """Checks that a prompt has all questions in order. Each question must be followed by thinking,
+    a call and the call's result. The interrupted question may be missing."""
     text = plain(prompt, thinking)
     place = 0
     for number, question in enumerate(QUESTIONS):
@@ -176,7 +177,7 @@ def check_turns(prompt: str, thinking: bool = True) -> None:
 
 
 def conversations(prompts: Sequence[str]) -> list[list[str]]:
-    """The prompts of several conversations, each of which begins with the first question."""
+    """Splits prompts into conversations. A prompt that has only the first question begins one."""
     found: list[list[str]] = []
     for prompt in prompts:
         begins = prompt.count("<|user|>") == 1 and "<|result|>" not in prompt

@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes.md, for tests that run them as they stand."""
+"""Reads the recipes of docs/recipes.md for tests that run them unchanged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ADDRESS = "http://127.0.0.1:8080"
 
 
 def recipe(client: str, url: str) -> str:
-    """The file or the commands for a client, with the gateway's ``url``."""
+    """The code block of a client's recipe, with ``url`` as the address of the gateway."""
     page, flags = PAGE.read_text(), re.MULTILINE | re.DOTALL
     [section] = re.findall(rf"^## {re.escape(client)}\n(.*?)(?=^## |\Z)", page, flags)
     [block] = re.findall(r"^```\w*\n(.*?)^```$", section, flags)

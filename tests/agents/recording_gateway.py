@@ -1,4 +1,5 @@
-"""A gateway that also writes each prompt that it renders to the file in ``PROMPTS``."""
+"""A gateway that also appends each rendered prompt to a file, whose path is in the environment
+variable ``PROMPTS``."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ render = Templates.render
 
 
 async def recorded(self: Templates, *args: Any, **kwargs: Any) -> str:
-    """Renders a prompt and writes it, if the template accepts the messages."""
+    """Renders a prompt, and appends it to the file if the template accepts the messages."""
     text = await render(self, *args, **kwargs)
     with open(os.environ["PROMPTS"], "a") as file:
         file.write(json.dumps(text) + "\n")

@@ -1,8 +1,8 @@
 """A model whose answers follow a script: it thinks, calls a tool, and answers after the result.
 
-The weights are random, except that each token of the script has the next one as its most likely
-successor. The layers add nothing. So a real worker runs the model, masks choose the arguments of
-calls, and values of arguments are as short as their schemas allow.
+A real worker runs the model. Its weights are random, but each token of the script makes the next
+token of the script the most likely one. The layer adds nothing. Masks choose the arguments of
+calls, and the values of arguments are as short as their schemas allow.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tokenizers import AddedToken, Tokenizer
 CONTEXT = 262_144
 HIDDEN = 128
 FIRST, LATER = "<think>\n", "<think>\n\n"
-"""The ends of prompts: thinking before a call, and thinking before the answer."""
+"""The ends of prompts: the first begins thinking before a call, the second before the answer."""
 NEEDS, HAS = "I need a tool.</think>", "I can answer.</think>"
 CALLING, DONE = "I call one.", "Done: that is the answer."
 CALL = "<tool_call>"
 SCRIPT = (FIRST, NEEDS, CALLING, CALL), (LATER, HAS, DONE)
 CLOSERS = {"<|endoftext|>": 26.0, '"': 20.0, "}": 11.0, "]": 11.0, ",": 3.0, "0": 8.0}
-"""Logits of tokens that end a text or a value, whatever precedes them."""
+"""Logits of tokens that end a text or a value. They do not depend on the previous tokens."""
 FOLLOWS = 45.0
 """The logit of the next token of the script."""
 
@@ -73,7 +73,7 @@ TEMPLATE = """\
 
 
 def write(folder: Path) -> Path:
-    """Writes the checkpoint into a new folder."""
+    """Writes the checkpoint of the model into a new folder, and returns the folder."""
     folder.mkdir()
     tokenizer = Tokenizer.from_file(str(embedded.path() / "tokenizer.json"))
     pieces = [piece for line in SCRIPT for piece in line]

@@ -1,4 +1,4 @@
-"""Aider, which has no tools: each question continues the chat that its history file has."""
+"""A chat with Aider, which has no tools. Each question continues the chat in the history file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Anthropic's package with its tool runner."""
+"""A conversation with Anthropic's Python package and its tool runner."""
 
 from __future__ import annotations
 

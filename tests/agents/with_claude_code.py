@@ -1,4 +1,4 @@
-"""Claude Code without a terminal: each question continues the session in the folder."""
+"""A session of Claude Code without a terminal. Each question continues the folder's session."""
 
 from __future__ import annotations
 

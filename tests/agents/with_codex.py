@@ -1,4 +1,4 @@
-"""Codex without a terminal: each question resumes the last session."""
+"""A session of Codex without a terminal. Each question resumes the last session."""
 
 from __future__ import annotations
 

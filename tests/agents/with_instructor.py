@@ -1,4 +1,4 @@
-"""Instructor, which asks for typed values by forced calls and by a JSON schema."""
+"""Instructor requests typed values with forced calls and with a JSON schema."""
 
 from __future__ import annotations
 

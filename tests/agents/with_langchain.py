@@ -1,4 +1,4 @@
-"""LangChain's package for OpenAI."""
+"""Conversations with LangChain's package for OpenAI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LiteLLM, which does not send back thinking."""
+"""Conversations with LiteLLM, which does not send back thinking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package llm, which does not send back thinking."""
+"""A conversation with the package llm, which does not send back thinking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LMQL, whose client speaks LMTP over a WebSocket."""
+"""LMQL's client and a query of LMQL run unmodified, with LMTP over a WebSocket."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def test_lmql_s_own_client_runs_unmodified(gateway: Gateway, steered: Bus) -> No
 def test_the_query_of_lmql_in_the_docs_runs_as_it_stands(
     gateway: Gateway, steered: Bus, transformers: int, tmp_path: Path
 ) -> None:
-    """Only the port is another one. The tokenizer of the embedded model loads in both versions."""
+    """Only the port is replaced. Both versions of transformers load the embedded tokenizer."""
     [query] = re.findall(r"```python\n(import asyncio, lmql\n.*?)```", DOCS.read_text(), re.DOTALL)
     endpoint = gateway.url.removeprefix("http://").replace("127.0.0.1", "localhost")
-    file = tmp_path / "query.py"  # LMQL reads the source of a query.
+    file = tmp_path / "query.py"  # LMQL needs the source file of a query.
     file.write_text(query.replace("localhost:8080", endpoint))
     done = subprocess.run(
         [lmql(transformers), file],

@@ -1,4 +1,4 @@
-"""OpenAI's package."""
+"""Conversations with OpenAI's Python package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Agents SDK of OpenAI."""
+"""Conversations with OpenAI's Agents SDK."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pydantic AI."""
+"""Conversations with Pydantic AI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package ai with its providers for OpenAI, compatible servers, Anthropic and DeepSeek."""
+"""Conversations with the package ``ai`` through each of its providers, and its recipe."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from .recipes import recipe
 
 
 def test_a_conversation_is_rendered_as_it_was_held(local: Local, tmp_path: Path) -> None:
-    # Node looks for packages in the folders above a program.
+    # Node looks for packages in the program's folder and in the folders above.
     program = shutil.copy(PROGRAMS / "vercel_ai.mjs", FOLDER / "vercel_ai")
     local.run(["node", program], tmp_path)
     held = conversations(local.prompts)
-    # The provider for OpenAI's chat sends back no thinking, and that for DeepSeek only the last.
+    # The provider for OpenAI's chat does not send back thinking. The provider for DeepSeek sends
+    # back only the last thinking.
     for prompts, thinking in zip(held, (True, False, True, True, False), strict=True):
         check_conversation(prompts, thinking=thinking)
 

@@ -1,4 +1,4 @@
-"""Holds a conversation with the package of the command line ``llm``, which has the same models."""
+"""Holds a conversation with the Python package of the command line ``llm``."""
 
 import llm
 

@@ -1,6 +1,6 @@
-"""Calls of LMQL's own client, run in an environment of its own: ``python lmql_calls.py URL``.
+"""Sends requests to a gateway with LMQL's own client: ``python lmql_calls.py URL``.
 
-Prints what it received, as one JSON object.
+The program runs in LMQL's environment, and prints the answers as one JSON object.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ async def _error(entries: Any) -> str:
 
 
 async def main(url: str) -> None:
-    """Ten generations and ten scores at once, then what fails."""
+    """Sends ten generations and ten scores at once, then three requests that fail."""
     async with aiohttp.ClientSession() as session, session.ws_connect(url) as socket:
         client = LMTPWebSocketClient("embedded", socket)
         client.connect()
@@ -62,6 +62,6 @@ async def main(url: str) -> None:
 
 
 if __name__ == "__main__":
-    # What LMQL's client does not understand it reports as a warning.
+    # LMQL's client warns about messages that it does not understand.
     warnings.simplefilter("error")
     asyncio.run(main(sys.argv[1]))

@@ -6,7 +6,7 @@ from pydantic_ai import Agent
 
 
 async def read(context, events) -> None:
-    """Reads the events of an answer, which is then streamed."""
+    """Reads the events of an answer. With this handler, Pydantic AI streams the answer."""
     async for _ in events:
         pass
 
