@@ -1,4 +1,4 @@
-"""Shared by the tests of the OpenAI-compatible interface."""
+"""Requests and fixtures that the tests of the OpenAI-compatible interface share."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ ECHO_TEMPLATE = "{{ messages[0].content }}"
 
 
 def openai_client(gateway: Gateway) -> openai.OpenAI:
-    """The openai package's client of a gateway."""
+    """A client of the openai package for a gateway."""
     return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=300.0)
 
 
 def receipt(answer: Any) -> dict[str, Any]:
-    """The receipt in a choice, a chunk's choice or a response, without ``exact``."""
+    """The receipt (``tokenbus``) of a choice, a chunk's choice or a response, without ``exact``."""
     found = (answer.model_extra or {}).get("tokenbus", {})
     assert isinstance(found, dict)
     return {name: value for name, value in found.items() if name != "exact"}

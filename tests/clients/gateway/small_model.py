@@ -1,4 +1,4 @@
-"""A served model without a GPU worker, and its answers."""
+"""A model of a gateway, and conversations with this model, for tests without a GPU worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 
 
 def small_model(name: str = "m", **files: Any) -> ServedModel:
-    """A model with a context of 16 tokens. ``files``: fields of its ``TokenizerFiles``."""
+    """A model with a context of 16 tokens. ``files`` has fields of its ``TokenizerFiles``."""
     info = ModelInfo(name=name, vocab_size=9, context_length=16, eos_token_ids=[0], fingerprint="f")
     return ServedModel(info, TokenizerFiles(fingerprint="f", json="{}", **files), Tokenizer(BPE()))
 

@@ -1,4 +1,4 @@
-"""A GPU worker whose steps are the test's: it sends a token only when the test says so."""
+"""A GPU worker that runs no model, and sends tokens only when the test calls ``step``."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from tokenbus.workers.bus import Bus, FromBus
 from tokenbus.workers.gpu import embedded
 
 WAIT_S = 120.0
-"""Bounds a hang, in seconds."""
+"""Time limit for the arrival of a message, in seconds. It only bounds a hang."""
 
 
 def encoding_to(header: Header) -> Encoding:
-    """The encoding of a request's client."""
+    """The encoding of messages to the client of a request."""
     return "msgpack" if header.flags & Flag.MSGPACK else "json"
 
 
 class Stepped:
-    """A request that such a worker runs."""
+    """A request that a ``SteppedWorker`` runs."""
 
     def __init__(self, post: Callable[[Frames], None], message: FromBus) -> None:
         self._post = post
@@ -49,14 +49,14 @@ class Stepped:
         """The token ids of the prompt."""
         self._stream_id = self.generate.stream_id
         self.sent = 0
-        """Tokens that were sent."""
+        """Number of tokens that were sent."""
         self._entries: list[Token] = []
 
     def step(
         self, count: int = 1, finish_reason: FinishReason | None = None, text: str = "x"
     ) -> None:
-        """Sends the next ``count`` tokens, each with ``text``; with a finish reason, the last one
-        ends the request."""
+        """Sends the next ``count`` tokens, each with ``text``. If a finish reason is given, the
+        last token ends the request."""
         entries = [
             Token(
                 token=7,
@@ -76,7 +76,7 @@ class Stepped:
         self._send(entries, finished)
 
     def send_again(self) -> None:
-        """Answers an ATTACH of a client that has received nothing."""
+        """Answers an ATTACH of a client that has received nothing, and sends all entries again."""
         answer = Msg(stream_id=self._stream_id, attached=0)
         head = encode_header(self.request, self._session)
         self._post([b"MSG", head, encode_body(answer, self._encoding)])
@@ -88,7 +88,7 @@ class Stepped:
 
 
 class SteppedWorker:
-    """Serves the model ``stepped``, with the tokenizer of the embedded one."""
+    """A GPU worker in the test, by default for a model ``stepped`` with the embedded tokenizer."""
 
     def __init__(
         self,
@@ -98,8 +98,8 @@ class SteppedWorker:
         tokenizer: str | None = None,
         template: str = "",
     ) -> None:
-        """``tokenizer``: the text of its ``tokenizer.json``; None: that of the embedded model.
-        ``template``: its chat template."""
+        """``tokenizer`` is the text of the model's ``tokenizer.json``, or None for the embedded
+        model's. ``template`` is the model's chat template."""
         self._template = template
         self._capacity = capacity
         self._model = model
@@ -109,19 +109,19 @@ class SteppedWorker:
         self._bus.start()
 
     def begun(self) -> Stepped:
-        """The next request."""
+        """Waits for the next request, and returns it."""
         return Stepped(self._bus.post, self._next(b"GENERATE"))
 
     def attached(self) -> int:
-        """For which request the next ATTACH asks."""
+        """Waits for the next ATTACH, and returns the id of the attached request."""
         return self._next(b"ATTACH").header.request
 
     def cancelled(self) -> int:
-        """Which request the next CANCEL ends."""
+        """Waits for the next CANCEL, and returns the id of the cancelled request."""
         return self._next(b"CANCEL").header.request
 
     def was_cancelled(self, stream: Stepped) -> bool:
-        """Whether a CANCEL of a request has arrived."""
+        """Whether a CANCEL of the request ``stream`` has arrived."""
         self._arrived.extend(self._bus.take(0.0))
         return any(
             m.type == b"CANCEL" and m.header.request == stream.request for m in self._arrived
@@ -162,7 +162,7 @@ class SteppedWorker:
         )
 
     def _tokenizer(self, messages: list[FromBus]) -> list[FromBus]:
-        """On the bus thread: answers requests for the tokenizer."""
+        """Answers requests for the tokenizer on the bus thread, and returns the other messages."""
         others = []
         for message in messages:
             if message.type == b"REGISTERED":
@@ -190,7 +190,7 @@ def stepped_worker(
     tokenizer: str | None = None,
     template: str = "",
 ) -> Iterator[SteppedWorker]:
-    """Such a worker, registered with the broker at ``back``."""
+    """A ``SteppedWorker`` that registers with the broker at ``back``."""
     worker = SteppedWorker(back, capacity, model, tokenizer, template)
     try:
         yield worker

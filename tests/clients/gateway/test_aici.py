@@ -1,4 +1,5 @@
-"""AICI's REST interface: its two forms, read as clients of its time do, field by field."""
+"""AICI's REST interface, in its earlier and its later form, has all fields that AICI's clients
+read."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ FORM = pytest.mark.parametrize("path", ["controllers", "aici_modules"])
 
 @dataclass
 class Read:
-    """The events that a client has read of a run."""
+    """All values that a client has read from the events of a run. The keys are fork indices."""
 
     head: dict[str, Any] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class Read:
     events: int = 0
 
     def add(self, fork: dict[str, Any]) -> None:
-        """Reads every field without asking whether it is there, as clients of that time did."""
+        """Reads all fields of a fork without checking that they exist, as AICI's clients did."""
         index = fork["index"]
         self.texts[index] = self.texts.get(index, "") + fork["text"]
         self.logs[index] = self.logs.get(index, "") + fork["logs"]
@@ -61,7 +62,7 @@ class Read:
 
 
 class AiciClient:
-    """The calls of AICI's own client, and how it reads the answers."""
+    """Sends requests and reads answers in the same way as AICI's own client."""
 
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=120.0)
@@ -83,7 +84,7 @@ class AiciClient:
         return self._http.post(path, json=body)
 
     def run(self, script: Any, **body: Any) -> Read:
-        """The later form."""
+        """Runs a controller in the later form, ``/v1/run``."""
         given = {"controller": "puppet", "controller_arg": script, "max_tokens": 6, **body}
         first, *rest = self._events("/v1/run", given)
         assert set(first) == {"id", "object", "created", "model"}
@@ -99,7 +100,7 @@ class AiciClient:
         return read
 
     def completion(self, script: Any, **body: Any) -> Read:
-        """The earlier form."""
+        """Runs a controller in the earlier form, ``/v1/completions``."""
         given = {"aici_module": "puppet", "aici_arg": script, "max_tokens": 6, **EARLIER, **body}
         read = Read()
         for chunk in self._events("/v1/completions", given):
@@ -123,7 +124,7 @@ class AiciClient:
 
 @pytest.fixture
 def aici(gateway: Gateway) -> Iterator[AiciClient]:
-    """A client of AICI, and a compiled AICI module under the tag ``puppet``."""
+    """An ``AiciClient`` of a gateway that has a compiled AICI module under the tag ``puppet``."""
     client = AiciClient(gateway.url)
     module = client.upload(puppet())["module_id"]
     assert client.tag(module, ["puppet"]).status_code == 200
@@ -230,7 +231,7 @@ def test_forks_write_and_end_each_for_itself(aici: AiciClient) -> None:
     assert read.variables == {"a": "yesyes"}
     assert [logs.splitlines()[0] for _, logs in sorted(read.logs.items())] == ["0", "1"]
     assert read.ends == {0: "length", 1: "aici-stop"}
-    assert read.texts[0].startswith(read.texts[1]), "a fork has its parent's text too"
+    assert read.texts[0].startswith(read.texts[1]), "a fork also has its parent's text"
     assert read.texts[1]
     assert read.usages[-1]["sampled_tokens"] == 5
 
@@ -249,7 +250,7 @@ def test_what_a_splice_takes_back_is_marked(aici: AiciClient) -> None:
     before, again = read.texts[0].split(BACKTRACK)
     assert before
     assert again
-    # 1 sampled and taken back, 3 appended, 3 sampled after them.
+    # One sampled token is dropped, 3 tokens are appended, and then 3 tokens are sampled.
     assert read.usages[-1]["sampled_tokens"] == 4
 
 
@@ -309,7 +310,7 @@ def test_a_client_that_leaves_ends_its_run(
             lines = (line for line in response.iter_lines() if line)
             assert "initial-run" in next(lines)
             assert '"run"' in next(lines)
-        until(lambda: not _live(client), 300.0, "the end of a run that nobody reads")
+        until(lambda: not _live(client), 300.0, "the end of a run whose client has disconnected")
 
 
 def _live(client: Client) -> list[str]:
@@ -480,7 +481,7 @@ def test_appended_tokens_are_counted_when_they_are_computed() -> None:
     usage.add(entry(0, None, None, seq=1, parent=0))
     usage.add(entry(3, seq=1))
     assert (usage.sampled, usage.processed) == (2, 13)
-    # Two tokens are taken back, one is appended, and the next one sampled.
+    # Two tokens are dropped, one is appended, and the next token is sampled.
     usage.add(entry(1, logprob=None, backtrack=2))
     usage.add(entry(2))
     assert (usage.sampled, usage.processed) == (3, 14)
@@ -512,7 +513,7 @@ start(main);
 
 @pytest.mark.parametrize("controller", SCRIPTS)
 def test_aicis_command_line_runs_a_script(aici: AiciClient, controller: str) -> None:
-    """The fields that ``aici run FILE`` sends, and what it reads of each part."""
+    """Sends the fields that ``aici run FILE`` sends, and reads the fields that it reads."""
     body = {
         "controller": f"gh:microsoft/aici/{controller}",
         "controller_arg": SCRIPTS[controller],

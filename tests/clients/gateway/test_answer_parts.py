@@ -1,4 +1,4 @@
-"""The parts of an answer: which form a template teaches, and how a text in it is split."""
+"""The chat template determines the form of answers, and a text in this form is split into parts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FORMS = {
 
 
 def written(family: Family, calls: list[tuple[str, dict[str, Any]]]) -> str:
-    """Calls as the family writes them."""
+    """The text of calls in the form of a family of models."""
     if not calls:
         return ""
     texts = [

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.process
 MODEL = "embedded"
 HELLO: list[Any] = [{"role": "user", "content": "Add two numbers."}]
 GREEDY = {"temperature": 0}
-"""The package's method does not have this field of the interface any more."""
+"""A field of the interface that is no longer a parameter of the package's method."""
 WEATHER: Any = {
     "name": "get_weather",
     "description": "The weather of a city.",
@@ -41,7 +41,7 @@ CLOCK: Any = {"name": "clock", "input_schema": {"type": "object", "additionalPro
 
 @pytest.fixture
 def claude(gateway: Gateway) -> Iterator[Anthropic]:
-    """The package's client, which knows of no other server."""
+    """A client of the package for the gateway."""
     with Anthropic(base_url=gateway.url, api_key="none", max_retries=0, timeout=120.0) as client:
         yield client
 
@@ -330,5 +330,5 @@ def test_a_client_that_leaves_ends_its_message(gateway: Gateway, steered: Bus) -
         until(
             lambda: not [s for s in client.status(streams=True).live if s.type == "GENERATE"],
             60.0,
-            "the end of a message that nobody reads",
+            "the end of a message whose client has disconnected",
         )

@@ -1,4 +1,4 @@
-"""Answers of Anthropic's door put together from entries; its fields and its guide."""
+"""Answers of the Messages API are built from entries, and the docs have all fields of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A body over HTTP, or a line of a WebSocket, keeps the gateway's event loop for a bounded time."""
+"""Decoding an HTTP body or a WebSocket line blocks the gateway's event loop for a bounded time."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_many_lists_fit() -> None:
 
 
 class NotedBody(Body):
-    """A body that notes when it is decoded."""
+    """A body. When one is decoded, its user is appended to ``decoded``."""
 
     user: str
     text: str

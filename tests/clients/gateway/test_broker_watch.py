@@ -1,6 +1,6 @@
-"""A gateway watches a broker before it passes a WebSocket's messages on to it.
+"""A gateway has a session that watches its broker before it forwards a WebSocket's messages.
 
-The broker is a socket in the test's hand.
+A socket of the test takes the place of the broker.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tokenbus.protocol.messages import PROTOCOL_VERSION, Pong, Welcome
 from tokenbus.protocol.settings import Settings
 
 BOUND_S = 120.0
-"""Only bounds a hang."""
+"""Time limit of a wait, in seconds. It only bounds a hang."""
 
 
 class Broker:
-    """A ROUTER socket, and each message that has arrived there: its sender, type and body."""
+    """A ROUTER socket in place of a broker. The test reads its messages and sends the answers."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.socket = context.socket(zmq.ROUTER)
@@ -33,7 +33,7 @@ class Broker:
         self.address = f"tcp://127.0.0.1:{port}"
 
     async def receive(self) -> tuple[bytes, bytes, Any]:
-        # The end of the loop waits for this thread.
+        # The poll is short, because the event loop waits for this thread when it closes.
         while not await asyncio.to_thread(self.socket.poll, 50):
             pass
         peer, kind, body = self.socket.recv_multipart()
@@ -46,12 +46,12 @@ class Broker:
         self.socket.send_multipart([peer, b"WELCOME", msgspec.json.encode(answer)])
 
     def forgets(self, peer: bytes) -> None:
-        """Answers a PING as a broker does that does not know the session."""
+        """Answers a PING like a broker that does not know the session."""
         self.socket.send_multipart([peer, b"PONG", msgspec.json.encode(Pong(session=False))])
 
 
 class Browser:
-    """A client's end of a WebSocket that starlette serves."""
+    """The client of a WebSocket that starlette serves."""
 
     def __init__(self) -> None:
         self._sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -80,8 +80,9 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 def test_a_websocket_waits_until_the_broker_is_watched(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
-    """The broker was replaced between the HELLO of a WebSocket and that of the watch. The watch
-    began with the next broker, and the WebSocket waited for the first one for ever."""
+    """Regression test: the broker was replaced between the HELLO of a WebSocket and the HELLO of
+    the watch. The watch began a session at the new broker, so the WebSocket waited for the old
+    broker forever."""
 
     async def run() -> None:
         broker = Broker(context)
@@ -92,7 +93,7 @@ def test_a_websocket_waits_until_the_broker_is_watched(
         serving = asyncio.create_task(tunnels.serve(browser.socket))
         watch, kind, hello = await broker.receive()
         assert (kind, hello["client"]) == (b"HELLO", "tokenbus gateway")
-        # The watch sends a PING as its HELLO is not answered. Nobody else has sent anything.
+        # The watch sends a PING because its HELLO is not answered. The browser's HELLO still waits.
         assert (await broker.receive())[:2] == (watch, b"PING")
         broker.welcome(watch)
         kind = b"PING"
@@ -101,7 +102,7 @@ def test_a_websocket_waits_until_the_broker_is_watched(
         assert (kind, hello["client"]) == (b"HELLO", "a browser")
         broker.welcome(peer)
         assert (await browser.received.get())["text"].startswith("WELCOME ")
-        # Another broker is there now. It does not know the watch, and not the WebSocket either.
+        # From here on, the socket acts as a new broker, which does not know the two sessions.
         sender = b""
         while sender != watch:
             sender, *_ = await broker.receive()
@@ -120,8 +121,8 @@ def test_a_websocket_waits_until_the_broker_is_watched(
 def test_a_websocket_ends_if_the_broker_refuses_the_watch(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
-    """Each PING of the watch is answered with an ERROR, so that its session neither begins nor
-    ends."""
+    """Each PING of the watch is answered with an ERROR, so that the watch's session neither begins
+    nor ends."""
 
     async def run() -> None:
         broker = Broker(context)
@@ -150,7 +151,7 @@ def test_a_websocket_ends_if_the_broker_refuses_the_watch(
 def test_a_client_that_disconnects_while_no_broker_answers_is_noticed(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
-    """The client's WebSocket would otherwise stay open as long as the gateway waits for the
+    """If the gateway did not notice, the WebSocket would stay open while the gateway waits for the
     broker."""
 
     async def run() -> None:
@@ -180,13 +181,14 @@ def test_messages_that_arrive_before_the_broker_answers_are_sent_in_their_order(
         tunnels = Tunnels(Settings(front=broker.address), UserShares(100))
         browser = Browser()
         await browser.accepted()
-        # These are more messages than the gateway receives during its wait.
+        # The gateway receives fewer messages than these while it waits for the broker.
         lines = [f'PING {{"number": {number}}}' for number in range(2 * MAX_EARLY)]
         for line in lines:
             browser.send(line)
         serving = asyncio.create_task(tunnels.serve(browser.socket))
         watch, *_ = await broker.receive()
-        # The watch sends this PING after a second, in which the gateway has received messages.
+        # The watch sends this PING after a second. During this second, the gateway has received
+        # messages of the browser.
         assert (await broker.receive())[:2] == (watch, b"PING")
         broker.welcome(watch)
         numbers: list[int] = []

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions`` with tools of the bus, whose calls the gateway makes."""
+"""``/v1/chat/completions`` with tools of tool workers. The gateway calls these tools itself."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def door(steered: Bus, gateway: Gateway, folder: Path) -> Iterator[Gateway]:
-    """The gateway of a bus that serves these tools."""
+    """The gateway of a bus at which a tool worker serves ``TOOLS``."""
     file = folder / "served_tools.py"
     file.write_text(f"FOLDER = {str(folder)!r}\n{TOOLS}")
     arguments = ["tool", "serve", str(file)]
@@ -115,7 +115,7 @@ def stream(api: openai.OpenAI, **options: Any) -> list[ChatCompletionChunk]:
 
 @pytest.fixture(scope="module")
 def ending(steered: Bus) -> dict[str, int]:
-    """A bias under which the model ends its message as soon as it may."""
+    """A logit bias with which the model ends its message as soon as the mask allows the end."""
     with steered.client() as client:
         return {str(client.model_info(MODEL).eos_token_ids[0]): 100}
 
@@ -134,7 +134,7 @@ def without_ids(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 PING: Any = {"type": "function", "function": {"name": "chat_names"}}
-"""A function of the client."""
+"""A function that the client offers, and calls itself."""
 ANSWERS: dict[str, tuple[dict[str, Any], str]] = {
     "chat_numbers": ({"result": [2**53 + 1, 7]}, "[9007199254740993,7]"),
     "chat_failing": (
@@ -145,7 +145,7 @@ ANSWERS: dict[str, tuple[dict[str, Any], str]] = {
         "Error: the tool 'chat_failing' failed: ValueError: no such thing",
     ),
 }
-"""The report of a call of each tool, and its text for the model."""
+"""For each tool, the report of its call in the receipt, and the text that the model receives."""
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -159,7 +159,7 @@ def test_the_result_or_the_error_of_a_call_is_in_the_next_prompt(
     assert without_ids([call]) == [{"name": name, "arguments": "{}", **reported}]
     assert choice.finish_reason == "stop"
     assert (choice.message.tool_calls, choice.message.content) == (None, "")
-    # The prompts of both turns are those of a client that makes the call itself.
+    # The prompts of both turns are the same as if the client made the call itself.
     with steered.client() as client:
         status = client.ask(status_call(60.0, tools=[name])).status
     assert isinstance(status, Status)
@@ -234,7 +234,7 @@ def test_a_turn_with_calls_of_the_client_ends_the_answer(
     [made] = receipt(choice)["tool_calls"]
     assert (made["name"], made["result"]) == ("chat_numbers", [2**53 + 1, 7])
 
-    # The client continues with the messages of the bus's calls, and with its own result.
+    # The client appends the messages about the gateway's call, and the result of its own call.
     called, result = receipt(choice)["tool_messages"]
     assert [call["id"] for call in called["tool_calls"]] == [made["id"]]
     assert (result["tool_call_id"], result["content"]) == (made["id"], "[9007199254740993,7]")

@@ -1,4 +1,4 @@
-"""The chat page in a real Chromium. A GPU worker whose steps are the test's writes the answers."""
+"""The chat page in a real Chromium. The tests send the answers' tokens through a stepped worker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium"),
 ]
 PATIENCE_MS = 120_000.0
-"""Bounds a hang, on a machine that is busy too."""
+"""Time limit of an action in the browser, in milliseconds. It also suffices on a busy machine."""
 Scheme = Literal["light", "dark"]
 
 TEMPLATE = """\
@@ -82,7 +82,7 @@ def worker(served: tuple[Bus, SteppedWorker]) -> SteppedWorker:
 
 
 class Chat:
-    """The page, and its errors."""
+    """The chat page in a browser, and the errors that the page has reported."""
 
     def __init__(
         self, browser: Browser, url: str, scheme: Scheme = "light", width: int = 1280
@@ -96,7 +96,7 @@ class Chat:
         self.page: Page = self.opened()
 
     def opened(self) -> Page:
-        """Another tab with the page."""
+        """Opens the page in a new tab."""
         page = self.context.new_page()
         page.on("console", self._said)
         page.on("pageerror", lambda error: self.problems.append(str(error)))
@@ -109,7 +109,7 @@ class Chat:
             self.problems.append(message.text)
 
     def reload(self) -> None:
-        """Loads the page again when it has saved everything."""
+        """Waits until the page has saved everything, and reloads it."""
         expect(self.page.locator("body[data-saving]")).to_have_count(0)
         self.page.reload()
 
@@ -143,7 +143,7 @@ class Chat:
 
 @pytest.fixture
 def chat(browser: Browser, door: Gateway, request: pytest.FixtureRequest) -> Iterator[Chat]:
-    """The page, on a desktop in light, or as a parameter says: scheme and width."""
+    """The chat page. A parameter sets its color scheme and its width in pixels."""
     scheme: Scheme
     scheme, width = getattr(request, "param", ("light", 1280))
     chat = Chat(browser, door.url, scheme, width)
@@ -223,7 +223,7 @@ SLOW = {
     "spaces in a target": "[a](" + " " * 60_000 + "x",
     "tildes": "~" * 60_000 + "`",
 }
-"""Texts that take long in a parser that goes back."""
+"""Markdown texts for which a parser with backtracking takes long."""
 
 
 @pytest.mark.parametrize("text", SLOW.values(), ids=SLOW)
@@ -327,7 +327,7 @@ def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted(
     expect(chat.text).to_have_text("one")
     page.get_by_role("button", name="Delete").click()
     page.locator(".danger").click()
-    # A stream of an earlier test may end first.
+    # CANCELs of earlier tests' streams may arrive first.
     while worker.cancelled() != stream.request:
         pass
     expect(page.locator("#blank")).to_be_visible()
@@ -508,7 +508,7 @@ def test_an_answer_opens_in_the_console_with_the_same_tokens(
     console = opening.value
     expect(console.locator("#progress")).to_contain_text("finished: 12 tokens")
     expect(console.locator("#prompt")).to_have_value(re.compile(r"User: def add"))
-    # The console marks each new line.
+    # The console shows a sign for each newline.
     text = (console.locator("#sequences .text").text_content() or "").replace("\u21b5", "")
     assert shown.strip() in text
     assert chat.problems == []

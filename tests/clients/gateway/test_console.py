@@ -27,11 +27,11 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium"),
 ]
 PATIENCE_MS = 120_000.0
-"""Bounds a hang, on a machine that is busy too."""
+"""Time limit of an action in the browser, in milliseconds. It also suffices on a busy machine."""
 
 FORKS = guest(
-    # Each round writes "round" to the log and "d\n" to a variable of that name. In round 4 two
-    # sequences are made of one; the second drops 2 of its 3 tokens and appends "a" and "b".
+    # Each round writes "round" to the log and "d\n" to a variable named "round". In round 4 the
+    # sequence forks. The second sequence drops 2 of its 3 tokens and appends "a" and "b".
     pre="""(if (i32.eq (global.get $round) (i32.const 4)) (then
       (i32.store (i32.const 1056) (i32.const 2)) (return (i32.const 3))))""",
     mid="""(call $log (i32.const 512) (i32.const 6))
@@ -54,7 +54,7 @@ def browser() -> Iterator[Browser]:
 
 
 class Console:
-    """The page, and what it complained about."""
+    """The console in a browser, and the errors that the page has reported."""
 
     def __init__(
         self, browser: Browser, url: str, scheme: Literal["light", "dark"], width: int
@@ -75,7 +75,7 @@ class Console:
             self.problems.append(message.text)
 
     def choose(self, kind: str, argument: str) -> None:
-        """Chooses what steers the generation."""
+        """Chooses how the generation is steered, and enters the argument."""
         self.page.get_by_role("radio", name=kind, exact=True).check()
         self.page.locator("#argument-text").fill(argument)
 
@@ -92,11 +92,11 @@ class Console:
         expect(self.page.locator("#progress")).to_contain_text("finished")
 
     def sequence(self, seq: int) -> Any:
-        """The sequence of this number."""
+        """The list item of the sequence with this number."""
         return self.page.locator(f"#sequences > li[data-seq='{seq}']")
 
     def check_accessibility(self) -> None:
-        """Fails where axe finds a serious violation."""
+        """Fails if axe finds a serious violation."""
         found = Axe().run(self.page).response["violations"]
         serious = [one for one in found if one["impact"] in ("serious", "critical")]
         assert [(one["id"], [n["html"] for n in one["nodes"]]) for one in serious] == []
@@ -106,7 +106,7 @@ class Console:
 def console(
     browser: Browser, gateway: Gateway, request: pytest.FixtureRequest
 ) -> Iterator[Console]:
-    """The page, on a desktop in light, or as a parameter says: scheme and width."""
+    """The console. A parameter sets its color scheme and its width in pixels."""
     scheme: Literal["light", "dark"]
     scheme, width = getattr(request, "param", ("light", 1280))
     console = Console(browser, gateway.url, scheme, width)
@@ -116,7 +116,7 @@ def console(
 
 
 def upload(console: Console, file: Path, module: bytes) -> None:
-    """Uploads a module as a file, and waits until its tag is the controller."""
+    """Uploads a module as a file, and waits until the page has chosen its tag as the controller."""
     file.write_bytes(module)
     console.page.get_by_role("radio", name="controller", exact=True).check()
     console.page.locator("#upload").set_input_files(file)
@@ -206,13 +206,13 @@ def test_forks_writes_and_splices_are_drawn(console: Console, tmp_path: Path) ->
 
 
 def example(console: Console, name: str) -> None:
-    """Chooses an example with a module, and waits until that is stored."""
+    """Chooses an example that has a module, and waits until the module is uploaded."""
     console.page.locator("#example").select_option(label=name)
     expect(console.page.locator("#uploaded")).to_contain_text("native ABI")
 
 
 def figure(console: Console, name: str) -> str:
-    """The figure of this name above the generation."""
+    """The value of the figure ``name``, which stands above the generation."""
     row = console.page.locator("#figures > div").filter(has_text=name).first
     return row.locator("dd").inner_text()
 
@@ -273,7 +273,7 @@ def test_a_seed_that_is_shown_gives_the_same_tokens_again(console: Console) -> N
     console.finished()
     text = console.sequence(0).locator(".text").text_content()
     seed = figure(console, "Seed")
-    # The last step was followed, and stays chosen at the end.
+    # During the generation, the page chose each new step. The last step stays chosen at the end.
     last = console.page.locator("#sequences .token").last
     expect(last).to_have_class(re.compile("chosen"))
     console.generate(seed=seed)
@@ -405,7 +405,7 @@ def test_an_error_of_another_field_is_shown_at_that_field(console: Console) -> N
 
 
 def place_of(console: Console, kind: str, message: str, text: str) -> str | None:
-    """The text that the page takes as the place of an error."""
+    """The part of ``text`` that the page marks as the place of an error."""
     found: str | None = console.page.evaluate(
         """async ([kind, message, text]) => {
           const { placeOf } = await import("/console/places.js");
@@ -448,7 +448,7 @@ def test_the_system_and_the_page_s_own_streams_are_shown(console: Console, steer
     rows = page.get_by_role("row").filter(has=page.get_by_role("cell", name="regex", exact=True))
     others = page.get_by_role("row").filter(has=page.get_by_role("cell", name="-93", exact=True))
     with steered.client() as client:
-        # More than will be generated before the page has asked for the status.
+        # Both generations are so long that they still run when the page requests the status.
         with client.generate("x", max_tokens=1000, n=64, ignore_eos=True, priority=-93) as stream:
             next(stream)
             console.choose("regex", "[a-z]{2000}")
@@ -501,7 +501,7 @@ def test_a_page_whose_websocket_is_refused_asks_for_an_api_key(
     gateway = steered.start_gateway(api_keys=file)
     context = browser.new_context(reduced_motion="reduce")
     page = context.new_page()
-    # As with a browser that sends what it was asked for with the page, and not with the WebSocket.
+    # The browser sends the key with requests for the page, but not with the WebSocket's request.
     with_key = {"authorization": f"Bearer {key}"}
     page.route("**/console**", lambda route: route.continue_(headers=with_key))
     page.goto(f"{gateway.url}/console")

@@ -1,4 +1,4 @@
-"""How the files of the console are served."""
+"""The headers and the contents with which the console's files are served."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_policy_allows_the_files_of_the_page_and_nothing_else(files: TestClien
     assert {policy[f"{kind}-src"] for kind in ("script", "style", "img", "connect")} == {"'self'"}
     assert policy["frame-ancestors"] == "'none'"
     assert answer.headers["x-content-type-options"] == "nosniff"
-    assert "style=" not in answer.text, "the policy forbids styles in the page"
+    assert "style=" not in answer.text, "the policy forbids style attributes"
 
 
 def test_a_browser_asks_whether_its_copy_is_the_newest(files: TestClient) -> None:

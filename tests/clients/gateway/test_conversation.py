@@ -53,13 +53,13 @@ TEMPLATE = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
 """
-"""Writes thinking and calls as the Hermes family does."""
+"""A chat template that writes thinking and calls like the Hermes family."""
 FUNCTIONS = [Function("weather", {"type": "object"}), Function("ping", {"type": "object"})]
 FORM = AnswerForm(structure_of(HERMES, Wanted(FUNCTIONS, thinking="first")), {})
 
 
 class Case(NamedTuple):
-    """An answer, and the pieces in which it arrives."""
+    """An answer, and the sizes of the pieces in which it arrives."""
 
     thinking: str
     text: str
@@ -104,7 +104,7 @@ def whole_chat(case: Case) -> dict[str, Any]:
 
 
 def streamed_chat(case: Case) -> dict[str, Any]:
-    """The message that a client assembles from the chunks."""
+    """The message that a client assembles from the chunks of a streamed answer."""
     request = msgspec.convert({"messages": [{"role": "user", "content": "x"}]}, ChatRequest)
     chunks = ChatChunks("chatcmpl-1", 1, request, prepared(FORM), Counter())
     data = b"".join(chunks.write([entry]) for entry in case.entries).decode()
@@ -124,7 +124,7 @@ def streamed_chat(case: Case) -> dict[str, Any]:
 
 
 def next_chat(message: dict[str, Any]) -> tuple[Conversation, Ignored]:
-    """The next request, with the fields that clients add to an answer."""
+    """Decodes the next request. Its assistant message has the fields that clients add."""
     thinking = message.get("reasoning_content")
     for number, call in enumerate(message.get("tool_calls", ())):
         call |= {"index": number, "namespace": "n", "provider_specific_fields": {"a": 1}}

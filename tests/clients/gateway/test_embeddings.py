@@ -1,5 +1,4 @@
-"""Embeddings, reranking and scores: a decoder's and an encoder's states, compared with
-transformers' own."""
+"""Embeddings, reranking and scores of a decoder and of an encoder equal those of transformers."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def encoder(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def encoding(encoder: Path) -> Iterator[Gateway]:
-    """A gateway of a system that serves the encoder only."""
+    """A gateway of a system that serves only the encoder."""
     with Bus(recover_s=0.1, model=encoder) as bus:
         bus.start_worker()
         bus.wait_for_models(str(encoder))
@@ -86,7 +85,7 @@ def test_a_decoder_gives_its_last_states(api: openai.OpenAI) -> None:
     assert [one.index for one in answer.data] == [0, 1, 2]
     assert answer.usage.prompt_tokens == answer.usage.total_tokens > 20
     np.testing.assert_allclose(found, expected(embedded.path(), TEXTS, "last", True), atol=1e-4)
-    # The client's default is base64.
+    # By default, the client requests the vectors in base64.
     default = api.embeddings.create(model=MODEL, input=TEXTS)
     np.testing.assert_allclose([one.embedding for one in default.data], found, atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""Values that other servers accept have the same meaning at the interfaces with these fields."""
+"""Field values that other servers accept have the same meaning in the same field of the gateway."""
 
 from __future__ import annotations
 

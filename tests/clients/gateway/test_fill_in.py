@@ -1,4 +1,4 @@
-"""The field ``suffix`` of completions: text that is filled in the middle."""
+"""With the field ``suffix``, a completion is the text between the prompt and the suffix."""
 
 from __future__ import annotations
 

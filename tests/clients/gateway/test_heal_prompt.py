@@ -21,7 +21,7 @@ WAIT_S = 120.0
 
 
 class Healed:
-    """The tokens around the word that the prompt cuts."""
+    """A prompt that ends inside a word, and the token with which the sequence must continue."""
 
     def __init__(self, client: Client) -> None:
         tokenizer = Tokenizer.from_str(client.tokenizer().json)
@@ -31,7 +31,7 @@ class Healed:
         assert whole[:at] == self.prompt[:at]
         assert whole[at] != self.prompt[at]
         self.wanted = whole[at]
-        """The tokens of the vocabulary where the prompt's last token is."""
+        """The token of the whole text at the position of the prompt's last token."""
         self.rest = tokenizer.decode(whole[: at + 1]).removeprefix(PROMPT)
         assert self.rest
         self.options: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Probes, and how a gateway ends: what runs goes on, and a rolling restart fails no request."""
+"""Probes of a gateway. A gateway that ends finishes its requests. A rolling restart fails none."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def body(max_tokens: int, **fields: Any) -> dict[str, Any]:
 def test_a_gateway_that_serves_is_live_ready_and_healthy(gateway: Gateway) -> None:
     assert get(gateway, "/live") == (200, {"status": "live"})
     for path in ("/ready", "/health"):
-        # It asks the broker, for two seconds.
+        # The answer is 503 if the broker does not answer within two seconds.
         until(lambda p=path: get(gateway, p) == (200, {"status": "ready"}), 300.0, path)  # type: ignore[misc]
 
 
@@ -64,7 +64,7 @@ def events(response: httpx.Response) -> Iterator[str]:
 
 def test_a_draining_gateway_is_not_ready_and_finishes_what_runs(steered: Bus) -> None:
     door = steered.start_gateway()
-    # From now on it waits until a probe has seen the drain.
+    # A gateway that was probed does not close its port before a probe has received a 503.
     until(lambda: get(door, "/ready")[0] == 200, 300.0, "it is ready")
     with httpx.stream(
         "POST", f"{door.url}/v1/completions", json=body(150, stream=True), timeout=120.0
@@ -112,7 +112,7 @@ def tokens(line: str | bytes) -> list[dict[str, Any]]:
 
 
 class Load:
-    """Requests one after another on threads of their own, until ``stop``."""
+    """Several threads that each send one request after another, until ``stop``."""
 
     def __init__(self, url: str) -> None:
         self._url = f"{url}/v1/completions"
@@ -129,7 +129,7 @@ class Load:
             thread.start()
 
     def wait_for_more(self, each: int) -> None:
-        """Waits until each thread has had this many more answers."""
+        """Waits until each thread has received ``each`` more answers."""
         wanted = {name: count + each for name, count in self.done.items()}
         until(
             lambda: self.failures or all(self.done[n] >= count for n, count in wanted.items()),
@@ -153,11 +153,11 @@ class Load:
                     return
 
     def _fresh(self, client: httpx.Client) -> None:
-        """On a new connection."""
+        """Sends a request on a new connection."""
         httpx.post(self._url, json=body(2), timeout=120.0).raise_for_status()
 
     def _kept(self, client: httpx.Client) -> None:
-        """On the connection of the request before."""
+        """Sends a request on the connection of the previous request."""
         client.post(self._url, json=body(2)).raise_for_status()
 
     def _streamed(self, client: httpx.Client) -> None:
@@ -171,7 +171,7 @@ def test_a_rolling_restart_of_two_gateways_on_one_port_fails_no_request(steered:
 
     def start() -> Gateway:
         door = steered.start_gateway(http=address, gateways=2)
-        # An answer at this address may be another one's.
+        # An answer at this address may come from the other gateway, so the log is checked.
         until(lambda: "listening on" in door.process.log, 120.0, "a gateway that listens")
         return door
 

@@ -1,4 +1,4 @@
-"""Requests that are made to harm: each is refused, and nothing else suffers from it."""
+"""Hostile requests are refused or bounded, and do not delay other requests."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ async def test_many_alternatives_are_composed_on_another_thread() -> None:
 
 
 class Watched:
-    """A tokenizer: how often the event loop ran while it worked."""
+    """A tokenizer that counts how often the event loop ran during its last call."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""Connections that send without an end or too slowly, that do not read, and that are too many."""
+"""The gateway closes connections that send without an end, send too slowly or do not read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_headers_without_an_end_close_the_connection(
 ) -> None:
     address = urlsplit(gateway.url)
     answer = b""
-    # The answer is lost where the kernel resets a connection that is closed with data unread.
+    # The answer is lost if the gateway closes the connection before it has read all data, because
+    # the kernel then resets the connection.
     with (
         socket.create_connection((address.hostname, address.port), timeout=300.0) as connection,
         suppress(ConnectionError),
@@ -52,7 +53,7 @@ def test_headers_without_an_end_close_the_connection(
 
 
 class Transport(asyncio.Transport):
-    """Keeps what is written."""
+    """A transport that keeps the written bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,12 +82,12 @@ class Transport(asyncio.Transport):
         pass
 
     async def ended(self) -> None:
-        """Waits until it is closed."""
+        """Waits until the transport is closed."""
         await asyncio.wait_for(self.closed.wait(), 60.0)
 
 
 async def _reads(scope: Any, receive: Any, send: Any) -> None:
-    """Reads the body, as far as it comes."""
+    """An application that reads the body of a request to its end."""
     while (await receive()).get("more_body"):
         pass
 
@@ -96,7 +97,7 @@ async def _reads_nothing(scope: Any, receive: Any, send: Any) -> None:
 
 
 def connected(app: Any = _reads) -> tuple[BoundedHttp, Transport]:
-    """A connection that has just been opened."""
+    """The protocol and the transport of a connection that has just been opened."""
     transport = Transport()
     protocol = BoundedHttp(uvicorn.Config(app), ServerState(), {})
     protocol.connection_made(transport)

@@ -1,4 +1,4 @@
-"""Requests with an idempotency key: the next gateway serves them, from the same request."""
+"""A request that is repeated with its idempotency key gets the answer of the first request."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def post(
 
 
 def fewer_sessions(client: Client, than: int) -> bool:
-    """Whether the broker has fewer sessions than before."""
+    """Whether the broker has fewer than ``than`` sessions."""
     return client.status().sessions < than
 
 
 def events(answer: HTTPResponse, most: int | None = None) -> list[tuple[int, bytes]]:
-    """The next events of an answer that have a number, up to ``most`` of them."""
+    """The numbers and the data of the next numbered events of an answer, at most ``most``."""
     found: list[tuple[int, bytes]] = []
     number = None
     while (most is None or len(found) < most) and (line := answer.readline()):
@@ -78,7 +78,7 @@ def events(answer: HTTPResponse, most: int | None = None) -> list[tuple[int, byt
 
 
 def without_time(found: list[tuple[int, bytes]]) -> list[tuple[int, Any]]:
-    """The events, but for the time at which the answer began."""
+    """The events without the time at which the answer began."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -116,7 +116,7 @@ def test_the_next_gateway_serves_the_same_request(
         assert part[0][0] == 1 + skipped
         if last_event is None:
             assert without_time(part)[:3] == without_time(before)
-            # A second one takes the stream over from this one.
+            # A later connection with the same key takes over the stream from this connection.
             third = post(second, path, "a", **stream)
             assert worker.attached() == running.request
             running.send_again()
@@ -135,7 +135,7 @@ def test_the_next_gateway_serves_the_same_request(
 def test_a_repetition_has_the_same_events_whatever_has_arrived_at_once(
     steered: Bus, path: str
 ) -> None:
-    """With tokens of a model, drawn without a seed."""
+    """The embedded model samples the tokens, and the request has no seed."""
     gateway = steered.start_gateway()
     more: dict[str, Any] = {"model": "embedded", "stream": True, "max_tokens": 300}
     asked = post(gateway, path, "f", **more)
@@ -187,7 +187,7 @@ def test_a_request_that_the_broker_has_no_more_runs_again_with_its_seed(
             found.append((running.generate.seed, json.loads(asked.getresponse().read())["id"]))
             asked.close()
             # Until the session of the request has ended, the broker still has the answer.
-            until(partial(fewer_sessions, client, sessions), WAIT_S, "no session has ended")
+            until(partial(fewer_sessions, client, sessions), WAIT_S, "the session's end")
     assert found[0] == found[1]
     assert found[0][0] is not None
 
@@ -206,7 +206,7 @@ def test_a_key_is_one_user_s_and_for_one_body(served: tuple[Bus, SteppedWorker])
         assert refused.status == 409
         assert json.loads(refused.read())["error"]["code"] == "idempotency_key_reused"
         other.close()
-    # Another user with the same key has another request, with another seed.
+    # The same key of another user leads to another request with another seed.
     stranger = post(gateway, "/v1/completions", "d", address="127.0.0.2", stream=True)
     own = worker.begun()
     assert own.request != running.request
@@ -248,7 +248,7 @@ def test_one_user_cannot_have_all_sessions_of_named_requests(tmp_path: Path) -> 
     assert rooms.enter("another", 0, "bob")
     rooms.leave("token 0", "ann")
     assert rooms.enter("token 0", 1, "bob")
-    # The secret is that of the run directory.
+    # The secret is stored in the run directory.
     assert NamedRequests(load(run_dir=str(tmp_path))).secret == rooms.secret
     assert (tmp_path / "gateway-secret").stat().st_mode & 0o777 == 0o600
 

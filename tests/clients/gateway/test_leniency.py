@@ -1,4 +1,4 @@
-"""Fields that a gateway does not implement are named, dropped, or refused with
+"""Fields that a gateway does not implement are ignored and named in a header, or refused with
 ``strict_fields``."""
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_the_work_of_a_repair_does_not_grow_with_elements_that_have_no_field(ele
         with pytest.raises(ApiError):
             decode_body(body, ChatRequest, Ignored())
 
-    work(1)  # Describes the types of the body.
+    work(1)  # The first call also describes the types of the body.
     assert work(2_000) < work(10) + 100
 
 

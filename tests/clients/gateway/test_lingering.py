@@ -1,4 +1,4 @@
-"""A gateway leaves its place to the next one, and finishes its streams beside it."""
+"""A gateway gives its address to the next gateway, and finishes its streams in the meantime."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .stepped import Stepped, SteppedWorker, stepped_worker
 pytestmark = pytest.mark.process
 
 DRAIN_S = 0.2
-"""Shorter than the streams of these tests, and than a gateway takes to start."""
+"""Drain time in seconds. It is shorter than the streams here and than the start of a gateway."""
 BODY = {"model": "stepped", "prompt": [5], "max_tokens": 100, "stream": True}
 
 
@@ -38,7 +38,7 @@ def kept() -> Iterator[ExitStack]:
 
 
 def start(bus: Bus, kept: ExitStack, http: str) -> tuple[Gateway, psutil.Process]:
-    """A gateway that lingers, and its process that serves."""
+    """Starts a gateway with ``--lingers``. Returns it and its child process, which serves."""
     log = bus.folder / f"lingering-{free_port()}.log"
     environment = bus.environment | {"TOKENBUS_HTTP": http, "TOKENBUS_DRAIN_S": str(DRAIN_S)}
     process = Process("tokenbus.clients.gateway", log, environment, arguments=["--lingers"])
@@ -57,7 +57,7 @@ def end(process: psutil.Process) -> None:
 
 @contextmanager
 def stream(door: Gateway, worker: SteppedWorker) -> Iterator[tuple[Stepped, Iterator[str]]]:
-    """A stream of server-sent events with its first token, and the request at the worker."""
+    """Starts a stream. Yields the request at the worker, and the events after the first token."""
 
     def begin() -> Stepped:
         running = worker.begun()

@@ -1,4 +1,4 @@
-"""LMTP over WebSocket: what is not the same on every transport."""
+"""Behaviour of LMTP over WebSocket that the other transports do not share."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_client_that_asks_for_columns_gets_them_in_binary_messages(
     kind, error = receive_binary(socket)
     assert (kind, error["path"]) == ("ERROR", "$.max_tokens")
     socket.send(b"PING {}")
-    assert receive(socket)[0] == "ERROR"  # Of the gateway itself, which speaks in text.
+    assert receive(socket)[0] == "ERROR"  # The gateway itself sends this error, as text.
     send(socket, "PING", n=3)
     assert receive_binary(socket) == ("PONG", {"n": 3})
 
@@ -136,7 +136,7 @@ def receive_binary(socket: ClientConnection) -> tuple[str, Any]:
 
 
 def token_bodies(socket: ClientConnection) -> Iterator[Any]:
-    """The bodies of the only stream, to its end."""
+    """The bodies of all TOKEN messages until the only stream ends."""
     while True:
         kind, body = receive_binary(socket)
         assert kind == "TOKEN"
@@ -164,7 +164,7 @@ def test_a_message_that_is_too_large_is_answered_or_ends_the_connection(
     send(socket, "GENERATE", stream_id=1, prompt="x" * (17 * 1024 * 1024))
     kind, error = receive(socket)
     assert (kind, error["code"]) == ("ERROR", "too_large")
-    # The head of a text message of 25 MiB: its contents need not be sent to be refused.
+    # This is the header of a text message of 25 MiB. It is refused before its contents are sent.
     socket.socket.sendall(struct.pack("!BBQ4x", 0x81, 0x80 | 127, 25 * 1024 * 1024))
     with pytest.raises(ConnectionClosed) as closed:
         socket.recv(WAIT_S)
@@ -176,15 +176,15 @@ def test_a_websocket_that_closes_cancels_its_streams(gateway: Gateway, steered: 
     with steered.client() as client:
         before = client.status().counters["token_bodies"]
         with connect(gateway.ws_url) as socket:
-            # So many sequences that generating them all would take long.
+            # To generate this number of sequences to their ends would take long.
             send(socket, "GENERATE", stream_id=1, **LONG, n=64, temperature=1.0)
             receive(socket)
-        until(lambda: not working(client), WAIT_S, "the end of what the WebSocket had begun")
+        until(lambda: not working(client), WAIT_S, "the end of the WebSocket's streams")
         assert client.status().counters["token_bodies"] - before < LONG["max_tokens"]
 
 
 def working(client: Client) -> bool:
-    """Whether a broker has streams, or a GPU worker has requests."""
+    """Whether the broker has streams, or a GPU worker has requests."""
     status = client.status()
     return bool(status.streams or any(w.requests for w in status.workers if w.role == "gpu"))
 
@@ -193,7 +193,7 @@ def test_many_websockets_that_open_and_vanish_leave_nothing_behind(
     gateway: Gateway, steered: Bus
 ) -> None:
     with steered.client() as client, connect(gateway.ws_url) as first:
-        # With it, what the gateway keeps for its first WebSocket is there.
+        # After this answer, the gateway has opened everything that it keeps open for WebSockets.
         send(first, "MODEL_INFO", stream_id=1)
         receive(first)
         sessions, descriptors = client.status().sessions, open_files(gateway)
@@ -201,13 +201,13 @@ def test_many_websockets_that_open_and_vanish_leave_nothing_behind(
 
         def as_before() -> bool:
             return (
-                # The gateway's own session may have begun since.
+                # The gateway's own session may have begun after the count.
                 client.status().sessions <= sessions + 1
                 and open_files(gateway) <= descriptors
                 and not working(client)
             )
 
-        until(as_before, WAIT_S, "an end of all that the WebSockets had begun")
+        until(as_before, WAIT_S, "the end of sessions and streams")
         send(first, "MODEL_INFO", stream_id=2)
         assert receive(first)[0] == "MSG"
         assert "Traceback" not in gateway.process.log
@@ -249,7 +249,7 @@ def test_a_slow_reader_neither_grows_the_gateway_nor_slows_others(
                     while not generates(socket, number):
                         pass
             assert client.status().workers
-        # The answers have 15 MB: what is not read waits at the broker, up to its bound.
+        # The answers have 15 MB. Unread answers wait at the broker, up to its bound.
         assert resident_bytes(gateway) - memory < 8 * 1024 * 1024
         send(slow, "PING", n=7)
         while True:
@@ -260,7 +260,8 @@ def test_a_slow_reader_neither_grows_the_gateway_nor_slows_others(
 
 
 def generates(socket: ClientConnection, stream_id: int) -> bool:
-    """Generates two tokens; False if both connections' user has too many open streams."""
+    """Generates two tokens. Returns False if the user of both connections has too many open
+    streams."""
     send(socket, "GENERATE", stream_id=stream_id, prompt=[263], max_tokens=2)
     while True:
         kind, body = receive(socket)

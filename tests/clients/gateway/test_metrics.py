@@ -1,4 +1,4 @@
-"""The places of the counters, and how the gateway shows it: without a system."""
+"""Metrics are counted, labelled and shown correctly. These tests need no running system."""
 
 from __future__ import annotations
 

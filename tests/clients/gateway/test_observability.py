@@ -51,7 +51,7 @@ def observed(processes: None, receiver: Receiver) -> Iterator[Bus]:
 
 @pytest.fixture(scope="module")
 def door(observed: Bus) -> Gateway:
-    """Its gateway."""
+    """The gateway of the observed system."""
     return observed.gateways[0]
 
 
@@ -61,7 +61,7 @@ def completion(door: Gateway, headers: dict[str, str] | None = None, **fields: A
 
 
 def scrape(door: Gateway) -> Samples:
-    """All samples of ``/metrics``, but for those that change by themselves."""
+    """All samples of ``/metrics`` except ages and uptimes, which change without requests."""
     text = httpx.get(f"{door.url}/metrics", timeout=300.0).text
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
@@ -78,7 +78,8 @@ def total(samples: Samples, name: str, **labels: str) -> float:
 
 
 def after_heartbeats(door: Gateway, ended: float, rounds: float = 0) -> Samples:
-    """A scrape when the workers have reported this many ended requests, and rounds."""
+    """Scrapes until the workers have reported ``ended`` requests and ``rounds`` rounds. Returns the
+    last samples."""
     found: list[Samples] = []
 
     def reported() -> bool:
@@ -102,7 +103,8 @@ def test_requests_of_all_clients_are_counted(observed: Bus, door: Gateway) -> No
             PROMPT, max_tokens=6, controller="regex", controller_arg="[a-z]{4,60}"
         ).tokens()
     generated = len(free) + len(steered) + completion(door).json()["usage"]["completion_tokens"]
-    # One before its first token, and one after it at least: a round may be for several tokens.
+    # There is one round before the first token and at least one after it. A round may be for
+    # several tokens.
     rounds = total(before, "controller_rounds_total") + 2
     after = after_heartbeats(door, ended + 3, rounds)
 
@@ -130,7 +132,7 @@ def test_every_metric_is_served_and_two_gateways_show_the_same(
 ) -> None:
     assert completion(door, model="unknown-model").status_code == 404
     assert completion(door, structured_outputs={"regex": "["}).status_code == 400
-    for _ in range(2):  # What the second one needs is compiled already.
+    for _ in range(2):  # The second request uses the compiled pattern.
         assert completion(door, structured_outputs={"regex": "ab?"}).status_code == 200
     other = observed.start_gateway()
     ended = total(scrape(door), "request_success_total")
@@ -141,10 +143,10 @@ def test_every_metric_is_served_and_two_gateways_show_the_same(
     def shared(samples: Samples) -> Samples:
         return {key: v for key, v in samples.items() if "gateway" not in dict(key[1])}
 
-    expected = set(FAMILIES) - {"num_requests_queued"}  # Nothing waits here.
+    expected = set(FAMILIES) - {"num_requests_queued"}  # No request is queued.
 
     def missing() -> set[str]:
-        """Those that no worker has reported yet: each does with its next heartbeat."""
+        """The expected metrics that are still missing. Workers report with each heartbeat."""
         names = {name for name, _ in scrape(door)}
         return {
             name
@@ -169,7 +171,7 @@ def test_the_scrape_has_the_format_that_is_asked_for(door: Gateway) -> None:
 
 def test_a_status_without_metrics_carries_none(observed: Bus) -> None:
     with observed.client() as client:
-        # They come with a worker's first heartbeat.
+        # A worker's first heartbeat has its metrics.
         until(lambda: any(w.metrics for w in client.status(metrics=True).workers), 300.0, "metrics")
         plain: Status = client.status()
     assert not any(worker.metrics for worker in plain.workers)
@@ -179,7 +181,7 @@ def test_a_status_without_metrics_carries_none(observed: Bus) -> None:
 
 
 def new_parent() -> tuple[str, str, str]:
-    """A traceparent; its trace and its span."""
+    """A new traceparent, and the ids of its trace and of its span."""
     trace, span = secrets.token_hex(16), secrets.token_hex(8)
     return f"00-{trace}-{span}-01", trace, span
 
@@ -249,7 +251,7 @@ def test_a_request_that_is_not_sampled_makes_no_span(
     assert completion(door, {"traceparent": unsampled}).status_code == 200
     sampled, later, _ = new_parent()
     assert completion(door, {"traceparent": sampled}).status_code == 200
-    until(lambda: "tokenbus-gpu" in receiver.of(later), 300.0, "the spans of the other trace")
+    until(lambda: "tokenbus-gpu" in receiver.of(later), 300.0, "the spans of the sampled trace")
     assert receiver.of(trace) == {}
 
 
@@ -257,7 +259,7 @@ def test_a_request_that_is_not_sampled_makes_no_span(
 
 
 def lines_about(observed: Bus, request_id: str) -> dict[str, list[dict[str, Any]]]:
-    """The lines of log with an id, by process."""
+    """The log lines that have a request id, by process."""
     found: dict[str, list[dict[str, Any]]] = {}
     running = [*observed.workers, *observed.others, *(g.process for g in observed.gateways)]
     for process in (observed.broker, *running):

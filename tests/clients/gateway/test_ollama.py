@@ -1,4 +1,4 @@
-"""Ollama's interface, by Ollama's own Python client."""
+"""Ollama's interface, with Ollama's own Python client."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def api(gateway: Gateway) -> ollama.Client:
 
 @pytest.fixture(scope="module")
 def served(processes: None) -> Iterator[tuple[SteppedWorker, ollama.Client]]:
-    """A worker whose steps are the test's, and a client of its gateway."""
+    """A stepped worker, and Ollama's client of a gateway of the worker's system."""
     with Bus() as bus:
         bus.start_other("state")
         bus.start_other("controller")

@@ -1,4 +1,4 @@
-"""The chunks of streams whose sequences fork, take tokens back, or end together."""
+"""The chunks of streams whose sequences fork, drop tokens, or end together."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def entry(text: str, pos: int, seq: int = 0, **more: Any) -> Token:
 
 
 def choices(data: bytes) -> list[dict[str, Any]]:
-    """The choices of all chunks in some events."""
+    """The choices of all chunks in ``data``, which has complete server-sent events."""
     assert data.endswith(b"\n\n")
     events = data.decode().split("\n\n")[:-1]
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]

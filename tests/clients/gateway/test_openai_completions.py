@@ -49,7 +49,7 @@ def stream(api: openai.OpenAI, prompt: Any = PROMPT, **options: Any) -> list[Com
 
 
 def texts(chunks: list[Completion]) -> dict[int, str]:
-    """The text of each choice, put together from its chunks."""
+    """The text of each choice, assembled from its chunks."""
     found: dict[int, str] = {}
     for chunk in chunks:
         for choice in chunk.choices:
@@ -275,7 +275,8 @@ def test_the_receipt_says_if_the_end_was_appended_or_is_missing(api: openai.Open
     how, reason, text = ended(
         {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 9}}, 36
     )
-    # Near the end the masks themselves lead to it.
+    # Near the limit, masks may allow only tokens that lead to the end. The text is then complete
+    # without an appended end.
     assert how in ("closed", "complete")
     assert reason == "stop"
     assert len(json.loads(text)) >= 9
@@ -420,7 +421,7 @@ def test_streams_that_nobody_reads_do_not_hold_up_others(
     try:
         until(lambda: live(bus_client) == 4, 120, "all streams run")
         assert complete(api).choices[0].finish_reason == "length"
-        until(lambda: live(bus_client) == 0, 120, "the unread streams end at the bus all the same")
+        until(lambda: live(bus_client) == 0, 120, "the end of the unread streams at the broker")
     finally:
         for connection in unread:
             connection.close()
@@ -447,7 +448,7 @@ def test_a_body_that_is_not_one_is_refused(gateway: Gateway) -> None:
 
 
 def request_head(gateway: Gateway, length: int) -> bytes:
-    """The answer to a body of which only the length was sent."""
+    """Sends only the first bytes of a body, and returns the first bytes of the answer."""
     host, _, port = gateway.url.removeprefix("http://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=300) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}:{port}\r\n"

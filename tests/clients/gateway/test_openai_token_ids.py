@@ -37,7 +37,7 @@ def wanted(client: Client, prompt: list[int], **options: Any) -> list[GeneratedS
 
 
 def check(choice: dict[str, Any], sequence: GeneratedSequence) -> None:
-    """Fails unless a choice has the tokens and the reports of a sequence."""
+    """Fails if the tokens or the reports of a choice differ from those of a sequence."""
     assert choice["token_ids"] == sequence.tokens
     assert choice["processed_logprobs"] == sequence.processed_logprobs
     assert choice["kept"] == sequence.kept
@@ -46,7 +46,7 @@ def check(choice: dict[str, Any], sequence: GeneratedSequence) -> None:
 
 
 def joined(chunks: list[Any], index: int) -> dict[str, Any]:
-    """The fields of a choice, put together from its chunks."""
+    """The additional fields of a choice, assembled from its chunks."""
     found: dict[str, Any] = {}
     for chunk in chunks:
         for choice in chunk.choices:

@@ -1,5 +1,5 @@
-"""The OpenAPI document: it is valid and whole, and no request that it allows or forbids ends in a
-500."""
+"""The OpenAPI document is valid and complete. No request gets a status of 500, whether the document
+allows the request or not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SECONDS = 300.0
 ROOT = Path(__file__).parents[3]
 PAGES = ("http", "anthropic", "aici", "rollouts")
 UNDOCUMENTED = {"/", "/openapi.json"}
-"""The WebSocket's path, and the document's own."""
+"""Paths that the document does not have: the WebSocket's path and the document's own."""
 FEW = {
     "max_tokens": 2,
     "max_completion_tokens": 2,
@@ -41,9 +41,9 @@ FEW = {
     "best_of": 2,
     "top_logprobs": 3,
 }
-"""The most of what costs time; the sizes themselves are tested elsewhere."""
+"""Maximum values of fields that cost time. Other tests check large values."""
 REST = -1
-"""The maximum of tokens that asks for the rest of the context."""
+"""The value of a maximum of tokens that means the rest of the context."""
 
 LIMITS = {
     "/v1/chat/completions": "max_tokens",
@@ -55,7 +55,7 @@ LIMITS = {
     "/api/generate": "options.num_predict",
     "/generate": "sampling_params.max_new_tokens",
 }
-"""The fields that bound the tokens of answers, which are otherwise long, by path."""
+"""For each path, the field that bounds an answer's tokens. Without the field, answers are long."""
 CONTRADICTORY = {
     "controller",
     "controller_arg",
@@ -134,7 +134,7 @@ def test_no_request_makes_the_gateway_fail(gateway: Gateway, schema: OpenApiSche
 
 
 def try_cases(cases: st.SearchStrategy[Case], client: httpx.Client) -> None:
-    """Sends some cases, and checks that none is answered by a failure of the gateway."""
+    """Sends random requests, and checks that none gets a status of 500 or more."""
 
     @settings(
         max_examples=examples(8),
@@ -148,7 +148,7 @@ def try_cases(cases: st.SearchStrategy[Case], client: httpx.Client) -> None:
         try:
             case = data.draw(cases)
         except InvalidSchema:
-            # Schemathesis cannot make an example of some choices that it makes itself.
+            # Schemathesis cannot generate a value for some schemas that it has chosen itself.
             reject()
         sent = case.as_transport_kwargs(base_url=str(client.base_url))
         body = sent.get("json")
@@ -164,7 +164,7 @@ def try_cases(cases: st.SearchStrategy[Case], client: httpx.Client) -> None:
             json=body,
         )
         if answer.status_code == 503 and sent["url"].endswith(("/ready", "/health")):
-            return  # The broker stood still for two seconds.
+            return  # The broker did not answer for two seconds.
         assert answer.status_code < 500, (answer.status_code, answer.text, sent)
         if answer.status_code >= 400:
             assert answer.headers["content-type"] == "application/json"
@@ -174,7 +174,7 @@ def try_cases(cases: st.SearchStrategy[Case], client: httpx.Client) -> None:
 
 
 def plausible(body: dict[str, Any]) -> dict[str, Any]:
-    """The same body without what is most often refused, so that it is served more often."""
+    """The body without fields that are often refused, and with a valid model and valid tokens."""
     found = {name: value for name, value in body.items() if name not in CONTRADICTORY}
     if "model" in found:
         found["model"] = MODEL
@@ -185,7 +185,7 @@ def plausible(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def cheaper(body: dict[str, Any], path: str) -> dict[str, Any]:
-    """The same body with less to generate."""
+    """The body with smaller maximum values, so that less is generated."""
     found = dict(body)
     for name, most in FEW.items():
         value = found.get(name)

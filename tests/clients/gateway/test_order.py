@@ -1,4 +1,4 @@
-"""Arranges the messages of agents for templates that refuse their order."""
+"""The gateway arranges messages of agents for templates that refuse the order of the messages."""
 
 from __future__ import annotations
 

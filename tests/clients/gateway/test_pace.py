@@ -1,6 +1,6 @@
-"""Clients that leave in the middle of a stream, or stop reading it, beside others that do not.
+"""Clients that disconnect in the middle of a stream or stop reading it do not delay other clients.
 
-The tokens come from a GPU worker whose steps are the test's, so that no order is left to chance.
+A stepped GPU worker sends the tokens, so that the tests determine their order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CAPACITY = 4
 
 @pytest.fixture(scope="module")
 def quiet(processes: None) -> Iterator[Bus]:
-    """A broker without a worker, at which nothing waits for one."""
+    """A broker without a worker. Its queue has no room."""
     with Bus(max_queued=0) as bus:
         yield bus
 
@@ -47,7 +47,7 @@ def worker(quiet: Bus) -> Iterator[SteppedWorker]:
 
 @pytest.fixture(scope="module")
 def served(quiet: Bus, worker: SteppedWorker) -> Gateway:
-    """A gateway in front of that worker."""
+    """A gateway of the broker at which ``worker`` is registered."""
     return quiet.start_gateway(max_connections=MAX_CONNECTIONS, max_unread=MAX_UNREAD)
 
 
@@ -64,7 +64,7 @@ BODIES: dict[str, Any] = {
 
 
 class Request:
-    """A request over HTTP on a connection of its own, whose answer is read as the test says."""
+    """An HTTP request on its own connection. Its answer is read only when the test reads events."""
 
     def __init__(self, gateway: Gateway, path: str, **fields: Any) -> None:
         address = urlsplit(gateway.url)
@@ -75,7 +75,7 @@ class Request:
 
     @cached_property
     def answer(self) -> HTTPResponse:
-        """The answer, once it has begun."""
+        """The answer. The first access waits until it has begun."""
         return self._connection.getresponse()
 
     def events(self) -> Iterator[Any]:
@@ -103,7 +103,7 @@ def test_a_client_that_leaves_cancels_its_stream_before_another_token(
     stream.step()
     assert next(request.events())
     request.leave()
-    # No other token follows, whose way to the client could show that it has left.
+    # No other token follows. So the gateway does not notice by a failed write that the client left.
     assert worker.cancelled() == stream.request
     stream.step(1, "cancelled")
 
@@ -150,9 +150,9 @@ def test_a_client_that_does_not_read_ends_its_own_stream_and_delays_no_other(
     read.step()
     texts = other.events()
     next(texts)
-    # The system keeps a few megabytes for a connection.
+    # The kernel buffers a few megabytes for a connection.
     while not worker.was_cancelled(unread):
-        assert unread.sent < 200_000, "nothing bounds what is kept for a client that does not read"
+        assert unread.sent < 200_000, "entries for a client that does not read are unbounded"
         unread.step(200, text="x" * 200)
         read.step()
         assert next(texts)["choices"][0]["text"] == "x"
@@ -162,7 +162,7 @@ def test_a_client_that_does_not_read_ends_its_own_stream_and_delays_no_other(
     read.step(1, "length")
     *_, end = texts
     assert end["choices"][0]["finish_reason"] == "length"
-    # Reading again, it gets what was kept, and is told.
+    # When the client reads again, it receives the kept entries and the error.
     *_, last = slow.events()
     assert last["error"]["code"] == "slow_client"
     assert f"more than {MAX_UNREAD} entries" in last["error"]["message"]

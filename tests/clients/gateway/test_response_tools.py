@@ -1,4 +1,4 @@
-"""Tools of responses whose input is a text, and tools in namespaces, as Codex sends them."""
+"""Tools of ``/v1/responses`` as Codex sends them: in namespaces, or with a text as their input."""
 
 from __future__ import annotations
 

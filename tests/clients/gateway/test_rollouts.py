@@ -22,7 +22,7 @@ from ...workers.gpu.changed_weights import write_embedded
 pytestmark = pytest.mark.process
 
 WAIT_S = 300.0
-"""The time that a process may take. It only bounds a hang."""
+"""Time limit of a wait, in seconds. It only bounds a hang."""
 ORDINARY, TRAINER = new_key(), new_key()
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/pause", {}),
@@ -49,7 +49,7 @@ class Trainer:
         """A gateway with an ordinary API key and one of the operator's, both of one holder."""
 
     def weights(self, seed: int) -> str:
-        """A folder of other weights, which the workers may read."""
+        """The path of a folder with other weights. The workers may read this folder."""
         return write_embedded(self.folder / "weights" / str(seed), seed)
 
     @property
@@ -97,8 +97,8 @@ def events(response: httpx.Response) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def frozen(trainer: Trainer, path: str, mode: str) -> Iterator[Iterator[Any]]:
-    """The answers of a stream that a pause has stopped. Another stream begins if one has ended
-    before the pause."""
+    """Starts a stream, pauses the model, and yields the answers of the stream. If the stream has
+    ended before the pause, another stream is started."""
     url, paused = trainer.local.url, False
     sampling = {"max_new_tokens": 1000, "ignore_eos": True, "temperature": 1.0}
     body = {"input_ids": [5, 6, 7], "sampling_params": sampling, "stream": True}
@@ -250,7 +250,7 @@ def test_a_page_without_an_api_key_may_not_pause(trainer: Trainer) -> None:
 
 
 def test_a_tunnel_never_sends_the_operator_s_messages(trainer: Trainer) -> None:
-    """Also if the gateway has an operator's session, and with the operator's API key."""
+    """Neither an operator's session of the gateway nor an operator's API key changes this."""
     local, guarded = trainer.local, trainer.guarded
     post(local, "/resume").raise_for_status()
     post(guarded, "/resume", headers=bearer(TRAINER)).raise_for_status()

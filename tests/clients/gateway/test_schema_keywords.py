@@ -1,5 +1,5 @@
-"""Keywords of schemas that masks cannot enforce are left out, checked after the end, and
-reported."""
+"""Schema keywords that masks cannot enforce are left out of the masks, checked when the text has
+ended, and reported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PLACES = {
     "additionalProperties": False,
 }
 LONG_NAMES: dict[str, Any] = {**PLACES, "propertyNames": {"minLength": 9}}
-"""No value passes this schema: its only name is too short."""
+"""No value matches this schema, because the only allowed property has a name that is too short."""
 NAMES: dict[str, Any] = {**PLACES, "propertyNames": {"minLength": 3}}
 
 
@@ -89,7 +89,7 @@ def test_the_process_does_not_keep_the_patterns_of_its_clients() -> None:
 
 
 def test_references_to_other_places_are_not_opened(tmp_path: Path) -> None:
-    """A file stands for a URL: jsonschema opens both by default."""
+    """A file takes the place of a URL, because by default jsonschema opens both."""
     path = tmp_path / "schema.json"
     path.write_text('{"type": "integer"}')
     schema = {"not": {"$ref": path.as_uri()}}
@@ -170,7 +170,8 @@ def test_the_receipt_of_each_interface_reports_the_keywords(
 
 
 class Counting(Templates):
-    """Counts the checks. If ``slow`` is true, they fail like checks that take too long."""
+    """Records the schema size of each check. If ``slow`` is true, checks fail as if they took too
+    long."""
 
     def __init__(self, slow: bool = False) -> None:
         super().__init__()

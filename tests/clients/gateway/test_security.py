@@ -1,4 +1,4 @@
-"""Who may use a gateway: API keys, origins, hosts, TLS, addresses."""
+"""A gateway checks API keys, origins and host names, and serves TLS."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEY = new_key()
 
 @pytest.fixture(scope="module")
 def guarded(steered: Bus, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """A gateway that needs a key, and lets pages of one other site use it."""
+    """A gateway that requires an API key, and allows requests from the pages of one other site."""
     file = tmp_path_factory.mktemp("keys") / "api-keys"
     file.write_text(f"# people\nann {hash_of(KEY)}\n")
     gateway = steered.start_gateway(api_keys=file, cors="https://good.example")
@@ -85,7 +85,7 @@ def test_the_openai_package_gets_typed_errors_for_its_key(guarded: Gateway) -> N
 
 @pytest.mark.parametrize("path", ["/live", "/ready"])
 def test_probes_need_no_key(guarded: Gateway, path: str) -> None:
-    # It asks the broker, for two seconds.
+    # ``/ready`` returns 503 if the broker does not answer within two seconds.
     until(lambda: httpx.get(guarded.url + path, timeout=300).status_code == 200, 300.0, path)
 
 
@@ -189,7 +189,7 @@ def test_an_unknown_path_and_a_wrong_method_have_errors_in_one_form(gateway: Gat
 
 @pytest.fixture(scope="module")
 def certificate(processes: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 that it signs itself, and its key."""
+    """The paths of a self-signed certificate for 127.0.0.1 and of its private key."""
     folder = tmp_path_factory.mktemp("tls")
     cert, key = folder / "cert.pem", folder / "key.pem"
     options = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
@@ -250,7 +250,7 @@ def test_gateways_share_a_port(steered: Bus) -> None:
     try:
         first.process.send(signal.SIGTERM)
         assert first.process.wait() == 0
-        until(lambda: second.answers, 300.0, "an answer of the other one")
+        until(lambda: second.answers, 300.0, "an answer of the second gateway")
     finally:
         first.process.kill()
         second.process.kill()

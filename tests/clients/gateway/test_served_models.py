@@ -1,4 +1,4 @@
-"""``/v1/models`` where the tokenizer of one model cannot be read."""
+"""``/v1/models`` if the tokenizer of one model cannot be read."""
 
 from __future__ import annotations
 

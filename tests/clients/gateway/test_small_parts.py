@@ -1,4 +1,4 @@
-"""Connections that send many small parts at once: requests, headers, chunks, frames."""
+"""Connections that send many small requests, headers, chunks or frames at once."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_flood_of_pings_is_closed_and_others_are_answered(gateway: Gateway) ->
 
 @pytest.mark.parametrize(
     "middle",
-    # The library adds an empty last fragment.
+    # The WebSocket library adds an empty last fragment.
     [[" "] * (MAX_FRAGMENTS - 3), [" " * 2 * MIN_FRAGMENT_BYTES] * (2 * MAX_FRAGMENTS)],
 )
 def test_a_message_of_many_fragments_is_answered(gateway: Gateway, middle: list[str]) -> None:
@@ -194,7 +194,7 @@ def test_a_message_of_more_small_fragments_is_closed(gateway: Gateway) -> None:
 
 
 class PausedTransport(Transport):
-    """Keeps also whether it is read."""
+    """A transport that also records whether reading is paused."""
 
     reading = True
 

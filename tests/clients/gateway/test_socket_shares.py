@@ -1,4 +1,4 @@
-"""WebSockets count as their users, who cannot choose as which: shares, turns and priorities."""
+"""A WebSocket has the share, the turns and the priorities of its user, whom it cannot choose."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GENERATE: dict[str, Any] = {"model": "stepped", "prompt": [5], "max_tokens": 100
 
 @pytest.fixture(scope="module")
 def narrow(processes: None) -> Iterator[tuple[Bus, SteppedWorker]]:
-    """A worker that runs one request at a time."""
+    """A bus, and its worker, which runs one request at a time."""
     with Bus() as bus, stepped_worker(f"ipc://{bus.folder}/back.sock", 1) as worker:
         bus.wait_for_models("stepped")
         yield bus, worker
@@ -31,7 +31,7 @@ def narrow(processes: None) -> Iterator[tuple[Bus, SteppedWorker]]:
 
 @pytest.fixture(scope="module")
 def wide(processes: None) -> Iterator[tuple[Gateway, SteppedWorker]]:
-    """A gateway for few streams and few connections, and a worker that runs all of them."""
+    """A gateway for up to ``MOST`` streams and connections, and a worker that runs all streams."""
     with Bus() as bus, stepped_worker(f"ipc://{bus.folder}/back.sock", 64) as worker:
         bus.wait_for_models("stepped")
         yield bus.start_gateway(max_streams=MOST, max_connections=MOST), worker
@@ -64,7 +64,7 @@ def post(
 
 
 def refusal(ws: ClientConnection) -> dict[str, Any]:
-    """The next error, in the form of LMTP without HELLO."""
+    """The next error, in the form for a client that has not sent HELLO."""
     [entry] = json.loads(str(ws.recv(WAIT_S)).partition(" ")[2])
     assert isinstance(entry, dict)
     return entry
@@ -91,7 +91,7 @@ def test_streams_of_web_sockets_count_as_those_of_their_user(
         for stream in range(1, 1 + MOST // 2):
             ask(ws, stream, **GENERATE)
         streams = [worker.begun() for _ in range(MOST // 2)]
-        # Messages that are refused and name a live stream do not make the gateway forget it.
+        # If a refused message names a live stream, the gateway still counts this stream.
         ask(ws, 1, **GENERATE)
         assert refusal(ws)["code"] == "duplicate_stream"
         ask(ws, 2, kind="NONSENSE")
@@ -111,7 +111,7 @@ def test_streams_of_web_sockets_count_as_those_of_their_user(
         worker.begun()
     for _ in range(MOST // 2):
         worker.cancelled()
-    # The closed WebSocket has given back its share.
+    # The streams of the closed WebSocket no longer count.
     with ExitStack() as requests:
         for _ in range(MOST // 2):
             requests.callback(post(gateway, "127.0.0.2").close)

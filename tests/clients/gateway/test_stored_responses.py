@@ -292,7 +292,7 @@ def test_a_stored_response_is_read_and_deleted(gateway: Gateway) -> None:
 
 @pytest.fixture(scope="module")
 def stepped(processes: None) -> Iterator[tuple[Bus, SteppedWorker, str]]:
-    """A bus with a worker whose steps are the test's, and the path of a file of API keys."""
+    """A bus with a stepped worker, and the path of a file of API keys."""
     with Bus() as bus, stepped_worker(f"ipc://{bus.folder}/back.sock", 100) as worker:
         keys = bus.folder / "api-keys"
         names = ("ann", "ben")
@@ -339,7 +339,7 @@ def test_a_response_in_the_background_outlives_its_gateway(
         assert other.responses.retrieve(id).status in ("queued", "in_progress")
         first.process.kill()
         with sqlite3.connect(bus.folder / FILE) as database:
-            # Passes the time after which the lease has expired.
+            # The killed gateway's lease on the response expires now.
             database.execute("UPDATE responses SET lease = 0 WHERE id = ?", (id,))
         rest = other.responses.retrieve(id, stream=True, starting_after=seen[3].sequence_number)
         found = [next(rest)]
@@ -367,7 +367,7 @@ def test_a_response_in_the_background_is_cancelled(
         running = worker.begun()
         assert begun.status == "queued"
         assert begun.background is True
-        # The gateway without the task cancels the response.
+        # The response is cancelled at the gateway that does not run its task.
         assert other.responses.cancel(begun.id).status == "cancelled"
         assert worker.cancelled() == running.request
         assert list(ann.responses.retrieve(begun.id, stream=True))[-1].type != "response.completed"
@@ -401,5 +401,5 @@ def test_repeated_requests_in_the_background_begin_one_response(
         running = worker.begun()
         assert ann.responses.cancel(id).status == "cancelled"
         while worker.cancelled() != running.request:
-            """Earlier tests have cancelled requests too."""
+            """CANCELs for requests of earlier tests may arrive first."""
     assert "Traceback" not in gateway.process.log

@@ -1,4 +1,4 @@
-"""Chat templates: rendered as transformers renders them, in a process that they cannot harm."""
+"""Chat templates are rendered as transformers renders them, in a separate, bounded process."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ async def test_a_client_that_leaves_ends_no_rendering(
         template = "{{ messages | length }} {{ raise_exception }}"
         return await templates.render(model, SHORT, chat_template=template)
 
-    same = await number()  # Names a function of the process by its address.
+    same = await number()  # The text has the address of a function in the process.
     leaving = asyncio.create_task(number())
     process = templates._of_requests
     assert isinstance(process, RenderingProcess)

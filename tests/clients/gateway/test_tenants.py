@@ -26,8 +26,10 @@ WAIT_S = 120.0
 def tenants(
     processes: None, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[tuple[Gateway, Worker, dict[str, tuple[str, str]]]]:
-    """A gateway with API keys, a controller worker, and the API key and the public key of each
-    tenant: Ann, Ben, the gateway's own (API keys without a tenant), and the operator."""
+    """A gateway, a controller worker, and the API key and the tenant's public key of each name.
+
+    The names ``own``, ``trainer`` and ``operator`` have the gateway's public key.
+    """
     with KeyedBroker() as broker:
         found = {}
         api_keys = broker.path / "api-keys"
@@ -67,9 +69,9 @@ def test_each_api_key_is_the_tenant_of_its_key(
     tenants: tuple[Gateway, Worker, dict[str, tuple[str, str]]],
 ) -> None:
     gateway, worker, keys = tenants
-    del keys["trainer"]  # The worker takes nine requests, and does not answer them.
+    del keys["trainer"]  # The worker has room for only nine requests, and answers none.
     for api_key, public in keys.values():
-        # Nobody answers the request, which only has to reach the worker.
+        # The worker does not answer the request. The test only checks that the request arrives.
         def ask(api_key: str = api_key) -> None:
             with contextlib.suppress(httpx.HTTPError):
                 headers = {"authorization": f"Bearer {api_key}"}
@@ -87,7 +89,7 @@ def test_each_api_key_is_the_tenant_of_its_key(
 def test_only_an_api_key_with_the_operator_s_key_is_the_operator(
     tenants: tuple[Gateway, Worker, dict[str, tuple[str, str]]],
 ) -> None:
-    """The gateway's own key is the operator's, which makes no user of it the operator."""
+    """The gateway's own key is the operator's, but this does not make its users the operator."""
     gateway, _, keys = tenants
     for name, (api_key, _) in keys.items():
         headers = {"authorization": f"Bearer {api_key}"}
@@ -98,7 +100,7 @@ def test_only_an_api_key_with_the_operator_s_key_is_the_operator(
             kind, _, body = str(websocket.recv(WAIT_S)).partition(" ")
             expected = "invalid_field" if name == "operator" else "not_allowed"
             assert (name, kind, json.loads(body)["code"]) == (name, "ERROR", expected)
-        # No worker serves a model, so that the pauses of the operator fail too.
+        # No worker serves a model, so the operator's pauses also fail, with another code.
         paused = httpx.post(f"{gateway.url}/pause", headers=headers, timeout=WAIT_S)
         code = "no_worker" if name in ("trainer", "operator") else "not_allowed"
         assert (name, paused.json()["error"]["code"]) == (name, code)

@@ -1,4 +1,4 @@
-"""Thinking before an answer: bounded, apart from the text, and no way around a constraint."""
+"""Thinking before an answer is bounded and separate from the text. Constraints hold after it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.process
 
 TEMPLATE = "{# </think> #}{% for m in messages %}{{ m.content }}\n{% endfor %}"
 BEGUN = TEMPLATE + "<think>\n"
-"""The prompt ends in thinking."""
+"""A template whose prompts end with the beginning of thinking."""
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
 PLACE = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
 FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "place", "schema": PLACE}}
@@ -31,7 +31,7 @@ def api(gateway: Gateway) -> Iterator[openai.OpenAI]:
 
 
 def chat(api: openai.OpenAI, template: str = BEGUN, most: int | None = 4, **options: Any) -> Any:
-    """An answer's choice; ``most``: tokens of thinking."""
+    """The choice of an answer with at most ``most`` tokens of thinking, or any number if None."""
     given: dict[str, Any] = {"max_completion_tokens": 60, "temperature": 0, **options}
     extra = {"chat_template": template, **({} if most is None else {"max_thinking_tokens": most})}
     answer = api.chat.completions.create(

@@ -1,4 +1,4 @@
-"""Long texts in the gateway: bounded, outside the event loop, users in turn."""
+"""The gateway tokenizes long texts in bounded time and outside the event loop. Users take turns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAIT_S = 120.0
 
 
 def served(context: int, size: TokenSize) -> ServedModel:
-    """A model with a token for each digit, which counts the texts that are tokenized."""
+    """A model with a token for each digit. ``context`` is its maximum number of tokens."""
     tokenizer = Tokenizer(models.BPE({str(n): n for n in range(10)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.Digits(individual_digits=True)
     info = ModelInfo(
@@ -52,7 +52,7 @@ def test_a_long_text_that_fits_is_tokenized_as_a_whole() -> None:
 
 
 class Held:
-    """Work of users that ends when the test says so."""
+    """Work of users that ends when the test releases it."""
 
     def __init__(self) -> None:
         self.tokenization = Tokenization()

@@ -1,4 +1,4 @@
-"""The open requests of a gateway's users: none takes all, and who has too much gets a 429."""
+"""No user may have all open requests of a gateway. A user with too many requests gets a 429."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST = 6
 
 @pytest.fixture(scope="module")
 def worker_and_gateway(processes: None) -> Iterator[tuple[SteppedWorker, Gateway]]:
-    """A worker with room for fewer streams than its gateway, and a queue for one more."""
+    """A worker and a gateway that both have room for ``MOST`` streams."""
     with Bus(max_queued=1) as bus, stepped_worker(f"ipc://{bus.folder}/back.sock", MOST) as worker:
         bus.wait_for_models("stepped")
         yield worker, bus.start_gateway(max_streams=MOST)
@@ -74,7 +74,7 @@ def test_one_user_cannot_take_the_streams_of_the_others(
         refused = post(gateway, "/v1/messages", "127.0.0.1").getresponse()
         assert (refused.status, int(refused.headers["retry-after"]) >= 1) == (429, True)
         assert read(refused)["error"]["type"] == "rate_limit_error"
-        # Others are served, until there is nothing left for anybody.
+        # Requests of other users are served until the gateway has its maximum of streams.
         for number in range(2, 2 + MOST // 2):
             begin(f"127.0.0.{number}")
         refused = post(gateway, "/v1/completions", "127.0.0.9").getresponse()

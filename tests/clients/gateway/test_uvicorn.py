@@ -1,6 +1,6 @@
-"""The internals of uvicorn that the gateway overrides or uses: uvicorn does not promise them.
+"""uvicorn still has the internals that the gateway overrides or uses, which it does not promise.
 
-A release that changes one of these has to be looked at before pyproject.toml allows it.
+If a release changes one of them, check the gateway's code before pyproject.toml allows the release.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def test_the_methods_that_are_overridden_are_there_and_take_the_same(
 ) -> None:
     assert overridden(own, base) == set(methods)
     [node] = ast.parse(inspect.getsource(base)).body
-    # The source is as uvicorn has it. sse-starlette, which the tests of tools import, replaces a
-    # method of the class.
+    # The methods are read from the source file, because sse-starlette, which other tests import,
+    # replaces a method of the class.
     assert isinstance(node, ast.ClassDef)
     found = {
         one.name: one

@@ -1,4 +1,4 @@
-"""Wrong values of fields are refused with their place and the valid values, in plain words."""
+"""The error for a wrong value of a field has the field's path and the valid values."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_a_wrong_value_is_refused_with_the_valid_values(
 
 
 def test_a_wrong_text_is_not_read_as_the_path_of_the_value() -> None:
-    # Each step of this path took some microseconds, so a body of 16 MiB took half a minute.
+    # When the text was read as a path, each of its steps took some microseconds, and a body of
+    # 16 MiB took half a minute.
     text = f" - at `$.{'a.' * 250_000}a`"
     body = {"messages": [{"role": text, "content": "x"}]}
     with pytest.raises(ApiError) as caught:
