@@ -1,4 +1,4 @@
-"""Fixtures of the tests of several clients."""
+"""Fixtures that tests of several clients share."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from .typescript_package import built_package
 
 @pytest.fixture(scope="session")
 def package(processes: None) -> Path:
-    """The folder of the TypeScript client's package, built."""
+    """The folder with the built package of the TypeScript client."""
     return built_package()

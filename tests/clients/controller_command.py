@@ -1,4 +1,4 @@
-"""The command ``tokenbus controller``, run as a process of its own."""
+"""Runs the command ``tokenbus controller`` in a separate process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT = "def add(a, b):"
 
 
 def tokenbus(bus: Bus | None, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """Runs one command to its end."""
+    """Runs a subcommand of ``tokenbus controller`` to its end."""
     front = {"front": bus.front} if bus is not None else {}
     return subprocess.run(
         [TOKENBUS, "controller", *arguments],
@@ -29,7 +29,7 @@ def tokenbus(bus: Bus | None, *arguments: str, **more: str) -> subprocess.Comple
 
 
 def start_long_run(bus: Bus, file: Path) -> subprocess.Popen[str]:
-    """A run of a module that has begun and does not end by itself."""
+    """Starts a long run of the module in ``file``, and waits for the first text."""
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [TOKENBUS, "controller", "run", str(file), "--max-tokens", "1000", "--set",
@@ -39,5 +39,5 @@ def start_long_run(bus: Bus, file: Path) -> subprocess.Popen[str]:
             stderr=subprocess.PIPE,
             text=True,
         )  # fmt: skip
-        until(lambda: os.fstat(output.fileno()).st_size > 0, 300, "the first of its text")
+        until(lambda: os.fstat(output.fileno()).st_size > 0, 300, "the first text")
     return process

@@ -1,4 +1,4 @@
-"""Programs that hold a dialogue with their client, in each language of scripts."""
+"""A program that holds a dialogue with its client, as a script in each language and in C."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ MESSAGES = ["turn 0", "turn 1", "turn 2", "turn 3", "ended"]
 
 
 def next_message(stream: Stream) -> str:
-    """Reads the stream up to the next message of its program."""
+    """Reads the stream up to the program's next message, and returns the message."""
     for entry in stream:
         if entry.messages:
             [message] = entry.messages
@@ -77,7 +77,7 @@ def next_message(stream: Stream) -> str:
 
 
 def answered(stream: Stream, texts: Iterable[str]) -> list[str]:
-    """The messages of a program that receives one text after each."""
+    """Answers each message of a program with the next text, and returns the messages."""
     messages = []
     for text in texts:
         messages.append(next_message(stream))

@@ -58,7 +58,7 @@ async def test_the_asynchronous_client_has_the_same_calls(steered: Bus) -> None:
         assert await client.models() == [MODEL]
         answer = await client.chat(HELLO, max_tokens=4)
         assert "".join([text async for text in answer]) == await answer.text()
-        # A blocking client in a thread with an event loop.
+        # A blocking client also works in a thread with a running event loop.
         with steered.client() as blocking:
             assert blocking.models() == [MODEL]
             assert blocking.chat(HELLO, max_tokens=4).text() == await answer.text()

@@ -1,4 +1,4 @@
-"""The command line as people use it, in processes of its own."""
+"""The command line, each command in a separate process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ..processes import Bus, clean_environment, free_port, until
 TOKENBUS = str(Path(sys.executable).parent / "tokenbus")
 PROMPT = "def add(a, b):"
 LONG = 16 * "="
-"""The text of one token."""
+"""A text that is one token of the embedded model."""
 
 
 def tokenbus(
     bus: Bus | None, *arguments: str, stdin: str = "", **settings: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs one command to its end."""
+    """Runs a command of ``tokenbus`` to its end."""
     front = {"front": bus.front} if bus is not None else {}
     return subprocess.run(
         [TOKENBUS, *arguments],
@@ -306,7 +306,7 @@ def test_a_wrong_setting_is_named_with_its_place(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_a_generation_quietly(bus: Bus) -> None:
-    """Its text has more bytes than the pipe holds, so that it cannot end before the signal."""
+    """The output does not fit into the pipe, so the command cannot end before the signal."""
     tokenizer = Tokenizer.from_file(str(Path(embedded.path()) / "tokenizer.json"))
     [long] = tokenizer.encode(LONG).ids
     bias = f"logit_bias={json.dumps({long: 100})}"

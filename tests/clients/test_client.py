@@ -33,7 +33,7 @@ pytestmark = pytest.mark.anyio
 
 PROMPT = "def add(a, b):\n"
 WAIT_S = 300.0
-"""How long a test waits before it gives up."""
+"""Time in seconds after which a wait fails the test."""
 
 
 def idle(client: Client) -> bool:
@@ -62,7 +62,7 @@ def test_tokens_stream_and_their_texts_make_the_text(client: Client) -> None:
 
 @pytest.mark.process
 def test_a_program_without_a_system_prints_the_remedy_while_it_waits() -> None:
-    """The program of the README, which has not configured logging."""
+    """Runs the program of the README, which does not configure logging."""
     front = f"tcp://127.0.0.1:{free_port()}"
     program = (
         f"from tokenbus.clients import Client\n"
@@ -203,7 +203,7 @@ def test_closing_a_stream_ends_the_waits_of_other_threads(client: Client) -> Non
     threads = [threading.Thread(target=read, daemon=True) for _ in range(3)]
     for thread in threads:
         thread.start()
-    until(lambda: stream.sequences, WAIT_S, "it is read")
+    until(lambda: stream.sequences, WAIT_S, "a first entry")
     stream.close()
     assert all("closed" in str(ends.get(timeout=WAIT_S)) for _ in threads)
 
@@ -266,8 +266,7 @@ def test_closing_at_once_ends_what_has_just_begun(bus: Bus) -> None:
 def test_a_timeout_keeps_what_came_and_raises(client: Client) -> None:
     timeout_s = 0.5
     while True:
-        # So many sequences that no machine is through with them before the broker looks at
-        # deadlines.
+        # No machine finishes this number of sequences before the broker checks the deadlines.
         stream = client.generate(
             PROMPT, max_tokens=900, ignore_eos=True, timeout_s=timeout_s, n=int(64 * timeout_s)
         )
@@ -275,7 +274,7 @@ def test_a_timeout_keeps_what_came_and_raises(client: Client) -> None:
             stream.wait()
         if stream.sequences:
             break
-        timeout_s *= 2  # Something stood still.
+        timeout_s *= 2  # No token has arrived within the timeout.
     assert 0 < len(stream.sequences[0].tokens) < 900
     until(lambda: idle(client), WAIT_S, "the stream ended")
 
@@ -396,7 +395,8 @@ def test_an_invalid_address_is_refused_at_once() -> None:
 async def test_async_streams_interleave(bus: Bus) -> None:
     async with AsyncClient(bus.front) as client:
         order: list[int] = []
-        # Entries that came while the process stood still are taken without a pause.
+        # If several entries have already arrived, a task reads all of them without a pause. The
+        # barrier stops each task after each entry.
         meeting = asyncio.Barrier(8)
 
         async def read(number: int) -> str:
@@ -577,7 +577,7 @@ def test_a_thousand_streams_of_ten_processes_are_all_complete(bus: Bus, client: 
     for streams in got.values():
         assert len(streams) == STREAMS
         assert all(positions == list(range(TOKENS)) for positions, _ in streams)
-    # Every stream got its own tokens: those that it gets when it is alone.
+    # Each stream has received the same tokens as a stream that runs alone.
     for number, i in ((0, 0), (4, 50), (9, 99)):
         alone = client.generate(
             [5 + number, 6 + i], max_tokens=TOKENS, temperature=1.0, seed=i, ignore_eos=True
@@ -608,7 +608,8 @@ def test_the_stream_of_a_lost_worker_goes_on_at_another() -> None:
             stream = client.generate(PROMPT, on_system=notices.append, **options)
             entries = iter(stream)
             next(entries)
-            # At once: on a busy machine the stream is over before another worker has started.
+            # The worker is killed at once. On a busy machine, the stream could end before another
+            # worker has started.
             first.kill()
             bus.workers.remove(first)
             bus.start_worker()

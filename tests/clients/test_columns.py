@@ -1,4 +1,4 @@
-"""Tokens in columns give a client the same events as entries do."""
+"""Tokens in columns lead to the same events at a client as tokens in entries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEP = st.tuples(
     st.sampled_from([KEYS, KEYS, KEYS[2:], KEYS[1::2]]),
     st.sampled_from([None, None, None, 0, 1]),
 )
-"""A message: these sequences get a token, and those of one call have text with it."""
+"""A TOKEN message: the sequences that get a token, and the call whose tokens have text, or None."""
 OTHER = st.tuples(
     st.sampled_from(["end", "lost", "resume", "resume", "cancel", "time", "fail"]),
     st.integers(0, CALLS - 1),
@@ -43,7 +43,7 @@ STORIES: list[list[tuple[str, Any, Any]]] = [
     [ALL, ALL, ("fail", 1, 0), ALL, ("time", 0, 3), ALL, ALL, ALL, ("end", 1, 0)],
     [ALL, ALL, ("step", KEYS, 1), ALL, ("time", 0, 2), ("resume", 0, 0), ALL, ("end", 1, 0), ALL],
 ]
-"""Those that have gone wrong, or easily could."""
+"""Stories that have failed in the past, or that test special cases."""
 
 
 def test_the_same_events_in_these_stories() -> None:
@@ -68,8 +68,8 @@ def compare(story: list[tuple[str, Any, Any]]) -> None:
 
 def _shown(event: Event) -> Any:
     if isinstance(event, Ended):
+        # Errors are compared by their text, because each error is another object.
         return str(event.error)
-    # An attempt has a number of its own.
     return event
 
 
@@ -109,14 +109,14 @@ class Unconnected(Connection):
         self.cancelled: list[Call] = []
 
     def submit(self, call: Call) -> None:
-        """Nothing is sent."""
+        """Sends nothing."""
 
     def cancel(self, call: Call) -> None:
         self.cancelled.append(call)
 
 
 def arrive(call: Call, first: int, last: int, end: bool = False) -> None:
-    """Rows, as a message in columns brings them; and the end."""
+    """Adds the rows of a message in columns to a call. If ``end`` is true, the call then ends."""
     for pos in range(first, last):
         call.unread.append((1, pos, -float(pos), pos, 0, None, None, None))
         if call.unread.watched:
@@ -149,7 +149,7 @@ def test_a_blocking_stream_that_is_read_to_its_end_shows_how_far_it_is() -> None
     found: list[Any] = []
     reader = threading.Thread(target=lambda: found.extend(stream.wait()))
     reader.start()
-    while not stream._to_end:  # The other thread has not come to its wait.
+    while not stream._to_end:  # Until the other thread waits in ``stream.wait()``.
         pass
     arrive(call, 0, 3)
     assert stream.sequences[0].tokens == [0, 1, 2]

@@ -70,7 +70,8 @@ print(len(client.status().workers))
 
 
 def output(code: str, bus: Bus) -> list[str]:
-    """The output of a program, in a process of its own: the context is that of all its sockets."""
+    """The output lines of a program. Some programs end the ZeroMQ context, which all sockets of a
+    process share, so each program runs in a separate process."""
     done = subprocess.run(
         [sys.executable, "-c", code, bus.front],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""C files that the command compiles: the compiler's errors and warnings."""
+"""Errors and warnings of the compiler for C files that ``tokenbus controller`` compiles."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_slip_in_the_name_of_a_call_in_c_is_an_error(tmp_path: Path) -> None:
         ("tb_xyz", "the calls are tb_init_prompt, tb_pre_process"),
     ):
         file.write_text(f'#include "tokenbus.h"\nvoid {wrong}(void) {{}}\n')
-        for _ in range(2):  # The second time the compiler has it all in its cache.
+        for _ in range(2):  # The second time, all files are in the compiler's cache.
             with pytest.raises(FileFault, match=re.escape(says)):
                 read_module(file)
 

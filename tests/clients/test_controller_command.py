@@ -1,4 +1,4 @@
-"""``tokenbus controller`` against a running system: what it prints, leaves and exits with."""
+"""``tokenbus controller`` with a running system: its output, its exit codes, and stored modules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_module_is_uploaded_named_and_run_from_the_command_line(
     steered: Bus, tmp_path: Path
 ) -> None:
     file = tmp_path / "logs.wasm"
-    file.write_bytes(LOGS + b"\0\2\1x")  # An empty custom section: another module.
+    file.write_bytes(LOGS + b"\0\2\1x")  # An empty custom section makes it another module.
     done = tokenbus(steered, "upload", str(file), "--tag", "cli")
     module = done.stdout.split()[0]
     assert (done.returncode, done.stderr, len(module)) == (0, "", 64)
@@ -328,7 +328,7 @@ async def main(ctx):
     for _ in range(70):
         await ctx.fixed(await ctx.receive())
 """
-"""Receives more inputs than may wait for it."""
+"""A program that receives more inputs than may wait for a program."""
 
 
 def start_script(
@@ -358,7 +358,7 @@ def test_a_program_s_messages_are_printed_and_lines_are_its_inputs(
         "Your name?\n",
     ]
     process.stdin.write("Ada\nOslo\n")
-    process.stdin.flush()  # It stays open: the command does not wait for its end.
+    process.stdin.flush()  # It stays open. The command does not wait for its end.
     assert process.wait(300) == 0
     assert process.stderr.read() == "\n--- message of 0\nAnd your town?\n"
     assert process.stdout is not None
@@ -395,7 +395,7 @@ def test_json_has_the_messages_of_a_program(steered: Bus, tmp_path: Path) -> Non
 
 
 def test_an_input_that_is_refused_does_not_end_the_dialogue(steered: Bus, tmp_path: Path) -> None:
-    """One line is too long, and the program is slower than standard input."""
+    """One line is too long, and the program receives lines more slowly than they arrive."""
     flags = ("--json", "--max-tokens", "600", "--set", "ignore_eos=true", "--timeout", "120")
     process = start_script(steered, tmp_path, *flags, script=SLOW)
     numbers = [str(number) for number in range(70)]

@@ -1,4 +1,4 @@
-"""A system that ``tokenbus controller run`` starts for one run, where none answers."""
+"""If no broker answers, ``tokenbus controller run`` starts a system for one run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A short folder for what the command keeps while it runs."""
+    """A folder with a short path, for files that the command keeps during the run."""
     if broker_answers(Settings()):
         pytest.skip("a system runs at the default address, and would be used")
     path = Path(tempfile.mkdtemp(prefix="tb-", dir="/tmp"))
@@ -63,7 +63,7 @@ def test_a_run_that_is_stopped_ends_its_system(folder: Path, wish: signal.Signal
     def runs() -> bool:
         return any(started_by(RunDir(path)) for path in folder.glob("tokenbus-run-*"))
 
-    until(runs, 120.0, "its system is being started")
+    until(runs, 120.0, "the start of the system")
     [path] = folder.glob("tokenbus-run-*")
     process.send_signal(wish)
     _, errors = process.communicate(timeout=300)

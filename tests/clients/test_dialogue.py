@@ -1,4 +1,5 @@
-"""A program that talks to its client: messages, inputs, their order, bounds and doors."""
+"""A program exchanges messages and inputs with its client, in order, within bounds, and through
+each interface."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def serves(client: Client, controller: str) -> bool:
 def controller(
     client: Client, steered: Bus, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[str]:
-    """The dialogue in this language: a script, a module in C, or a function that is served."""
+    """The name of a controller: the dialogue as a script, a module in C, or a served function."""
     if request.param == "c":
         yield client.upload_controller(compile_guest(C_SOURCE)).module
     elif request.param == "served":
@@ -144,7 +145,7 @@ def test_a_script_that_sends_something_else_than_text_fails(client: Client) -> N
 
 
 class Run:
-    """``POST /v1/run``, read on a thread. ``messages`` grows while the program runs."""
+    """A ``POST /v1/run`` that a thread reads. ``messages`` grows while the program runs."""
 
     def __init__(self, gateway: Gateway, controller: str, number: str) -> None:
         self._url, self._number = gateway.url, number
@@ -248,7 +249,7 @@ def test_lmtp_over_a_websocket(client: Client, gateway: Gateway) -> None:
             if kind == "MSG":
                 answers.append(json.loads(body)["input"])
                 if len(answers) == 1:
-                    give(5, 1, "a ")  # An input that is sent again is answered again.
+                    give(5, 1, "a ")  # An input that is repeated is answered again.
                 if len(answers) == 2:
                     give(5, 2, "end")
     assert messages == ["turn 0", "turn 1", "ended"]

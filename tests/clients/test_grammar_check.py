@@ -40,7 +40,7 @@ def run(shown: Shown, *arguments: str) -> tuple[int, str, str]:
 
 
 def as_json(shown: Shown, *arguments: str) -> tuple[int, Any]:
-    """Exit code and JSON object of ``tokenbus grammar``."""
+    """Exit code and printed JSON object of ``tokenbus grammar --json``."""
     code, output, errors = run(shown, *arguments, "--json")
     assert errors == ""
     return code, json.loads(output)
@@ -53,13 +53,13 @@ def give(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
 
 @pytest.fixture
 def shown(capsys: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
-    """The printed lines."""
+    """Captures what the command prints."""
     return capsys
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """The name of a file that is not there yet."""
+    """The path of a file that does not exist yet."""
     return tmp_path / "input.txt"
 
 

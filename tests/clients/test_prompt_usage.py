@@ -1,4 +1,4 @@
-"""The first entry of a stream: the tokens of its prompt, and how many of them were cached."""
+"""The first entry of a stream has the numbers of prompt tokens and of cached prompt tokens."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ pytestmark = pytest.mark.process
 
 
 def unseen(length: int) -> list[int]:
-    """A prompt that no other test sends, so that nothing of it is cached."""
+    """A random prompt, of which no part is cached, because no other test sends it."""
     return [random.randrange(5, 500) for _ in range(length)]
 
 
 def usage(entries: list[Token]) -> tuple[int, int]:
-    """The usage of a stream; checks that only its first entry has it."""
+    """The numbers of prompt tokens and of cached tokens of a stream. Fails if any entry except the
+    first one has them."""
     first, *rest = entries
     assert not any(entry.prompt_tokens or entry.cached_tokens for entry in rest)
     return first.prompt_tokens, first.cached_tokens

@@ -202,7 +202,7 @@ def test_the_commands_record_replay_and_show(
     assert main(["replay", str(file), *front, "--until", "2", "--show", "masks"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
-    # The texts of what the mask allowed, the sampled token among them, and of what it forbade.
+    # The line has texts of allowed tokens, including the sampled token, and of forbidden tokens.
     shown = re.search(
         r"0:0  \d+ ('[a-z]+')  \S+  \d+ tokens are allowed: (.*?); forbidden: '", lines[0]
     )
@@ -259,7 +259,7 @@ def test_a_failure_becomes_a_test_that_holds_once_it_is_mended(
         ).wait()
     front = ["--front", steered.front]
     assert "bad luck" in read_recording(file).failure
-    assert main(["replay", str(file), *front]) == 0, "it fails as it did"
+    assert main(["replay", str(file), *front]) == 0, "the replay fails like the recorded run"
     assert "bad luck" in capsys.readouterr().out
     assert main(["replay", str(file), *front, "--expect", "success"]) == 1
     mended = tmp_path / "mended.wasm"
@@ -272,4 +272,4 @@ def test_a_failure_becomes_a_test_that_holds_once_it_is_mended(
     tree = ast.parse(test.read_text())
     assert "test_bad_luck" in [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
     assert "'success'" in test.read_text()
-    assert main(["replay", str(file), "--test", str(test)]) != 0, "it is not overwritten"
+    assert main(["replay", str(file), "--test", str(test)]) != 0, "an existing file is kept"

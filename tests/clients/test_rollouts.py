@@ -16,7 +16,7 @@ from ..workers.gpu.changed_weights import write_embedded
 pytestmark = pytest.mark.process
 
 WAIT_S = 300.0
-"""The time that a process may take. It only bounds a hang."""
+"""Time limit of a wait, in seconds. It only bounds a hang."""
 
 
 def versions(client: Client) -> list[int]:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.anyio
 
 
 def entry(token: int | None, pos: int, seq: int = 0, **fields: Any) -> Token:
-    """An entry whose token's text is its number in brackets."""
+    """An entry. The text of a token is the token's id in brackets."""
     text = {"text": f"[{token}]"} if token is not None else {}
     given = {"logprob": -1.0 if token is not None else None, "finish_reason": None} | text | fields
     return Token(token=token, stream_id=1, pos=pos, seq=seq, **given)

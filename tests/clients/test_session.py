@@ -1,4 +1,4 @@
-"""A client's session without sockets: what it sends, and what its callers get."""
+"""A client's session without sockets: the messages that it sends, and the events of its calls."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_ping_acknowledges_the_position_of_the_last_pong_on_its_connection(ben
     bench.welcome(resumed=True)
     bench.sent()
     bench.pass_time(2.1)
-    assert bench.sent() == [("PING", {})], "a broker counts on each connection by itself"
+    assert bench.sent() == [("PING", {})], "the broker counts each connection separately"
 
 
 def test_a_taken_up_session_attaches_its_streams_and_drops_what_comes_before(
@@ -151,7 +151,7 @@ def test_a_fork_that_ends_before_the_attach_arrives_does_not_end_the_stream(benc
 def test_streams_of_a_lost_session_are_sent_again_and_tell_nothing_twice(bench: Bench) -> None:
     call = bench.submit(generate(temperature=1.0, n=2, retry_s=30.0))
     [(_, first)] = bench.sent()
-    assert first["seed"] is not None, "another try must bring the same tokens"
+    assert first["seed"] is not None, "a repeated request must get the same tokens"
     bench.tokens(call, 5, 6)
     bench.tokens(call, 50, seq=1)
     bench.receive("PONG", {"session": False})
@@ -167,7 +167,7 @@ def test_streams_of_a_lost_session_are_sent_again_and_tell_nothing_twice(bench: 
 
 
 def test_live_counts_the_sequences_whose_end_the_reader_has_not_seen(bench: Bench) -> None:
-    """In the second attempt the sequences end in another order than in the first one."""
+    """In the second attempt, the sequences end in another order than in the first attempt."""
     call = bench.submit(generate(temperature=1.0, n=3, retry_s=30.0))
 
     def end(seq: int, live: int) -> None:
@@ -296,7 +296,7 @@ def test_without_a_broker_a_call_ends_when_patience_does() -> None:
 
 
 def test_without_a_socket_a_call_ends_when_patience_does(bench: Bench) -> None:
-    """No call-specific time-out, and no new connection either: the failure may last for ever."""
+    """The call has no timeout of its own, and the failure to open a connection may last forever."""
     call = bench.submit(generate())
     bench.session.disconnected(bench.now)
     bench.pass_time(PATIENCE - 1)

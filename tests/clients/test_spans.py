@@ -1,4 +1,4 @@
-"""The spans of a sequence: which weights and which arithmetic computed each of its tokens."""
+"""The spans of a sequence name the weights and the arithmetic that computed each token."""
 
 from __future__ import annotations
 

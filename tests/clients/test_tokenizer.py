@@ -1,4 +1,4 @@
-"""A model's tokenizer at a client: what the client tokenizes is what the worker tokenizes."""
+"""A client gets a model's tokenizer, and tokenizes texts like the worker."""
 
 from __future__ import annotations
 

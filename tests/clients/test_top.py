@@ -1,4 +1,4 @@
-"""``tokenbus top``: one picture for scripts, pictures without a terminal, rates."""
+"""``tokenbus top`` draws pictures of a system, on a terminal or without one, and computes rates."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def drawn(pictures: Pictures, at: float, shown: Status, width: int = 200) -> str
 
 def test_one_picture_has_workers_and_running_streams(bus: Bus) -> None:
     def picture() -> subprocess.CompletedProcess[str]:
-        """While a stream runs, or just after it has ended where this process was slow to start."""
+        """Runs ``top`` during a stream. If the command starts slowly, the stream may have ended."""
         with (
             bus.client() as client,
             client.generate(PROMPT, n=16, max_tokens=400, ignore_eos=True) as stream,
@@ -110,11 +110,11 @@ def test_on_a_terminal_it_redraws_until_ctrl_c(bus: Bus) -> None:
     while shown.count(b"broker ") < 3:
         shown += os.read(ours, 65_536)
     process.send_signal(signal.SIGINT)
-    with contextlib.suppress(OSError):  # The terminal is gone with the process.
+    with contextlib.suppress(OSError):  # The terminal closes when the process ends.
         while piece := os.read(ours, 65_536):
             shown += piece
     assert process.wait(300.0) == 130
-    assert shown.startswith(b"\x1b[?1049h")  # It has a screen of its own, and gives it back.
+    assert shown.startswith(b"\x1b[?1049h")  # It opens the alternate screen, and closes it.
     assert b"\x1b[?1049l" in shown
     assert b"Ctrl-C: end" in shown
 

@@ -1,4 +1,4 @@
-"""Types of scripts in TypeScript: they are erased, and everything else keeps its place."""
+"""The types of a TypeScript script are erased, and all other text keeps its position."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ERASED = {
     "class A { static readonly a = 1; m?(): void {} }": "class A { static a = 1; m () {} }",
     "class A { declare a: T; [k: string]: T; b!: T; }": "class A { ; ; ; ; b ; ; }",
     "class A { abstract m(): void; override m() {} }": "class A { ; ; ; m() {} }",
-    # A line break ends the statement also after its type is erased.
+    # A line break still ends the statement after the type is erased.
     "let a: T\n(b)": "let a; \n(b)",
     "let a = b as T\n(c)": "let a = b ; \n(c)",
     "class A { a: T\n['b'] = 1 }": "class A { a; \n['b'] = 1 }",

@@ -23,7 +23,7 @@ CHROMIUM = next(
 
 def test_the_committed_messages_are_those_of_the_structs() -> None:
     assert OUTPUT.read_text() == typescript(), (
-        f"{OUTPUT.name} is not what the structs say: run "
+        f"{OUTPUT.name} does not match the structs; run "
         "python -m tokenbus.clients.typescript.generate"
     )
 
@@ -44,7 +44,7 @@ def test_its_own_tests_pass_on_a_running_system(
     for name in ("LOGS", "FAILS", "FORKS", "SPLICES"):
         (tmp_path / f"{name.lower()}.wasm").write_bytes(getattr(wasm_guests, name))
     tests = sorted((package / "dist" / "test").glob("*.test.js"))
-    # One in eight times a closed socket of npm's zeromq keeps the event loop alive for ever.
+    # In one of eight runs, a closed socket of npm's zeromq keeps the event loop alive forever.
     node = tuple(map(int, run("node", "--version").strip("v\n").split(".")))
     output = run(
         "node",
@@ -71,7 +71,7 @@ def test_the_first_minute_of_its_readme_works(package: Path, steered: Bus) -> No
 
 @pytest.fixture(scope="module")
 def guarded(steered: Bus, tmp_path_factory: pytest.TempPathFactory) -> Gateway:
-    """A gateway that needs a key."""
+    """A gateway that requires an API key."""
     file = tmp_path_factory.mktemp("keys") / "api-keys"
     file.write_text(f"ann {hash_of(KEY)}\n")
     return steered.start_gateway(api_keys=file)

@@ -1,5 +1,5 @@
-"""The TypeScript client's package, built in a copy of its folder under ``build/``, so that nothing
-is installed into the sources."""
+"""Builds the TypeScript client's package in a copy of its folder under ``build/``, so that nothing
+is installed into the source folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "clients" / "typescript"
 COPY = ROOT / "build" / "typescript"
 LIMIT_S = 500.0
-"""Bounds a hang."""
+"""Time limit of a command, in seconds. It only bounds a hang."""
 
 needs_node = pytest.mark.skipif(
     not (shutil.which("node") and shutil.which("npm")),
@@ -25,7 +25,7 @@ needs_node = pytest.mark.skipif(
 
 
 def run(*command: str | Path, **environment: str | Path) -> str:
-    """Runs a command in the copy; its output. Fails the test with it if the command fails."""
+    """Runs a command in the copy, and returns its output. Fails the test if the command fails."""
     done = subprocess.run(
         [str(part) for part in command],
         cwd=COPY,
@@ -42,8 +42,8 @@ def run(*command: str | Path, **environment: str | Path) -> str:
 
 
 def built_package() -> Path:
-    """The built package. Only the first of all test processes builds it, and only after a change;
-    its dependencies are installed again only where the lock file has changed."""
+    """The folder of the built package. Only the first test process builds it, and only after a
+    change of the sources. Dependencies are installed again only if the lock file has changed."""
     COPY.mkdir(parents=True, exist_ok=True)
     with (COPY / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -56,7 +56,7 @@ def built_package() -> Path:
 
 
 def digest(folder: Path) -> str:
-    """The SHA-256 of the files that make the package."""
+    """The SHA-256 of the files from which the package is built."""
     found = hashlib.sha256()
     for file in sorted([*folder.glob("*.*"), *folder.glob("src/*"), *folder.glob("test/*")]):
         if file.is_file():
@@ -65,7 +65,7 @@ def digest(folder: Path) -> str:
 
 
 def build() -> None:
-    """Copies the sources, installs what they need, and runs the compiler."""
+    """Copies the sources, installs their dependencies, and runs the compiler."""
     for folder in ("src", "test", "dist"):
         shutil.rmtree(COPY / folder, ignore_errors=True)
     for folder in ("src", "test"):
@@ -78,7 +78,7 @@ def build() -> None:
         modules.exists() and installed.exists() and installed.read_bytes() == lock.read_bytes()
     ):
         shutil.copy(lock, installed)
-        # A failed installation leaves no such folder, so that the next run tries again.
+        # If the installation fails, the folder is missing, and the next run tries again.
         shutil.rmtree(modules, ignore_errors=True)
         run("npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefer-offline")
     run("npm", "run", "build")

@@ -1,4 +1,4 @@
-"""Controllers in Wasm text for tests of the client: each does one thing."""
+"""Controllers in Wasm text for tests of clients. Each controller shows one behaviour."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GUEST = """(module
 
 
 def guest(pre: str = "", mid: str = "") -> bytes:
-    """A controller that goes on and allows everything, but for what is given."""
+    """A controller that continues and allows all tokens, if ``pre`` and ``mid`` do not return."""
     return bytes(wasmtime.wat2wasm(GUEST % {"pre": pre, "mid": mid}))
 
 
@@ -39,7 +39,7 @@ FAILS = guest(
       (then (call $fail (i32.const 522) (i32.const 8))))"""
 )
 FORKS = guest(
-    # In round 4 two sequences are made of one; the second drops 2 of 3 tokens and appends A and B.
+    # In round 4 the sequence forks. The second sequence drops 2 of 3 tokens and appends A and B.
     pre="""(if (i32.eq (global.get $round) (i32.const 4)) (then
       (i32.store (i32.const 1056) (i32.const 2)) (return (i32.const 3))))""",
     mid="""(if (i32.and (call $seq) (i32.eq (global.get $round) (i32.const 4))) (then
@@ -50,7 +50,7 @@ FORKS = guest(
 
 
 SPLICES = guest(
-    # In round 4 the 3 tokens are dropped, and two others are appended, in one message.
+    # In round 4, one splice drops the 3 tokens and appends two others.
     mid="""(if (i32.eq (global.get $round) (i32.const 4)) (then
       (i32.store (i32.const 1056) (i32.const 2)) (i32.store (i32.const 1060) (i32.const 600))
       (i32.store (i32.const 1064) (i32.const 3)) (return (i32.const 4))))"""
@@ -58,15 +58,16 @@ SPLICES = guest(
 
 
 BIASED = guest(
-    # The bias has one pair, token 65 and 500.
+    # The bias has one pair: 500 for token 65.
     mid="""(i32.store (i32.const 700) (i32.const 65)) (f32.store (i32.const 704) (f32.const 500))
     (i32.store (i32.const 1080) (i32.const 700)) (i32.store (i32.const 1084) (i32.const 1))"""
 )
 
 
 def endless(after: int) -> bytes:
-    """A controller that takes back two tokens and appends one in each other round from one on: the
-    stream has hardly more than this many tokens, and does not end however slow its client is."""
+    """A controller that drops two tokens and appends one in every second round from round ``after``
+    on. So the sequence never has many more than ``after`` tokens, and its stream does not end,
+    however slow the client is."""
     return guest(
         mid=f"""(if (i32.and (i32.ge_u (global.get $round) (i32.const {after}))
             (i32.and (global.get $round) (i32.const 1))) (then
