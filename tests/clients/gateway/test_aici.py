@@ -513,7 +513,7 @@ start(main);
 
 @pytest.mark.parametrize("controller", SCRIPTS)
 def test_aicis_command_line_runs_a_script(aici: AiciClient, controller: str) -> None:
-    """Sends the fields that ``aici run FILE`` sends, and reads the fields that it reads."""
+    """Sends and reads the same fields as the command ``aici run FILE``."""
     body = {
         "controller": f"gh:microsoft/aici/{controller}",
         "controller_arg": SCRIPTS[controller],

@@ -117,7 +117,7 @@ def test_many_lists_fit() -> None:
 
 
 class NotedBody(Body):
-    """A body. When one is decoded, its user is appended to ``decoded``."""
+    """A body whose decoding appends its user to ``decoded``."""
 
     user: str
     text: str

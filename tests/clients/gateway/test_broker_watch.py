@@ -181,7 +181,7 @@ def test_messages_that_arrive_before_the_broker_answers_are_sent_in_their_order(
         tunnels = Tunnels(Settings(front=broker.address), UserShares(100))
         browser = Browser()
         await browser.accepted()
-        # The gateway receives fewer messages than these while it waits for the broker.
+        # The gateway reads only some of these messages while it waits for the broker.
         lines = [f'PING {{"number": {number}}}' for number in range(2 * MAX_EARLY)]
         for line in lines:
             browser.send(line)

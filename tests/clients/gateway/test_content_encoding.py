@@ -1,4 +1,4 @@
-"""Compressed bodies of requests."""
+"""The gateway decompresses bodies of requests within bounds."""
 
 from __future__ import annotations
 

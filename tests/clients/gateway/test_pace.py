@@ -103,7 +103,7 @@ def test_a_client_that_leaves_cancels_its_stream_before_another_token(
     stream.step()
     assert next(request.events())
     request.leave()
-    # No other token follows. So the gateway does not notice by a failed write that the client left.
+    # No other token follows, so no failed write can show the gateway that the client has left.
     assert worker.cancelled() == stream.request
     stream.step(1, "cancelled")
 

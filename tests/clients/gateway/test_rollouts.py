@@ -46,7 +46,7 @@ class Trainer:
         lines = f"ann {hash_of(ORDINARY)}\nann {hash_of(TRAINER)} {OPERATOR}\n"
         keys.write_text(lines)
         self.guarded = bus.start_gateway(api_keys=keys)
-        """A gateway with an ordinary API key and one of the operator's, both of one holder."""
+        """A gateway with two API keys of one holder: an ordinary key and an operator's key."""
 
     def weights(self, seed: int) -> str:
         """The path of a folder with other weights. The workers may read this folder."""
@@ -250,7 +250,7 @@ def test_a_page_without_an_api_key_may_not_pause(trainer: Trainer) -> None:
 
 
 def test_a_tunnel_never_sends_the_operator_s_messages(trainer: Trainer) -> None:
-    """Neither an operator's session of the gateway nor an operator's API key changes this."""
+    """The messages are refused even if the gateway's session or the API key is the operator's."""
     local, guarded = trainer.local, trainer.guarded
     post(local, "/resume").raise_for_status()
     post(guarded, "/resume", headers=bearer(TRAINER)).raise_for_status()

@@ -1,4 +1,4 @@
-"""Prompts that are shortened to fit: ``truncation`` and ``truncate_prompt_tokens``."""
+"""``truncation`` and ``truncate_prompt_tokens`` shorten prompts that are too long."""
 
 from __future__ import annotations
 

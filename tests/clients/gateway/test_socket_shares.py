@@ -1,4 +1,4 @@
-"""A WebSocket has the share, the turns and the priorities of its user, whom it cannot choose."""
+"""A WebSocket has the share, turns and priorities of its user. It cannot choose the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""uvicorn still has the internals that the gateway overrides or uses, which it does not promise.
+"""uvicorn still has the internals that the gateway overrides or uses, although they may change.
 
 If a release changes one of them, check the gateway's code before pyproject.toml allows the release.
 """
