@@ -395,8 +395,8 @@ def test_an_invalid_address_is_refused_at_once() -> None:
 async def test_async_streams_interleave(bus: Bus) -> None:
     async with AsyncClient(bus.front) as client:
         order: list[int] = []
-        # If several entries have already arrived, a task reads all of them without a pause. The
-        # barrier stops each task after each entry.
+        # A task reads entries that have already arrived without a pause. So the barrier makes each
+        # task wait for the others after each entry.
         meeting = asyncio.Barrier(8)
 
         async def read(number: int) -> str:
@@ -577,7 +577,7 @@ def test_a_thousand_streams_of_ten_processes_are_all_complete(bus: Bus, client: 
     for streams in got.values():
         assert len(streams) == STREAMS
         assert all(positions == list(range(TOKENS)) for positions, _ in streams)
-    # Each stream has received the same tokens as a stream that runs alone.
+    # A stream that runs alone has the same tokens as the same stream in a process.
     for number, i in ((0, 0), (4, 50), (9, 99)):
         alone = client.generate(
             [5 + number, 6 + i], max_tokens=TOKENS, temperature=1.0, seed=i, ignore_eos=True
@@ -608,8 +608,8 @@ def test_the_stream_of_a_lost_worker_goes_on_at_another() -> None:
             stream = client.generate(PROMPT, on_system=notices.append, **options)
             entries = iter(stream)
             next(entries)
-            # The worker is killed at once. On a busy machine, the stream could end before another
-            # worker has started.
+            # The worker is killed at once, because on a busy machine the stream could end before
+            # another worker has started.
             first.kill()
             bus.workers.remove(first)
             bus.start_worker()

@@ -68,7 +68,7 @@ def compare(story: list[tuple[str, Any, Any]]) -> None:
 
 def _shown(event: Event) -> Any:
     if isinstance(event, Ended):
-        # Errors are compared by their text, because each error is another object.
+        # Errors are compared by their text, because two errors are never equal.
         return str(event.error)
     return event
 

@@ -1,4 +1,4 @@
-"""Streams that are written to a file, run again, and compared; the commands that do so."""
+"""Streams are recorded in a file, run again and compared, by the client and by commands."""
 
 from __future__ import annotations
 

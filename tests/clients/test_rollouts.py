@@ -25,7 +25,7 @@ def versions(client: Client) -> list[int]:
 
 
 def begun(client: Client, seed: int) -> Stream:
-    """A long stream whose first token has arrived."""
+    """Starts a long stream, and waits for its first token."""
     stream = client.generate(
         [5, 6, 7, seed], max_tokens=1500, ignore_eos=True, temperature=1.0, seed=seed
     )

@@ -1,4 +1,4 @@
-"""The TypeScript client: generated messages, strict types, its own tests on a running system."""
+"""The TypeScript client has current messages and strict types, and passes its own tests."""
 
 from __future__ import annotations
 

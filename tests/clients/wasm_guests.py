@@ -25,7 +25,7 @@ GUEST = """(module
 
 
 def guest(pre: str = "", mid: str = "") -> bytes:
-    """A controller that continues and allows all tokens, if ``pre`` and ``mid`` do not return."""
+    """A controller that allows all tokens unless code in ``pre`` or ``mid`` decides otherwise."""
     return bytes(wasmtime.wat2wasm(GUEST % {"pre": pre, "mid": mid}))
 
 
