@@ -70,7 +70,7 @@ class Earley:
 
 
 def nullable(rules: Rules) -> set[str]:
-    """The rules that can be empty."""
+    """The rules that can derive the empty text."""
     found: set[str] = set()
     while True:
         more = {n for n, alts in rules.items() if any(all(s in found for s in a) for a in alts)}
