@@ -159,8 +159,9 @@ def check_conversation(prompts: Sequence[str], *, thinking: bool = True) -> None
 
 
 def check_turns(prompt: str, thinking: bool = True) -> None:
-    """Checks that a prompt has all questions in order. Each question must be followed by thinking,
-    a call and the call's result. The interrupted question may be missing."""
+    """Checks that a prompt has all questions in order. Each question must be followed by thinking
+    (if ``thinking`` is true), a call and the call's result. The interrupted question may be
+    missing."""
     text = plain(prompt, thinking)
     place = 0
     for number, question in enumerate(QUESTIONS):
