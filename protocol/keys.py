@@ -288,5 +288,7 @@ def _read(path: Path, kind: type[Any]) -> Any:
         return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), kind)
     except OSError as error:
         raise KeyFault(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise KeyFault(f"{path} is not a valid key file: it is not a text in UTF-8") from None
     except (ValueError, msgspec.ValidationError) as error:
         raise KeyFault(f"{path} is not a valid key file: {error}") from None

@@ -143,6 +143,9 @@ def test_a_file_that_is_not_a_key_is_named(folder: KeyFolder) -> None:
     faults: list[KeyFault] = []
     assert list(folder.allowed("client", faults)) == ["local"]
     assert len(faults) == 1
+    file.write_bytes(b"\xff")
+    with pytest.raises(KeyFault, match=r"ann\.toml is not a valid key file: it is not a text in"):
+        folder.allowed("client")
 
 
 def test_a_system_without_keys_has_none(tmp_path: Path) -> None:

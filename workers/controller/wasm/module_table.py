@@ -160,6 +160,8 @@ def decode_table(content: bytes) -> Table:
 def _why_unknown(table: Table, name: str, path: str) -> str:
     """The error for an unknown name; it lists the existing names, beginning with similar names."""
     runs = path == "$.controller"
+    if not runs and _is_built_in(name):
+        return f"{name!r} is the name of a built-in controller, which cannot be changed"
     parts = [f"unknown {'controller' if runs else 'module'} {name!r}"]
     if runs and _PYTHON.fullmatch(name):
         parts[0] += "; a Python controller needs a worker: tokenbus controller serve MODULE:NAME"
@@ -188,9 +190,13 @@ def _some(tags: Iterable[str], name: str) -> str:
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
+def _is_built_in(name: str) -> bool:
+    return name in BUILT_IN or name in IN_ARGUMENT or name == CALL_TOOL
+
+
 def check_tag(tag: str) -> None:
     """Raises RequestError if the tag is not valid."""
-    if tag in BUILT_IN or tag in IN_ARGUMENT or tag == CALL_TOOL:
+    if _is_built_in(tag):
         raise RequestError(
             Code.INVALID_FIELD, f"{tag!r} is the name of a built-in controller", path="$.tag"
         )

@@ -221,6 +221,8 @@ def test_an_unknown_name_is_answered_with_what_there_is(modules: ModuleStore) ->
     with pytest.raises(RequestError, match=says) as caught:
         modules.resolve("anna", "x")
     assert (caught.value.code, caught.value.path) == ("unknown_controller", "$.controller")
+    with pytest.raises(RequestError, match="'choice' is the name of a built-in controller"):
+        modules.delete("", "choice")
     with pytest.raises(RequestError, match="unknown module 'x'; tags: tag00") as caught:
         modules.delete("anna", "x")
     assert caught.value.path == "$.module"
