@@ -59,7 +59,8 @@ class ContestedNames:
 
 
 def process_of(message: Register) -> int:
-    """The number of the process that registers, or its pid if the message has no number."""
+    """The random number that identifies the registering process (``Register.process``), or its pid
+    if the message does not have this number."""
     return message.process or message.pid
 
 
