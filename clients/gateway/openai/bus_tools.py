@@ -1,5 +1,5 @@
-"""The tools of the bus, which tool workers serve: requests their descriptions, and makes the calls
-that a model's answer contains.
+"""Requests the descriptions of the bus's tools, which tool workers serve, and makes the calls that
+a model's answer contains.
 
 The gateway makes a call by sending a request with the built-in program ``call_tool``. The rules for
 calls by programs therefore apply: allow-lists, shares, time-outs, and that a call is made at most

@@ -50,7 +50,8 @@ class ChatChunks:
         self._usage: UnsetType | None = None if body.include_usage else UNSET
         self._reports = TokenReports(body)
         self._prompt = prepared.ids if self._reports.ids else None
-        """The token ids of the prompt if the first chunk has to report them; then None."""
+        """The token ids of the prompt that the first chunk still has to report; None if they were
+        reported, or if the request does not ask for them."""
         self._whole_entries = self._tops is not None or bool(self._reports)
         """Whether each token has its own chunk."""
         self._plain = prepared.constraint is None and not self._whole_entries

@@ -32,8 +32,8 @@ class CompletionRequest(SampledRequest, kw_only=True):
     prompt: str | PromptList
     """A text, a list of token ids, a list of texts, or a list of lists of token ids."""
     max_tokens: RestOfContext | None = None
-    """Maximum number of tokens of each choice. Default: 16; -1: the rest of the context. 0 is valid
-    only with ``echo``."""
+    """Maximum number of tokens of each choice. The default is 16; -1 stands for the rest of the
+    context. 0 is valid only with ``echo``."""
     best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     """Number of choices that are generated for each prompt. The answer has the ``n`` choices with
     the highest sum of log-probabilities."""
@@ -43,7 +43,7 @@ class CompletionRequest(SampledRequest, kw_only=True):
     """Number of alternatives that are reported with each token's log-probability."""
     heal_prompt: bool | None = None
     """Whether the prompt may end in the middle of a word. If true, the prompt's last token is
-    removed, and the answer must begin with its text. Only Tokenbus has this field."""
+    removed, and the answer must begin with the text of this token. Only Tokenbus has this field."""
     suffix: str | None = None
     """The text after the gap that the model fills. Requires a tokenizer that has tokens for marking
     a gap."""

@@ -164,7 +164,8 @@ async def _echoes(
 async def _scored(
     gateway: Gateway, body: CompletionRequest, model: ServedModel, ids: list[int]
 ) -> Sampled:
-    """The tokens of a prompt with their log-probabilities, which the first token does not have."""
+    """The tokens of a prompt with their log-probabilities. The first token does not have a
+    log-probability."""
     logprobs: list[float | None] = [None] * len(ids)
     tops: list[dict[int, float]] = [{}] * len(ids)
     if len(ids) > 1:

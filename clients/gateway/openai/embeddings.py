@@ -37,7 +37,8 @@ class EmbeddingsRequest(Body, kw_only=True):
 
     # Fields that vLLM adds.
     truncate_prompt_tokens: Truncation | None = None
-    """Number of tokens to keep at the beginning of each text; -1: as many as the model takes."""
+    """Number of tokens to keep at the beginning of each text; -1 stands for as many tokens as the
+    model takes."""
 
     # Fields that only Tokenbus has.
     pooling: Pooling | None = None

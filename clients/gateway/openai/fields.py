@@ -56,8 +56,8 @@ class TextRequest(Body):
     """Fields of completions, chat and responses."""
 
     model: str = ""
-    """The name of the model. If it is empty: the served model if there is only one, otherwise the
-    embedded model."""
+    """The name of the model. If the name is empty, the served model is used if there is only one,
+    otherwise the embedded model."""
     stream: bool | None = None
     temperature: Temperature | None = None
     """Default: 1."""
@@ -65,7 +65,7 @@ class TextRequest(Body):
 
     # Fields that vLLM adds.
     top_k: TopK | None = None
-    """Number of most likely tokens that may be sampled; 0 and -1: all tokens."""
+    """Number of most likely tokens that may be sampled; 0 and -1 allow all tokens."""
     min_p: Probability | None = None
     repetition_penalty: RepetitionPenalty | None = None
     stop_token_ids: StopIds | None = None
@@ -161,7 +161,8 @@ class SampledRequest(TextRequest):
     min_tokens: MinTokens | None = None
     """Minimum number of generated tokens. The text ends earlier only if its constraint ends it."""
     truncate_prompt_tokens: PromptTokens | None = None
-    """Number of tokens at the end of the prompt to keep; -1: as many as fit into the context."""
+    """Number of tokens at the end of the prompt to keep; -1 stands for as many as fit into the
+    context."""
     prompt_logprobs: TopLogprobs | None = None
     """Number of alternatives that are reported with each token of the prompt. Not available in a
     stream."""

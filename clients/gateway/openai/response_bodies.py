@@ -74,7 +74,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
     instructions: str | None = None
     """A system message before the input."""
     max_output_tokens: RestOfContext | None = None
-    """Maximum number of tokens of the answer. Default, and -1: the rest of the context."""
+    """Maximum number of tokens of the answer. By default, and for -1, the rest of the context."""
     text: TextSettings | None = None
     tools: list[AnyTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | NamedCustom | None = None
@@ -134,9 +134,9 @@ class ResponsesRequest(TextRequest, kw_only=True):
                 ignored.leave_out(f"include[{place}]", what)
 
     def check_copied(self, size: int, ignored: Ignored) -> None:
-        """Bounds what a stored response copies from its request, whose body has ``size`` bytes. A
-        request that does not ask for storing is answered without it. Raises ApiError 413 for other
-        requests."""
+        """Bounds the bytes that a stored response copies from its request, whose body has ``size``
+        bytes. Beyond the bound, the response is not stored; ApiError 413 is raised instead if the
+        request has ``store`` or ``background``, or if the setting ``strict_fields`` is on."""
         if self.store is False or size <= MAX_COPIED_BYTES:
             return
         parts = (self.instructions, self.tools, self.tool_choice, self.text, self.metadata)
