@@ -1,8 +1,8 @@
 """``/metrics`` for Prometheus: the metrics of the broker, its workers and this gateway.
 
 At each scrape, the gateway requests the metrics of the broker and its workers from the broker, so
-that all gateways report the same values. A metric that vLLM has too has vLLM's name, with the
-prefix ``tokenbus:`` instead of ``vllm:``. docs/observability.md lists all metrics.
+that all gateways report the same values. A metric that also exists in vLLM has the same name as
+there, with the prefix ``tokenbus:`` instead of ``vllm:``. docs/observability.md lists all metrics.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ FAMILIES = {
     "controller_cpu_seconds": Family("counter", "CPU time of controllers' rounds."),
     "grammar_compile_seconds": Family(
         "histogram",
-        "Time to compile a grammar, with the wait for a process, by constraint and outcome.",
+        "Time to compile a grammar, including the wait for a free compiler process, by constraint "
+        "and outcome.",
     ),
     "grammar_cache_hits": Family("counter", "Requests whose grammar was already compiled."),
     "num_controllers": Family("gauge", "Requests whose controller runs at a worker."),

@@ -32,9 +32,9 @@ class TunnelRequests:
     """The open requests of one WebSocket.
 
     ``user``: the user to whom the requests count. ``name``: the name of the API key, or an empty
-    string if there is no key. ``ranks``: whether the WebSocket's connection has a tenant's CURVE
-    key. If so, the broker checks the priorities of requests by this key; otherwise this class
-    checks them.
+    string if there is no key. ``ranks``: whether the gateway's connection to the broker for this
+    WebSocket uses a tenant's CURVE key. If so, the broker checks the priorities of requests by this
+    key; otherwise this class checks them.
     """
 
     def __init__(self, shares: UserShares, user: str, name: str, ranks: bool) -> None:
