@@ -37,7 +37,8 @@ def started_settings(pid: int) -> Settings | None:
 
 
 def _absolute(settings: Settings, folder: Path) -> Settings:
-    """The settings with the paths that a client needs; relative paths start at ``folder``."""
+    """The settings with absolute paths where a client needs a path. Relative paths are resolved
+    against ``folder``."""
     fronts = [
         IPC + str(folder / front.removeprefix(IPC)) if front.startswith(IPC) else front
         for front in separate(settings.front)
