@@ -73,8 +73,8 @@ def compile_substring(text: str) -> Dfa:
 
 
 class _TooMany(Exception):
-    """The automaton has too many states. The automaton of the text's first ``fits`` bytes would
-    not."""
+    """The automaton has too many states. The automaton of the text's first ``fits`` bytes has few
+    enough states."""
 
     def __init__(self, fits: int) -> None:
         super().__init__(fits)

@@ -89,7 +89,7 @@ def _widest(tree: Tree) -> int:
 
 
 def _first(tree: Tree, trial: Trial) -> Grown | None:
-    """The longest item of a tree that is too large by itself; None if no item is."""
+    """The longest item of a tree that is too large by itself; None if no item is too large."""
     items = () if isinstance(tree, Chars) else _items(tree)
     for part in sorted(items, key=spelled_out, reverse=True)[:_TRIED]:
         if isinstance(part, Chars):

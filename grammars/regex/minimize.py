@@ -1,10 +1,10 @@
-"""Minimises an automaton. After each text, the minimal automaton accepts the same trees (patterns)
-as the original.
+"""Minimises an automaton. After each text, the minimal automaton accepts the same patterns as the
+original.
 
 Source: A. Valmari, Fast brief practical DFA minimization, Information Processing Letters 112, 2012:
 Hopcroft's refinement for automata in which most transitions are missing, O(m log n) for m
-transitions and n states. Blocks of states and blocks of transitions are split in turns, each by the
-other.
+transitions and n states. In turns, blocks of states are split by blocks of transitions, and blocks
+of transitions by blocks of states.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ A position is one place of the pattern that matches a character; a repetition wi
 expanded to its copies. A state of the automaton is the set of positions that may match the next
 character. Source: V. M. Glushkov, The abstract theory of automata, 1961.
 
-Position ~i is the end of tree i. It does not match a character. A state that contains it accepts
-tree i.
+Position ~i is the end of the syntax tree of pattern i. This position does not match a character. A
+state that contains it accepts pattern i.
 """
 
 from __future__ import annotations

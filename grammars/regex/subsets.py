@@ -21,7 +21,8 @@ class Automaton:
     """A deterministic automaton over classes of characters.
 
     ``rows[s]`` maps a class to the next state; classes without a next state are missing.
-    ``accepts[s]`` is the bit set of the trees that accept in state s. The start is state 0.
+    ``accepts[s]`` is a bit set: bit i is set if state s accepts the pattern with number i. The
+    start is state 0.
     """
 
     segments: Segments

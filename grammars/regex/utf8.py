@@ -5,11 +5,12 @@ for the first bytes of a character and has the bytes that may follow them; a lea
 characters. Equal nodes are merged. For each state, the leaves of this graph are replaced by the
 next states, and classes that lead to the same state are merged.
 
-If the automaton over characters is minimal, the automaton over bytes is minimal too. Different
-nodes inside a character lead to different states, and a state inside a character never equals a
-state between two characters. Overlong forms and surrogates have no path in the graph, so they never
-match. Sources: R. Cox, Regular expression matching in the wild, 2010, and the Rust crate
-``utf8-ranges``.
+If the automaton over characters is minimal, the automaton over bytes is minimal too. The reason:
+the leaves of a state's graph are different next states, so two states inside a character with
+different runs accept different texts. A state inside a character is never equivalent to a state
+between two characters, because only the former reads continuation bytes. Overlong forms and
+surrogates have no path in the graph, so they never match. Sources: R. Cox, Regular expression
+matching in the wild, 2010, and the Rust crate ``utf8-ranges``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Runs = tuple[tuple[int, int, int], ...]
 ~n for node n. In the result, a target is a state."""
 
 _FORMS = (
-    # first character, last character, number of bytes after the first, first byte of character 0
+    # first character, last character, number of bytes after the first, first byte if its payload
+    # bits are 0
     (0x00, 0x7F, 0, 0x00),
     (0x80, 0x7FF, 1, 0xC0),
     (0x800, 0xFFFF, 2, 0xE0),
@@ -35,11 +37,12 @@ _FORMS = (
 
 @dataclass(slots=True)
 class ByteAutomaton:
-    """An automaton over bytes. ``rows[s]`` has the runs of state s, ``accepts[s]`` the bit set of
-    the trees that state s accepts. State 0 is dead, and state 1 is the start.
+    """An automaton over bytes. ``rows[s]`` has the runs of state s. ``accepts[s]`` is a bit set:
+    bit i is set if state s accepts the pattern with number i. State 0 is dead, and state 1 is the
+    start.
 
-    States are numbered in the order in which ascending bytes reach them, so that each language has
-    the same numbers for its states.
+    A breadth-first search over ascending bytes numbers the states, so minimal automata of the same
+    language are identical.
     """
 
     rows: list[Runs]

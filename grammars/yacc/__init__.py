@@ -1,5 +1,5 @@
-"""Compiles LR(1) grammars in AICI's format from their text to tables. Also has a reference
-recognizer.
+"""Compiles LR(1) grammars in AICI's format from their text to tables. The package also has a
+reference recognizer.
 
 A grammar is compiled in these steps, with one file for each step:
 

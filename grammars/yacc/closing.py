@@ -2,8 +2,8 @@
 
 The kernel items of a state are the rules that the text has begun and not finished. A ``Rest`` has
 the terminals that complete one kernel item in the fewest bytes. To close a text, the guest engine
-applies the rests with the lowest total cost that complete the stack, from its top down to its
-bottom (guest/closing.h).
+applies rests that complete the stack from its top down to its bottom. It chooses the rests with the
+lowest total cost (guest/closing.h).
 """
 
 from __future__ import annotations
