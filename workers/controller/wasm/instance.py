@@ -54,8 +54,8 @@ _set_fuel.restype = ctypes.c_void_p
 _get_fuel = _held.wasmtime_context_get_fuel
 _get_fuel.restype = ctypes.c_void_p
 KILL_S = 1.0
-"""If instructions are counted, the number of instructions limits a call. A call also ends if it
-takes this number of seconds of CPU time more than its limit."""
+"""If instructions are counted, the number of instructions limits a call. Such a call also ends when
+its CPU time exceeds its time limit by ``KILL_S`` seconds."""
 WORK_S = 3e-6
 """CPU time of a unit of host work, in seconds. If instructions are counted, a unit counts as the
 number of instructions that a guest may execute in this time."""
@@ -195,8 +195,8 @@ class Guest:
         self._fuel_per_s = 1000 * limits.fuel_per_ms
         self._more_s = KILL_S if self._fuel_per_s else 0.0
         self.host_work = 0
-        """Work of host functions since the guest's CPU time was last checked, in the units of
-        ``CHECKED_WORK``."""
+        """Work of host functions since the guest's CPU time was last checked. A unit is a call of a
+        host function, or ``WORK_BYTES`` copied bytes."""
         self.host_bytes = 0
         """Bytes that the host stores for the guest. The controller sets this number before
         ``count``."""
