@@ -22,7 +22,8 @@ class Lease:
     """Registers the worker, sends heartbeats, and registers the worker again after silence of the
     broker or at the broker's request.
 
-    ``registration`` returns the current registration, because models and live requests change.
+    ``registration`` is a function that returns the current registration: models and live requests
+    change between two calls.
     ``beat`` returns the heartbeat. Times are seconds of a monotonic clock.
     """
 
@@ -107,8 +108,10 @@ class Lease:
         return max(0.0, self._next_beat - now)
 
     def changed(self) -> list[Frames]:
-        """The messages that report a changed registration; empty before the lease is granted. The
-        update then follows ``REGISTERED``, because a second REGISTER would end the lease."""
+        """The messages that report a changed registration. Before the lease is granted, the result
+        is empty, and ``on_frames`` returns the update when REGISTERED arrives. The broker accepts
+        an update only from a registered worker, and a second complete REGISTER would begin another
+        lease."""
         # The flag is set before ``registered`` is checked, because another thread may set
         # ``registered`` in between.
         self._outdated = True
