@@ -8,7 +8,8 @@ from tokenbus.broker.session import Session
 
 
 def check(broker: Broker) -> None:
-    """Raises AssertionError where the tables disagree, or where the broker has met a defect."""
+    """Raises AssertionError if the broker's tables disagree, or if an exception was raised in the
+    broker."""
     assert broker.state.counters.internal_errors == 0, "an event met a defect of the broker"
     _check_sessions(broker)
     _check_requests(broker)
@@ -16,7 +17,8 @@ def check(broker: Broker) -> None:
 
 
 def check_empty(broker: Broker) -> None:
-    """Raises AssertionError where something is left of the requests, though all have ended."""
+    """Raises AssertionError if a table still has a request, a reservation or a journal entry after
+    all requests have ended."""
     state = broker.state
     assert not state.requests
     assert not state.queues
@@ -37,7 +39,7 @@ def check_empty(broker: Broker) -> None:
 def _check_sessions(broker: Broker) -> None:
     table = broker.state.sessions
     _check_journals(broker)
-    # One that was adopted has no token until its client comes with it.
+    # A session that was restored from a worker's report has no token until its client connects.
     assert len(table.by_token) == sum(bool(session.token) for session in table)
     for session in table:
         assert table.by_id[session.id] is session

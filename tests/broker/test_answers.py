@@ -27,8 +27,8 @@ EVERYTHING = list(range(ENTRIES))
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Small budgets: a stream of ``ENTRIES`` needs tens of ticks. The list has the bytes of each
-    piece that was decoded."""
+    """Sets small budgets, so that the entries of a stream of ``ENTRIES`` take tens of ticks.
+    Returns a list, to which the size in bytes of each decoded piece is added."""
     monkeypatch.setattr(answers, "PASS_BYTES", 4096)
     monkeypatch.setattr(answers, "PART_BYTES", 1024)
     monkeypatch.setattr(pieces, "PIECE_BYTES", 1024)
@@ -52,8 +52,8 @@ def bench(decoded: list[int]) -> Iterator[Bench]:
 
 
 def ended(bench: Bench, name: str = "c", stream: int = 1, key: str = "") -> str:
-    """A session with a stream of ``ENTRIES`` that has ended, whose connection is lost; its
-    token."""
+    """Makes a session with an ended stream of ``ENTRIES``, and closes its connection; returns the
+    session's token."""
     [(_, welcome)] = bench.client(name, "HELLO", HELLO, key)
     bench.client(name, "GENERATE", {"stream_id": stream, "model": "m", "prompt": [1]}, key)
     [header] = [header for kind, header in bench.to_worker("a") if kind == "GENERATE"]
@@ -69,7 +69,7 @@ def ended(bench: Bench, name: str = "c", stream: int = 1, key: str = "") -> str:
 
 
 def rest(bench: Bench, name: str = "d", ticks: int = 500) -> list[list[tuple[str, Any]]]:
-    """The messages of each tick until the broker is not behind."""
+    """The messages of each tick, up to the tick in which the broker has sent all answers."""
     found: list[list[tuple[str, Any]]] = []
     while bench.broker._ends.answers.behind:
         assert len(found) < ticks
@@ -190,8 +190,8 @@ def test_an_answer_whose_connection_is_lost_begins_again(bench: Bench) -> None:
 
 @pytest.mark.parametrize("keyed", [True, False])
 def test_clients_take_turns(bench: Bench, keyed: bool) -> None:
-    """The sessions of a key take its turns: they do not delay another client more than one of
-    them would."""
+    """Sessions of the same key share the key's turns. Together they delay another client as much as
+    one session would."""
     keys = ["k"] * 3 if keyed else [""] * 3
     greedy = [(f"g{i}", ended(bench, f"c{i}", key=key), key) for i, key in enumerate(keys)]
     token = ended(bench, "v", key="other" if keyed else "")

@@ -1,4 +1,4 @@
-"""Bodies that take long to decode are refused before they are decoded."""
+"""The broker refuses bodies that would take long to decode before it decodes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenbus.protocol.messages import MAX_BODY_BYTES
 from ..worlds.broker import Bench, peer_of
 
 IDS = [1] * (MAX_STRUCTURE_BYTES // 2)
-"""More token ids than a body may have."""
+"""A list with more token ids than a body may have."""
 TEXT = "a" * (MAX_BODY_BYTES - 4096)
 
 
@@ -109,7 +109,7 @@ def test_a_text_may_fill_a_body() -> None:
 
 
 def test_a_text_that_is_named_twice_hides_nothing() -> None:
-    """The last value of a field counts if the field is there twice."""
+    """The last value of a repeated field counts, but the bound covers the earlier value too."""
     bench = Bench()
     ids = b",".join([b"1"] * len(IDS))
     body = b'{"stream_id":7,"prompt":[' + ids + b',1,1],"prompt":"a"}'

@@ -1,4 +1,5 @@
-"""Buffers of a session: kept, named by requests, bounded; a ``save`` that does not fit."""
+"""Buffers of a session: they are stored, requests name them, and their number is bounded. A
+``save`` that does not fit is refused."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ ANN, EVE = "a" * 64, "e" * 64
 
 
 def buffer(bench: Bench, client: str, name: str, **fields: Any) -> list[str]:
-    """Sends a ``BUFFER``; the codes of the errors that answer it."""
+    """Sends a ``BUFFER``; returns the codes of the errors that answer it."""
     answers = bench.client(client, "BUFFER", {"name": name, **fields})
     return [body["code"] for _, body in answers]
 
@@ -36,7 +37,7 @@ def test_a_save_that_is_too_large_ends_its_stream_with_an_error() -> None:
     assert error["path"] == "$.save"
     assert "out" in error["message"]
     assert bench.broker.state.counters.bad_worker_messages == 0
-    # The worker ends the stream as it would have, and nothing of it is left.
+    # The worker ends the stream as usual, and the broker then has no record of the request.
     end = Token(token=1, stream_id=1, logprob=0.0, finish_reason="stop")
     bench.tokens("a", header, end, final=True)
     assert bench.broker.state.requests == {}

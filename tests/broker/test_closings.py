@@ -1,4 +1,4 @@
-"""A worker's connection that closes is noticed by its own, long before a heartbeat is due."""
+"""The broker notices a worker's closed connection long before a heartbeat is due."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Socket = zmq.Socket[bytes]
 
 @pytest.fixture(params=["ipc", "tcp"])
 def server(request: pytest.FixtureRequest) -> Iterator[BrokerServer]:
-    """A broker, in a thread of its own, that sends no heartbeat but the first."""
+    """A broker on its own thread. It sends only the first heartbeat."""
     with tempfile.TemporaryDirectory(prefix="tb-") as folder:
         settings = BrokerSettings(heartbeat_s=3600, expiry_s=36_000, drain_s=0)
         back = f"ipc://{folder}/back.sock" if request.param == "ipc" else "tcp://127.0.0.1:*"
@@ -64,7 +64,8 @@ def next_request(worker: Socket) -> list[bytes]:
 def test_the_streams_of_a_worker_whose_connection_closes_move_at_once(server: BrokerServer) -> None:
     client = connect(server.front_endpoint)
     last = register(server.back_endpoint, "worker 0")
-    # Three times: the watch goes on. A stream each, as one that two workers die of is not tried on.
+    # The broker notices each of three losses. Each loss has its own stream, because the broker does
+    # not restart a stream after two lost workers at once.
     for number in range(1, 4):
         client.send_multipart([b"GENERATE", msgspec.json.encode(generate(number))])
         next_request(last)
@@ -85,7 +86,8 @@ def test_the_next_tick_is_due_when_a_lease_ends() -> None:
     bench.pass_time(4.75)
     bench.now += 0.2
     assert bench.broker.wait_s(bench.now) == pytest.approx(0.05)
-    # It lasts up to that time, and no tick is due again and again meanwhile.
+    # The lease lasts up to and including this time. Until it ends, the broker does not tick in a
+    # busy loop.
     bench.now += 0.05
     assert bench.broker.wait_s(bench.now) > 0
     bench.now += bench.broker.wait_s(bench.now)

@@ -1,4 +1,5 @@
-"""A routing id belongs to one connection: no other one gets the session or the lease under it."""
+"""A routing id belongs to one connection: another connection with this routing id gets neither the
+session nor the lease."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def test_a_connection_with_the_routing_id_of_a_closed_one_gets_a_session_of_its_
     assert other != token
     opened = server.core.state.sessions.by_token[other]
     assert opened.key == (other_key.public if other_key is not None else "")
-    # The victim comes back with its token, and has what it had.
+    # The victim connects again with its token, and resumes its session.
     again = RawPeer(server.front_endpoint, key)
     again.send(b"HELLO", {"session": token})
     assert again.receive(b"WELCOME")["resumed"]
@@ -77,7 +78,8 @@ def test_a_connection_with_the_routing_id_of_a_closed_one_gets_a_session_of_its_
 
 
 def test_a_session_has_no_connection_once_that_has_closed(broker: Broker) -> None:
-    # Else a connection that chooses its routing id, and sends nothing, would receive its tokens.
+    # Otherwise an attacker's silent connection with this routing id would receive the session's
+    # tokens.
     server, (key, _) = broker
     victim = RawPeer(server.front_endpoint, key)
     session_token(victim)
@@ -96,7 +98,7 @@ def test_a_connection_with_the_routing_id_of_a_worker_does_not_get_its_lease() -
             [lease] = server.core.state.workers.values()
             worker.close()
             beat = pack([b"HEARTBEAT", encode_header(), encode_body(Heartbeat(), "msgpack")])
-            # The broker does not know it, and asks it to register.
+            # The broker does not have a lease for this connection, and requests a registration.
             attacker, _ = intrude(server.back_endpoint, lease.peer, beat, b"REREGISTER")
             assert lease not in server.core.state.workers.values()
             attacker.close()
@@ -156,7 +158,7 @@ def test_a_key_has_no_more_connections_than_it_leaves_to_others(
         victims = [RawPeer(keyed.front, key) for _ in range(2)]
         for peer in victims:
             session_token(peer)
-        # A connection that closes leaves its place.
+        # A connection that closes makes room for another one.
         attackers.pop().close()
         until(lambda: clients._of_key[other_key.public] == 3, 60.0, "closed")
         for peer in (*attackers, *victims):

@@ -41,13 +41,14 @@ VARIABLE = Variable(1, 0, 1, "get", "x")
 
 
 def controller_worker(bench: Bench, name: str, *patterns: str, capacity: int = 4) -> int:
-    """Registers a controller worker; its id."""
+    """Registers a controller worker; returns its id."""
     given = {"patterns": list(patterns or ["*"]), "default": "", "capacity": capacity}
     return bench.worker(name, role="controller", **given).worker
 
 
 def begun(bench: Bench, stream: int = 1, **fields: Any) -> Header:
-    """A request with a controller that its GPU worker has begun; its header."""
+    """Begins a request whose GPU worker has started its controller; returns the request's
+    header."""
     bench.client("c", "GENERATE", generate(stream, controller="mine", **fields))
     [(_, header)] = [m for m in bench.to_worker("gpu") if m[0] == "GENERATE"]
     bench.send("gpu", "START", START, Header(header.request))
@@ -109,7 +110,8 @@ def test_an_unknown_controller_is_refused_with_the_names_that_are_served(bench: 
 def test_a_controller_whose_last_worker_was_lost_a_moment_ago_is_not_unknown(
     bench: Bench, lost: str, left: str
 ) -> None:
-    """A worker of another kind is left: it would refuse the controller, and so would the broker."""
+    """The remaining worker serves other controllers. It would refuse this controller, but the
+    broker does not send it the START."""
     controller_worker(bench, "lost", lost)
     controller_worker(bench, "left", left)
     bench.client("c", "GENERATE", generate(1, controller="mine"))
@@ -126,7 +128,8 @@ def test_a_controller_whose_last_worker_was_lost_a_moment_ago_is_not_unknown(
 
 
 def test_a_new_request_for_such_a_controller_is_refused_in_the_end(bench: Bench) -> None:
-    """It is not unknown: the client may send it again."""
+    """The error is ``no_worker``, not ``unknown_controller``, so the client may send the request
+    again."""
     controller_worker(bench, "lost", "mine")
     controller_worker(bench, "left", "*")
     bench.sent += bench.broker.on_gone(Side.BACK, peer_of("lost"), bench.now)
@@ -275,7 +278,7 @@ def test_a_lost_controller_worker_is_reported_to_the_gpu_workers_of_its_requests
     [lost] = bodies(bench, "gpu", "LOST", Lost)
     assert lost.requests == [first.request, second.request]
     assert lost.code == "worker_lost"
-    # They start again, elsewhere.
+    # The controllers start again at another worker.
     controller_worker(bench, "b")
     assert [start(bench, header) for header in (first, second)] == ["b:START"] * 2
 
@@ -370,14 +373,16 @@ def test_clients_cannot_speak_as_workers(bench: Bench) -> None:
 
 
 def accepted(bench: Bench, stream: int = 1) -> Header:
-    """A request with a controller that its GPU worker has not begun yet; its header."""
+    """A request with a controller for which the GPU worker has not sent START yet; returns the
+    request's header."""
     assert bench.client("c", "GENERATE", generate(stream, controller="mine")) == []
     [(_, header)] = [m for m in bench.to_worker("gpu") if m[0] == "GENERATE"]
     return header
 
 
 def start(bench: Bench, header: Header) -> str:
-    """The GPU worker begins a controller; the name of the worker that receives its START."""
+    """The GPU worker sends START; returns the name and the message type of the broker's next START
+    or LOST."""
     [out] = [
         m
         for m in bench.send("gpu", "START", START, Header(header.request))
@@ -389,7 +394,7 @@ def start(bench: Bench, header: Header) -> str:
 def test_the_worker_that_was_reserved_gets_the_start(bench: Bench) -> None:
     controller_worker(bench, "a", capacity=2)
     headers = [accepted(bench, 1), accepted(bench, 2)]
-    # Another one is there now and empty, but the choice has been made.
+    # Another controller worker now has free places, but the first one is already reserved.
     controller_worker(bench, "b", capacity=2)
     assert [start(bench, h) for h in headers] == ["a:START", "a:START"]
 
@@ -400,7 +405,8 @@ def test_a_reservation_counts_towards_the_load(bench: Bench) -> None:
         accepted(bench, stream)
     workers = bench.broker.state.workers
     assert [len(workers[w].steers) for w in (a, b)] == [2, 2]
-    # What was accepted is never refused at its START for want of room.
+    # All places are reserved, so the broker refuses a further request. It never refuses the START
+    # of an accepted request.
     [(_, error)] = bench.client("c", "GENERATE", generate(9, controller="mine"))
     assert error["code"] == "queue_full"
 
@@ -455,7 +461,8 @@ def test_a_request_that_ends_before_its_start_releases_its_reservation(bench: Be
     bench.sent.clear()
     bench.tokens("gpu", header, end, final=True)
     assert not bench.broker.state.workers[a].steers
-    # Neither the controller worker nor the state worker has received anything of it: no END.
+    # Neither the controller worker nor the state worker has received a message about the request,
+    # so neither gets an END.
     assert bodies(bench, "a", "END", End) == bodies(bench, "state", "END", End) == []
     bench.to_client("c")
     accepted(bench, 2)
@@ -489,7 +496,7 @@ def test_when_the_reserved_worker_drains_before_the_start_another_is_chosen(benc
     controller_worker(bench, "b")
     bench.send("a", "DRAIN", {"reason": "restart"})
     assert start(bench, header) == "b:START"
-    # What runs on the draining one stays there.
+    # The controller that already runs at the draining worker stays there.
     [draining] = [w for w in bench.broker.state.workers.values() if w.name == "a"]
     assert len(draining.steers) == 1
 
@@ -504,7 +511,8 @@ def test_a_second_start_of_a_request_is_ignored(bench: Bench) -> None:
 
 
 def waiting_starts(number: int) -> tuple[Bench, list[Header]]:
-    """A broker with ``number`` STARTs. A controller worker with one place runs the first."""
+    """A broker with ``number`` STARTs. A controller worker with one place runs the controller of
+    the first START."""
     bench = Bench(expiry_s=1000.0)
     bench.worker("gpu", capacity=number)
     controller_worker(bench, "a", capacity=number)
@@ -521,7 +529,8 @@ def started(bench: Bench, name: str = "b") -> list[int]:
 
 
 def calls_of_an_end(number: int) -> int:
-    """Calls of the broker's functions as a request ends and the next START goes to its place."""
+    """The number of function calls in the broker when a request ends and the next START takes its
+    place."""
     bench, headers = waiting_starts(number)
     assert started(bench) == [headers[0].request]
     calls: Counter[str] = Counter()
@@ -557,7 +566,8 @@ def test_starts_that_wait_go_on_in_their_order_one_for_each_free_place() -> None
 
 
 def test_a_start_that_waits_for_a_name_goes_to_the_worker_that_registers_it() -> None:
-    """It waited for a worker that runs any module before; the name goes before that."""
+    """The START first waits for a worker that runs any module. A worker that registers the
+    controller's name is preferred to such a worker."""
     bench, headers = waiting_starts(3)
     controller_worker(bench, "named", "mine", capacity=1)
     assert started(bench, "named") == [headers[1].request]

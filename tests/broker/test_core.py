@@ -126,7 +126,7 @@ def test_a_worker_that_is_silent_for_six_seconds_is_lost(bench: Bench) -> None:
     bench.pass_time(1.0)
     assert bench.to_client("c") == []
     assert bench.broker.state.workers == {}
-    # It was only slow: its next message makes it register again.
+    # The worker was only slow. Its next message makes the broker request another registration.
     [again] = bench.send("a", "HEARTBEAT", Heartbeat())
     assert again.frames[0] == b"REREGISTER"
 
@@ -196,7 +196,8 @@ def test_a_client_begins_a_session_with_a_token_of_its_own_that_nobody_has(bench
     chosen = {"session": token, "begin": True}
     [(_, welcome)] = bench.client("a", "HELLO", chosen, key="k")
     assert (welcome["session"], "resumed" in welcome) == (token, False)
-    # Under the same key it is taken over; under another one it stays as it is.
+    # A client with the same key takes the session over; a client with another key gets a new
+    # session.
     [(_, again)] = bench.client("b", "HELLO", chosen, key="k")
     assert (again["session"], again["resumed"]) == (token, True)
     [(_, thief)] = bench.client("c", "HELLO", chosen, key="other")
@@ -211,7 +212,7 @@ def test_a_worker_learns_which_form_of_token_the_client_takes(bench: Bench) -> N
     bench.worker("a", capacity=9)
 
     def begin(name: str, stream: int, **hello: Any) -> list[str]:
-        """Opens a session, begins a stream; the capabilities that were granted."""
+        """Opens a session, and begins a stream in it; returns the granted capabilities."""
         frames = [b"HELLO", msgspec.json.encode({"capabilities": ["columns"], **hello})]
         out = bench.broker.on_client(peer_of(name), frames, bench.now, "")
         welcome = msgspec.msgpack.decode(out[0].frames[1]) if hello else {}
@@ -226,11 +227,11 @@ def test_a_worker_learns_which_form_of_token_the_client_takes(bench: Bench) -> N
     assert begin("texts", 1, encodings=["msgpack"], capabilities=both_forms) == both_forms
     [(_, header)] = bench.to_worker("a")
     assert header.flags & 0xFF == both | Flag.TEXTS
-    # Without columns there are no rows that could have text.
+    # Without columns, there are no rows to which texts could be added.
     assert begin("entries", 1, encodings=["msgpack"], capabilities=["text_columns"]) == []
     [(_, header)] = bench.to_worker("a")
     assert header.flags & 0xFF == Flag.MSGPACK
-    # Columns have no form in JSON.
+    # Clients that use JSON never get columns.
     begin("text", 1)
     [(_, header)] = bench.to_worker("a")
     assert header.flags & 0xFF == 0
@@ -256,7 +257,7 @@ def test_bodies_that_arrive_together_go_out_together_to_a_client_that_takes_them
     bench.worker("a", capacity=9)
 
     def begin(name: str, *capabilities: str) -> int:
-        """Opens a session with a stream; its id."""
+        """Opens a session with a stream; returns the session's id."""
         hello = {"encodings": ["msgpack"], "capabilities": capabilities}
         bench.broker.on_client(peer_of(name), [b"HELLO", msgspec.json.encode(hello)], bench.now)
         bench.client(name, "GENERATE", generate(1))
@@ -279,7 +280,7 @@ def test_bodies_that_arrive_together_go_out_together_to_a_client_that_takes_them
     ]
     to_single = [list(m.frames) for m in out if m.peer == peer_of("single")]
     assert to_single == [[b"TOKEN", body] for body in (b"1", b"2", b"3", large, b"4")]
-    # A later pass begins a message of its own, and none grows beyond its bound.
+    # A later pass begins a new message, and no message has more than ``MAX_JOINED`` bodies.
     message = pack([b"TOKEN", encode_token_header([joined]), b"5"])
     out = bench.broker.on_workers([(peer_of("a"), message)] * 40, bench.now)
     assert [len(m.frames) - 1 for m in out] == [MAX_JOINED, 40 - MAX_JOINED]
@@ -318,7 +319,7 @@ def test_streams_of_a_client_that_goes_are_cancelled(bench: Bench) -> None:
 
 
 def _pass_time(bench: Bench, seconds: int) -> None:
-    """Time passes, and the worker lives."""
+    """Lets time pass, with heartbeats of the worker ``a``."""
     for _ in range(seconds):
         bench.pass_time(1.0)
         bench.send("a", "HEARTBEAT", Heartbeat())
@@ -341,7 +342,7 @@ def test_a_stream_that_ends_before_its_client_attaches_again_is_delivered(bench:
     bench.client("c", "GENERATE", generate(1))
     [(_, header)] = bench.to_worker("a")
     bench.client("d", "HELLO", {"session": welcome["session"]})
-    # The client discards what comes before the answer to its ATTACH.
+    # The client discards entries that arrive before the answer to its ATTACH.
     end = Token(token=5, stream_id=1, logprob=-1.0, finish_reason="stop")
     bench.tokens("a", header, end, final=True)
     bench.to_client("d")
@@ -358,7 +359,7 @@ def test_a_silent_client_whose_connection_is_closed_has_less(bench: Bench) -> No
     bench.to_client("c")
     bench.to_worker("a")
     _pass_time(bench, 6)
-    # What is sent to it shows that the connection is closed.
+    # The broker sends PONG, and then finds that the connection is closed.
     assert bench.to_client("c") == [("PONG", {})]
     bench.sent += bench.broker.on_gone(Side.FRONT, peer_of("c"), bench.now)
     _pass_time(bench, 6)
@@ -459,7 +460,7 @@ def test_stopping_ends_every_stream_with_an_error(bench: Bench) -> None:
 
 
 class Pipe:
-    """A peer's pipe that can be full or gone."""
+    """A peer's pipe, which a test can make full or close."""
 
     def __init__(self) -> None:
         self.state = Sent.OK
@@ -484,7 +485,7 @@ def test_messages_for_a_full_pipe_wait_in_order_up_to_their_bound() -> None:
     assert post(b"3333") is Sent.OK
     assert post(b"4444") is Sent.FULL
     assert post(b"5555", must=True) is Sent.OK
-    # A large answer waits too, where less than the bound waits before it.
+    # A large answer is queued as long as the queue is below its bound.
     assert post(b"a large answer", must=True) is Sent.OK
     assert post(b"6666", must=True) is Sent.FULL
     assert outbox.flush() == []

@@ -1,5 +1,6 @@
-"""``timeout_s`` holds wherever a request is: queued, at its worker, without one, under an earlier
-run of the broker. (The effect of the CANCEL at a worker is tested with the workers.)"""
+"""``timeout_s`` applies to a request wherever the request is: in the queue, at its worker, between
+workers, or at a restarted broker. (The effect of the CANCEL at a worker is tested with the
+workers.)"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def begin(bench: Bench, stream: int = 1, **fields: Any) -> None:
 
 
 def ends(bench: Bench, client: str = "c") -> list[tuple[int, str]]:
-    """The streams that have ended for a client, and why."""
+    """The streams that have ended for a client, with their finish reasons."""
     found = []
     for kind, body in bench.to_client(client):
         assert kind in ("TOKEN", "SYSTEM", "MSG", "WELCOME"), body
@@ -39,7 +40,7 @@ def ends(bench: Bench, client: str = "c") -> list[tuple[int, str]]:
 
 
 def cancelled(bench: Bench, worker: str) -> list[CancelReason]:
-    """Why a worker was asked to end something."""
+    """The reasons in the CANCELs to a worker."""
     mine = [m for m in bench.sent if m.peer == peer_of(worker) and m.frames[0] == b"CANCEL"]
     bench.sent = [m for m in bench.sent if m not in mine]
     return [msgspec.msgpack.decode(m.frames[2], type=Cancel).reason for m in mine]
@@ -76,7 +77,7 @@ def test_while_it_is_queued(bench: Bench) -> None:
 
 
 def test_while_its_worker_loads_prefills_decodes_or_waits_for_a_decision(bench: Bench) -> None:
-    """All the same here: the worker is asked to end it."""
+    """The broker cancels the request in the same way in all these cases."""
     bench.worker("a")
     begin(bench)
     bench.pass_time(LIMIT_S - 0.5)
@@ -86,7 +87,7 @@ def test_while_its_worker_loads_prefills_decodes_or_waits_for_a_decision(bench: 
 
 
 def test_while_its_worker_is_silent(bench: Bench) -> None:
-    """A stream that is lost while it ends does not move."""
+    """A stream whose worker is lost after the deadline does not move."""
     bench.worker("a")
     bench.worker("b")
     begin(bench)
@@ -107,7 +108,7 @@ def test_while_its_controller_waits_for_a_worker(bench: Bench) -> None:
     bench.pass_time(LIMIT_S + 0.5)
     assert cancelled(bench, "a") == ["timeout"]
     bench.tokens("a", header, final=True)
-    # Nothing of it waits any more.
+    # The request's START does not wait any more.
     bench.worker("python", role="controller", patterns=["mine"], default="")
     assert bench.to_worker("python") == []
 
@@ -130,7 +131,7 @@ def test_while_it_waits_as_another_request_is_suspected_of_killing_workers(bench
     for lost, following in (("a", "b"), ("b", "d")):
         bench.worker(following, capacity=8)
         gone(bench, lost)
-    # One of the two is tried.
+    # Both requests are suspects. The broker restarts one of them, and the other one waits.
     assert len(bench.broker.state.waiting) == 1
     bench.pass_time(LIMIT_S + 0.5)
     [(_, reason)] = ends(bench)
@@ -140,7 +141,7 @@ def test_while_it_waits_as_another_request_is_suspected_of_killing_workers(bench
 
 @pytest.mark.parametrize("age_s", [1.0, 60.0])
 def test_while_its_broker_was_away(bench: Bench, age_s: float) -> None:
-    """It counts from its arrival at its first broker."""
+    """The time-out counts from the request's arrival at the first broker."""
     [(_, welcome)] = bench.client("c", "HELLO", {"capabilities": ["recover"]})
     [session] = bench.broker.state.sessions
     after = Bench(recover_s=30.0, expiry_s=1000.0, session_grace_s=1000.0)

@@ -1,4 +1,4 @@
-"""Workers that leave hand over what they have, where others can take it."""
+"""Draining workers hand their streams over if other workers can continue them."""
 
 from __future__ import annotations
 

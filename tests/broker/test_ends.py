@@ -1,4 +1,4 @@
-"""Every request ends for its client exactly once, in every order of deaths of its connection."""
+"""Each request ends for its client exactly once, whenever the client's connections are lost."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def bench() -> Iterator[Bench]:
 
 
 def opened(bench: Bench, name: str = "c", **fields: Any) -> str:
-    """Opens a session; its token."""
+    """Opens a session; returns the session's token."""
     [(_, welcome)] = bench.client(name, "HELLO", HELLO | fields)
     token: str = welcome["session"]
     return token
 
 
 def begun(bench: Bench, stream: int = 1, client: str = "c", worker: str = "a") -> Header:
-    """A stream that runs."""
+    """Begins a stream; returns the header that its worker received."""
     bench.client(client, "GENERATE", generate(stream))
     [(_, header)] = [m for m in bench.to_worker(worker) if m[0] == "GENERATE"]
     return header
@@ -64,7 +64,7 @@ def attach(bench: Bench, received: int, stream: int = 1, name: str = "d") -> lis
 
 
 def ping(bench: Bench, ack: int = 0, name: str = "d") -> int:
-    """A PING; the position in its answer."""
+    """Sends a PING; returns the position in the PONG."""
     _, pong = bench.client(name, "PING", {"ack": ack})[-1]
     position: int = pong.get("position", 0)
     return position
@@ -79,7 +79,7 @@ def test_the_last_tokens_into_a_dead_connection_are_sent_again(bench: Bench) -> 
     header = begun(bench)
     bench.tokens("a", header, entry(5), entry(6))
     bench.tokens("a", header, entry(7), entry(8, reason="stop"), final=True)
-    # All of it was sent, and nobody knows yet that the connection is dead.
+    # The broker has sent all tokens, and has not noticed that the connection is dead.
     assert bench.broker.state.requests == {}
     assert back(bench, token) == [1]
     [(kind, answer), (_, rest)] = attach(bench, received=1)
@@ -218,7 +218,7 @@ def test_an_acknowledgement_of_one_connection_is_none_of_what_another_was_sent(
     # The client has not seen the end: this connection's first PONG comes before its ATTACH.
     ping(bench, ack=ping(bench))
     assert [k for k, _ in attach(bench, received=0)] == ["MSG", "TOKEN"]
-    # Nor is this connection known to be alive.
+    # The client has not acknowledged an end on this connection either, so the end is kept.
     assert back(bench, token, "e") == [1]
     assert [k for k, _ in attach(bench, received=0, name="e")] == ["MSG", "TOKEN"]
     ping(bench, ack=ping(bench, name="e"), name="e")
@@ -270,7 +270,7 @@ def test_a_stream_that_fails_before_its_worker_answers_an_attach_answers_it(benc
 
 
 def dropped(bench: Bench, out: list[Outgoing]) -> None:
-    """Messages do not fit into what waits for their peer."""
+    """Reports to the broker that these messages do not fit into the queues of their peers."""
     for message in out:
         bench.sent = [m for m in bench.sent if m is not message]
         bench.sent += bench.broker.on_full(message)

@@ -1,4 +1,5 @@
-"""A defect or a malformed message costs one request at most: timers and other messages go on."""
+"""A defect or a malformed message affects at most one request: timers and other messages still
+run."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ WAIT_MS = 300_000
 
 
 def fail_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, but its first call raises."""
+    """A wrapper of ``original`` whose first call raises."""
     calls = []
 
     def call(*args: Any, **given: Any) -> Any:
@@ -52,7 +53,7 @@ def bench() -> Bench:
 
 @pytest.fixture
 def server() -> Iterator[BrokerServer]:
-    """A broker on its sockets, in a thread of its own."""
+    """A broker with its sockets, on its own thread."""
     with tempfile.TemporaryDirectory(prefix="tb-") as folder:
         settings = BrokerSettings(expiry_s=600, tick_s=0.02, drain_s=0, recover_s=0)
         front, back = f"ipc://{folder}/front.sock", f"ipc://{folder}/back.sock"
@@ -68,7 +69,7 @@ def server() -> Iterator[BrokerServer]:
 
 
 def connect(endpoint: str) -> Socket:
-    """A DEALER that waits long for an answer, and not for ever."""
+    """A DEALER socket whose receive times out after five minutes."""
     socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.linger = 0
     socket.rcvtimeo = WAIT_MS
@@ -90,7 +91,7 @@ def send(client: Socket, kind: bytes, body: dict[str, Any]) -> None:
 
 
 def error_of(client: Socket) -> dict[str, Any]:
-    """The body of the next ERROR."""
+    """The body of the next ERROR that the client receives."""
     while True:
         kind, body = client.recv_multipart()
         if kind == b"ERROR":
@@ -103,7 +104,7 @@ def test_a_tick_that_fails_is_not_the_last_one(server: BrokerServer) -> None:
     server.core.tick = fail_once(server.core.tick)  # type: ignore[method-assign]
     until(lambda: server.core.state.counters.internal_errors == 1, 300.0, "a tick failed")
     send(client, b"GENERATE", generate(1, timeout_s=0.001))
-    # The deadline has passed, which only a later tick notices.
+    # Only a later tick notices that the deadline has passed.
     while unpack(worker.recv_multipart())[0] != b"CANCEL":
         pass
     worker.close()
@@ -129,7 +130,7 @@ def test_full_pipes_are_tried_again_after_a_failure(server: BrokerServer) -> Non
     send(client, b"GENERATE", generate(1))
     while unpack(worker.recv_multipart())[0] != b"GENERATE":
         pass
-    # More than the client's pipe holds, before the client reads anything.
+    # These messages do not all fit into the client's pipe, which the client does not read yet.
     head = encode_token_header([next(iter(server.core.state.sessions)).id])
     count = 3000
     for i in range(count):
@@ -167,7 +168,8 @@ def test_a_part_of_a_tick_that_fails_does_not_keep_the_others_from_running(bench
     broken.remove = fail_once(broken.remove)  # type: ignore[method-assign]
     bench.pass_time(1.5)
     assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
-    # Ending the lease of one of the two silent workers fails; the other one is lost all the same.
+    # Ending the lease of one of the two silent workers fails; the other worker is lost
+    # nevertheless.
     bench.pass_time(5.0)
     assert len(bench.broker.state.workers) == 1
     assert bench.broker.state.counters.internal_errors == 1
@@ -188,7 +190,7 @@ def test_a_session_that_cannot_be_ended_does_not_keep_others_from_expiring(bench
 def test_a_worker_whose_tokens_cannot_be_read_loses_its_streams_to_others(
     bench: Bench, frames: list[bytes]
 ) -> None:
-    # Which streams these tokens belonged to is unknown, so none of the worker's can go on there.
+    # The streams of these tokens are unknown, so all streams of the worker move.
     bench.worker("a")
     bench.client("c", "GENERATE", generate(1))
     bench.to_worker("a")
@@ -207,7 +209,8 @@ def test_a_worker_whose_frames_cannot_be_distinguished_is_lost(bench: Bench) -> 
     head = encode_token_header([header.address])
     messages = [(peer_of("a"), [b"\x02\x00\x09\x00"]), (peer_of("a"), pack([b"TOKEN", head, b""]))]
     out = bench.broker.on_workers(messages, bench.now)
-    # What comes behind it is of a worker that is not registered any more, and was asked already.
+    # The next message is from a worker that is not registered any more. The broker does not request
+    # another registration, because it has just sent REREGISTER.
     assert [m.frames[0] for m in out] == [b"REREGISTER"]
     assert bench.broker.state.counters.bad_worker_messages == 1
     assert bench.broker.state.workers == {}
@@ -329,7 +332,7 @@ def test_a_stream_whose_last_tokens_do_not_fit_ends_with_an_error(
     head = encode_token_header([header.address], [header.request])
     [out] = bench.broker.on_worker(peer_of("a"), [b"TOKEN", head, body], bench.now)
     bench.sent.clear()
-    # The socket had no room for them any more, when the request was forgotten already.
+    # The client's socket does not accept these messages, and the request has already been removed.
     bench.sent += bench.broker.on_full(out)
     errors = {e["stream_id"]: e["code"] for kind, e in bench.to_client("c")}
     assert errors == {1: "slow_client", 2: "slow_client"}
@@ -341,7 +344,8 @@ def test_a_client_that_reads_no_tokenizer_gets_a_bounded_number_of_bytes(bench: 
     large = b'{"stream_id":1,"tokenizer":"' + b"x" * 400_000 + b'"}'
 
     def ask(client: str) -> tuple[str, Any]:
-        """Asks for a tokenizer and gets it; the answer."""
+        """Requests a tokenizer, and lets the worker answer; returns the answer that the client
+        receives."""
         answers = bench.client(client, "TOKENIZER", {"stream_id": 1, "model": "m"})
         for _, (request, session, _) in bench.to_worker("a"):
             head = encode_header(request, session, Flag.FINAL)
@@ -352,12 +356,12 @@ def test_a_client_that_reads_no_tokenizer_gets_a_bounded_number_of_bytes(bench: 
     assert [ask("c")[0] for _ in range(5)] == ["MSG"] * 4 + ["ERROR"]
     assert ask("c")[1]["code"] == "slow_client"
     assert ask("another")[0] == "MSG"
-    # The pipe is the same where the session is another.
+    # A new session on the same connection has the same pipe.
     bench.client("c", "BYE")
     assert ask("c")[1]["code"] == "slow_client"
     bench.broker.on_gone(Side.FRONT, peer_of("c"), bench.now)
     assert [ask("c")[0] for _ in range(5)] == ["MSG"] * 4 + ["ERROR"]
-    # The pipe holds 256 messages: what was sent before the last 256 has left it.
+    # The pipe has room for 256 messages. After 256 further messages, all earlier ones have left it.
     for number in range(256):
         bench.client("c", "PING", {"n": number})
     assert ask("c")[0] == "MSG"
@@ -383,7 +387,7 @@ def test_all_sessions_of_a_key_wait_for_a_bounded_number_of_tokenizers(bench: Be
     sent = bench.to_worker("a")
     assert len(sent) == 16
     assert ask("ann", "ann") == []
-    # The end of a session does not make room: its worker still has the request.
+    # The end of a session does not make room, because the worker still has the session's request.
     bench.client("eve 0", "BYE", key="eve")
     [(_, error)] = ask("eve again", "eve")
     assert error["code"] == "client_limit"

@@ -1,4 +1,5 @@
-"""No client is served before others without the right to, and none takes the room of all."""
+"""No client is served before its turn unless it has the right to, and no client takes the places of
+all others."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def ask(bench: Bench, client: str, stream: int, key: str = "", **fields: Any) ->
 
 
 def served(bench: Bench, count: int) -> list[int]:
-    """The streams that the worker gets next, as each one ends."""
+    """The next ``count`` streams that the worker receives; each stream ends when it was
+    received."""
     found = []
     for _ in range(count):
         [worker] = bench.broker.state.workers.values()
@@ -177,7 +179,7 @@ def test_a_key_at_its_share_loses_its_own_idle_sessions_only() -> None:
 
 @pytest.mark.parametrize("key", [ANN, ""])
 def test_each_client_without_a_place_searches_some_sessions_only(key: str) -> None:
-    """Every session has a live stream, but for one that the search reaches last."""
+    """All sessions have a live stream, except the one that the search reaches last."""
     bench = Bench(max_sessions=3 * MAX_SEARCHED)
     bench.worker("w", capacity=10_000)
     number = 3 * MAX_SEARCHED // (2 if key else 1)

@@ -1,4 +1,5 @@
-"""Fences hold back messages about given-up attempts, and end with a CLAIMED or a JOURNAL."""
+"""Fences discard messages about attempts that the broker has given up. They end with a CLAIMED or a
+JOURNAL."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def test_messages_are_void_until_the_order_to_drop_is_confirmed() -> None:
     fences = Fences()
     fence = fences.add(1, 7, 1)
     fence.void = fences.asked([fence], 1.0)
-    # Its client has come from another broker meanwhile.
+    # Meanwhile, the client has come from another broker, so a second fence is added.
     fences.add(1, 7, 1)
     assert fences.is_void(1)
     fences.answered(NO_SESSION, 0.0)
@@ -100,7 +101,7 @@ def bench() -> Bench:
 
 
 def test_a_stream_that_goes_on_at_its_worker_has_no_fence_after_its_report(bench: Bench) -> None:
-    """Its tokens reach the client, although the worker has not answered the CLAIM yet."""
+    """The stream's tokens reach the client, although the worker has not answered the CLAIM yet."""
     hello(bench, "d", encodings=["msgpack"])
     journal(bench, "a", 1)
     claimed(bench, "a", "b")
@@ -134,7 +135,8 @@ def test_a_worker_that_registers_again_ends_its_fences() -> None:
 
 
 def test_a_session_that_began_here_adopts_no_stream() -> None:
-    """A worker that was cut off may report an earlier stream of it."""
+    """A worker that was cut off may report an earlier stream of the session, which the session does
+    not adopt."""
     bench = Bench(expiry_s=1000.0, session_expiry_s=1000.0, recover_s=30.0)
     bench.worker("a")
     bench.client("c", "HELLO", {"capabilities": ["recover", "ping"]})

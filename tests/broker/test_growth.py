@@ -1,4 +1,4 @@
-"""Large tables: the choice of a worker and the ticks take no longer where there are many."""
+"""The choice of a worker and the ticks do not take longer if the tables are large."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""INPUT: the broker passes it to the state worker, and reports what the state worker answers."""
+"""The broker passes INPUT on to the state worker, and reports the state worker's answer to the
+client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journals of sessions against a plain list of entries for each request."""
+"""Compares the journals of sessions with a plain list of entries for each request."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ def test_a_request_begins_between_messages_of_equal_layout() -> None:
 
 
 def test_more_than_there_is_memory_for_goes_through_it() -> None:
-    """Segments are used again, oldest first, where no request needs what they have, and where one
-    does."""
+    """The oldest segments are reused first, whether or not a request still needs their entries."""
     world = World(1, sessions=2)
     kept, other = world.journals
     kept.begin(1, 1, 10)
@@ -100,7 +99,8 @@ def test_what_no_live_request_needs_is_dropped_without_being_read() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_bounds_of_a_journal_and_of_all_hold_at_any_time(seed: int) -> None:
-    """As long as the requests that began first are given up beyond them."""
+    """The bounds hold if the requests that began first are given up when the journal exceeds a
+    bound."""
     most, in_all = 6_000, 10_000
     world = World(seed, sessions=4)
     recent = world.recent = Recent(most, in_all)

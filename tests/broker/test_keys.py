@@ -35,7 +35,8 @@ def broker() -> Iterator[KeyedBroker]:
 
 
 class Climber:
-    """A peer that sends a worker's registration, and keeps what comes of it."""
+    """A peer that sends a worker's registration, and stores the messages and refusals that it
+    receives."""
 
     def __init__(self) -> None:
         self.refusals: list[TokenbusError] = []
@@ -72,7 +73,7 @@ class Climber:
 
 
 def admitted(broker: KeyedBroker, key: OwnKey) -> OwnKey:
-    """The key, once the broker lets it connect."""
+    """Waits until the broker admits connections with this key; returns the key."""
     ring = broker.server.core.state.keyring
     role: Role = "worker" if key.role == "worker" else "client"
     until(lambda: ring.admits(role, key.public), 300.0, "the broker knows the key")
@@ -80,7 +81,7 @@ def admitted(broker: KeyedBroker, key: OwnKey) -> OwnKey:
 
 
 def refusal(client: Client) -> str:
-    """Why a client is not served."""
+    """The message of the error with which the broker refuses a client."""
     with client, pytest.raises(RequestError) as caught:
         client.status(timeout_s=100)
     assert caught.value.code == "not_allowed"
@@ -128,7 +129,8 @@ def test_a_refused_key_is_one_line_of_a_command(broker: KeyedBroker, tmp_path: P
 def test_a_refusal_that_comes_while_the_connection_is_begun_is_noticed(
     broker: KeyedBroker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """ZeroMQ tells of it once: the client's thread may come to it late, but must not miss it."""
+    """ZeroMQ reports a refusal once. The client must notice it, even if its thread reads the report
+    late."""
     connect = dealers._connect
 
     def connect_and_wait(socket: zmq.Socket[bytes], address: str) -> None:
@@ -136,7 +138,8 @@ def test_a_refusal_that_comes_while_the_connection_is_begun_is_noticed(
         if threading.current_thread() is threading.main_thread():
             return  # It only tries whether the address is valid.
         until(lambda: "was refused" in caplog.text, 300.0, "the broker has refused")
-        # What it sent then reaches the client's side of ZeroMQ, which shows it to its monitor only.
+        # The refusal then reaches the client's side of ZeroMQ, which reports it only to the
+        # socket's monitor.
         time.sleep(0.5)
 
     monkeypatch.setattr(dealers, "_connect", connect_and_wait)
@@ -213,7 +216,7 @@ def test_a_revocation_ends_live_streams_with_one_error_each(broker: KeyedBroker)
             assert caught.value.code == "not_allowed"
         with pytest.raises(RequestError, match="revoked") as caught:
             bad.status(timeout_s=100)
-        # Its worker is asked to end both, and the stream of the other client goes on.
+        # The worker gets a CANCEL for both streams, and the stream of the other client continues.
         for _ in ended:
             worker.receive(b"CANCEL")
         assert good.status().streams >= 1

@@ -15,7 +15,7 @@ from ..worlds.broker import Bench, generate, peer_of
 
 
 class Worker:
-    """A worker with a lease of its own, whose messages are carried by hand."""
+    """A worker with a real lease; the test delivers its messages."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -40,13 +40,13 @@ class Worker:
         )
 
     def send(self, messages: Iterable[Frames]) -> None:
-        """Delivers messages to the broker, and leaves its answers in ``bench.sent``."""
+        """Delivers messages to the broker; ``bench.sent`` then has the broker's answers."""
         for frames in messages:
             self.sent.append(frames[0].decode())
             self.bench.sent += self.bench.broker.on_worker(peer_of("w"), frames, self.bench.now)
 
     def receive(self) -> None:
-        """Delivers messages in both directions until none is left."""
+        """Delivers messages in both directions until there are no more."""
         bench = self.bench
         while mine := [m for m in bench.sent if m.side is Side.BACK and m.peer == peer_of("w")]:
             bench.sent = [m for m in bench.sent if m not in mine]

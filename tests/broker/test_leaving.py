@@ -1,4 +1,5 @@
-"""A broker that leaves, as another one takes its place: what that one cannot adopt ends first."""
+"""A broker that leaves while another broker takes its place first ends the requests that the other
+broker cannot adopt."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from ..worlds.broker import Bench, generate, peer_of
 
 @pytest.fixture
 def bench() -> Bench:
-    """Two workers for one request each, a client that can come back, and one that cannot."""
+    """A broker with two workers that run one request each, a client that can resume its session,
+    and a client that cannot."""
     bench = Bench(expiry_s=1000.0, session_expiry_s=1000.0)
     bench.worker("a", capacity=1)
     bench.worker("b", capacity=1)
@@ -23,7 +25,7 @@ def bench() -> Bench:
 
 
 def codes(bench: Bench, client: str) -> list[tuple[int, Any]]:
-    """The errors that a client got, by stream."""
+    """The streams and codes of the errors that a client received."""
     return [(e["stream_id"], e["code"]) for kind, e in bench.to_client(client) if kind == "ERROR"]
 
 
@@ -61,7 +63,7 @@ def test_streams_of_a_client_that_cannot_come_back_are_finished(
     [(_, header)] = bench.to_worker("a")
     bench.sent += bench.broker.leave()
     assert not bench.broker.can_leave
-    # It gets no further ones; others do.
+    # This client cannot begin further streams; other clients can.
     [(_, error)] = bench.client("typed", "GENERATE", generate(2))
     assert (error["stream_id"], error["code"]) == (2, "shutting_down")
     bench.client("returns", "GENERATE", generate(1))
@@ -70,7 +72,7 @@ def test_streams_of_a_client_that_cannot_come_back_are_finished(
         bench.tokens("a", header, final=True)
         leave(bench)
     else:
-        # Its time is over.
+        # The time for finishing the stream is over.
         bench.sent += bench.broker.left()
     assert codes(bench, "typed") == ([] if finishes else [(1, "shutting_down")])
     assert codes(bench, "returns") == []
@@ -99,7 +101,7 @@ def test_where_no_worker_is_left_it_waits_for_none(bench: Bench) -> None:
 def test_where_its_workers_are_restarted_too_their_streams_are_refused_at_once(
     bench: Bench,
 ) -> None:
-    """The next broker would await these workers for ``recover_s``."""
+    """Otherwise the next broker would wait for these workers for ``recover_s``."""
     bench.worker("steers", role="controller")
     bench.client("returns", "GENERATE", generate(1))
     bench.sent += bench.broker.leave()

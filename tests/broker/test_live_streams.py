@@ -1,4 +1,4 @@
-"""STATUS with ``streams``: what runs and what waits, for whom and where."""
+"""STATUS with ``streams`` lists the running and waiting streams, with their clients and workers."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_client_that_lists_many_streams_again_and_again_has_to_wait() -> None:
     lists = []
     asked = {"stream_id": 9, "streams": True}
     for number in range(100):
-        # Two connections of the key ask in turn.
+        # Two connections of the key send the requests in turn.
         [(kind, body)] = bench.client(f"e {number % 2}", "STATUS", asked, "key-c")[-1:]
         lists.append(kind)
     assert 1 < lists.count("MSG") <= 10
@@ -167,7 +167,7 @@ def test_a_stream_on_a_real_bus_is_listed_with_the_workers_that_run_it(steered: 
                 "x", max_tokens=800, n=24, controller="regex", controller_arg="[ab]+", priority=-2
             )
             next(streams.enter_context(stream))
-            # None where it is over already.
+            # No stream is found if it has already ended.
             live = client.status(streams=True).live
             found = next((s for s in live if s.priority == -2), None)
         workers = {worker.role: worker.name for worker in client.status().workers}

@@ -1,4 +1,4 @@
-"""The broker's log of a worker that leaves or is lost: one line for all of its streams."""
+"""When a worker leaves or is lost, the broker logs one line for all of its streams."""
 
 from __future__ import annotations
 

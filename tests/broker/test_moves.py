@@ -1,4 +1,5 @@
-"""Streams that move: what a lost worker leaves, another continues, without a gap or a repeat."""
+"""Streams that move: another worker continues a lost worker's stream without a gap or a repeated
+token."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def gone(bench: Bench, name: str) -> None:
 
 
 def got(bench: Bench, name: str, kind: str = "GENERATE") -> list[tuple[Header, list[bytes]]]:
-    """The requests that were sent to a worker: header, and body and attachments."""
+    """The messages of type ``kind`` that were sent to a worker: the header of each, and its body
+    and attachments."""
     mine = [m for m in bench.sent if m.side is Side.BACK and m.peer == peer_of(name)]
     bench.sent = [m for m in bench.sent if m not in mine]
     found = [m for m in mine if m.frames[0] == kind.encode()]
@@ -37,7 +39,7 @@ def got(bench: Bench, name: str, kind: str = "GENERATE") -> list[tuple[Header, l
 
 
 def begun(bench: Bench, worker: str, stream: int = 1, **fields: Any) -> Header:
-    """A stream at a worker; its header there."""
+    """Begins a stream at a worker; returns the header that the worker received."""
     bench.client("c", "GENERATE", generate(stream, **fields))
     [(header, _)] = got(bench, worker)
     return header
@@ -77,7 +79,7 @@ def test_a_stream_continues_elsewhere_with_all_that_its_client_was_sent(
     assert (moved.request, moved.address) == (header.request, header.address)
     assert transcript.entries == [FIRST, entry(8, 1), entry(9, 2)]
     assert (transcript.left, transcript.why) == ("a", "its connection closed")
-    # And once more: what both workers sent goes along.
+    # The stream moves again. The transcript then has the tokens of both workers.
     bench.tokens("b", moved, entry(5, 3), columns=columns)
     bench.worker("d")
     gone(bench, "b")
@@ -123,12 +125,12 @@ def test_a_worker_that_comes_back_reaches_nobody_with_what_it_had(bench: Bench) 
     bench.worker("b")
     bench.pass_time(1.5)
     moved, _ = continued(bench, "b")
-    # It was stopped, and sends what it had in hand.
+    # The first worker was only stopped, and now sends the tokens that it had computed.
     bench.tokens("a", header, entry(8, 1))
     end = Token(token=1, stream_id=1, logprob=0.0, finish_reason="stop")
     bench.tokens("a", header, end, final=True)
     assert bench.to_client("c") == []
-    # The same where its end arrives when it has registered again.
+    # An ERROR that arrives after the worker has registered again does not reach the client either.
     bench.worker("a")
     bench.send("a", "ERROR", {"code": "internal", "message": "", "stream_id": 1}, header)
     assert bench.to_client("c") == []
@@ -245,7 +247,7 @@ def test_what_a_client_misses_of_a_stream_that_waits_comes_from_the_broker(bench
     bench.worker("a")
     header = begun(bench, "a")
     bench.tokens("a", header, FIRST, entry(8, 1), entry(9, 2))
-    # One ATTACH is lost with the worker, another comes while the stream waits.
+    # The first ATTACH is lost with the worker; the second arrives while the stream waits.
     bench.client("c", "ATTACH", {"stream_id": 1, "received": 2})
     bench.to_client("c")
     gone(bench, "a")
@@ -276,7 +278,7 @@ def test_the_entries_of_a_stream_that_waits_are_sent_a_bounded_number_of_times(
     [(_, error)] = bench.client("c", "ATTACH", {"stream_id": 1, "received": 1})
     assert (error["code"], error["stream_id"]) == ("client_limit", 1)
     for received in (3, 10**9):
-        # A client that misses nothing is answered, and nothing is decoded for it.
+        # A client that has all entries gets an answer, and no entries are decoded for it.
         [(_, answer)] = bench.client("c", "ATTACH", {"stream_id": 1, "received": received})
         assert answer["attached"] == received
     bench.worker("b")
@@ -292,7 +294,7 @@ def test_what_a_worker_sends_again_is_in_the_transcript_once(bench: Bench, answe
     header = begun(bench, "a")
     bench.tokens("a", header, FIRST, entry(8, 1), entry(9, 2))
     bench.client("c", "ATTACH", {"stream_id": 1, "received": 1})
-    # Sent before the worker received the ATTACH.
+    # The worker sends this token before it receives the ATTACH.
     bench.tokens("a", header, entry(5, 3))
     bench.send("a", "MSG", {"stream_id": 1, "attached": 1}, header)
     sent = [FIRST]
@@ -518,7 +520,7 @@ def test_of_several_suspects_only_the_one_that_kills_is_quarantined() -> None:
             break
     assert errors == {killer: "quarantined"}
     assert number <= 5
-    # The others go on, one by one or together.
+    # The other streams continue, one at a time or together.
     for _ in range(20):
         for header, _ in got(bench, worker):
             stream = bench.broker.state.requests[header.request].stream_id
@@ -539,7 +541,8 @@ def test_workers_that_leave_at_their_own_wish_count_against_no_request(bench: Be
 
 
 def test_a_request_that_never_reached_a_worker_is_not_why_it_died(bench: Bench) -> None:
-    """Several workers are lost at once; the broker notices as it sends to them."""
+    """Several workers are lost at once. The broker notices each loss when it sends the request to
+    the worker."""
     for name in ("a", "b", "d", "e"):
         bench.worker(name)
     begun(bench, "a")
@@ -561,7 +564,7 @@ def test_a_worker_that_has_only_lost_its_connection_counts_against_no_request(
     for lost, other in 2 * [("a", "b"), ("b", "a")]:
         gone(bench, lost)
         continued(bench, other)
-        # Its process is the same.
+        # The process is the same as before, so its silence was not a death.
         bench.worker(lost)
     # From here on, processes die, and their deaths count.
     for lost, following in ("ab", "bd"):
@@ -587,13 +590,14 @@ def test_a_broker_that_was_stopped_expires_no_lease_for_the_time_that_it_missed(
     bench.pass_time(1.0)
     assert len(bench.broker.state.workers) == 1
     assert len(bench.broker.state.sessions) == 1
-    # After that, time counts as ever.
+    # Later silence counts again.
     bench.pass_time(5.0)
     assert len(bench.broker.state.workers) == 0
 
 
 def test_workers_that_were_silent_already_put_no_request_in_quarantine() -> None:
-    """As behind a network that is cut: all leases expire, one after the other."""
+    """All leases expire, one after the other, as when the network between broker and workers is
+    cut."""
     bench = Bench()
     bench.worker("a")
     begun(bench, "a", 1)

@@ -1,4 +1,5 @@
-"""Two processes with the name of one worker: the first one keeps it while it is alive."""
+"""Two processes register with the same worker's name: the first process keeps the name while it is
+alive."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ def kinds(messages: list[Outgoing]) -> list[bytes]:
 
 
 def seconds(bench: Bench, number: int, *peers: str) -> list[Outgoing]:
-    """Time passes in which these processes send heartbeats, and register when they are asked to;
-    what they are answered."""
+    """Lets ``number`` seconds pass, in which these processes send heartbeats and register when the
+    broker asks for it. Returns the answers to the registrations."""
     answers = []
     for _ in range(number):
         bench.pass_time(1.0)
@@ -69,7 +70,7 @@ def test_two_living_processes_of_one_name_do_not_evict_each_other(bench: Bench) 
     error = msgspec.msgpack.decode(answers[0].frames[2])
     assert "'same'" in error["message"]
     assert "process 1 on h" in error["message"]
-    # The stream of the first has gone on there.
+    # The first process still runs the stream.
     assert holder(bench) == "a"
     assert bench.broker.state.counters.requests_moved == 0
     end = Token(token=1, stream_id=1, logprob=0.0, finish_reason="stop")
@@ -83,7 +84,7 @@ def test_a_process_that_was_restarted_gets_in_when_the_connection_of_the_last_ha
     register(bench, "a", 1)
     bench.client("c", "GENERATE", generate(1))
     bench.to_worker("a")
-    # The broker has not noticed yet, and looks.
+    # The broker has not noticed that the first connection has closed, so the new process waits.
     assert register(bench, "b", 2) == []
     out = bench.broker.on_gone(Side.BACK, peer_of("a"), bench.now)
     assert kinds([m for m in out if m.peer == peer_of("b")]) == [b"REGISTERED", b"GENERATE"]
@@ -121,13 +122,14 @@ def test_a_worker_that_drains_or_hangs_leaves_its_name(bench: Bench, state: str)
     else:
         bench.send("a", "HEARTBEAT", Heartbeat(step_age_s=100.0))
     assert b"REGISTERED" in kinds(register(bench, "b", 2))
-    # One that hangs takes it from nobody.
+    # A process that hangs does not get the name of another process.
     assert register(bench, "a", 1, step_age_s=100.0) == []
     assert holder(bench) == "b"
 
 
 def test_a_request_that_kills_containers_of_one_name_and_pid_is_quarantined(bench: Bench) -> None:
-    """Each is pid 1, so that the next one is not taken for the last one, which lives."""
+    """Each container's process has pid 1. Only its random number shows that it is another process,
+    and that the earlier one has died."""
     for process, peer in enumerate("abd", 1):
         register(bench, peer, process)
         if peer == "a":

@@ -1,4 +1,4 @@
-"""The broker's messages to a peer arrive in the order in which its core has made them."""
+"""Messages to a peer arrive in the order in which the broker's core has made them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..worlds.broker import generate
 
 
 class Core:
-    """Notices that one peer has gone, and tells the other."""
+    """A core that answers the loss of a peer with a message to another peer."""
 
     def on_gone(
         self, side: Side, peer: bytes, now: float, unsent: Sequence[bytes] = ()
@@ -28,7 +28,7 @@ class Core:
 
 
 def test_what_the_loss_of_a_peer_leads_to_overtakes_nothing(tmp_path: Path) -> None:
-    """A worker's GENERATE must not arrive before its REGISTERED: it would drop the request."""
+    """A worker drops a GENERATE that arrives before its REGISTERED."""
     server = BrokerServer(f"ipc://{tmp_path}/front.sock", f"ipc://{tmp_path}/back.sock")
     arrived = []
 
@@ -53,15 +53,15 @@ GONE = 2_000
 def test_a_request_that_finds_thousands_of_workers_gone_at_once_ends_up_waiting(
     tmp_path: Path,
 ) -> None:
-    """Each send to a worker that is gone moves the request to the next one. The chain of these was
-    as deep as there are workers, and raised RecursionError at some 500."""
+    """A failed send to a lost worker moves the request to the next worker. A recursive
+    implementation raised RecursionError at about 500 lost workers."""
     settings = BrokerSettings(max_queued=10)
     back = f"ipc://{tmp_path}/back.sock"
     server = BrokerServer(f"ipc://{tmp_path}/front.sock", back, settings)
     try:
         core, now = server.core, time.monotonic()
         for number in range(GONE):
-            # Registered, and its connection is closed by the time that anything is sent to it.
+            # The worker is registered, but its connection closes before the broker's first message.
             body = Register(
                 name=f"w{number}", role="gpu", version=1, pid=number, host="h", capacity=1,
                 patterns=["m"],

@@ -1,4 +1,5 @@
-"""More requests than can be served: who may wait, who is refused, and when to try again."""
+"""More requests than the workers can serve: which requests may wait, which are refused, and when a
+client should try again."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def refusals(answers: list[tuple[str, Any]]) -> list[str]:
 
 
 def fill(bench: Bench, client: str, count: int, first: int = 1, **fields: Any) -> list[str]:
-    """Sends ``count`` requests of a client; the codes of those that are refused."""
+    """Sends ``count`` requests of a client; returns the error codes of the refused requests."""
     answers = []
     for stream in range(first, first + count):
         answers += bench.client(client, "GENERATE", generate(stream, **fields))
@@ -28,7 +29,8 @@ def fill(bench: Bench, client: str, count: int, first: int = 1, **fields: Any) -
 
 
 def serve(bench: Bench, worker: str, seconds: float, each_s: float) -> list[int]:
-    """The worker ends the stream that it runs every ``each_s``; the streams that it began."""
+    """For ``seconds``, the worker ends its running stream every ``each_s``; returns the streams
+    that it has begun."""
     order = []
     for _ in range(round(seconds / each_s)):
         bench.now += each_s
@@ -47,7 +49,8 @@ def test_one_client_cannot_fill_the_queue_for_the_others() -> None:
     bench.worker("a", capacity=1)
     assert fill(bench, "greedy", 1) == []
     refused = fill(bench, "greedy", 60, first=2)
-    # Of 70 places for requests of this priority it has half; each newcomer finds one.
+    # The queue has 70 places for requests of this priority. The client gets half of them, and each
+    # new client still gets one.
     assert refused == ["client_limit"] * 25
     for name in "bcdefghij":
         assert fill(bench, name, 1) == []
@@ -105,7 +108,8 @@ def test_shares_always_leave_room_and_never_exceed_it(
         elif fits_share(own[client], total, most):
             own[client] += 1
         assert sum(own.values()) <= most
-        # Whoever has something has left at least as much when it took the last of it.
+        # A client has left at least as many places free as it has taken, so a new client gets a
+        # place.
         if most > 13 and max(own.values()) == sum(own.values()):
             assert fits_share(own[6], sum(own.values()), most)
 
@@ -139,7 +143,7 @@ def test_a_refusal_says_when_as_fast_as_the_queue_was_served() -> None:
     bench.worker("a", capacity=1)
     for number in range(8):
         fill(bench, f"c{number}", 1)
-    # Before anything was served nothing is known.
+    # Before the first request was served, the broker cannot estimate the wait.
     [(_, error)] = bench.client("x", "GENERATE", generate(1))
     assert (error["code"], error["retry_after_s"]) == ("queue_full", RETRY_AFTER_S)
     for number in range(20):
@@ -149,7 +153,8 @@ def test_a_refusal_says_when_as_fast_as_the_queue_was_served() -> None:
     for name in "xyz":
         [(_, error)] = bench.client(name, "GENERATE", generate(1))
         times.append(error["retry_after_s"])
-    # A place each half a second, and one of them for each that was refused.
+    # A place becomes free every half second, and each refused client is sent to the next free
+    # place.
     assert times == pytest.approx([0.5, 1.0, 1.5], rel=0.3)
 
 
@@ -207,7 +212,8 @@ def test_a_request_that_would_spend_its_time_waiting_is_refused_at_once() -> Non
     bench.worker("a", capacity=1)
     fill(bench, "c", 60)
     serve(bench, "a", 20.0, 1.0)
-    # 40 wait, one goes each second; another session waits for its turn only.
+    # 40 requests of this client wait, and one is served each second. Another session waits only for
+    # its turn.
     assert fill(bench, "c", 1, first=100, timeout_s=60.0) == ["queue_full"]
     assert fill(bench, "c", 1, first=100, timeout_s=200.0) == []
     assert fill(bench, "d", 1, timeout_s=10.0) == []
@@ -217,7 +223,8 @@ def test_a_request_that_would_spend_its_time_waiting_is_refused_at_once() -> Non
 
 
 def test_at_ten_times_the_load_what_is_served_is_served_in_time() -> None:
-    """Each request needs a second of the worker and has ten: as many end as can be served."""
+    """Each request needs one second of the worker and has a time-out of ten: as many requests end
+    in time as the worker can serve."""
     bench = Bench()
     bench.worker("a", capacity=1)
     ended = 0

@@ -1,4 +1,4 @@
-"""Requests go where the beginning of their prompt is in the cache."""
+"""A request is sent to the worker whose cache has the longest prefix of its prompt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def bench() -> Bench:
 
 
 def _send(bench: Bench, stream: int, prompt: list[int] | str, **fields: Any) -> str:
-    """Sends a request; the name of the worker that gets it, or that has it queued ("")."""
+    """Sends a request; returns the name of the worker that receives it, or an empty string if it is
+    queued."""
     body = generate(stream) | fields
     del body["prompt"]
     frames = (

@@ -1,4 +1,4 @@
-"""Requests that wait for a worker: in which order they start, and that none is forgotten."""
+"""Requests that wait for a worker start in the right order, and none of them waits forever."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_when_the_default_model_changes_its_new_worker_takes_what_waits(bench: B
     for stream in (1, 2):
         bench.client("c", "GENERATE", {"stream_id": stream, "prompt": [1]})
     assert started(bench, "e") == [1]
-    # Without its worker, "big" is the one default that is left.
+    # Without the worker of "embedded", "big" is the only default model.
     bench.sent += bench.broker.on_gone(Side.BACK, peer_of("e"), bench.now)
     assert started(bench, "b") == [2]
 
@@ -119,7 +119,7 @@ def test_deadlines_go_with_their_requests(bench: Bench) -> None:
         end(bench, "a", stream)
         bench.sent.clear()
     assert len(deadlines) < 200
-    # The one that is left is still kept.
+    # The deadline of the request that has not ended is still in the table.
     bench.to_worker("a")
     bench.pass_time(2.5)
     assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
@@ -138,7 +138,7 @@ def test_a_timeout_beyond_the_maximum_is_refused_by_its_name(bench: Bench, kind:
 
 
 def finish_reasons(bench: Bench) -> dict[int, str]:
-    """How the streams of the client ``c`` ended, by their TOKEN entries."""
+    """The finish reasons of the streams of client ``c``, from its TOKEN entries."""
     entries = [entry for kind, body in bench.to_client("c") if kind == "TOKEN" for entry in body]
     return {e["stream_id"]: e["finish_reason"] for e in entries}
 
@@ -155,7 +155,7 @@ def test_a_worker_that_does_not_act_on_a_cancel_does_not_keep_the_client_waiting
     assert finish_reasons(bench) == {}
     bench.pass_time(4.0)
     assert finish_reasons(bench) == {1: "timeout", 2: "cancelled"}
-    # They count towards the worker's load until it reports their ends.
+    # The ended requests count towards the worker's load until the worker reports their ends.
     [worker] = bench.broker.state.workers.values()
     assert len(worker.requests) == 3
 

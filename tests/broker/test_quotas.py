@@ -1,4 +1,4 @@
-"""The quotas of a tenant, over all of its sessions; other tenants are not concerned."""
+"""The quotas of a tenant apply to all of its sessions together, and do not affect other tenants."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ WORKER = "c" * 64
 
 
 def tenants(bench: Bench, **quotas: int) -> None:
-    """Ann has these quotas, and Ben has none."""
+    """Gives Ann these quotas, and Ben no quotas."""
     clients = {"ann": Allowed(public=ANN, **quotas), "ben": Allowed(public=BEN)}  # type: ignore[arg-type]
     bench.broker.on_keys(clients, {"w": Allowed(public=WORKER)}, bench.now)
 
 
 def code_of(answers: list[tuple[str, Any]]) -> str:
-    """The code of the error that answers a request; empty without one."""
+    """The code of the error that answers a request; empty if the answer is not an error."""
     return next((body["code"] for kind, body in answers if kind == "ERROR"), "")
 
 
@@ -38,7 +38,7 @@ def error_of(answers: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def send_tokens(bench: Bench, to: Header, number: int, columns: bool) -> None:
-    """Tokens of a stream pass, as they do where the broker has keys."""
+    """Sends ``number`` tokens of a stream through the broker, as a worker with a key does."""
     entries = [
         Token(token=n, stream_id=1, logprob=-1.0, finish_reason=None, pos=n) for n in range(number)
     ]
@@ -61,7 +61,7 @@ def test_live_streams_are_bounded_over_all_sessions_of_a_tenant() -> None:
     assert "the quota streams of this key is used up: 2 streams are live" in error["message"]
     assert error["retry_after_s"] > 0
     assert not code_of(bench.client("other", "GENERATE", generate(1), BEN))
-    # One ends, and there is room for another.
+    # After the end of a stream, there is room for another one.
     (_, first), *_ = bench.to_worker("w")
     end = Token(token=1, stream_id=1, logprob=0.0, finish_reason="stop")
     bench.tokens("w", first, end, final=True)
@@ -97,7 +97,7 @@ def test_tokens_of_a_minute_are_bounded(columns: bool) -> None:
     assert "of 60" in error["message"]
     assert error["retry_after_s"] == 31.0
     assert not code_of(bench.client("other", "GENERATE", generate(1), BEN))
-    # The stream that runs goes on; its tokens are paid off with the others.
+    # The running stream continues. Its further tokens delay new streams too.
     send_tokens(bench, header, 1, columns)
     bench.pass_time(30.0)
     assert code_of(bench.client("two", "GENERATE", generate(2), ANN)) == "client_limit"
@@ -118,7 +118,7 @@ def test_cpu_time_of_controllers_is_bounded_as_workers_report_it() -> None:
 
     beat(ann=500, ben=5_000)
     assert not code_of(bench.client("one", "GENERATE", generate(1, controller="m"), ANN))
-    # The totals of a worker are counted once, also where its lease is another one.
+    # A worker reports totals. They are counted once, even if the worker has a new lease.
     bench.worker("c", role="controller", patterns=["*"], capacity=9)
     beat(ann=500, ben=5_000)
     beat(ann=1_200, ben=5_000)

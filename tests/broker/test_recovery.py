@@ -1,5 +1,5 @@
-"""Requests that reach a broker before the workers of an earlier run of it have registered: they
-wait for these, and are refused when none is awaited any more."""
+"""Requests that arrive at a restarted broker before its workers have registered: they wait for
+these workers, and are refused when the broker stops waiting."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ START = Start(
 
 @pytest.fixture
 def bench() -> Bench:
-    """The second broker: a worker that has registered with the first one is heard of."""
+    """A restarted broker. A heartbeat of a worker that was registered with the earlier broker has
+    arrived."""
     made = Bench(recover_s=30.0)
     asked = made.send("known", "HEARTBEAT", Heartbeat())
     assert [message.frames[0] for message in asked] == [b"REREGISTER"]
@@ -93,7 +94,7 @@ def test_where_nothing_shows_an_earlier_run_it_waits_for_as_long_as_a_worker_may
 
 
 def begun(bench: Bench, *streams: int) -> None:
-    """Requests with controllers, whose GPU worker has asked for these."""
+    """Begins requests whose GPU worker has requested controllers."""
     for stream in streams:
         bench.client("c", "GENERATE", generate(stream, controller="mine"))
     for kind, header in bench.to_worker("gpu"):
@@ -132,7 +133,7 @@ def test_a_controller_whose_worker_registers_in_time_begins() -> None:
 
 
 def test_a_full_controller_worker_is_waited_for_longer() -> None:
-    """It registers in time, and has no room for all that waited."""
+    """The worker registers in time, but does not have room for all waiting controllers."""
     bench = Bench(recover_s=30.0, expiry_s=5.0)
     bench.worker("gpu", capacity=16)
     begun(bench, *range(1, 10))
@@ -174,7 +175,8 @@ def test_a_model_whose_worker_has_not_registered_yet_is_not_unknown(bench: Bench
 
 
 def test_a_request_after_the_loss_of_all_workers_waits_for_them() -> None:
-    """A broker that has stood still loses all of them at once, as their connections have closed."""
+    """A broker that was stopped loses all workers at once, because their connections have
+    closed."""
     bench = Bench(expiry_s=5.0)
     for name in ("a", "b"):
         bench.worker(name, capacity=8)
@@ -233,7 +235,7 @@ def test_a_worker_that_is_lost_again_leaves_what_waits_for_it_as_any_other(bench
 
 @pytest.mark.parametrize("others", [[], ["regex"]])
 def test_a_controller_waits_for_its_worker(bench: Bench, others: list[str]) -> None:
-    """None is there, or one that serves other controllers."""
+    """There is no controller worker, or only one that serves other controllers."""
     bench.worker("gpu")
     if others:
         controller_worker(bench, "other", *others)
@@ -287,7 +289,7 @@ def test_an_upload_waits_for_a_worker_that_takes_modules(bench: Bench) -> None:
 def test_a_controller_that_a_worker_for_modules_does_not_know_waits_for_its_worker(
     bench: Bench, comes: bool
 ) -> None:
-    """The worker that serves it takes longer to register than a live worker does."""
+    """The worker that serves the controller needs longer than a lease to register."""
     bench.worker("gpu")
     controller_worker(bench, "any", ANY_MODULE)
     bench.client("c", "GENERATE", generate(1, controller="mine"))

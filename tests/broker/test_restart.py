@@ -1,5 +1,5 @@
-"""A broker that was restarted, with real client sessions and leases, and workers played by hand:
-frames and times in, frames out."""
+"""A restarted broker, with real client sessions and leases, and simulated workers. There are no
+sockets: tests pass frames and times."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_stream_goes_on_under_the_next_broker() -> None:
     world, gpu, client = begun()
     [call] = client.tokens
     world.kill()
-    # Computed meanwhile, and the first of it lost on the way.
+    # Meanwhile, the worker computes two tokens, and the first one is lost with the old broker.
     steps(world, gpu, 2)
     world.start()
     world.pass_time(4.0)
@@ -120,7 +120,7 @@ def test_a_request_of_which_nothing_has_arrived_is_sent_again_at_once() -> None:
     world.pass_time(5.0, client, other)
     assert client.said.count("GENERATE") == 2
     world.pass_time(5.0)
-    # What the first worker had begun is dropped.
+    # The first worker drops its copy of the stream.
     assert gpu.running == {}
     steps(world, other, 8)
     assert client.tokens[call] == expected()
@@ -197,7 +197,7 @@ def test_a_client_that_does_not_know_of_it_gets_a_new_session() -> None:
 
 
 def moved_away(gpu: GpuWorker, other: GpuWorker) -> None:
-    """The streams of a worker, as they were two entries ago, are at another one too."""
+    """Gives ``other`` a copy of the streams of ``gpu``, without their last two entries."""
     for request, one in gpu.running.items():
         other.running[request] = Running(
             one.header, one.stream_id, one.frames, one.length, one.sent[:-2]
@@ -238,8 +238,8 @@ def test_an_attach_to_more_than_was_reported_waits_for_the_worker_that_has_it() 
 
 
 def test_a_worker_that_was_cut_off_before_a_move_is_not_taken_though_it_has_more() -> None:
-    """There the entries of several sequences came in another order, so that what the client has
-    received cannot be counted in it."""
+    """In the earlier copy, the entries of several sequences are in another order. So the number of
+    entries that the client has received does not apply to this copy."""
     for first in ("gpu", "stale"):
         world, stale, client = begun(sent=2)
         [call] = client.tokens
@@ -250,7 +250,7 @@ def test_a_worker_that_was_cut_off_before_a_move_is_not_taken_though_it_has_more
         steps(world, gpu, 1)
         assert client.tokens[call] == expected(3)
         world.kill()
-        # It comes back with what it computed while it was silent.
+        # The earlier worker connects again, with tokens that it computed without a connection.
         world.peers.append(stale)
         stale.out = stale.lease.connected(world.now)
         [running] = stale.running.values()
@@ -270,7 +270,8 @@ def test_a_worker_that_was_cut_off_before_a_move_is_not_taken_though_it_has_more
 
 
 def test_what_a_worker_still_sends_of_a_stream_that_it_is_told_to_drop_reaches_nobody() -> None:
-    """It computes on until it has handled that; the client has attached to the other worker."""
+    """The worker continues to compute until it handles the order to drop. The client has attached
+    to the other worker."""
     for stale_first in (True, False):
         world, gpu, client = begun()
         [call] = client.tokens
@@ -308,7 +309,7 @@ def test_an_adopted_stream_moves_with_all_that_was_sent_of_it() -> None:
 
 
 def reconnect(world: World, gpu: GpuWorker) -> None:
-    """A worker has a new connection, and has not registered yet."""
+    """Gives a worker a new connection, on which it has not registered yet."""
     assert world.broker is not None
     gone = gpu.id
     gpu.connections += 1
@@ -317,9 +318,10 @@ def reconnect(world: World, gpu: GpuWorker) -> None:
 
 
 def sent_twice(world: World, gpu: GpuWorker, by_another: bool) -> None:
-    """After a restart of the broker, a worker that is cut off registers again with its stream,
-    whose client is not back. The broker asks for the JOURNAL, and sends the stream to this worker,
-    which has handled only the first of both. ``by_another``: the stream was at another one."""
+    """After a restart of the broker, a worker that was cut off registers again with its stream. The
+    stream's client is not connected. The broker requests the JOURNAL, and then sends the stream to
+    this worker, which has handled only the first message. ``by_another``: another worker had the
+    stream."""
     world.kill()
     world.start()
     world.pass_time(2.0, gpu)
@@ -404,8 +406,8 @@ def test_the_controller_of_an_attempt_that_was_replaced_does_not_start() -> None
 
 
 def test_a_stream_that_its_worker_has_dropped_and_has_anew_is_delivered() -> None:
-    """Each message of the new attempt reaches the client, as soon as the worker has dropped the
-    earlier one."""
+    """Each message of the new attempt reaches the client after the worker has dropped the earlier
+    attempt."""
     world, gpu, client = begun()
     [call] = client.tokens
     sent_twice(world, gpu, True)
@@ -498,7 +500,8 @@ def test_a_controller_starts_again_when_its_worker_and_the_client_are_back() -> 
 
 
 def test_the_answers_to_two_attaches_give_each_token_once() -> None:
-    """The first one is answered on the connection that has replaced its own."""
+    """The first ATTACH is answered on the connection that has replaced the connection of the
+    ATTACH."""
     world, gpu, client = begun()
     [call] = client.tokens
     world.kill()
@@ -519,7 +522,7 @@ def gpu_sent(gpu: GpuWorker) -> list[Token]:
 
 
 def gpu_answers(gpu: GpuWorker, received: int) -> list[list[bytes]]:
-    """The answer to an ATTACH, as the broker passes it on."""
+    """The messages with which the broker forwards the worker's answer to an ATTACH."""
     [one] = gpu.running.values()
     answer = Msg(stream_id=one.stream_id, attached=received, moves=one.moves)
     missed = encode_body(one.sent[received:], "msgpack")

@@ -1,5 +1,6 @@
-"""A broker beside others: sessions that come from them, requests that go there, and workers that
-have some of theirs. Frames and times in, frames out."""
+"""One of several brokers: sessions that come from other brokers, requests that continue at other
+brokers, and workers with requests of other brokers. There are no sockets: tests pass frames and
+times."""
 
 from __future__ import annotations
 
@@ -27,15 +28,15 @@ from ..worlds.broker import Bench, generate, peer_of
 from .invariants import check_empty
 
 TOKEN = "0123456789abcdef" * 2
-"""A session that began at another broker."""
+"""The token of a session that began at another broker."""
 SESSION = session_id(TOKEN)
 REQUEST = (7 << 32) + 1
-"""A request that the other broker has numbered."""
+"""The id of a request that another broker has accepted."""
 
 
 @pytest.fixture
 def bench() -> Bench:
-    """A broker that has been there for long, with two workers, each with room for two."""
+    """A broker that was not restarted recently, with two workers that run two requests each."""
     bench = Bench(expiry_s=1000.0, session_expiry_s=1000.0)
     for name in ("a", "b"):
         bench.worker(name)
@@ -43,7 +44,7 @@ def bench() -> Bench:
 
 
 def hello(bench: Bench, client: str = "c", token: str = TOKEN, **more: Any) -> dict[str, Any]:
-    """A client comes from another broker; the WELCOME."""
+    """A client comes from another broker and sends HELLO; returns the WELCOME."""
     said = {"session": token, "elsewhere": True, "capabilities": ["recover"], **more}
     [(kind, welcome)] = bench.client(client, "HELLO", said)
     assert kind == "WELCOME"
@@ -60,7 +61,8 @@ def journal(
     counted: bool = False,
     ended: bool = False,
 ) -> None:
-    """A worker sends the journal of stream 1. ``counted``: with the number of its entries."""
+    """A worker sends the JOURNAL of stream 1. ``counted``: the JOURNAL contains the number of its
+    entries."""
     entries = [entry(pos) for pos in range(tokens)]
     said = Journal(type="GENERATE", moves=moves, ended=ended)
     said.entries = tokens if counted else None
@@ -112,7 +114,8 @@ def test_a_stream_goes_on_at_the_worker_that_has_it(bench: Bench) -> None:
 
 
 def test_an_attach_that_waits_for_the_report_is_answered_from_it(bench: Bench) -> None:
-    """The client takes the form that the worker sends, so that this need not hear of it."""
+    """The client uses the form of the worker's entries, so the broker does not send the ATTACH to
+    the worker."""
     hello(bench, encodings=["msgpack"])
     attach(bench, 1)
     journal(bench, "a", 3)
@@ -123,7 +126,7 @@ def test_an_attach_that_waits_for_the_report_is_answered_from_it(bench: Bench) -
     [(_, entries)] = bench.to_client("c")
     assert [e["token"] for e in entries] == [103]
     assert kinds(bench, "a") == ["CLAIM"]
-    # It is one of its client's from now on, and can move as any other.
+    # The stream now belongs to the client's session, and moves like any other stream.
     claimed(bench, "a", "b")
     bench.pass_time(6.0)
     bench.send("a", "UNREGISTER", {})
@@ -139,8 +142,8 @@ def test_an_attach_that_comes_when_the_stream_is_there_already_is_passed_on(benc
 
 
 def test_a_client_whose_streams_another_broker_has_claimed_gets_them_back(bench: Bench) -> None:
-    """The other broker had stood still while the client came here, and claimed the streams again
-    when the workers registered there. The client waited here for the rest of them for ever."""
+    """The other broker was stopped when the client came here. It claimed the streams again when the
+    workers registered there. Without a new claim, the client would wait here forever."""
     hello(bench, encodings=["msgpack"])
     journal(bench, "a", 3)
     claimed(bench, "a", "b")
@@ -161,8 +164,8 @@ def test_a_client_whose_streams_another_broker_has_claimed_gets_them_back(bench:
 
 
 def test_a_broker_that_a_client_has_left_claims_nothing_of_it(bench: Bench) -> None:
-    """While a broker still adopts streams of an earlier run, a worker that registers is asked for
-    the sessions that have come. The client of this one may be at the next broker by now."""
+    """During recovery, the broker sends a CLAIM for each session from another broker to a worker
+    that registers. The client of this session may already be at the next broker."""
     bench = Bench(recover_s=100.0)
     bench.worker("a")
     hello(bench)
@@ -177,7 +180,8 @@ def test_a_broker_that_a_client_has_left_claims_nothing_of_it(bench: Bench) -> N
 def test_variables_stay_while_a_session_that_comes_may_bring_their_requests(
     bench: Bench,
 ) -> None:
-    """The state worker registers again while the workers are asked, as the broker stood still."""
+    """The state worker registers again while the other workers still answer the CLAIM, because the
+    broker was stopped."""
     hello(bench)
     live = [LiveRequest(request=n, session=0, stream_id=0) for n in (REQUEST, REQUEST + 1)]
     answer = bench.worker("s", role="state", patterns=[], default="", live=live)
@@ -205,7 +209,7 @@ def test_what_no_worker_has_is_refused_when_the_last_has_answered(bench: Bench) 
     claimed(bench, "b")
     [(kind, error)] = bench.to_client("c")
     assert (kind, error["code"], error["stream_id"]) == ("ERROR", "unknown_stream", 1)
-    # From then on at once.
+    # Further ATTACHes are answered immediately.
     assert [kind for kind, _ in attach(bench, 1)] == ["ERROR"]
 
 
@@ -224,7 +228,7 @@ def test_a_broker_that_has_just_started_asks_the_workers_that_register_later() -
     bench.worker("a")
     assert kinds(bench, "a") == ["CLAIM"]
     claimed(bench, "a")
-    # Another one may still register.
+    # Another worker may still register.
     assert bench.to_client("c") == []
     bench.worker("b")
     journal(bench, "b", 3)
@@ -268,7 +272,7 @@ def test_a_session_that_comes_back_gets_what_the_workers_have_now(bench: Bench) 
     again = hello(bench, "c", welcome["session"])
     assert "streams" not in again
     assert kinds(bench, "a") == ["CLAIM"]
-    # Before it has handled that, it goes on; what it sends then comes again.
+    # Until the worker handles the CLAIM, it sends tokens. They are sent again after the JOURNAL.
     bench.tokens("a", header, entry(2))
     assert bench.to_client("c") == []
     journal(bench, "a", 3, request=header.request, session=header.address)
@@ -281,7 +285,8 @@ def test_a_session_that_comes_back_gets_what_the_workers_have_now(bench: Bench) 
 
 
 def test_a_session_of_this_connection_is_not_claimed(bench: Bench) -> None:
-    """The connection has never been at another broker, whatever its HELLO says."""
+    """The session began on this connection, so it was never at another broker, whatever the HELLO
+    says."""
     [(_, welcome)] = bench.client("c", "HELLO", {"capabilities": ["recover"]})
     bench.client("c", "GENERATE", generate(1))
     [(_, header)] = bench.to_worker("a")
@@ -289,7 +294,7 @@ def test_a_session_of_this_connection_is_not_claimed(bench: Bench) -> None:
     [(_, again)] = bench.client("c", "HELLO", said)
     assert (again["resumed"], again["streams"]) == (True, [1])
     assert [kinds(bench, name) for name in "ab"] == [[], []]
-    # It waits for an ATTACH, as after any HELLO.
+    # The stream waits for an ATTACH, as after any HELLO.
     bench.client("c", "ATTACH", {"stream_id": 1, "received": 0})
     assert kinds(bench, "a") == ["ATTACH"]
     bench.tokens("a", header, entry(0))
@@ -327,7 +332,8 @@ def test_a_report_of_a_stream_that_has_ended_is_not_decoded(
 
 
 def test_claims_of_other_sessions_are_answered_earlier(bench: Bench) -> None:
-    """A long session is reported in parts. Its fence stays until its own CLAIMED."""
+    """Before the CLAIMED of this session, the worker answers the CLAIM of another session. The
+    fence of this session stays until its own CLAIMED."""
     [(_, welcome)] = bench.client("b", "HELLO", {"capabilities": ["recover"]})
     bench.client("b", "GENERATE", generate(1))
     [(_, header)] = bench.to_worker("a")
@@ -365,12 +371,13 @@ def test_a_request_that_goes_on_behind_another_broker_ends_silently_here(bench: 
     assert bench.to_client("c") == []
     ends = {m.peer: msgpack.decode(m.frames[2], type=End) for m in bench.sent}
     assert ends[peer_of("k")] == End(requests=[header.request])
-    # Its variables are needed there.
+    # The other broker's attempt needs the request's variables.
     assert ends[peer_of("s")] == End(requests=[header.request], elsewhere=True)
 
 
 def test_a_request_that_has_ended_for_its_client_may_go_on_at_another_broker(bench: Bench) -> None:
-    """The client has left, and the worker has not reported the end yet."""
+    """The client has ended its session, and the worker has not reported the end of the request
+    yet."""
     bench.client("c", "HELLO", {"capabilities": ["recover"]})
     bench.client("c", "GENERATE", generate(1))
     [(_, header)] = bench.to_worker("a")
@@ -385,7 +392,8 @@ def test_a_request_that_has_ended_for_its_client_may_go_on_at_another_broker(ben
 def test_the_state_worker_gets_whether_a_request_ended_without_its_client(
     bench: Bench, leaves: bool
 ) -> None:
-    """Without its client it may be a copy, which goes on behind the broker where the client is."""
+    """If the client has left, this attempt may be a copy, and the client's broker may run another
+    one."""
     header = started(bench)
     if leaves:
         bench.client("c", "BYE", {"keep": True})
@@ -411,7 +419,7 @@ def test_requests_of_other_brokers_count_towards_a_worker_s_load(bench: Bench) -
     for stream in (1, 2, 3):
         bench.client("c", "GENERATE", generate(stream))
     assert (len(kinds(bench, "a")), len(kinds(bench, "b"))) == (1, 2)
-    # All are full.
+    # All places of both workers are used.
     bench.to_client("c")
     [(kind, notice)] = bench.client("c", "GENERATE", generate(4))
     assert (kind, notice["event"]) == ("SYSTEM", "queued")
@@ -420,7 +428,7 @@ def test_requests_of_other_brokers_count_towards_a_worker_s_load(bench: Bench) -
 
 
 def refuse(bench: Bench, worker: str, header: Header, kind: str, *frames: bytes) -> None:
-    """A worker is full of requests of another broker."""
+    """A worker refuses a message because other brokers' requests use all of its places."""
     body = encode_body(Refused(type=kind, elsewhere=2), "msgpack")
     message = [b"REFUSED", encode_header(header.request), body, *frames]
     bench.sent += bench.broker.on_worker(peer_of(worker), message, bench.now)
@@ -469,7 +477,7 @@ def test_one_connection_has_one_claim_at_the_workers_at_a_time(bench: Bench) -> 
     tokens = [f"{number:032x}" for number in range(50)]
     for token in tokens:
         hello(bench, token=token)
-    # Each HELLO ended the session before, whose claim has not begun.
+    # Each HELLO ended the previous session, whose claim has not begun.
     assert [kind for kind, _ in bench.to_worker("a")] == ["CLAIM"]
     for worker in ("a", "b"):
         bench.send(worker, "CLAIMED", Claimed(session=session_id(tokens[0])))
@@ -488,7 +496,7 @@ def test_connections_take_turns_with_their_claims(
     for number, token in enumerate(tokens):
         hello(bench, f"c{number}", token)
     assert len(bench.to_worker("a")) == 2
-    # A worker that hangs holds up the others for a moment only.
+    # A worker that hangs delays the claims of others only for a short time.
     for worker in ("a", "b"):
         bench.send(worker, "CLAIMED", Claimed(session=session_id(tokens[0])))
     assert len(bench.to_worker("a")) == 1
@@ -508,7 +516,7 @@ def test_a_connection_that_leaves_many_sessions_delays_the_claims_of_no_other(
     assert kinds(bench, "a") == ["CLAIM"]
     hello(bench, "d", f"{10:032x}")
     assert kinds(bench, "a") == ["CLAIM"]
-    # And its own ones all have their turn.
+    # The claims of this client's sessions are sent one after the other.
     for number in range(10):
         for worker in ("a", "b"):
             bench.send(worker, "CLAIMED", Claimed(session=session_id(f"{number:032x}")))
@@ -532,7 +540,8 @@ def test_a_session_that_is_claimed_again_meanwhile_is_asked_for_once_more(bench:
 def test_what_waits_for_workers_to_report_is_bounded(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, together: bool
 ) -> None:
-    """ATTACHes and CANCELs of streams that nobody has reported, of a session and of all."""
+    """The numbers of held ATTACHes and CANCELs for unreported streams are bounded, for each session
+    and in total."""
     if together:
         monkeypatch.setattr(attaches, "MAX_HELD", 20)
         monkeypatch.setattr(adoption, "MAX_CANCELLED", 20)

@@ -1,4 +1,5 @@
-"""A real broker and worker against misbehaving clients: only the culprit receives an error."""
+"""Misbehaving clients at a real broker and worker: only the client that misbehaves receives an
+error."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ MB = 2**20
 
 
 class Raw:
-    """A client that speaks ZeroMQ and JSON by hand."""
+    """A client whose messages the test writes itself."""
 
     def __init__(self, front: str, **options: int) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -43,7 +44,7 @@ class Raw:
         self.socket.send_multipart([message_type, encoded])
 
     def receive(self, message_type: bytes) -> Any:
-        """The body of the next message of that type."""
+        """The body of the next message of this type."""
         while True:
             frames = self.socket.recv_multipart()
             if frames[0] == message_type:
@@ -106,7 +107,7 @@ def test_bad_input_is_one_clear_error(
     error = raw.receive(b"ERROR")
     assert (error["code"], error.get("path")) == (code, path)
     assert len(error["message"]) > 10
-    # The stream is over, and the connection goes on: its id is free again.
+    # The stream has ended, but the connection continues, and the stream's id may be used again.
     raw.send(b"GENERATE", {"stream_id": 1, "prompt": [5, 6], "max_tokens": 1})
     assert raw.receive(b"TOKEN")[-1]["finish_reason"] in ("length", "stop")
 
@@ -132,7 +133,8 @@ def test_a_client_that_vanishes_frees_what_it_had(bus: Bus, client: Client) -> N
     connections: list[Raw] = []
 
     def running() -> bool:
-        """Whether eight streams of a client run; those of another one where some are over."""
+        """Begins eight streams on a new connection; returns whether eight streams run. If some have
+        already ended, ``until`` calls this again."""
         connections.append(gone := Raw(bus.front))
         for stream in range(8):
             gone.send(
@@ -153,7 +155,7 @@ def test_the_streams_of_a_client_that_stops_reading_end_and_the_others_continue(
     with Bus(max_pending_bytes=64 * 1024) as bus:
         bus.start_worker()
         bus.wait_for_models("embedded")
-        # A small window, so that what it leaves unread comes back to the broker soon.
+        # The receive window is small, so the broker soon notices unread messages.
         lazy = Raw(bus.front, rcvhwm=2, rcvbuf=4096)
         for stream in range(streams):
             lazy.send(
@@ -163,7 +165,8 @@ def test_the_streams_of_a_client_that_stops_reading_end_and_the_others_continue(
                     "prompt": [5, stream + 1],
                     "max_tokens": 1000,
                     "ignore_eos": True,
-                    # No text that repeats: drafts would put many tokens into few messages.
+                    # The text does not repeat, because drafts would put many tokens into few
+                    # messages.
                     "temperature": 2.0,
                     "top_logprobs": 128,
                     "text": True,
@@ -172,7 +175,7 @@ def test_the_streams_of_a_client_that_stops_reading_end_and_the_others_continue(
         with bus.client() as other:
 
             def slow() -> bool:
-                # ZeroMQ drops a connection from which nothing comes for 20 s.
+                # ZeroMQ closes a connection that is silent for 20 s.
                 lazy.send(b"CANCEL", {"stream_id": 999})
                 return other.status().counters["slow_clients"] > 0
 
@@ -210,18 +213,18 @@ def test_the_streams_of_workers_that_vanish_or_stop_go_on_at_others() -> None:
             bus.start_worker()
             list(entries)
             assert stream.tokens() == wanted
-            # What the stopped one had in hand reaches nobody.
+            # The tokens that the stopped worker still sends do not reach the client.
             stops.send(signal.SIGCONT)
             until(lambda: len(client.status().workers) == 2, 120.0, "it registers again")
             streams = [client.generate([5], **options) for _ in range(4)]
             assert [stream.tokens() for stream in streams] == [wanted] * 4
-            # One that is drained hands its stream over.
+            # A draining worker hands its stream over.
             live = None
             while live is None:
                 stream = client.generate([5], **options)
                 entries = iter(stream)
                 next(entries)
-                # None where it is over already.
+                # No stream is found if it has already ended.
                 live = next(iter(client.status(streams=True).live), None)
             assert Operator(client).drain_worker(live.worker) in (0, 1)
             list(entries)

@@ -1,4 +1,4 @@
-"""One tenant's objects are out of another's reach: two clients with keys, over real sockets."""
+"""Two clients with keys, over real sockets: a tenant cannot reach another tenant's objects."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..worlds.keyed_broker import WAIT_MS, KeyedBroker
 
 
 class Raw:
-    """A client that speaks JSON by hand."""
+    """A client whose JSON messages the test writes itself."""
 
     def __init__(self, broker: KeyedBroker, key: OwnKey) -> None:
         self.socket = open_dealer(zmq.Context.instance(), broker.front, key=key)
         self.socket.rcvtimeo = WAIT_MS
 
     def ask(self, kind: bytes, body: dict[str, Any], answer: bytes, *attached: bytes) -> Any:
-        """Sends a message, and returns the body of the next one of the type ``answer``."""
+        """Sends a message; returns the body of the next message of type ``answer``."""
         self.socket.send_multipart([kind, msgspec.json.encode(body), *attached])
         while True:
             frames = self.socket.recv_multipart()
@@ -52,7 +52,7 @@ def keys(broker: KeyedBroker) -> tuple[OwnKey, OwnKey]:
 
 @pytest.fixture
 def ann(broker: KeyedBroker, keys: tuple[OwnKey, OwnKey]) -> Iterator[Raw]:
-    """A client of Ann's, and a worker for its streams, which answers none of them."""
+    """A client with Ann's key, and a worker that receives its streams and sends no tokens."""
     worker = broker.worker(OwnKey.read(broker.keys.own("worker")), "w")
     raw = Raw(broker, keys[0])
     yield raw
@@ -74,7 +74,7 @@ def test_a_session_of_another_tenant_cannot_be_taken_over(ann: Raw, ben: Raw) ->
     assert not taken.get("resumed")
     assert not taken.get("streams")
     assert taken["session"] != token
-    # Ann's connection still has it.
+    # Ann's connection still has the session.
     assert ann.ask(b"PING", {"n": 1}, b"PONG").get("session", True)
 
 

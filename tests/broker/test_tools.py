@@ -1,4 +1,5 @@
-"""The broker between programs and tools: who may call, who gets a call, and what ends it."""
+"""Calls of tools through the broker: which programs may call a tool, which worker gets the call,
+and how a call ends."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class ToolBench(Bench):
         self.worker(name, role="tool", patterns=[], default="", capacity=capacity, tools=infos)
 
     def begun(self, stream: int = 1, key: str = "", client: str = "c") -> int:
-        """A request whose controller runs at ``c1``; its id."""
+        """Begins a request whose controller runs at ``c1``; returns the request's id."""
         self.client(client, "GENERATE", generate(stream, controller="mine"), key=key)
         [(_, header)] = [m for m in self.to_worker("gpu") if m[0] == "GENERATE"]
         self.send("gpu", "START", START, Header(header.request))
@@ -136,7 +137,7 @@ def test_an_unknown_tool_is_refused_with_the_names_that_are_served(bench: ToolBe
 
 
 def test_one_client_leaves_places_for_others(bench: ToolBench) -> None:
-    """The workers have six places. Each client gets at most as many as stay free."""
+    """The workers have six places. A client may use at most as many places as are still free."""
     request = bench.begun()
     for count in range(1, 6):
         bench.call(request, count=count)

@@ -1,4 +1,4 @@
-"""A message without an end closes its own connection, before it takes the broker's memory."""
+"""A connection with an endless message is closed before the message fills the broker's memory."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ MORE = 1
 LARGE = 2
 COMMAND = 4
 EMPTY = bytes([MORE, 0]) * 2**15
-"""Frames of no bytes, each followed by another one: 64 bytes each in libzmq's memory."""
+"""Empty frames, each followed by another frame. Each takes 64 bytes of libzmq's memory."""
 EMPTY_BYTES = 2**15 * 64
 
 
 class ByHand:
-    """A client that speaks ZMTP 3.0 itself, as libzmq sends nothing of a message without end."""
+    """A client that implements ZMTP 3.0 itself, because libzmq sends only complete messages."""
 
     def __init__(self, address: str, properties: bytes = b"") -> None:
-        """``properties``: those of the handshake beside the usual one."""
+        """``properties``: further properties in the handshake."""
         parts = urlsplit(address)
         self.socket = socket.create_connection((parts.hostname, parts.port), WAIT_MS / 1000)
         self.socket.sendall(GREETING + frame(READY + properties, COMMAND))
@@ -52,7 +52,7 @@ class ByHand:
         return received
 
     def send(self, data: bytes, times: int = 1) -> bool:
-        """Sends bytes; False once the connection was closed."""
+        """Sends bytes; returns False if the connection is closed."""
         try:
             for _ in range(times):
                 self.socket.sendall(data)
@@ -77,7 +77,8 @@ def frame(body: bytes, flags: int) -> bytes:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokerServer]:
-    """A broker on TCP without keys. It sends no heartbeats, as these clients answer none."""
+    """A broker on TCP without keys. It sends no heartbeats, because these clients do not answer
+    them."""
     monkeypatch.setattr(sockets, "HEARTBEAT_MS", 0)
     settings = BrokerSettings(session_expiry_s=600, drain_s=0)
     with tempfile.TemporaryDirectory(prefix="tb-") as folder:
@@ -88,7 +89,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokerServer]:
 
 @pytest.fixture
 def calm(server: BrokerServer) -> Iterator[RawPeer]:
-    """Another client, which has a session."""
+    """Another client with a session, which must not be affected."""
     peer = RawPeer(server.front_endpoint)
     peer.send(b"HELLO", {})
     peer.receive(b"WELCOME")
@@ -103,7 +104,7 @@ def check_served(peer: RawPeer) -> None:
 
 
 def closed(caplog: pytest.LogCaptureFixture) -> int:
-    """How many connections the guard has closed."""
+    """The number of connections that the guard has closed."""
     return sum("a connection was closed" in record.getMessage() for record in caplog.records)
 
 
@@ -125,7 +126,7 @@ def test_messages_of_empty_frames_without_an_end_are_closed(
     before = unfinished.memory_in_use()
     for n in (1, 2):
         two = [ByHand(server.front_endpoint) for _ in range(2)]
-        # At most, they take twice the bound together.
+        # Both messages together take at most twice the bound.
         for _ in range(unfinished.MAX_GROWTH_BYTES // EMPTY_BYTES):
             is_open = [endless.send(EMPTY) for endless in two]
             check_served(calm)
@@ -152,7 +153,7 @@ def test_unfinished_messages_of_one_key_have_a_bound_together(
     large.send(frame(bytes(MB), MORE), 17)
     large.wait_for_close()
     assert closed(caplog) == 1
-    # The small one ends its message, and gets an answer.
+    # The small message ends, and is answered.
     small.send(frame(b"", 0))
     assert small.socket.recv(1)
     small.socket.close()
@@ -167,8 +168,8 @@ def properties(count: int, size: int) -> bytes:
 
 
 def shake_hands(server: BrokerServer, properties: bytes) -> ByHand | None:
-    """A client whose handshake has properties of its own, and which was answered; None if the
-    broker has closed the connection already."""
+    """A client whose handshake has further properties, after the broker has completed the
+    handshake. None if the broker has closed the connection."""
     try:
         peer = ByHand(server.front_endpoint, properties)
         peer.send(frame(b"PING", MORE) + frame(b"{}", 0))
@@ -183,8 +184,8 @@ def test_handshakes_of_one_key_have_a_bound_together(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """libzmq keeps the properties of a handshake as long as the connection: messages that end
-    leave nothing of them free."""
+    """libzmq keeps the properties of a handshake until the connection closes, so completed messages
+    do not free this memory."""
     monkeypatch.setattr(unfinished, "MAX_KEY_UNFINISHED_BYTES", 16 * MB)
     small, large = (shake_hands(server, properties(count, MB)) for count in (8, 9))
     assert small is not None
