@@ -1,4 +1,4 @@
-"""Every message through every codec and back."""
+"""Each message is the same after encoding and decoding in every codec."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
 def values(kind: Any) -> st.SearchStrategy[Any]:
-    """Values of a field's type, within its constraints, by what msgspec knows of the type."""
+    """A strategy for the values of a type. msgspec's description of the type has the
+    constraints."""
     return _of(msgspec.inspect.type_info(kind))
 
 
@@ -101,7 +102,7 @@ def _is_unset(info: Any) -> bool:
 
 @st.composite
 def structs(draw: st.DrawFn, kind: Any) -> Any:
-    """A struct with some of its optional fields given, and all that it needs."""
+    """A struct with all of its required fields and a random choice of its optional fields."""
     hints = get_type_hints(kind, include_extras=True)
     given_fields = {}
     for field in msgspec.structs.fields(kind):
@@ -111,7 +112,7 @@ def structs(draw: st.DrawFn, kind: Any) -> Any:
 
 
 def _without_unset(hint: Any) -> Any:
-    """Arguments of a union but for UnsetType, which is never sent."""
+    """The type ``hint`` without the alternative UnsetType, which is never sent."""
     parts = get_args(hint)
     if msgspec.UnsetType not in parts or get_origin(hint) is None:
         return hint

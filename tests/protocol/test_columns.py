@@ -1,4 +1,4 @@
-"""TOKEN in columns: the entries come back as they were."""
+"""The entries of a TOKEN are the same after conversion to columns and back."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PLAIN = st.builds(
 
 
 ENTRY_OF_NO_TEXT = plain_entry(3, 7, -2.0, 4, 1, "")
-"""Its text is held back: it may begin a stop string."""
+"""An entry without text. The text of its token is held back, because it may begin a stop string."""
 
 
 @st.composite
@@ -105,7 +105,7 @@ def test_columns_of_different_lengths_are_refused() -> None:
 
 
 def test_a_row_of_no_stream_is_refused() -> None:
-    """As an entry it could not be read."""
+    """A row with this stream id could not be decoded as an entry."""
     body = pack_columns([plain_entry(1, 5, -0.5, 0, 0), plain_entry(2**63, 5, -0.5, 0, 0)])
     with pytest.raises(RequestError, match=f"has the stream id {2**63}; stream ids are at most"):
         unpack_columns(body)
@@ -129,7 +129,7 @@ def test_any_bytes_are_columns_or_a_request_error(first: bytes, second: bytes) -
 
 
 def test_a_row_takes_24_bytes() -> None:
-    """Beside the names of the columns."""
+    """Two bodies are compared, so that the names of the columns do not count."""
     bodies = [pack_columns([plain_entry(s, 5, -0.5, 7, 0) for s in range(n)]) for n in (64, 128)]
     small, large = (len(encode_body(body, "msgpack")) for body in bodies)
     assert 24 * 64 <= large - small <= 24 * 64 + 8

@@ -1,4 +1,5 @@
-"""A user of guest processes that cannot be used is refused, with what would be right."""
+"""If the configured user of guest processes cannot be used, the error says which user would be
+right."""
 
 from __future__ import annotations
 

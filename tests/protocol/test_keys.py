@@ -1,4 +1,4 @@
-"""Key files and the folder of keys, and the command that keeps them."""
+"""Key files, the folder of keys, and the command that manages them."""
 
 from __future__ import annotations
 

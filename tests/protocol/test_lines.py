@@ -1,4 +1,4 @@
-"""Lines to frames and back, where a carrier does not decode bodies."""
+"""Converts lines to frames and back for a carrier that does not decode bodies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of log: for people and for programs, with the id of the request that they are about."""
+"""Log lines for people and for programs, with the id of the request that a line concerns."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The form of messages between broker and workers: what was packed comes back, and nothing else
-is taken for a message."""
+"""Messages between broker and workers are the same after packing and unpacking, and other frames
+are refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_any_frames_are_a_message_or_a_request_error(start: bytes, more: list[by
 @pytest.mark.parametrize("count", [3, 4])
 def test_sizes_beyond_the_end_are_a_bad_message(count: int) -> None:
     [packed] = pack([b"TOKEN", *[b"frame"] * (count - 1)])
-    # The last frame may have any size; the others have the sizes that the start names.
+    # The last frame may have any size. The start of the message has the sizes of the other frames.
     for end in range(len(packed) - 5):
         with pytest.raises(RequestError) as caught:
             unpack([packed[:end]])

@@ -1,4 +1,5 @@
-"""The automaton of answers of several parts, and the example of the documentation."""
+"""The automaton of answers that have several parts, and the documentation's example of such an
+answer."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "}"}}\n</tool_call>'
 
 
 def read(text: bytes, size: int, names: tuple[str, ...] = ()) -> list[tuple[str, bytes]]:
-    """The kinds and texts of the parts."""
+    """The kinds and texts of the parts of ``text``, which is read in pieces of ``size`` bytes."""
     reader = Reader(Automaton(STRUCTURE, names))
     pieces = [p for at in range(0, len(text), size) for p in reader.feed(text[at : at + size])]
     parts: list[tuple[str, bytes]] = []

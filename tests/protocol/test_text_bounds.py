@@ -1,4 +1,4 @@
-"""How long a text may be, by its bytes and by the tokens of its segments."""
+"""The bound on the length of a text, by its bytes and by the tokens of its segments."""
 
 from __future__ import annotations
 
