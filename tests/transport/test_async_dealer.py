@@ -17,7 +17,7 @@ WAIT_S = 300.0
 
 @pytest.fixture
 def router() -> Iterator[zmq.Socket[bytes]]:
-    """The other end, which keeps few messages itself."""
+    """The broker's end of the connection. Its socket stores only few messages."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.RCVHWM, 10)

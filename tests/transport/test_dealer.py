@@ -1,4 +1,4 @@
-"""The connection below workers and clients, over real sockets."""
+"""The connection that workers and clients use, over real sockets."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from zmq.utils.monitor import recv_monitor_message
 from ..processes import free_port, until
 
 WAIT_S = 300.0
-"""How long a test waits before it gives up."""
+"""Seconds after which a waiting test fails."""
 
 
 class Echo:
-    """A peer that says hello on each socket, sends what it is given, and keeps what it receives."""
+    """A peer that sends ``hello`` on each new connection, sends the messages in ``to_send``, and
+    stores the messages that it receives."""
 
     def __init__(self) -> None:
         self.to_send: deque[Frames] = deque()
         self.received: list[Frames] = []
         self.turns = 0
         self.silent = False
-        """Makes the connection be opened anew, once."""
+        """If true, the peer requests a new connection once."""
         self.fails = 0
-        """How often ``connected`` raises."""
+        """Number of further calls of ``connected`` that raise an exception."""
         self.disconnections = 0
         self.refusals: list[TokenbusError] = []
         self.reasons: list[str] = []
@@ -70,7 +71,7 @@ class Echo:
 
 
 class Router:
-    """The other end."""
+    """The broker's end of the connection."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.address = f"tcp://127.0.0.1:{free_port()}"
@@ -78,7 +79,7 @@ class Router:
         self._socket.bind(self.address)
 
     def receive(self) -> list[bytes]:
-        """The next message: who sent it, and its frames."""
+        """The next message: its sender, and its frames."""
         assert self._socket.poll(int(WAIT_S * 1000)), "no message came"
         return self._socket.recv_multipart()
 
@@ -98,7 +99,7 @@ def router() -> Iterator[Router]:
 
 @contextlib.contextmanager
 def no_descriptors() -> Iterator[None]:
-    """No file and no socket can be opened meanwhile."""
+    """Within this context, the process cannot open files or sockets."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Standard input, output and error are always open, and no other number is below the limit.
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
@@ -150,7 +151,8 @@ def test_a_wake_up_from_another_thread_sends_at_once(router: Router) -> None:
 def test_other_threads_send_on_the_socket_while_its_own_receives(
     router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In order, and without a message in either direction that waits for the next wake-up."""
+    """All messages arrive in order. In neither direction does a message wait for the thread's next
+    wake-up."""
     senders: set[str] = set()
 
     def send(socket: zmq.Socket[bytes], frames: Frames) -> None:
@@ -185,7 +187,8 @@ def test_other_threads_send_on_the_socket_while_its_own_receives(
         thread.join()
 
     def sent_here() -> bool:
-        """Whether a message is sent while the connection's thread waits, as it mostly does."""
+        """Sends a message; returns whether this thread has sent a message itself. Usually it does,
+        because the connection's thread waits."""
         peer.to_send.append([b"d", b"0"])
         dealer.send(peer.to_send)
         return threading.current_thread().name in senders
@@ -220,7 +223,8 @@ def test_a_broker_that_is_lost_gets_a_new_socket(router: Router) -> None:
 
 
 def test_zeromq_does_not_send_queued_messages_to_the_next_broker() -> None:
-    """A broker that was started again would receive them before the peer's first message."""
+    """Otherwise a restarted broker would receive the queued messages before the peer's first
+    message."""
     socket = make_dealer(zmq.Context.instance())
     events = socket.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED)
     socket.connect(f"tcp://127.0.0.1:{free_port()}")
@@ -292,7 +296,7 @@ def test_a_peer_that_fails_gets_a_new_socket_after_a_pause(
 
 def test_a_thread_that_cannot_start_may_be_started_again(router: Router) -> None:
     dealer = Dealer(router.address, Echo(), "test", linger_ms=0)
-    size = threading.stack_size(2**46)  # more than any system gives
+    size = threading.stack_size(2**46)  # no system allows such a stack
     try:
         with pytest.raises(RuntimeError):
             dealer.start()

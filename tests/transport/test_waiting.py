@@ -1,4 +1,4 @@
-"""Waiting for an item of a queue ends, with the item or in time."""
+"""The wait for an item of a queue ends when an item arrives, or when its time is up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def test_it_returns_what_is_there_and_what_comes() -> None:
 
 
 def test_it_ends_where_nothing_comes() -> None:
-    """However short the time is: ``get`` alone waits for ever in one of some 80,000 such calls."""
+    """The wait ends even if its time is very short. About one in 80,000 such calls of ``get`` alone
+    waits forever."""
     for _ in range(20_000):
         queue: SimpleQueue[int] = SimpleQueue()
         with pytest.raises(Empty):
