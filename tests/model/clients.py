@@ -1,4 +1,4 @@
-"""A simulated client: a real session, and readers that check all that they are given."""
+"""A simulated client with a real session, and readers that check each entry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ PATIENCE_S = 1e6
 
 
 class Reader:
-    """Reads one stream: each entry is the next one of its sequence, and nothing follows the end."""
+    """Reads one stream, and checks that each entry is the next one of its sequence, and that no
+    event follows the end."""
 
     def __init__(self, call: Call) -> None:
         assert isinstance(call.message, Generate)
@@ -37,7 +38,7 @@ class Reader:
         call.take = call.unread.extend
 
     def read(self) -> None:
-        """Takes what has arrived."""
+        """Reads and checks the events that have arrived."""
         unread = self.call.unread
         while unread:
             event = unread.popleft()
@@ -78,7 +79,7 @@ class Reader:
 
 
 class Client:
-    """One process with a session."""
+    """A client process with a session."""
 
     def __init__(self, networks: Sequence[Network]) -> None:
         self._networks = itertools.cycle(networks)
@@ -107,27 +108,28 @@ class Client:
         return reader
 
     def cancel(self, reader: Reader) -> None:
-        """Its reader has gone."""
+        """Cancels the stream of a reader."""
         reader.cancelled = True
         self.session.cancel(reader.call)
         self._send()
 
     def leave(self) -> None:
-        """It ends its session; nobody reads its streams any more."""
+        """Ends the session. The client does not read its streams any more."""
         for reader in self.readers:
             reader.cancelled = True
         self.session.bye()
         self._send()
 
     def die(self, lost: int) -> None:
-        """SIGKILL; nobody reads its streams any more."""
+        """Kills the process, so that nothing reads its streams any more. ``lost``: see
+        ``Pipe.close``."""
         for reader in self.readers:
             reader.cancelled = True
         self.gone = True
         self.pipe.close(lost)
 
     def receive(self, most: int) -> int:
-        """Up to this many messages of the broker arrive; how many did."""
+        """Receives up to ``most`` messages from the broker; returns their number."""
         count = 0
         while count < most and self.pipe.down and not self.gone:
             self.session.on_frames(self.pipe.down.popleft(), self._network.now)
@@ -136,7 +138,7 @@ class Client:
         return count
 
     def on_time(self) -> None:
-        """Time has passed."""
+        """Lets the session check the time."""
         now = self._network.now
         self.session.on_time(now)
         self._send()
@@ -144,7 +146,7 @@ class Client:
             self.reconnect(0)
 
     def reconnect(self, lost: int) -> None:
-        """It opens a new connection in place of the one that it has, to the next broker."""
+        """Replaces the connection by a new one, to the next broker."""
         self.pipe.close(lost)
         self._network = next(self._networks)
         self.pipe = Pipe(self._network, Side.FRONT, self.pipe)

@@ -1,8 +1,8 @@
-"""Connections of a simulated bus: queues that lose what is in them, and a broker that may die.
+"""Connections of a simulated bus: queues that lose their messages, and a broker that may die.
 
-As with ZeroMQ, the messages of a connection arrive in their order or not at all. A connection that
-breaks is opened again by the socket itself, under another routing id, without notice to its owner;
-the broker notices only when it sends to the old one.
+As with ZeroMQ, the messages of a connection arrive in order or not at all. If a connection breaks,
+its socket opens another one with another routing id, and does not notify its owner. The broker
+notices the break only when it sends to the old routing id.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Pipe:
     """One socket of a client or worker, and its connection to the broker."""
 
     def __init__(self, network: Network, side: Side, before: Pipe | None = None) -> None:
-        """``before``: the one that it replaces."""
+        """``before``: the socket that this socket replaces."""
         self._network = network
         self.side = side
         self.up: deque[Frames] = deque()
@@ -32,7 +32,8 @@ class Pipe:
         self.peer = b""
         self.open = True
         self.cut: bool = before is not None and before.cut
-        """Nothing passes for the moment, in either direction, nor where another one replaces it."""
+        """Whether the link is cut at present: no message passes in either direction, on this socket
+        or on a socket that replaces it."""
         network.connect(self)
 
     def send(self, frames: Sequence[bytes]) -> None:
@@ -41,14 +42,14 @@ class Pipe:
             self.up.append(list(frames))
 
     def arrive(self, most: int) -> int:
-        """Up to this many of its messages arrive at the broker; how many did."""
+        """Delivers up to ``most`` messages of this socket to the broker; returns their number."""
         return self._network.arrive(self, most)
 
     def close(self, lost: int) -> None:
-        """The process is gone, or has closed its socket: the last ``lost`` messages on their way to
-        the broker are lost too."""
+        """Closes the socket, because its process has died or closed it. The last ``lost`` messages
+        that were sent to the broker do not arrive."""
         if self.cut:
-            # Neither what was sent arrives at the broker, nor that this was closed.
+            # The broker receives neither the sent messages nor the end of the connection.
             self.up.clear()
             self.open = False
             self._network.pipes.remove(self)
@@ -58,7 +59,7 @@ class Pipe:
         self._network.disconnect(self)
 
     def break_off(self, lost: int) -> None:
-        """The connection is lost; the socket opens another one."""
+        """Breaks the connection; the socket opens another one. ``lost``: as in ``close``."""
         self._lose(lost)
         self._network.disconnect(self)
         self._network.connect(self)
@@ -71,8 +72,8 @@ class Pipe:
 
 
 class Network:
-    """One broker, the connections to it, and the time. ``number``: that of the broker, among the
-    brokers of the system."""
+    """One broker, its connections, and its clock. ``number``: the number of the broker in the
+    system."""
 
     def __init__(self, settings: BrokerSettings, number: int = 0) -> None:
         self.settings = settings
@@ -84,22 +85,24 @@ class Network:
         self.broker: Broker | None = None
         self.restarts = 0
         self.stopped = False
-        """The broker's process stands still: what is sent to it waits."""
+        """Whether the broker's process is stopped. Messages to it then wait."""
         self._left: list[tuple[Pipe, bytes, deque[Frames]]] = []
-        """Connections that were closed meanwhile, and what had been sent on them."""
+        """Connections that were closed while the broker was stopped, with the messages that were
+        sent on them."""
         self.start_broker()
 
     # --- the broker -----------------------------------------------------------------------------
 
     def start_broker(self) -> None:
-        """A broker starts, and sockets find it."""
+        """Starts a broker, to which all sockets connect."""
         self.broker = Broker(self.settings, boot=next(self._boots), now=self.now)
         self.recovered_at = self.now + self.settings.recover_s
         for pipe in self.pipes:
             self.connect(pipe)
 
     def kill_broker(self) -> None:
-        """The broker dies, with all that it has received; what it has sent may still arrive."""
+        """Kills the broker. The messages that it has received are lost; the messages that it has
+        sent may still arrive."""
         self.broker = None
         self.stopped = False
         self._left.clear()
@@ -107,8 +110,8 @@ class Network:
         self._connected.clear()
 
     def go_on(self) -> None:
-        """A broker that was stopped goes on: it takes what was sent on connections that are closed,
-        and then notices that some are."""
+        """Lets a stopped broker continue. It first handles the messages on the connections that
+        were closed meanwhile, and then notices that these connections are closed."""
         self.stopped = False
         left, self._left = self._left, []
         for pipe, peer, frames in left:
@@ -119,7 +122,7 @@ class Network:
                 self._route(self.broker.on_gone(pipe.side, peer, self.now))
 
     def tick(self, seconds: float) -> None:
-        """Time passes at the broker."""
+        """Lets time pass at the broker."""
         self.now += seconds
         if self.broker is not None and not self.stopped:
             self._route(self.broker.tick(self.now))
@@ -127,7 +130,7 @@ class Network:
     # --- connections ----------------------------------------------------------------------------
 
     def connect(self, pipe: Pipe) -> None:
-        """A socket gets a connection, under a routing id of its own."""
+        """Gives a socket a connection with a new routing id."""
         if pipe not in self.pipes:
             self.pipes.append(pipe)
         if self.broker is not None:
@@ -135,7 +138,7 @@ class Network:
             self._connected[pipe.peer] = pipe
 
     def disconnect(self, pipe: Pipe) -> None:
-        """A connection is lost, which the broker is not told of."""
+        """Ends a connection, without notice to the broker."""
         if self.stopped and self._connected.get(pipe.peer) is pipe:
             self._left.append((pipe, pipe.peer, pipe.up.copy()))
             pipe.up.clear()
@@ -144,7 +147,7 @@ class Network:
             self.pipes.remove(pipe)
 
     def arrive(self, pipe: Pipe, most: int) -> int:
-        """Up to this many messages of a connection arrive at the broker; how many did."""
+        """Delivers up to ``most`` messages of a connection to the broker; returns their number."""
         count = 0
         while count < most and pipe.up and self.broker is not None and not self.stopped:
             if self._connected.get(pipe.peer) is not pipe:

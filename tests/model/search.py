@@ -172,7 +172,7 @@ class Run:
 
     def _turns(self) -> Iterator[str]:
         """Gives the processes their turns until all failures have happened and all streams have
-        ended, or until no process has anything to do; yields the process after each turn."""
+        ended, or until no process has work; yields the process after each turn."""
         while self._later() or not all(r.over or r.cancelled for r in self.world.readers()):
             idle = True
             for process in ("client", "0", "1"):
@@ -232,8 +232,8 @@ def play(
 
 
 def sample(seed: int, failures: int, brokers: int) -> str:
-    """Plays a random run with this number of failures, and the runs that lead to it; returns the
-    violation, or ``""``."""
+    """Plays a random run with ``failures`` failures, and the runs with fewer failures that lead to
+    it; returns the violation, or ``""``."""
     draw = random.Random(seed)
     chosen: tuple[Failure, ...] = ()
     for number in range(failures + 1):
@@ -250,7 +250,7 @@ def sample(seed: int, failures: int, brokers: int) -> str:
 def search_samples(
     samples: int, failures: int, processes: int, brokers: int
 ) -> tuple[int, bool, list[str]]:
-    """Plays random runs, as ``search`` plays all."""
+    """Plays ``samples`` random runs; returns the same values as ``search``."""
     one = functools.partial(sample, failures=failures, brokers=brokers)
     with mp.Pool(processes) as pool:
         found = pool.map(one, range(samples), chunksize=16)
@@ -284,7 +284,7 @@ def search(
 
 
 def main() -> None:
-    """Searches as the command line says, and prints the violations."""
+    """Searches with the options of the command line, and prints the violations."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--failures", type=int, default=2, help="failures of a run (default: 2)")
     parser.add_argument("--brokers", type=int, default=1, help="brokers, 1 or 2 (default: 1)")

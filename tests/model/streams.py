@@ -1,4 +1,4 @@
-"""A stream of the simulated model: its tokens follow from its request alone."""
+"""A stream of the simulated model. The stream's request alone determines its tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def token_at(seed: int, seq: int, pos: int) -> int:
 
 
 def entry_at(request: Generate, seq: int, pos: int) -> Token:
-    """The entry of a sequence at a position; ``live`` of a last one is the worker's to set."""
+    """The entry of a sequence at a position. The worker sets ``live`` in the last entry."""
     token = token_at(request.seed or 0, seq, pos)
     return Token(
         token=token,

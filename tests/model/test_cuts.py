@@ -1,5 +1,5 @@
-"""Links that are cut for a while, in simulated time: nothing passes, and no connection is seen to
-close. Tokens that were computed meanwhile are not computed again."""
+"""Links that are cut for a while, in simulated time: no message passes, and the processes do not
+notice that the connection is broken. Tokens that were computed meanwhile are not computed again."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from .world import TICK_S, World
 
 LONG = 10_000
 BACK_S = 7.0
-"""How long it takes at the most until all is back: a connection is given up after 5 s, or 6."""
+"""Maximum time in seconds until all processes are connected again. A process gives up a silent
+connection after 5 or 6 s."""
 
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """A worker and a client."""
+    """A system with a worker and a client."""
     monkeypatch.setattr(workers, "CAPACITY", 20)
     logging.disable(logging.ERROR)
     world = World()
@@ -39,7 +40,8 @@ def run(world: World, seconds: float) -> None:
 
 
 def cut(world: World, seconds: float, *ends: GpuWorker | Client) -> None:
-    """The link to these is cut for this many seconds, and all that can come back does."""
+    """Cuts the links of ``ends`` for ``seconds``, and then waits until their processes are
+    connected again."""
     for end in ends:
         end.pipe.cut = True
     run(world, seconds)
@@ -65,7 +67,7 @@ def test_streams_go_on_at_a_worker_that_comes_back(world: World, seconds: float)
     run(world, 1.0)
     [stream] = worker.streams.values()
     cut(world, seconds, worker)
-    # The same stream as before, which has computed on.
+    # The worker has the same stream as before, and has continued to compute it.
     assert list(worker.streams.values()) == [stream]
     assert sum(reader.next.values()) >= len(stream.sent) - 12
     assert len(stream.sent) > 12 * seconds
@@ -86,7 +88,8 @@ def test_what_waits_in_the_meantime_begins_when_the_worker_is_back(world: World)
     worker, [client] = gpu(world), world.clients
     gpu(world).pipe.cut = True
     run(world, 1.0)
-    # Not lost yet, so that it goes there, and gets lost on the way.
+    # The broker does not treat the worker as lost yet. It sends the request to the worker, and the
+    # message is lost.
     reader = client.submit(1, 50, "", 1)
     cut(world, 20.0, worker)
     assert reader.over
@@ -94,7 +97,7 @@ def test_what_waits_in_the_meantime_begins_when_the_worker_is_back(world: World)
 
 
 def test_streams_that_went_on_elsewhere_meanwhile_stay_there(world: World) -> None:
-    """Their readers fail where a token comes twice."""
+    """The readers of the streams fail if a token arrives twice."""
     worker, [client] = gpu(world), world.clients
     reader = client.submit(1, LONG, "", 1)
     run(world, 1.0)
@@ -114,7 +117,7 @@ def test_a_stream_that_a_worker_has_lost_meanwhile_is_continued_from_what_was_ro
     run(world, 1.0)
     worker.pipe.cut = True
     run(world, 20.0)
-    # Between its registration and the answer to it.
+    # The worker is between its REGISTER and the broker's answer.
     [(number, stream)] = worker.streams.items()
     worker._registration()
     worker.streams.clear()
@@ -164,7 +167,7 @@ def test_a_client_that_stays_away_loses_its_streams(world: World) -> None:
 def test_links_that_are_cut_again_and_again_put_no_request_in_quarantine(world: World) -> None:
     worker, [client] = gpu(world), world.clients
     reader = client.submit(1, 60, "", 1)
-    # Before its first token.
+    # The cut begins before the stream's first token.
     for _ in range(3):
         cut(world, 20.0, worker)
     assert reader.over

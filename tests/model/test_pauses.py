@@ -1,5 +1,5 @@
-"""How long streams pause where a process stands still for a while, in simulated time: no longer
-than it takes to notice it, or than it lasted."""
+"""The pauses of streams when a process stops for a while, in simulated time. A stream pauses at
+most for as long as the process was stopped, or as the broker needs to notice it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from .world import TICK_S, World
 
 STREAMS = 4
 LENGTH = 10_000
-"""More than is read here."""
+"""Number of tokens of a stream; the tests read fewer."""
 MOVE_S = 2 * TICK_S
-"""The duration of a move in simulated time: the tick in which it is noticed, and the next one."""
+"""The duration of a move in simulated time: the tick in which the broker notices the loss, and the
+next tick."""
 
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """Three workers, and two clients with streams that run."""
+    """A system with three workers, and two clients with running streams."""
     monkeypatch.setattr(workers, "CAPACITY", 20)
     logging.disable(logging.ERROR)
     world = World()
@@ -41,7 +42,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def pauses(world: World, seconds: float, go_on: Callable[[], None]) -> list[float]:
-    """The longest pause of each stream, where something stands still for this many seconds."""
+    """The longest pause of each stream if a process is stopped for ``seconds``. ``go_on`` lets the
+    process continue."""
     last = {reader: (world.network.now, reader.next[0]) for reader in world.readers()}
     longest = dict.fromkeys(last, 0.0)
 
@@ -69,11 +71,11 @@ def notices(readers: list[Reader]) -> set[str]:
 
 @pytest.mark.parametrize("seconds", [1.0, 4.5, 6.5, 8.0, 12.0, 20.0])
 def test_streams_go_on_at_once_when_the_broker_does(world: World, seconds: float) -> None:
-    """Their workers have left their connections meanwhile, all of them: no request is to blame."""
+    """All workers have closed their connections meanwhile, so no request becomes a suspect."""
     world.network.stopped = True
     assert max(pauses(world, seconds, world.network.go_on)) <= seconds + MOVE_S
     assert not any(reader.error for reader in world.readers())
-    # None was sent again from its beginning.
+    # No client has sent a request again.
     assert notices(world.readers()) <= {"moved"}
 
 
@@ -84,7 +86,7 @@ def test_streams_go_on_at_once_when_their_client_does(world: World, seconds: flo
 
     def go_on() -> None:
         client.stopped = False
-        # It may look at the time before it looks at what has arrived.
+        # The client may check the time before it handles the messages that have arrived.
         client.on_time()
 
     longest = pauses(world, seconds, go_on)

@@ -38,7 +38,7 @@ def test_no_single_failure_violates_a_promise(brokers: int) -> None:
 @pytest.mark.parametrize("brokers", [1, 2])
 @pytest.mark.parametrize("order", [*itertools.permutations(("0", "client", "broker"))])
 def test_a_worker_a_client_and_a_broker_die(order: tuple[str, ...], brokers: int) -> None:
-    """They die in each order, at the same turn or one after the other."""
+    """The three processes die in each order, at the same turn or one after the other."""
     kinds = {"0": "kill", "client": "die", "broker": "restart"}
     for turn in range(1, 24, 3):
         for apart in (0, 1, 4):
@@ -57,7 +57,7 @@ def test_runs_that_once_violated_a_promise(failures: tuple[Failure, ...]) -> Non
 
 
 def test_a_violation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A broker that forgets the stored entries of moved streams does not pass."""
+    """The search finds a violation in a broker that forgets the stored entries of moved streams."""
     monkeypatch.setattr("tokenbus.broker.journal.Journal._repeats", lambda *_: None)
     monkeypatch.setattr(
         "tokenbus.broker.moves.encode_body", lambda _entries, _encoding: b"\xdd\x00\x00\x00\x00"

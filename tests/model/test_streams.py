@@ -1,5 +1,5 @@
-"""A model check of the life of a stream: whatever process dies, every accepted stream ends exactly
-once, with the tokens that it would have had, each of them once and in order."""
+"""A model check of the life of a stream. Whatever process dies, each accepted stream ends exactly
+once, and its client receives each token once and in order."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .world import World
 STEPS = 40
 SETTINGS = {"session_grace_s": 30.0, "move_wait_s": 1e6, "recover_s": 8.0}
 LOST = st.integers(0, 3)
-"""How many of the last messages on their way are lost with a connection."""
+"""Number of the last messages on a connection that are lost with it."""
 INDEX = st.integers(0, 7)
 
 
 class Streams(RuleBasedStateMachine):
-    """Clients begin and cancel streams, messages arrive in an order that is drawn, time passes."""
+    """Clients begin and cancel streams, messages arrive in a random order, and time passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Streams(RuleBasedStateMachine):
 
 class WorkersFail(Streams):
     """Workers die, stop, drain and lose their connections. The broker and the clients' connections
-    live: no client sends a request again that a worker had."""
+    live, so no client sends a request again after a worker has received it."""
 
     @precondition(lambda self: self.world.workers)
     @rule(which=INDEX, lost=LOST)

@@ -1,5 +1,5 @@
-"""Simulated workers: the real connection to the bus and the real lease, around a model that is
-exact. The bus thread and the worker's own thread run in turns that the test chooses."""
+"""Simulated workers: the real connection to the bus and the real lease, with a simulated model. The
+test chooses when the bus thread and the worker's own thread run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .streams import entry_at
 
 CAPACITY = 3
 KEEP_S = 60.0
-"""For how long a worker keeps streams that have ended, in seconds."""
+"""Time for which a worker keeps an ended stream, in seconds."""
 MODEL = ModelInfo(
     name="m", vocab_size=1000, context_length=99, eos_token_ids=[0], fingerprint="f", dtype="exact"
 )
@@ -52,7 +52,7 @@ def _encoding(flags: int) -> Encoding:
 
 
 class Carrier:
-    """The carrier of a worker's messages, in place of a socket with a thread."""
+    """The carrier of a worker's messages. It replaces a socket with its own thread."""
 
     def __init__(self, network: Network, peer: Peer) -> None:
         self._network = network
@@ -68,16 +68,17 @@ class Carrier:
         self.turn(0)
 
     def send(self, queue: deque[Frames]) -> None:
-        """Sends what the worker has posted."""
+        """Sends the messages that the worker has posted."""
         while queue and self.pipe is not None:
             self.pipe.send(queue.popleft())
 
     def wake(self) -> None:
-        """There may be something to send."""
+        """Called when messages may have been posted; sends them."""
         self.turn(0)
 
     def turn(self, most: int) -> int:
-        """A turn of the bus thread: takes up to this many messages, and sends; how many it took."""
+        """Runs a turn of the bus thread: receives up to ``most`` messages, and sends the posted
+        messages. Returns the number of received messages."""
         pipe, now = self.pipe, self._network.now
         assert pipe is not None
         taken = [pipe.down.popleft() for _ in range(min(most, len(pipe.down)))]
@@ -91,7 +92,7 @@ class Carrier:
         return len(taken)
 
     def close(self) -> None:
-        """The worker leaves."""
+        """Sends the posted messages, and closes the connection."""
         self.turn(0)
         assert self.pipe is not None
         self.pipe.close(0)
@@ -106,16 +107,16 @@ class Stream:
     frames: list[bytes]
     sent: list[Token] = field(default_factory=list)
     next: dict[int, int] = field(default_factory=dict)
-    """The position of the next token of each sequence that is live."""
+    """The position of the next token of each live sequence."""
     moved: System | None = None
     moves: int = 0
     link: int = 0
-    """The number of the broker from which it came, or which has claimed it."""
+    """The number of the broker that has sent the request, or that has claimed it last."""
     ended_at: float = 0.0
 
     @property
     def form(self) -> int:
-        """How its client takes bodies."""
+        """The form of bodies that the stream's client uses."""
         return self.header.flags & FORM
 
 
@@ -130,7 +131,7 @@ class Worker:
         self.stopped = False
         self.draining = False
         self.handed_over: set[int] = set()
-        """The links to brokers that move its streams to other workers."""
+        """The links to the brokers that have sent HANDOVER."""
         self.gone = False
         back = ",".join(f"sim://{n}" for n in range(len(networks)))
         self.bus = Bus(
@@ -148,33 +149,34 @@ class Worker:
 
     @property
     def carrier(self) -> Carrier:
-        """The carrier of its messages to the only broker, or to the first one."""
+        """The carrier of the worker's messages to the only broker, or to the first broker."""
         return self.carriers[0]
 
     @property
     def pipe(self) -> Pipe:
-        """Its connection to the only broker, or to the first one."""
+        """The worker's connection to the only broker, or to the first broker."""
         return self.pipes[0]
 
     @property
     def pipes(self) -> list[Pipe]:
-        """Its connections, one to each broker."""
+        """The worker's connections, one to each broker."""
         return [carrier.pipe for carrier in self.carriers if carrier.pipe is not None]
 
     def kill(self, lost: int) -> None:
-        """SIGKILL."""
+        """Kills the worker, as SIGKILL does. ``lost``: see ``Pipe.close``."""
         self.gone = True
         for pipe in self.pipes:
             pipe.close(lost)
 
     def drain(self) -> None:
-        """SIGTERM: it takes nothing more, and leaves when it has nothing left."""
+        """Drains the worker, as SIGTERM does: it accepts no more requests, and leaves when its
+        requests have ended or moved."""
         if not self.draining:
             self.draining = True
             self.bus.drain("asked to")
 
     def step(self) -> bool:
-        """A turn of its own thread; whether it did anything."""
+        """Runs a turn of the worker's own thread; returns whether the thread had work."""
         messages = self.bus.take(0)
         for message in messages:
             self.on_message(message)
@@ -186,19 +188,19 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        """Whether it has nothing left."""
+        """Whether the worker has no requests."""
         raise NotImplementedError
 
     def links(self) -> set[int]:
-        """The links of what it has."""
+        """The links of the brokers whose requests the worker has."""
         raise NotImplementedError
 
     def on_message(self, message: FromBus) -> None:
-        """A message of the broker's."""
+        """Handles a message from a broker."""
         raise NotImplementedError
 
     def work(self) -> bool:
-        """Computes for a while; whether there was anything to compute."""
+        """Computes one step; returns whether there was work."""
         raise NotImplementedError
 
     def _registration(self) -> Register:
@@ -212,14 +214,14 @@ class Worker:
 
 
 class GpuWorker(Worker):
-    """A worker that has the model."""
+    """A GPU worker with the simulated model."""
 
     role = "gpu"
 
     def __init__(self, networks: Sequence[Network], name: str) -> None:
         self.streams: dict[int, Stream] = {}
         self._ended: dict[int, Stream] = {}
-        """Streams that have ended a moment ago."""
+        """Streams that have ended, by request. The worker still reports them for ``KEEP_S``."""
         self._steps = 0
         super().__init__(networks, name)
 
@@ -276,11 +278,11 @@ class GpuWorker(Worker):
                 raise AssertionError(f"a GPU worker got {other!r}")
 
     def _has(self, number: int, link: int) -> bool:
-        """Whether it runs a request that came over a link."""
+        """Whether the worker runs a request of this link's broker."""
         return number in self.streams and self.streams[number].link == link
 
     def _request(self, message: FromBus) -> None:
-        """A request, which another broker may have sent before."""
+        """Handles a request, which another broker may have sent before."""
         number, link = message.header.request, message.link
         known = self.streams.get(number)
         elsewhere = self._elsewhere(link)
@@ -293,7 +295,7 @@ class GpuWorker(Worker):
         self._begin(message)
 
     def _claim(self, session: int, link: int) -> None:
-        """The client of a session has come to another broker."""
+        """Handles a CLAIM: the client of a session has come to another broker."""
         released: dict[int, list[int]] = {}
         for number, stream in self._reported().items():
             if stream.header.address != session:
@@ -332,7 +334,7 @@ class GpuWorker(Worker):
                 self._send_journal(wanted)
 
     def _reported(self) -> dict[int, Stream]:
-        """The streams that a broker which was restarted is notified of."""
+        """The running streams, and the streams that have ended in the last ``KEEP_S`` seconds."""
         now = self.network.now
         ended = {number: s for number, s in self._ended.items() if now - s.ended_at <= KEEP_S}
         return {**ended, **self.streams}
@@ -407,8 +409,8 @@ class GpuWorker(Worker):
             self.bus.post([b"TOKEN", head, encode_body(missed, encoding)], stream.link)
 
     def work(self) -> bool:
-        """A step: a token for most of the sequences, so that their order differs from worker to
-        worker."""
+        """Runs a step, which gives most of the sequences a token. The choice depends on the worker,
+        so that workers send the tokens of sequences in different orders."""
         self._steps += 1
         new: list[tuple[Stream, list[Token]]] = []
         ended = []
@@ -448,7 +450,7 @@ class GpuWorker(Worker):
         self.bus.post([b"SYSTEM", head, encode_body(notice, encoding)], stream.link)
 
     def _send(self, new: list[tuple[Stream, list[Token]]], ended: list[int]) -> None:
-        """Sends the entries of a step, a message to each broker."""
+        """Sends the entries of a step, in one message to each broker."""
         for link in sorted({stream.link for stream, _ in new}):
             own = [(stream, entries) for stream, entries in new if stream.link == link]
             numbers = {stream.header.request for stream, _ in own}

@@ -1,4 +1,4 @@
-"""A whole simulated system: the real broker, sessions and leases, and simulated time."""
+"""A simulated system: real broker, sessions and leases, with simulated time."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .workers import Carrier, GpuWorker, Worker
 
 TICK_S = 0.25
 MAX_TICKS = 4000
-"""How long everything may take to end once nothing fails any more, in ticks."""
+"""Maximum number of ticks until all streams have ended, after the last failure."""
 
 
 class World:
-    """The processes of a system, and what may happen to them."""
+    """The processes of a system, and the events that can happen to them."""
 
     def __init__(self, brokers: int = 1, **settings: Any) -> None:
-        """``brokers``: their number. Workers register with all of them. A client is connected to
-        one, and goes on to the next when it opens another connection."""
+        """``brokers``: the number of brokers. Workers register with all of them. A client is
+        connected to one broker, and connects to the next one when it opens another connection."""
         self.networks = [Network(BrokerSettings(**settings), n) for n in range(brokers)]
         self.network = network = self.networks[0]
-        """The only broker's, or the first one's."""
+        """The network of the only broker, or of the first broker."""
         self._patches = ExitStack()
         clock = SimpleNamespace(monotonic=lambda: network.now)
         self._patches.enter_context(patch.object(bus, "time", clock))
@@ -43,27 +43,26 @@ class World:
         self._names = itertools.count(1)
 
     def close(self) -> None:
-        """Undoes what was patched."""
+        """Undoes the patches of the clocks and of the carrier."""
         self._patches.close()
 
     def _carrier(self, at: str, peer: Peer, *_: object, **__: object) -> Carrier:
         return Carrier(self.networks[int(at.removeprefix("sim://"))], peer)
 
     def start_gpu(self) -> GpuWorker:
-        """A GPU worker starts."""
+        """Starts a GPU worker."""
         worker = GpuWorker(self.networks, f"gpu-{next(self._names)}")
         self.workers.append(worker)
         return worker
 
     def start_client(self) -> Client:
-        """A client starts."""
+        """Starts a client."""
         client = Client(self.networks)
         self.clients.append(client)
         return client
 
     def tick(self, workers: bool = True) -> None:
-        """A quarter of a second passes, and all messages arrive that are not held up; without
-        ``workers``, those of workers are."""
+        """Lets ``TICK_S`` pass, and then delivers messages (``deliver``)."""
         for network in self.networks:
             network.tick(TICK_S)
         for client in self.clients:
@@ -75,7 +74,9 @@ class World:
         self.deliver(workers)
 
     def deliver(self, workers: bool = True) -> None:
-        """All messages arrive, and each worker takes a few steps."""
+        """Delivers all messages, except those on cut links and those of stopped processes. Lets
+        each worker take a few steps. Without ``workers``, no messages from or to workers arrive,
+        and workers do not compute."""
         for _ in range(3):
             for network in self.networks:
                 for pipe in list(network.pipes):
@@ -104,7 +105,8 @@ class World:
         return [reader for client in self.clients for reader in client.readers]
 
     def end(self) -> None:
-        """Nothing fails any more: every stream ends, and nothing is left of any."""
+        """Ends all failures, and checks that every stream then ends and that no table still has a
+        stream."""
         for network in self.networks:
             if network.broker is None:
                 network.start_broker()
