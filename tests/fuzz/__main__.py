@@ -1,10 +1,10 @@
 """Coverage-guided fuzzing: ``python -m tests.fuzz TARGET --runs N``, or ``make fuzz``.
 
-Inputs are made by libFuzzer (atheris), which keeps those that reach code which no other has
-reached. Corpora are made by code and grow in ``build/fuzz/TARGET``; an input that fails is written
-there too. Now and then, and at the end, a line of JSON says how many inputs were tried, at which
-speed, by how much the process has grown since a tenth of them, and how large it has been. With
-``--fast``, inputs are mutations of these corpora, and the code is not instrumented.
+libFuzzer (atheris) makes the inputs, and keeps those that reach new code. Code makes the first
+corpus. The corpus grows in ``build/fuzz/TARGET``, where failing inputs are written too. At
+intervals and at the end, a line of JSON reports the number of inputs and their rate. It also has
+the peak size of the process, and its growth since the first tenth of the inputs. With ``--fast``,
+inputs are mutations of the first corpus, and the code is not instrumented.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ if TYPE_CHECKING:
     from .target import Target
 
 REPORT_EACH = 50_000
-"""Inputs after which the numbers so far are printed."""
+"""Number of inputs after which a report is printed."""
 BUILD = Path(__file__).parents[2] / "build" / "fuzz"
 HANG_S = 20
-"""An input that takes longer, on a busy machine too, is a failure."""
+"""Maximum time of one input in seconds; an input that takes longer is a failure, even on a busy
+machine."""
 MAX_MB = 2048
-"""A process that is larger is a failure."""
+"""Maximum memory of the process in MB; a larger process is a failure."""
 
 
 def resident_mb() -> float:
-    """The memory of this process."""
+    """The resident memory of this process, in MB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096 / 2**20
 
 
 class Tries:
-    """Counts inputs, and reports when the last one was tried."""
+    """Tries and counts inputs. Prints a report every ``REPORT_EACH`` inputs and after the last
+    input."""
 
     def __init__(self, name: str, run: Callable[[bytes], None], runs: int, guided: bool) -> None:
         self._name, self._run, self._runs, self._guided = name, run, runs, guided
@@ -106,7 +108,7 @@ def main() -> None:
         f"-rss_limit_mb={MAX_MB}",
         f"-artifact_prefix={folder}/",
         *([f"-dict={words}"] if target.words else []),
-        # Coverage of Python does not show which field a decoder written in C has reached.
+        # The coverage of Python code does not show which field a decoder in C has reached.
         "-keep_seed=1",
         "-len_control=0",
     ]
@@ -117,7 +119,8 @@ def main() -> None:
 
 
 def _target(name: str, guided: bool) -> Target:
-    """A target, whose code reports its coverage where this is ``guided``."""
+    """The target with this name. If ``guided``, its code is instrumented, so that it reports its
+    coverage."""
     if not guided:
         from .targets import TARGETS
     else:
@@ -137,7 +140,8 @@ def _target(name: str, guided: bool) -> Target:
 def _try_mutations(
     corpus: list[bytes], target: Target, tries: Tries, given: argparse.Namespace
 ) -> None:
-    """Tries mutations of a corpus. One that fails, or takes too long, is written beside it."""
+    """Tries mutations of a corpus. An input that fails or takes too long is written next to the
+    corpus."""
     hung = signal.SIGALRM
     signal.signal(hung, lambda *_: sys.exit(f"an input takes more than {HANG_S} s"))
     for data in islice(mutated(corpus, target.words, Random(given.seed)), given.runs):

@@ -1,4 +1,4 @@
-"""The broker's core as a fuzz target: clients and workers that send anything, in any order."""
+"""The broker's core as a fuzz target: clients and workers send any messages, in any order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MAX_EVENTS = 60
 
 
 class Play:
-    """A broker, and what has been seen of it: ids and tokens that a client or worker can know."""
+    """A broker, and the ids and tokens that a client or a worker may know from earlier messages."""
 
     def __init__(self, draws: Draws) -> None:
         self.draws = draws
@@ -46,7 +46,7 @@ class Play:
         self.sent: list[Outgoing] = []
 
     def run(self) -> None:
-        """Events until the input ends, then the end of all connections."""
+        """Plays events until the input ends, and then closes all connections."""
         for _ in range(MAX_EVENTS):
             if not self.draws.left:
                 break
@@ -68,12 +68,12 @@ class Play:
     # --- events ---------------------------------------------------------------------------------
 
     def client_raw(self) -> None:
-        """Frames that were made up."""
+        """A client sends arbitrary frames."""
         frames = [self.draws.pick(FROM_CLIENT), *self.draws.frames(3)]
         self._out(self.broker.on_client(self.draws.pick(CLIENTS), frames, self.now))
 
     def client_known(self) -> None:
-        """A message whose fields have the right names and often the right types."""
+        """A client sends a message whose fields have the right names and often the right types."""
         draws = self.draws
         message_type = draws.pick(FROM_CLIENT)
         body: dict[str, Any] = {"stream_id": draws.number() % 6}
@@ -100,12 +100,12 @@ class Play:
         self._out(self.broker.on_clients([(draws.pick(CLIENTS), frames)], self.now))
 
     def worker_raw(self) -> None:
-        """Frames that were made up, packed or not."""
+        """A worker sends arbitrary frames, packed or not."""
         frames = self.draws.frames(4)
         self._out(self.broker.on_workers([(self.draws.pick(WORKERS), frames)], self.now))
 
     def register(self) -> None:
-        """A worker that registers, again or under another's name."""
+        """A worker registers, again or with the name of another worker."""
         draws = self.draws
         role = draws.pick(["gpu", "controller", "state", "none"])
         body = {
@@ -122,7 +122,7 @@ class Play:
         self._work(b"REGISTER", encode_header(), msgspec.msgpack.encode(body))
 
     def worker_known(self) -> None:
-        """A message about a request or a worker that there is, or was."""
+        """A worker sends a message about an existing or earlier request or worker."""
         draws = self.draws
         message_type = draws.pick(FROM_WORKER)
         address = draws.pick([self._session(), self._worker(), 0, 2**64 - 1])
@@ -142,7 +142,7 @@ class Play:
         self._work(message_type, header, msgspec.msgpack.encode(body), *frames)
 
     def tokens(self) -> None:
-        """The tokens of a step, of this worker's requests or of others."""
+        """A worker sends the tokens of a step, for its own requests or for others."""
         draws = self.draws
         sessions = [self._session() for _ in range(draws.number() % 4)]
         ended = [self._request() for _ in range(draws.number() % 3)]
@@ -162,7 +162,7 @@ class Play:
         self._out(self.broker.tick(self.now))
 
     def full(self) -> None:
-        """A message could not be sent, as its peer's queue is full."""
+        """A message could not be sent, because the queue for its peer is full."""
         if self.sent:
             self._out(self.broker.on_full(self.sent[-1 - self.draws.number() % len(self.sent)]))
 
@@ -219,12 +219,12 @@ EVENTS: list[Callable[[Play], None]] = [
 
 
 def run(data: bytes) -> None:
-    """A sequence of events at a broker."""
+    """Plays a sequence of events at a broker."""
     Play(Draws(data)).run()
 
 
 def corpus() -> Iterator[bytes]:
-    """Sequences that are drawn, and one in which a request comes, runs and ends."""
+    """Random sequences of events, and one in which a request arrives, runs and ends."""
     draw = Random(3)
     for size in (8, 40, 200, 800):
         for _ in range(12):

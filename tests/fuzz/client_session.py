@@ -1,4 +1,4 @@
-"""The client's session as a fuzz target: a broker that sends anything."""
+"""The client's session as a fuzz target: a broker sends any messages."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ NUMBERS: list[Any] = [0, 1, 2.0, 0.5, -1, 1e300, float("nan"), float("inf"), Non
 CODES = ["worker_lost", "queue_full", "internal", "unknown_stream", "too_large", "none", ""]
 MAX_EVENTS = 60
 MAX_SENT = 200
-"""Messages that one event may lead to."""
+"""Maximum number of messages that the client sends for one event."""
 
 
 class Reader:
-    """Reads the events of one call."""
+    """Reads the events of one call, and counts its ends."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -35,7 +35,7 @@ class Reader:
         call.take = self.take
 
     def take(self, events: Any) -> None:
-        """Events of the call, in order."""
+        """Receives events of the call, in order."""
         for event in events:
             assert not self.ends, f"{event} after the end of the call"
             self.ends += isinstance(event, Ended)
@@ -53,7 +53,8 @@ class Play:
         self.connected = True
 
     def run(self) -> None:
-        """Events until the input ends; then every call ends, whatever the broker has sent."""
+        """Plays events until the input ends, and then ends the session. Every call must end,
+        whatever the broker has sent."""
         for _ in range(MAX_EVENTS):
             if not self.draws.left:
                 break
@@ -67,7 +68,7 @@ class Play:
     # --- events ---------------------------------------------------------------------------------
 
     def submit(self) -> None:
-        """A new call."""
+        """The client begins a call."""
         draws = self.draws
         match draws.number() % 4:
             case 0:
@@ -82,16 +83,17 @@ class Play:
         self.session.submit(call, self.now)
 
     def cancel(self) -> None:
-        """The reader of a call has gone."""
+        """The reader of a call is closed."""
         if self.readers:
             self.session.cancel(self.draws.pick(self.readers).call)
 
     def raw(self) -> None:
-        """Frames that were made up."""
+        """The broker sends arbitrary frames."""
         self._hear([self.draws.pick(FROM_BROKER), *self.draws.frames(3)])
 
     def known(self) -> None:
-        """A message whose fields have the right names and often the right types."""
+        """The broker sends a message whose fields have the right names and often the right
+        types."""
         draws = self.draws
         given = draws.number()
         body: dict[str, Any] = {"stream_id": self._stream(), "message": "m", "event": "queued"}
@@ -112,14 +114,14 @@ class Play:
         self._hear([draws.pick(FROM_BROKER), msgspec.msgpack.encode(body)])
 
     def welcome(self) -> None:
-        """The answer to HELLO, of a broker that behaves."""
+        """The broker answers HELLO correctly."""
         body = {"version": 1, "encoding": "msgpack", "session": "t"}
         streams = [self._stream() for _ in range(self.draws.number() % 4)]
         resumed = {"resumed": True, "streams": streams} if streams else {}
         self._hear([b"WELCOME", msgspec.msgpack.encode(body | resumed)])
 
     def tokens(self) -> None:
-        """Entries of streams that there are, or not, as a list or in columns."""
+        """The broker sends entries of existing or unknown streams, as a list or in columns."""
         draws = self.draws
         bodies = []
         for _ in range(1 + draws.number() % 2):
@@ -201,12 +203,12 @@ EVENTS: list[Callable[[Play], None]] = [
 
 
 def run(data: bytes) -> None:
-    """A sequence of events at a client."""
+    """Plays a sequence of events at a client."""
     Play(Draws(data)).run()
 
 
 def corpus() -> Iterator[bytes]:
-    """Sequences that are drawn."""
+    """Random sequences of events."""
     draw = Random(4)
     for size in (8, 40, 200, 800):
         for _ in range(12):

@@ -1,4 +1,5 @@
-"""The codecs of the protocol as fuzz targets: what is decoded is the same after another trip."""
+"""The codecs of the protocol as fuzz targets: a decoded value is the same after encoding and
+decoding again."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ BACK: dict[bytes, Any] = {**TO_WORKER, **TO_BROKER}
 
 
 def _fields(table: dict[bytes, Any]) -> tuple[bytes, ...]:
-    """Message types, and the names of the fields of their bodies."""
+    """The message types of ``table``, and the field names of their bodies."""
     kinds = [k for k in table.values() if hasattr(k, "__struct_encode_fields__")]
     names = {f.encode() for kind in [*kinds, Token] for f in kind.__struct_encode_fields__}
     return (*table, *sorted(names))
@@ -51,7 +52,7 @@ def _fields(table: dict[bytes, Any]) -> tuple[bytes, ...]:
 
 
 def run_frames(data: bytes) -> None:
-    """A message between a client and the broker."""
+    """Decodes a message between a client and the broker."""
     try:
         message = decode_frames(Draws(data).frames(), FRONT)
     except TokenbusError:
@@ -63,7 +64,7 @@ def run_frames(data: bytes) -> None:
 
 
 def run_worker_frames(data: bytes) -> None:
-    """A message between the broker and a worker."""
+    """Decodes a message between the broker and a worker."""
     try:
         header, message = decode_worker_frames(Draws(data).frames(), BACK)
     except TokenbusError:
@@ -87,7 +88,7 @@ def _back_frames() -> Iterator[bytes]:
 
 
 def run_header(data: bytes) -> None:
-    """A header, and a header with a manifest."""
+    """Decodes a header, and a header with a manifest."""
     try:
         header = decode_header(data)
         assert encode_header(*header) == data[:HEADER_SIZE]
@@ -110,7 +111,7 @@ def _headers() -> Iterator[bytes]:
 
 
 def run_packing(data: bytes) -> None:
-    """A packed message, and any frames packed."""
+    """Unpacks a packed message, and packs arbitrary frames."""
     frames = Draws(data).frames()
     try:
         unpacked = unpack(frames)
@@ -131,7 +132,7 @@ def _packed() -> Iterator[bytes]:
 
 
 def run_lines(data: bytes) -> None:
-    """A line of a client, or of the broker."""
+    """Decodes a line from a client or from the broker."""
     line = data.decode("utf-8", "surrogateescape")
     try:
         frames = line_frames(line)
@@ -159,7 +160,7 @@ def _lines() -> Iterator[bytes]:
 
 
 def run_columns(data: bytes) -> None:
-    """The body of a TOKEN in columns: unpacked, as entries, and back."""
+    """Decodes the body of a TOKEN in columns, and converts it to entries and back."""
     try:
         body = decode_as(TokenColumns, data, "msgpack")
         rows = unpack_columns(body)
@@ -175,7 +176,7 @@ def run_columns(data: bytes) -> None:
 
 
 def run_transcript(data: bytes) -> None:
-    """The transcript of a stream that moves."""
+    """Decodes the transcript of a stream that moves."""
     try:
         transcript = decode_transcript(data)
         entries = transcript.entries
@@ -186,7 +187,8 @@ def run_transcript(data: bytes) -> None:
 
 
 def _in_streams(entries: list[Token]) -> dict[int, list[bytes]]:
-    """The entries of each stream, encoded, as NaN is not equal to itself."""
+    """The encoded entries of each stream. They are compared in this form, because NaN is not equal
+    to itself."""
     streams: dict[int, list[bytes]] = {}
     for entry in entries:
         streams.setdefault(entry.stream_id, []).append(encode_body(entry, "msgpack"))
@@ -222,7 +224,7 @@ def _transcripts() -> Iterator[bytes]:
 
 
 def run_tokens(data: bytes) -> None:
-    """Token ids as an attachment."""
+    """Decodes token ids in an attachment."""
     try:
         tokens = unpack_tokens(data)
     except TokenbusError:

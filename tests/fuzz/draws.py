@@ -1,4 +1,5 @@
-"""The values that a fuzz target makes of the bytes of an input: numbers, choices and frames."""
+"""Converts the bytes of an input to the values that a fuzz target needs: numbers, choices and
+frames."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 LONG = 0xFFFF
-"""The size of a frame that goes to the end of the input."""
+"""A frame with this size takes all remaining bytes of the input."""
 
 
 class Draws:
-    """Reads an input from its front. Where it has ended, numbers are 0 and texts are empty."""
+    """Reads an input from its beginning. After its end, numbers are 0 and texts are empty."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -20,21 +21,21 @@ class Draws:
 
     @property
     def left(self) -> int:
-        """The bytes that were not read yet."""
+        """The number of bytes that were not read yet."""
         return len(self._data) - self._at
 
     def take(self, size: int) -> bytes:
-        """The next this many bytes, or what is left of them."""
+        """The next ``size`` bytes, or the remaining bytes if there are fewer."""
         taken = self._data[self._at : self._at + size]
         self._at += len(taken)
         return taken
 
     def rest(self) -> bytes:
-        """All that is left."""
+        """All remaining bytes."""
         return self.take(self.left)
 
     def number(self, size: int = 1) -> int:
-        """A number of this many bytes, little-endian."""
+        """A number of ``size`` bytes, little-endian."""
         if size == 1:
             at = self._at
             if at >= len(self._data):
@@ -52,12 +53,12 @@ class Draws:
         return choices[self._data[at] % len(choices)]
 
     def frame(self) -> bytes:
-        """A size of two bytes, and this many bytes."""
+        """A frame: its size in two bytes, and then its bytes."""
         size = self.number(2)
         return self.rest() if size == LONG else self.take(size)
 
     def frames(self, most: int = 8) -> list[bytes]:
-        """The frames until the input ends, at least one."""
+        """The frames up to the end of the input, at least one and at most ``most``."""
         frames = [self.frame()]
         while self.left and len(frames) < most:
             frames.append(self.frame())

@@ -1,4 +1,5 @@
-"""The gateway's parsers as fuzz targets: HTTP, headers, bodies of all doors, WebSockets."""
+"""The gateway's parsers as fuzz targets: HTTP, headers, the bodies of all interfaces,
+WebSockets."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ BODIES: list[type[Body]] = [
 
 
 def run_bodies(data: bytes) -> None:
-    """The body of a request at a door, and what becomes of it before anything is sent."""
+    """Decodes the body of a request, and processes it up to the first message to the bus."""
     draws = Draws(data)
     kind = draws.pick(BODIES)
     try:
@@ -134,7 +135,7 @@ def _bodies() -> Iterator[bytes]:
 
 
 def run_headers(data: bytes) -> None:
-    """The headers that say who sends a request, and from which page."""
+    """Reads the headers that contain a key or the page from which a request comes."""
     names = [b"authorization", b"x-api-key", b"host", b"origin", b"sec-websocket-protocol"]
     raw = list(zip(names, Draws(data).frames(len(names)), strict=False))
     scope: Scope = {"type": "http", "headers": raw, "subprotocols": ["key.x"]}
@@ -154,7 +155,7 @@ def _headers() -> Iterator[bytes]:
 
 
 def run_websocket(data: bytes) -> None:
-    """The text messages of a WebSocket, and the broker's answers to them."""
+    """Handles text messages from a WebSocket, and the broker's answers to them."""
     plain = PlainLmtp()
     requests = TunnelRequests(UserShares(1000), "user", "name", ranks=False)
     draws = Draws(data)
@@ -188,7 +189,7 @@ def _lines() -> Iterator[bytes]:
 
 
 class Connection(asyncio.Transport):
-    """A client that reads everything."""
+    """The transport of a client that reads everything."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +222,7 @@ _ANSWER = TokenbusError("internal", "an answer")
 
 
 async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
-    """An application that reads what comes as the gateway's doors do."""
+    """An application that reads requests in the same way as the gateway."""
     if scope["type"] == "websocket":
         websocket = WebSocket(scope, receive, send)
         await websocket.accept()
@@ -257,7 +258,8 @@ def _server() -> tuple[asyncio.AbstractEventLoop, uvicorn.Config]:
 
 
 def run_http(data: bytes) -> None:
-    """The bytes of a connection, in parts: each is taken, or the connection is closed."""
+    """Parses the bytes of a connection, which arrive in parts. The server must accept each part or
+    close the connection."""
     loop, config = _server()
     loop.run_until_complete(_converse(config, data))
 

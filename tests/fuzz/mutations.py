@@ -1,4 +1,5 @@
-"""Inputs made of other inputs, without regard to coverage: what the tests try of each target."""
+"""Makes inputs by mutating other inputs, without regard to coverage. The tests try these inputs for
+each target."""
 
 from __future__ import annotations
 
@@ -10,14 +11,15 @@ from .target import Target
 
 
 def inputs(target: Target, count: int) -> Iterator[bytes]:
-    """The corpus of a target, and this many mutations of it: the same ones in each run."""
+    """The corpus of a target, and then ``count`` mutations of the corpus. Each run has the same
+    inputs."""
     corpus = list(target.corpus())
     yield from corpus
     yield from islice(mutated(corpus, target.words, Random(len(corpus))), count)
 
 
 def mutated(corpus: Sequence[bytes], words: tuple[bytes, ...], draw: Random) -> Iterator[bytes]:
-    """Mutations of these inputs, without end."""
+    """Yields mutations of a corpus without end. ``words``: texts to insert."""
     while True:
         data = bytearray(draw.choice(corpus))
         for _ in range(draw.randrange(1, 5)):

@@ -1,4 +1,4 @@
-"""Valid values of message structs, for the corpora that fuzzing starts from."""
+"""Valid values of message structs, for the first corpora of fuzzing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _FLOATS = (0.0, 0.5, 1.0, -1.5, 1e-300, 86_400.0)
 
 
 def samples(table: Mapping[bytes, Any], encoding: Encoding, each: int = 3) -> Iterator[list[bytes]]:
-    """Type and body of messages of each type in ``table``: the same ones in each run."""
+    """The types and bodies of ``each`` messages of every type in ``table``. Each run has the same
+    messages."""
     for message_type, kind in table.items():
         draw = Random(message_type)
         for _ in range(each):

@@ -7,14 +7,15 @@ from typing import NamedTuple
 
 
 class Target(NamedTuple):
-    """Code that reads what others send, and the inputs that fuzzing begins with."""
+    """Code that reads data from other processes, and the inputs with which fuzzing begins."""
 
     run: Callable[[bytes], None]
-    """Raises where the code fails, or where what it promises of its result does not hold. The
-    errors that it documents are not failures."""
+    """Tries an input. Raises an exception if the code fails, or if its result is not as documented.
+    Documented errors are not failures."""
     corpus: Callable[[], Iterable[bytes]]
-    """Inputs, most of them valid; the same ones in each run."""
+    """Makes the inputs of the corpus, most of which are valid. Each run has the same inputs."""
     words: tuple[bytes, ...] = ()
-    """Texts that mutations insert: keywords of the format."""
+    """Texts that mutations insert, such as keywords of the format."""
     max_bytes: int = 4096
-    """The size of an input at most: of one that is a sequence of events, as many as are played."""
+    """Maximum size of an input in bytes. An input that is a sequence of events has at most as many
+    events as the target plays."""

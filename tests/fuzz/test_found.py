@@ -1,4 +1,4 @@
-"""The findings of fuzzing, each as the smallest case that failed."""
+"""Defects that fuzzing has found, each with the smallest input that failed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_key_that_is_not_base64_is_no_internal_error(password: bytes) -> None:
 
 
 def test_a_connection_is_one_worker_whatever_names_it_registers_with() -> None:
-    """Else the first one's lease never ended, and its streams waited for ever."""
+    """Before the fix, the lease of the first worker never ended, and its streams waited forever."""
     bench = Bench()
     bench.worker("a")
     register = {"role": "gpu", "version": 1, "pid": 1, "host": "h", "capacity": 2}
@@ -56,7 +56,8 @@ def test_a_connection_is_one_worker_whatever_names_it_registers_with() -> None:
 
 
 def test_a_worker_starts_no_controller_of_a_request_that_names_none() -> None:
-    """Else the START waited for a controller worker, and held a place there for ever."""
+    """Before the fix, the START waited for a controller worker, and then used one of its places
+    forever."""
     bench = Bench()
     bench.worker("a")
     bench.client("c", "GENERATE", generate(1))

@@ -1,4 +1,5 @@
-"""A little of each fuzz target; ``make fuzz`` tries millions of inputs, guided by coverage."""
+"""Tries a few inputs of each fuzz target; ``make fuzz`` tries millions of inputs, guided by
+coverage."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from .mutations import inputs
 from .targets import TARGETS
 
 SEQUENCES = {"broker", "client", "http", "wasm_native", "wasm_aici"}
-"""Targets whose inputs are many events each."""
+"""Targets whose inputs are sequences of events, which take longer."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
-"""Guests as fuzz targets: they call every host function with any arguments, and return anything.
+"""Guests as fuzz targets: they call the host functions with any arguments, and return any results.
 
-The guest runs a script that lies in its memory: which function to call, and its arguments. The
-scripts are the inputs.
+The guest runs a script in its memory. Each record of the script names a function to call and its
+arguments. The inputs of the fuzz target are the scripts.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ LIMITS = Limits(memory_bytes=4 * 65_536, log_bytes=512, variable_bytes=256, writ
 EOS = 256
 VOCABULARY = TokenizerVocabulary.from_tokens([*(bytes([i]) for i in range(256)), b""], [EOS], "b")
 SCRIPT = 4096
-"""Where the script lies in the guest's memory."""
+"""The address of the script in the guest's memory."""
 RECORD = 36
-"""Bytes of a call: what to call, and eight arguments."""
+"""Bytes of a record of the script: the number of a function, and eight arguments."""
 RESULTS = 256
-"""Where the guest's functions find what they return."""
+"""The address at which the guest's functions find their results."""
 BLOCK = 512
-"""Where the block of the native ABI lies, and behind it texts in JSON."""
+"""The address of the block of the native ABI, which texts in JSON follow."""
 MAX_CALLS = 24
 JSON = (
     b"{}",
@@ -62,11 +62,12 @@ JSON = (
 _PLACES = [BLOCK + 64 + sum(map(len, JSON[:i])) for i in range(len(JSON))]
 _EDGES = (0, 1, 4, 64, 255, 256, SCRIPT, 65_532, 65_536, 2**31, 2**32 - 4, 2**32 - 1)
 ADDRESSES = (*_EDGES, *_PLACES, *map(len, JSON))
-"""The parts of arguments: edges of the memory, and where texts lie and how long they are."""
+"""Values for arguments: addresses at edges of the memory, and the addresses and lengths of the
+texts."""
 
 
 def _module(abi: Abi) -> str:
-    """The text of the guest: its exports run the script as far as the next record of zeros."""
+    """The guest as WebAssembly text. Its exports run the script up to the next record of zeros."""
     functions = list(IMPORTS[abi].items())
     imports, cases = [], []
     for i, ((module, name), kind) in enumerate(functions):
@@ -122,7 +123,7 @@ def _host(seq: int) -> Host:
 
 
 def _script(abi: Abi, draws: Draws) -> bytes:
-    """The memory from ``SCRIPT`` on: calls, and JSON that pointers may find."""
+    """A script of random records of calls."""
     records = bytearray()
     functions = list(IMPORTS[abi].values())
     for _ in range(MAX_CALLS):
@@ -139,7 +140,7 @@ def _script(abi: Abi, draws: Draws) -> bytes:
 
 
 def _play(controller: Controller, draws: Draws) -> None:
-    """The phases of a controller, and those of a fork of it."""
+    """Calls the functions of a controller in order, and then those of its fork."""
     mask = memoryview(bytearray(4 * -(-VOCABULARY.size // 32)))
     acts: list[Callable[[Controller], Any]] = [
         lambda c: c.init_prompt([1, 2, 3]),
@@ -189,17 +190,17 @@ def _run(abi: Abi, data: bytes) -> None:
 
 
 def run_native(data: bytes) -> None:
-    """A guest of the native ABI fails with a ControllerError, and in no other way."""
+    """Runs a guest of the native ABI, which must fail only with a ControllerError."""
     _run("native", data)
 
 
 def run_aici(data: bytes) -> None:
-    """The same, of a guest of AICI's ABI."""
+    """Runs a guest of AICI's ABI, which must fail only with a ControllerError."""
     _run("aici", data)
 
 
 def corpus() -> Iterator[bytes]:
-    """Scripts that are drawn."""
+    """Random scripts."""
     draw = Random(5)
     for size in (30, 100, 300, 600):
         for _ in range(8):

@@ -1,4 +1,5 @@
-"""Uploaded modules as a fuzz target: read, examined, and rewritten before they are compiled."""
+"""Uploaded modules as a fuzz target: they are read, examined, and rewritten as before
+compilation."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _PARTS = (
 
 
 def modules() -> Iterator[bytes]:
-    """Modules of each ABI with a little of everything, and some that are none."""
+    """Modules of each ABI, each with one of ``_PARTS``, and bytes that are not modules."""
     for abi in ("native", "aici"):
         calls = "".join(
             f'(func (export "{name}") {"(param i32)" if kind.params else ""} '
@@ -52,7 +53,8 @@ def modules() -> Iterator[bytes]:
 
 
 def run(data: bytes) -> None:
-    """Whatever is wrong with a module is a RequestError; what is rewritten can be read again."""
+    """Examines and rewrites a module. A fault must become a TokenbusError, and a rewritten module
+    must be readable."""
     for look in (why_no_copy, lambda wasm: examine(wasm, LIMITS)):
         try:
             look(data)
