@@ -1,7 +1,7 @@
-"""The pods of an overlay, as processes of this machine.
+"""Runs the pods of an overlay as processes of this machine.
 
-Their commands, variables and probes are those of the manifests. Only places differ: a volume
-is a folder of the test, and addresses are ports of 127.0.0.1.
+The commands, variables and probes are those of the manifests. Only paths and addresses differ: a
+volume is a folder of the test, and addresses are ports of 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ OWN = {
     "TOKENBUS_THREADS": "1",
     "TOKENBUS_KV_CACHE_BYTES": str(64 * 2**20),
 }
-"""Settings for a busy machine, and for the little memory of one. No stream outlives a broker here,
-so that the next broker need not wait for workers that report some."""
+"""Settings for a busy machine with little memory. In these tests, no stream outlives its broker, so
+a new broker need not wait for workers to report streams."""
 
 
 class LocalPod:
-    """One pod: its volumes, and its containers as processes."""
+    """A pod: its volumes as folders, and its containers as processes."""
 
     def __init__(
         self, overlay: str, spec: Object, made: Mapping[tuple[str, str], Object], folder: Path
@@ -47,7 +47,7 @@ class LocalPod:
         self.processes: dict[str, Process] = {}
 
     def prepare(self, python_path: str) -> None:
-        """Runs the containers that prepare it."""
+        """Runs the pod's init containers."""
         for container in self._spec["initContainers"]:
             places = self._places(container)
             command = [
@@ -57,7 +57,7 @@ class LocalPod:
             subprocess.run(command, check=True, env={"PATH": python_path})
 
     def start(self, container: Object, ports: Mapping[str, str]) -> Process:
-        """Starts a container, again after it has ended."""
+        """Starts a container, for the first time or after it has ended."""
         _, _, module, *arguments = container["command"]
         name = container["name"]
         process = Process(
@@ -70,7 +70,7 @@ class LocalPod:
         return process
 
     def variables(self, container: Object, ports: Mapping[str, str]) -> dict[str, str]:
-        """The environment of a container here."""
+        """The environment of a container's process on this machine."""
         places = self._places(container)
         own: dict[str, str] = {}
         for name, value in environment(self._overlay, container).items():
@@ -82,7 +82,7 @@ class LocalPod:
         return outside | own | OWN
 
     def runs(self, container: Object, command: list[str], ports: Mapping[str, str]) -> bool:
-        """Whether a probe's command succeeds in a container."""
+        """Whether the command of a probe succeeds."""
         done = subprocess.run(
             command, env=self.variables(container, ports), capture_output=True, check=False
         )
@@ -94,7 +94,8 @@ class LocalPod:
         return path
 
     def _places(self, container: Object) -> dict[str, Path]:
-        """Where a container's mounts are here; one within another is a link in its folder."""
+        """The folders of a container's mounts, by path in the container. A mount within another one
+        is a link in the folder of the other."""
         places = {m["mountPath"]: self._volume(m["name"]) for m in container["volumeMounts"]}
         for path, place in places.items():
             parent, _, name = path.rpartition("/")
@@ -118,7 +119,7 @@ class LocalPods:
         }
         self.pods: dict[str, LocalPod] = {}
         self.containers: dict[str, Object] = {}
-        """By name."""
+        """The containers of all pods, by name."""
         for component, template in pods(overlay).items():
             place = folder / component
             place.mkdir()
@@ -132,33 +133,33 @@ class LocalPods:
         return self.pods[container["component"]].start(container, self.ports)
 
     def start_all(self) -> None:
-        """Prepares all pods and starts all containers, in no order that matters."""
+        """Prepares all pods, and starts all containers. The order does not matter."""
         for pod in self.pods.values():
             pod.prepare(os.environ["PATH"])
         for name in self.containers:
             self.start(name)
 
     def probe(self, name: str, kind: str) -> bool:
-        """Whether a probe of a container that is a command succeeds."""
+        """Whether a probe of a container succeeds. The probe must be a command."""
         container = self.containers[name]
         pod = self.pods[container["component"]]
         return pod.runs(container, container[kind]["exec"]["command"], self.ports)
 
     def processes(self) -> Iterator[Process]:
-        """All that was started."""
+        """All processes that were started."""
         for pod in self.pods.values():
             yield from pod.processes.values()
 
 
 def _fill(folder: Path, files: Mapping[str, bytes]) -> None:
-    """The files of a Secret or ConfigMap, open to a group as Kubernetes makes them."""
+    """Writes the files of a Secret or ConfigMap, readable by the group as in Kubernetes."""
     for name, content in files.items():
         (folder / name).write_bytes(content)
         (folder / name).chmod(0o440)
 
 
 def _placed(text: str, places: Mapping[str, Path]) -> str:
-    """A path in a container as a path here."""
+    """The path on this machine for a path in a container. Any other text is returned unchanged."""
     for path in sorted(places, key=len, reverse=True):
         if text == path or text.startswith(f"{path}/"):
             return str(places[path]) + text.removeprefix(path)

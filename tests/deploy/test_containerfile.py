@@ -1,4 +1,4 @@
-"""The image of containers is made by steps that CI runs, of files that are there."""
+"""CI runs the steps that build the container image, and the files that the image needs exist."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .manifests import ROOT, pods
 
 
 def instructions(name: str) -> list[str]:
-    """The arguments of all instructions of a name."""
+    """The arguments of all instructions with this name."""
     text = (ROOT / "Containerfile").read_text().replace("\\\n", " ")
     return [m[1].strip() for m in re.finditer(rf"^{name}\s+(.*)$", text, re.MULTILINE)]
 
 
 def copied() -> set[str]:
-    """The part of the tree that is copied into the image."""
+    """The files and folders that are copied into the image."""
     sources = [line.split()[:-1] for line in instructions("COPY") if "--from" not in line]
     return {source for line in sources for source in line}
 

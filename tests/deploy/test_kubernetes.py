@@ -1,4 +1,4 @@
-"""The manifests are valid for Kubernetes, and say what the programs understand."""
+"""The manifests are valid for Kubernetes, and the programs accept their commands and settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.process
 
 KUBERNETES = "1.37"
 KILL_MARGIN_S = 10
-"""How long after ``drain_s`` a process has to end, as under supervisord."""
+"""Seconds after ``drain_s`` before a process is killed, as under supervisord."""
 MADE_BY_HAND = {
     "secretName": {
         "tokenbus-broker-key",
@@ -48,11 +48,12 @@ MADE_BY_HAND = {
     "configMap": {"tokenbus-clients", "tokenbus-workers"},
     "claimName": {"tokenbus-models"},
 }
-"""Objects outside the manifests: secrets.sh makes the first two (its test has their names)."""
+"""The names of objects that are not in the manifests, by the field that refers to them. secrets.sh
+makes the Secrets and ConfigMaps; its test checks their names."""
 
 
 def settings_of(overlay: str, container: Object) -> Settings:
-    """The settings in force in a container; raises SettingError where one is not valid."""
+    """The settings of a container; raises SettingError if a setting is not valid."""
     return resolve({}, environment(overlay, container), {}, "")
 
 
@@ -91,7 +92,7 @@ def test_every_object_is_valid_for_kubernetes(overlay: str) -> None:
 
 
 def test_an_unknown_field_is_not_valid() -> None:
-    """So that the test above tests something."""
+    """The validation of the test above finds an unknown field."""
     found = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "x", "colour": "red"}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(found, KUBERNETES, strict=True)
@@ -134,7 +135,7 @@ def test_a_pod_has_the_time_that_its_processes_need_to_drain(overlay: str) -> No
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_liveness_waits_for_longer_than_a_lease(overlay: str) -> None:
-    """A process that only waits for CPU time or for a broker is not restarted."""
+    """A process that only waits for CPU time or for a broker must not be restarted."""
     for _, container in containers(overlay):
         probe = container["livenessProbe"]
         waits_s = probe["periodSeconds"] * probe["failureThreshold"]
@@ -205,7 +206,7 @@ def test_services_budgets_and_policies_select_the_pods_that_they_are_for(overlay
         spec, component = found["spec"], found["metadata"]["labels"].get(COMPONENT)
         selector = spec.get("podSelector", spec.get("selector"))
         if found["kind"] != "Service":
-            if component is None:  # That of all workers.
+            if component is None:  # The object for all workers.
                 (expression,) = selector["matchExpressions"]
                 assert set(expression["values"]) == set(templates) - {"broker", "gateway"}
                 continue
@@ -295,7 +296,8 @@ def test_autoscalers_have_targets_and_metrics(overlay: str) -> None:
         target = found["spec"]["scaleTargetRef"]["name"]
         scaled.add(target)
         assert found["spec"]["scaleTargetRef"]["kind"] == kinds[target]
-        # Else each 'kubectl apply' would undo what the autoscaler has done.
+        # If the manifest had a number of replicas, each 'kubectl apply' would undo the autoscaler's
+        # change.
         assert "replicas" not in deployments[target]["spec"]
         for metric in found["spec"]["metrics"]:
             if metric["type"] == "External":

@@ -1,4 +1,4 @@
-"""The manifests work: keys, commands, probes and signals, with real processes."""
+"""The manifests work with real processes: keys, commands, probes and signals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATIENCE_S = 300.0
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A folder of keys, and one for the file of API keys, with the key of a tenant."""
+    """A folder of keys, and a folder for the file of API keys, which has a tenant's key."""
     folder = tmp_path_factory.mktemp("keys")
     keys, http = folder / "keys", folder / "http"
     http.mkdir()
@@ -36,7 +36,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def api_key(keys: tuple[Path, Path]) -> str:
-    """An API key of that tenant."""
+    """An API key of the tenant ``ann``."""
     printed, http = io.StringIO(), keys[1]
     of_tenant = ["--tenant", str(http / "ann.key"), "--file", str(http / "api-keys")]
     with contextlib.redirect_stdout(printed):
@@ -46,7 +46,7 @@ def api_key(keys: tuple[Path, Path]) -> str:
 
 @pytest.fixture(scope="module")
 def made(processes: None, keys: tuple[Path, Path], api_key: str) -> dict[tuple[str, str], Object]:
-    """The objects that secrets.sh makes of them, by kind and name."""
+    """The objects that secrets.sh makes from the keys, by kind and name."""
     path = f"{Path(kubectl()).parent}:{os.environ['PATH']}"
     text = subprocess.run(
         [FOLDER / "secrets.sh", *keys],
@@ -96,7 +96,8 @@ def local(
 
 
 def by_command(local: LocalPods) -> list[str]:
-    """The containers whose probes are commands: all but the gateway."""
+    """The names of the containers whose probes are commands. The gateway is the only other
+    container."""
     return [name for name, c in local.containers.items() if "exec" in c["readinessProbe"]]
 
 
@@ -147,14 +148,15 @@ def test_sigterm_ends_every_container_in_order(local: LocalPods, api_key: str) -
 
 
 def registrations(local: LocalPods) -> dict[str, int]:
-    """How often each worker has registered; without the state worker that stands by."""
+    """The number of registrations of each worker. The standby state worker is left out."""
     logs = {name: p.log for pod in local.pods.values() for name, p in pod.processes.items()}
     counts = {name: log.count("registered with the broker") for name, log in logs.items()}
     return {name: count for name, count in counts.items() if count}
 
 
 def serve(local: LocalPods, api_key: str) -> None:
-    """A steered request through the gateway, once the probe says that it is ready."""
+    """Sends a request with a controller through the gateway, after the gateway's probe has
+    succeeded."""
     gateway = local.containers["gateway"]
     process = local.pods["gateway"].processes["gateway"]
     probe = gateway["readinessProbe"]["httpGet"]["path"]

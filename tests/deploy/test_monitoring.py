@@ -23,7 +23,7 @@ SELECTOR = re.compile(rf"({PREFIX}\w+)\{{([^}}]*)\}}")
 BY = re.compile(r"by ?\(([^)]*)\)")
 MAX_SCRAPES = 60
 Served = dict[str, set[str]]
-"""The labels of each series that is served, by its name."""
+"""The names of the labels of each metric, by the metric's name."""
 
 
 def rules() -> list[Any]:
@@ -56,7 +56,7 @@ def scrape(url: str) -> Served:
 
 @pytest.fixture(scope="module")
 def served(processes: None) -> Served:
-    """The series of a gateway whose system has had requests of every kind that is counted."""
+    """The metrics of a gateway after requests of every kind that metrics count."""
     with Bus(capacity=1) as bus:
         bus.start_worker()
         bus.start_other("state")
@@ -68,12 +68,14 @@ def served(processes: None) -> Served:
             client.generate("a", controller="choice", controller_arg=["os", "sys"]).wait()
             with pytest.raises(TokenbusError):
                 client.generate("a", controller="regex", controller_arg="(").wait()
-            # Besides the series that are always there: those of requests that wait.
+            # The result has the series that exist only while requests wait, in addition to those
+            # that always exist.
             return _with_a_queue(client, url)
 
 
 def _with_a_queue(client: Client, url: str) -> Served:
-    """Scrapes while requests wait, until heartbeats have brought all that is used, or in vain."""
+    """Scrapes the gateway while requests wait, until all used metrics have appeared, or
+    ``MAX_SCRAPES`` times."""
     found: Served = {}
     for _ in range(MAX_SCRAPES):
         streams = [
@@ -105,7 +107,7 @@ def test_every_label_is_one_of_its_metric(served: Served) -> None:
 
 
 def test_a_name_that_is_not_served_is_noticed(served: Served) -> None:
-    """So that the tests above test something."""
+    """The checks of the tests above find a metric that the gateway does not serve."""
     assert f"{PREFIX}workers_lost" not in served
     assert f"{PREFIX}workers_lost_total" in served
 
