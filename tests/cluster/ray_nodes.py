@@ -1,7 +1,8 @@
-"""Workers on the nodes of a Ray cluster on this machine: a node dies under load, and workers come
-and go with it.
+"""Workers on the nodes of a Ray cluster on this machine. A node dies under load, and the number of
+workers follows the load.
 
-``make ray`` runs these; ``make test`` does not, as Ray gives the processes of a node 30 s to start.
+``make ray`` runs these tests. ``make test`` does not, because Ray gives the processes of a node
+only 30 s to start.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.process
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 PATIENCE_S = 300.0
 STORE_BYTES = 80 * 2**20
-"""The size of each node's object store, which is not used: the least that Ray takes."""
+"""Bytes of each node's object store, which is not used. Ray does not allow fewer."""
 STREAMS = 6
 OPTIONS: dict[str, Any] = {"max_tokens": 300, "temperature": 1.0, "ignore_eos": True}
 STEERED: dict[str, Any] = {
@@ -40,7 +41,8 @@ STEERED: dict[str, Any] = {
 
 
 class RayCluster:
-    """A head without CPUs and nodes with one each: a worker fills a node."""
+    """A cluster with a head node without CPUs, and nodes with one CPU each, so that a node has room
+    for one worker."""
 
     def __init__(self, nodes: int) -> None:
         import ray
@@ -48,7 +50,7 @@ class RayCluster:
 
         self._ray: Any = ray
         self.folder = tempfile.mkdtemp(prefix="tr-")
-        # Ray writes the address of its last cluster there too.
+        # Ray writes the address of its last cluster into this folder too.
         os.environ["RAY_TMPDIR"] = self.folder
         self._cluster: Any = Cluster(
             initialize_head=True,
@@ -63,17 +65,17 @@ class RayCluster:
         ray.init(address=self.address, namespace="tokenbus", log_to_driver=False)
 
     def add_node(self) -> Any:
-        """One more node."""
+        """Adds a node."""
         return self._cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
 
     def kill_node(self, node_id: str) -> None:
-        """Kills a node with all that runs on it."""
+        """Kills a node with all processes on it."""
         [node] = [node for node in self._nodes if node.node_id == node_id]
         self._nodes.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
 
     def owners(self, system: str) -> dict[str, Any]:
-        """The actors of a system by their names, without the system's own."""
+        """The actors of a system, by their names without the system's name."""
         from ray.util import list_named_actors
 
         return {
@@ -83,18 +85,18 @@ class RayCluster:
         }
 
     def report(self, actor: Any) -> Report | None:
-        """The report of an actor; None while it is not there."""
+        """The report of an actor; None if the actor cannot be reached."""
         try:
             return Report(*self._ray.get(actor.report.remote(), timeout=5.0))
         except (self._ray.exceptions.RayError, TimeoutError):
             return None
 
     def retire(self, actor: Any) -> None:
-        """Drains an actor's worker, as a process did that keeps workers and is no more."""
+        """Drains an actor's worker, as an earlier keeper process may have done."""
         self._ray.get(actor.retire.remote())
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the cluster."""
         self._ray.shutdown()
         self._cluster.shutdown()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -108,14 +110,15 @@ def cluster(processes: None) -> Iterator[RayCluster]:
 
 
 class Placed:
-    """A broker and a state worker here, and the other workers in the cluster."""
+    """A system whose broker and state worker run here, and whose other workers run in the
+    cluster."""
 
     def __init__(self, cluster: RayCluster, **settings: Any) -> None:
         self.cluster = cluster
         own: dict[str, Any] = {
             "heartbeat_s": 0.2,
             "expiry_s": 20,
-            # Ray takes up to a minute to find that a node is dead.
+            # Ray takes up to a minute to notice that a node is dead.
             "move_wait_s": 600,
             "ray": cluster.address,
             "device": "cpu",
@@ -145,7 +148,7 @@ class Placed:
         )
 
     def ready(self, role: str) -> int:
-        """How many workers of a role are ready."""
+        """The number of ready workers of a role."""
         assert self.keeper.alive, self.keeper.log
         with self.bus.client() as client:
             workers = client.status().workers
@@ -158,7 +161,7 @@ class Placed:
         return actor
 
     def stop(self) -> None:
-        """Ends it all; what is in the cluster first."""
+        """Ends the system, the workers in the cluster first."""
         if self.keeper.alive:
             self.keeper.send(signal.SIGINT)
             assert self.keeper.wait() == 0
@@ -167,12 +170,12 @@ class Placed:
 
 
 def options(number: int) -> dict[str, Any]:
-    """Every second stream has a controller."""
+    """The options of a stream. Every second stream has a controller."""
     return {**(STEERED if number % 2 else OPTIONS), "seed": number, "model": "embedded"}
 
 
 class Load:
-    """Streams at the same time, each read by a thread."""
+    """Streams that run at the same time; a thread reads each of them."""
 
     def __init__(self, bus: Bus, count: int = STREAMS) -> None:
         self.tokens: dict[int, list[int]] = {number: [] for number in range(count)}
@@ -205,7 +208,7 @@ class Load:
             assert self.begun.acquire(timeout=PATIENCE_S)
 
     def end(self) -> dict[int, list[int]]:
-        """All tokens, when all have ended."""
+        """Waits for the ends of all streams; returns their tokens."""
         for thread in self._threads:
             thread.join(PATIENCE_S)
         assert self.faults == []
@@ -237,7 +240,8 @@ def test_a_node_that_dies_moves_its_worker_and_its_streams(cluster: RayCluster) 
         assert after[0].pid != before.pid
         until(lambda: not alive(before.pid), PATIENCE_S, "the worker ends with its node")
 
-        # The keeper's successor of the same run finds its workers; one of another run ends them.
+        # The next keeper of the same run finds the workers of this run. A keeper of another run
+        # would end them.
         placed.keeper.kill()
         assert alive(after[0].pid)
         placed.start_keeper()
@@ -246,7 +250,8 @@ def test_a_node_that_dies_moves_its_worker_and_its_streams(cluster: RayCluster) 
         assert again is not None
         assert (again.pid, again.starts) == (after[0].pid, 1)
 
-        # A worker that is retiring already when it is found makes room for another one.
+        # If a worker is already draining when the keeper finds it, the keeper starts another
+        # worker.
         cluster.retire(placed.owner("gpu"))
         until(lambda: "gpu-0 has left" in placed.keeper.log, PATIENCE_S, "it has left")
         placed.wait_for(gpu=1, controller=1)
@@ -257,7 +262,8 @@ def test_a_node_that_dies_moves_its_worker_and_its_streams(cluster: RayCluster) 
 
 def test_workers_come_and_go_with_the_load_and_no_token_is_lost(cluster: RayCluster) -> None:
     cluster.add_node()  # Two GPU workers and a controller worker fill three.
-    # Six streams at once need more than one worker with this room, and one stream does not.
+    # Six streams at once need more than one worker, because a worker has room for four. One stream
+    # needs one worker.
     room = {"capacity": 4, "max_running": 4, "scale_up_s": 0.5, "scale_down_s": 20}
     placed = Placed(cluster, max_gpu_workers=2, **room)
     try:

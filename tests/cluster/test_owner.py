@@ -1,4 +1,4 @@
-"""The treatment by an actor in a Ray cluster of its worker's process, without the cluster."""
+"""How an actor in a Ray cluster treats the process of its worker, tested without a cluster."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def settings(bus: Bus, folder: Path) -> dict[str, str]:
 
 
 def workers(bus: Bus) -> list[int]:
-    """The processes of state workers that are registered."""
+    """The process ids of the registered workers."""
     with bus.client() as client:
         return [worker.pid for worker in client.status().workers]
 

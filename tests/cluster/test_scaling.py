@@ -1,4 +1,5 @@
-"""How many workers a Ray cluster gets: by load, between two bounds, without swinging."""
+"""The number of workers in a Ray cluster: it depends on the load, stays between two bounds, and
+does not oscillate."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def scaling(least: int = 2, most: int = 16) -> Scaling:
 
 
 def status(*workers: tuple[str, int, float], queued: int = 0) -> Status:
-    """A status with workers by role, requests and rounds that wait."""
+    """A status of the broker. ``workers``: the role, the number of requests and the waiting rounds
+    of each worker. ``queued``: waiting requests."""
     return Status(
         version="1",
         uptime_s=1.0,

@@ -1,4 +1,4 @@
-"""``tokenbus up --ray``: its flags, and what supervisord runs then."""
+"""The flags of ``tokenbus up --ray``, and the programs that supervisord then runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenbus.protocol.settings import Settings, resolve
 
 
 def flags(*arguments: str) -> dict[str, Any]:
-    """The settings that ``tokenbus up`` makes of its flags, as settings."""
+    """The settings that ``tokenbus up`` makes from its flags, by name."""
     parser = argparse.ArgumentParser()
     add_commands(parser.add_subparsers())
     names = Settings.__struct_fields__
