@@ -1,1 +1,1 @@
-"""Seeded faults in the broker, to see whether the tests notice them."""
+"""Seeds faults in the broker, to check whether the tests find them."""

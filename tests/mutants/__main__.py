@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = ("tests/broker", "tests/model")
 """The tests of the broker's core, all of which are part of ``make test-quick``."""
 LEFT_OUT = "tests/broker/test_lifecycle.py::test_the_docs_have_the_diagram_of_the_table"
-"""This test notices any change of the table, whether or not the change is a fault."""
+"""This test fails after any change of the table, whether or not the change is a fault."""
 TIMEOUT_S = 900
 _RUN = """
 import sys
@@ -42,7 +42,7 @@ def faulty(fault: Fault, folder: Path) -> Path:
 
 
 def found(fault: Fault) -> tuple[bool, str]:
-    """Whether the tests notice a fault, and the first test that does."""
+    """Whether the tests find a fault, and the first test that fails."""
     with tempfile.TemporaryDirectory() as folder:
         copy = faulty(fault, Path(folder))
         options = (
@@ -66,7 +66,7 @@ def found(fault: Fault) -> tuple[bool, str]:
 
 
 def main() -> None:
-    """Tries the faults, and prints which test has found each."""
+    """Tries the faults, and prints the test that has found each fault."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-k", default="", help="only faults whose name contains this")
     parser.add_argument("--processes", type=int, default=2, help="processes (default: 2)")

@@ -1,4 +1,4 @@
-"""The seeded faults can still be seeded, and are one change each."""
+"""Each seeded fault fits the present code, and changes one place."""
 
 from __future__ import annotations
 
