@@ -23,7 +23,7 @@ GOALS = {"openings": 20, "dialect": 10, "long": 100}
 """Target for the number of sentences of each kind in all folders."""
 MAX_WORDS = 32
 MAX_DOCS_WORDS = 40_000
-"""Words in all pages of ``docs/``, in tables and examples too."""
+"""Maximum number of words in all pages of ``docs/``, including tables and examples."""
 
 OPENING = re.compile(r"^[\"'*(]*(What|Of|So (many|few|much|long))\b")
 DIALECT = re.compile(
@@ -52,7 +52,7 @@ def kinds(sentence: str) -> list[str]:
 
 
 def num_words(text: str) -> int:
-    """The number of words: bars of tables and signs count as none."""
+    """The number of words. Bars of tables and other signs are not words."""
     return sum(any(c.isalnum() for c in word) for word in text.split())
 
 

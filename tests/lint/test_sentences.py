@@ -1,4 +1,4 @@
-"""The lint of sentences finds the patterns of the house style, and only prose is read."""
+"""The lint of sentences finds the patterns that the house style forbids, and reads only prose."""
 
 from __future__ import annotations
 
