@@ -94,8 +94,7 @@ FAMILIES = {
     "controller_cpu_seconds": Family("counter", "CPU time of controllers' rounds."),
     "grammar_compile_seconds": Family(
         "histogram",
-        "Time to compile a grammar, including the wait for a free compiler process, by constraint "
-        "and outcome.",
+        "Time to compile a grammar, including the wait for a process, by constraint and outcome.",
     ),
     "grammar_cache_hits": Family("counter", "Requests whose grammar was already compiled."),
     "num_controllers": Family("gauge", "Requests whose controller runs at a worker."),
