@@ -10,7 +10,7 @@ from tokenbus.broker.session import Session
 def check(broker: Broker) -> None:
     """Raises AssertionError if the broker's tables disagree, or if an exception was raised in the
     broker."""
-    assert broker.state.counters.internal_errors == 0, "an event met a defect of the broker"
+    assert broker.state.counters.internal_errors == 0, "an exception was raised in the broker"
     _check_sessions(broker)
     _check_requests(broker)
     _check_workers(broker)
@@ -51,7 +51,7 @@ def _check_sessions(broker: Broker) -> None:
             assert request.stream_id == stream_id
             assert request.open
             assert broker.state.requests[request.id] is request
-            assert stream_id not in session.ends.by_stream, "a stream that ended lives on"
+            assert stream_id not in session.ends.by_stream, "a stream with an end is live"
         _check_ends(session)
     for peer, session in table.by_peer.items():
         assert session.peer == peer
@@ -96,10 +96,10 @@ def _check_requests(broker: Broker) -> None:
         in_session = request.session.streams.get(request.stream_id) is request
         assert in_session == request.open
         if request.worker is None:
-            assert id(request) in queued, "a request is nowhere"
+            assert id(request) in queued, "a request has no worker and no queue"
             assert request.open
         else:
-            assert id(request) not in queued, "a request is with a worker, and waits"
+            assert id(request) not in queued, "a request has a worker and a queue"
             assert state.workers[request.worker.id] is request.worker
             assert request.worker.requests[number] is request
         if request.steered_by is not None:

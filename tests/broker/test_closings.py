@@ -65,7 +65,7 @@ def test_the_streams_of_a_worker_whose_connection_closes_move_at_once(server: Br
     client = connect(server.front_endpoint)
     last = register(server.back_endpoint, "worker 0")
     # The broker notices each of three losses. Each loss has its own stream, because the broker does
-    # not restart a stream after two lost workers at once.
+    # not immediately restart a stream that was at two lost workers.
     for number in range(1, 4):
         client.send_multipart([b"GENERATE", msgspec.json.encode(generate(number))])
         next_request(last)

@@ -85,7 +85,7 @@ def test_a_session_has_no_connection_once_that_has_closed(broker: Broker) -> Non
     session_token(victim)
     [session] = server.core.state.sessions
     victim.close()
-    until(lambda: session.peer is None, 300.0, "the broker notices")
+    until(lambda: session.peer is None, 300.0, "the broker notices the closed connection")
 
 
 def test_a_connection_with_the_routing_id_of_a_worker_does_not_get_its_lease() -> None:
@@ -152,7 +152,7 @@ def test_a_key_has_no_more_connections_than_it_leaves_to_others(
         refused = RawPeer(keyed.front, other_key)
         refused.send(b"HELLO", {})
         clients = keyed.server._clients
-        until(lambda: "more are shut" in caplog.text, 60.0, "refused")
+        until(lambda: "more are shut" in caplog.text, 60.0, "the connection is refused")
         assert clients.taken == 4
         refused.close()
         victims = [RawPeer(keyed.front, key) for _ in range(2)]
@@ -160,7 +160,7 @@ def test_a_key_has_no_more_connections_than_it_leaves_to_others(
             session_token(peer)
         # A connection that closes makes room for another one.
         attackers.pop().close()
-        until(lambda: clients._of_key[other_key.public] == 3, 60.0, "closed")
+        until(lambda: clients._of_key[other_key.public] == 3, 60.0, "the connection is closed")
         for peer in (*attackers, *victims):
             peer.close()
 

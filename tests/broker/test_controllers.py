@@ -1,4 +1,5 @@
-"""The broker between workers: controllers are chosen, messages relayed, ends reported."""
+"""The broker chooses controller workers, relays messages between workers, and reports the ends of
+requests."""
 
 from __future__ import annotations
 
@@ -573,7 +574,7 @@ def test_a_start_that_waits_for_a_name_goes_to_the_worker_that_registers_it() ->
     assert started(bench, "named") == [headers[1].request]
     end = Token(token=None, stream_id=0, logprob=None, finish_reason="cancelled")
     bench.tokens("gpu", headers[0], end, final=True)
-    assert started(bench) == [headers[0].request], "the place at the other one stays free"
+    assert started(bench) == [headers[0].request], "the place at worker b stays free"
     end = Token(token=None, stream_id=1, logprob=None, finish_reason="cancelled")
     bench.tokens("gpu", headers[1], end, final=True)
     assert started(bench, "named") == [headers[2].request]

@@ -100,7 +100,7 @@ def test_an_error_reaches_a_client_whose_connection_is_dead(bench: Bench, known:
     [(_, answer), (_, rest), (kind, body)] = attach(bench, received=1)
     assert (answer["attached"], ids(rest)) == (1, [6])
     assert (kind, body["code"], body["stream_id"]) == ("ERROR", "quarantined", 1)
-    assert attach(bench, received=1)[0][1]["code"] == "unknown_stream", "it is sent once"
+    assert attach(bench, received=1)[0][1]["code"] == "unknown_stream", "the end is sent once"
 
 
 @pytest.mark.parametrize("kind", ["ERROR", "TOKEN"])

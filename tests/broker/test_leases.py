@@ -58,7 +58,7 @@ class Worker:
         self.send(answers)
         if frames[0] == b"REGISTERED":
             answer: Registered = decode_as(Registered, frames[2], "msgpack")
-            # As ``Link.kept`` and ``GpuWorker._registered`` do.
+            # The same steps as in ``Link.kept`` and ``GpuWorker._registered``.
             kept = None if answer.worker == self.granted else self.lease.kept(answer)
             self.granted = answer.worker
             for request in list(self.requests):
@@ -120,7 +120,7 @@ def test_a_change_before_the_lease_is_granted_follows_it() -> None:
     worker.send(worker.lease.changed())
     assert worker.sent == ["REGISTER"]
     worker.receive()
-    assert worker.sent == ["REGISTER", "REGISTER"], "the update follows the lease"
+    assert worker.sent == ["REGISTER", "REGISTER"], "the update follows REGISTERED"
     assert worker.given == set(worker.requests) != set()
     assert len(bench.broker.state.workers) == 1
 

@@ -14,7 +14,7 @@ from ..worlds.broker import Bench, generate, peer_of
 
 @pytest.fixture
 def bench() -> Bench:
-    """A broker with two workers that run one request each, a client that can resume its session,
+    """A broker, two workers with room for one request each, a client that can resume its session,
     and a client that cannot."""
     bench = Bench(expiry_s=1000.0, session_expiry_s=1000.0)
     bench.worker("a", capacity=1)

@@ -46,7 +46,7 @@ def begun(bench: Bench, worker: str, stream: int = 1, **fields: Any) -> Header:
 
 
 def continued(bench: Bench, worker: str) -> tuple[Header, Transcript]:
-    """The one stream that has moved to a worker."""
+    """The header and the transcript of the only stream that has moved to a worker."""
     [(header, frames)] = got(bench, worker)
     assert header.flags & Flag.MOVED
     return header, decode_transcript(frames[-1])
@@ -442,7 +442,7 @@ def test_what_has_ended_is_not_kept(bench: Bench) -> None:
         bench.pass_time(0.25)
         bench.sent.clear()
     journal = next(iter(bench.broker.state.sessions)).journal
-    assert journal.size > 100_000, "a stream that began before all of it may need it"
+    assert journal.size > 100_000, "an earlier stream may need these entries"
     end = Token(token=1, stream_id=99, logprob=0.0, finish_reason="stop")
     bench.tokens("a", long, end, final=True)
     bench.pass_time(0.25)

@@ -199,7 +199,7 @@ def test_a_request_whose_time_is_over_when_its_turn_comes_is_not_computed() -> N
     fill(bench, "c", 1)
     fill(bench, "c", 1, first=2, timeout_s=5.0)
     fill(bench, "c", 1, first=3)
-    bench.now += 5.1  # Without a tick in between.
+    bench.now += 5.1  # The broker does not tick meanwhile.
     end(bench, "a", 1)
     assert started(bench, "a") == [1, 3]
     [entry] = [e for kind, body in bench.to_client("c") if kind == "TOKEN" for e in body][-1:]

@@ -1,4 +1,4 @@
-"""Pauses and new weights: all workers of a model change, or none does."""
+"""Pauses and new weights: either all workers of a model change, or no worker changes."""
 
 from __future__ import annotations
 

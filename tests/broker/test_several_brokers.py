@@ -36,7 +36,8 @@ REQUEST = (7 << 32) + 1
 
 @pytest.fixture
 def bench() -> Bench:
-    """A broker that was not restarted recently, with two workers that run two requests each."""
+    """A broker that was not restarted recently. Each of its two workers has room for two
+    requests."""
     bench = Bench(expiry_s=1000.0, session_expiry_s=1000.0)
     for name in ("a", "b"):
         bench.worker(name)

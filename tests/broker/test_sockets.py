@@ -147,7 +147,7 @@ def test_a_client_that_vanishes_frees_what_it_had(bus: Bus, client: Client) -> N
     until(running, 120.0, "eight streams")
     for gone in connections:
         gone.close()
-    until(lambda: client.status().streams == 0, 120.0, "its streams ended")
+    until(lambda: client.status().streams == 0, 120.0, "the client's streams ended")
 
 
 def test_the_streams_of_a_client_that_stops_reading_end_and_the_others_continue() -> None:
@@ -179,7 +179,7 @@ def test_the_streams_of_a_client_that_stops_reading_end_and_the_others_continue(
                 lazy.send(b"CANCEL", {"stream_id": 999})
                 return other.status().counters["slow_clients"] > 0
 
-            until(slow, 300.0, "it is slow")
+            until(slow, 300.0, "the client is slow")
             broker = psutil.Process(bus.broker.pid).memory_info().rss
             assert broker < 250 * MB
             assert len(other.generate([5], max_tokens=20, ignore_eos=True).tokens()) == 20
@@ -187,7 +187,7 @@ def test_the_streams_of_a_client_that_stops_reading_end_and_the_others_continue(
             while len(errors) < streams:
                 errors.add((error := lazy.receive(b"ERROR"))["stream_id"])
                 assert error["code"] == "slow_client"
-            until(lambda: other.status().streams == 0, 120.0, "its streams ended")
+            until(lambda: other.status().streams == 0, 120.0, "the client's streams ended")
         lazy.close()
 
 
@@ -215,7 +215,7 @@ def test_the_streams_of_workers_that_vanish_or_stop_go_on_at_others() -> None:
             assert stream.tokens() == wanted
             # The tokens that the stopped worker still sends do not reach the client.
             stops.send(signal.SIGCONT)
-            until(lambda: len(client.status().workers) == 2, 120.0, "it registers again")
+            until(lambda: len(client.status().workers) == 2, 120.0, "the worker registers again")
             streams = [client.generate([5], **options) for _ in range(4)]
             assert [stream.tokens() for stream in streams] == [wanted] * 4
             # A draining worker hands its stream over.

@@ -84,7 +84,7 @@ def test_a_stream_of_another_tenant_cannot_be_attached_or_cancelled(
     ann.ask(b"HELLO", {}, b"WELCOME")
     ann.socket.send_multipart([b"GENERATE", b'{"stream_id": 8, "model": "m", "prompt": [1]}'])
     requests = broker.server.core.state.requests
-    until(lambda: any(r.stream_id == 8 for r in list(requests.values())), 300.0, "it is live")
+    until(lambda: any(r.stream_id == 8 for r in list(requests.values())), 300.0, "a live stream")
     [request] = [r for r in list(requests.values()) if r.stream_id == 8]
     assert ben.refused(b"ATTACH", {"stream_id": 8, "received": 0}) == "unknown_stream"
     ben.socket.send_multipart([b"CANCEL", b'{"stream_id": 8}'])

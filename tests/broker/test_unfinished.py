@@ -227,7 +227,7 @@ def test_a_connection_whose_first_messages_are_large_is_not_accused(
         check_served(calm)
     deadline = time.monotonic() + WAIT_MS / 1000
     while any(c.counted is not None for c in server._clients if c.peer is not None):
-        assert time.monotonic() < deadline, "its handshake still counts as large"
+        assert time.monotonic() < deadline, "the handshake still counts as large"
         check_served(calm)
     assert closed(caplog) == 0
     first.socket.close()
