@@ -124,7 +124,7 @@ def test_messages_go_both_ways_and_a_close_sends_what_is_left(router: Router) ->
     assert hello == b"hello"
     for number in range(1000):
         router.send([client, b"%d" % number])
-    until(lambda: len(peer.received) == 1000, WAIT_S, "all were received")
+    until(lambda: len(peer.received) == 1000, WAIT_S, "all messages were received")
     assert peer.received == [[b"%d" % number] for number in range(1000)]
     peer.to_send += [[b"one", b"more"], [b"last"]]
     dealer.close()
@@ -318,7 +318,7 @@ def test_a_terminated_context_ends_it_with_the_reason(monkeypatch: pytest.Monkey
     router.receive()
     router.close()
     context.term()
-    until(lambda: peer.reasons, WAIT_S, "it ended")
+    until(lambda: peer.reasons, WAIT_S, "the dealer ended")
     assert peer.reasons == ["the ZeroMQ context was terminated"]
     dealer.close()
 
