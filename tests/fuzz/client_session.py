@@ -145,7 +145,7 @@ class Play:
         self.session.lost(self.now)
         wait_s = self.session.wait_s(self.now)
         assert math.isfinite(wait_s)
-        assert wait_s > 0, "the connection's thread would not rest"
+        assert wait_s > 0, "the connection's thread would never wait"
 
     # --- inside ---------------------------------------------------------------------------------
 
