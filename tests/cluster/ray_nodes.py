@@ -235,7 +235,7 @@ def test_a_node_that_dies_moves_its_worker_and_its_streams(cluster: RayCluster) 
             after[:] = [report] if report is not None else []
             return bool(after)
 
-        until(elsewhere, PATIENCE_S, "the worker's actor is somewhere")
+        until(elsewhere, PATIENCE_S, "the worker's actor is on another node")
         assert after[0].node != before.node
         assert after[0].pid != before.pid
         until(lambda: not alive(before.pid), PATIENCE_S, "the worker ends with its node")
@@ -245,7 +245,7 @@ def test_a_node_that_dies_moves_its_worker_and_its_streams(cluster: RayCluster) 
         placed.keeper.kill()
         assert alive(after[0].pid)
         placed.start_keeper()
-        until(lambda: "is process" in placed.keeper.log, PATIENCE_S, "the successor finds them")
+        until(lambda: "is process" in placed.keeper.log, PATIENCE_S, "it found the workers")
         again = cluster.report(placed.owner("gpu"))
         assert again is not None
         assert (again.pid, again.starts) == (after[0].pid, 1)
@@ -253,7 +253,7 @@ def test_a_node_that_dies_moves_its_worker_and_its_streams(cluster: RayCluster) 
         # If a worker is already draining when the keeper finds it, the keeper starts another
         # worker.
         cluster.retire(placed.owner("gpu"))
-        until(lambda: "gpu-0 has left" in placed.keeper.log, PATIENCE_S, "it has left")
+        until(lambda: "gpu-0 has left" in placed.keeper.log, PATIENCE_S, "the worker has left")
         placed.wait_for(gpu=1, controller=1)
     finally:
         placed.stop()
@@ -273,6 +273,6 @@ def test_workers_come_and_go_with_the_load_and_no_token_is_lost(cluster: RayClus
             assert Load(placed.bus).end() == expected
         while placed.ready("gpu") > 1:
             assert Load(placed.bus, 1).end() == {0: expected[0]}
-        until(lambda: "has left" in placed.keeper.log, PATIENCE_S, "its actor is removed")
+        until(lambda: "has left" in placed.keeper.log, PATIENCE_S, "the worker's actor is removed")
     finally:
         placed.stop()

@@ -54,13 +54,13 @@ def test_a_process_that_is_killed_is_started_again_and_a_retired_one_is_not(
     until(lambda: workers(bus) == [owner.report().pid], PATIENCE_S, "a registered worker")
     first = owner.report()
     os.kill(first.pid, signal.SIGKILL)
-    until(lambda: workers(bus) not in ([], [first.pid]), PATIENCE_S, "another one")
+    until(lambda: workers(bus) not in ([], [first.pid]), PATIENCE_S, "another worker")
     second = owner.report()
     assert (second.starts, second.exit_code, second.ended) == (2, -signal.SIGKILL, False)
     assert not second.retiring
 
     owner.retire()
-    until(lambda: owner.report().ended, PATIENCE_S, "it has left")
+    until(lambda: owner.report().ended, PATIENCE_S, "the worker has left")
     last = owner.report()
     assert (last.pid, last.starts, last.exit_code, last.retiring) == (0, 2, 0, True)
     assert workers(bus) == []
@@ -68,7 +68,7 @@ def test_a_process_that_is_killed_is_started_again_and_a_retired_one_is_not(
 
 def test_a_wrong_setting_is_no_reason_to_start_it_again(bus: Bus, tmp_path: Path) -> None:
     owner = Owner(STATE, settings(bus, tmp_path) | {"TOKENBUS_EXPIRY_S": "soon"}, None)
-    until(lambda: owner.report().ended, PATIENCE_S, "it is over")
+    until(lambda: owner.report().ended, PATIENCE_S, "the worker has ended")
     assert (owner.report().starts, owner.report().exit_code) == (1, 2)
 
 
@@ -78,7 +78,7 @@ def test_the_key_is_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.Monkey
     [file] = tmp_path.glob("*/worker.key")
     assert (file.read_text(), file.stat().st_mode & 0o777) == ("secret", 0o600)
     owner.retire()
-    until(lambda: owner.report().ended, PATIENCE_S, "it is over")
+    until(lambda: owner.report().ended, PATIENCE_S, "the worker has ended")
     assert not file.parent.exists()
 
 

@@ -58,7 +58,7 @@ def test_more_run_when_more_were_needed_for_a_while_and_not_before() -> None:
     rule = scaling()
     assert rule.target(2, 5.0, 0.0) == 2
     assert rule.target(2, 5.0, UP_S - 0.1) == 2
-    assert rule.target(2, 5.0, UP_S) == 7, "as many as are needed with some room"
+    assert rule.target(2, 5.0, UP_S) == 7, "the needed number and some room"
 
 
 def test_a_peak_that_is_over_changes_nothing() -> None:
