@@ -20,7 +20,8 @@ from .manifests import ROOT
 FILE = ROOT / "deploy" / "compose.yaml"
 SYSTEMS = ("cpu", "gpu")
 KILL_MARGIN_S = 10
-"""Seconds after ``drain_s`` before a process is killed, as under supervisord."""
+"""A process is killed if it has not ended this number of seconds after ``drain_s``, as under
+supervisord."""
 
 
 def services() -> dict[str, Any]:

@@ -37,7 +37,8 @@ pytestmark = pytest.mark.process
 
 KUBERNETES = "1.37"
 KILL_MARGIN_S = 10
-"""Seconds after ``drain_s`` before a process is killed, as under supervisord."""
+"""A process is killed if it has not ended this number of seconds after ``drain_s``, as under
+supervisord."""
 MADE_BY_HAND = {
     "secretName": {
         "tokenbus-broker-key",
