@@ -121,7 +121,7 @@ class Stream:
 
 
 class Worker:
-    """The state that simulated workers share."""
+    """The base class of simulated workers."""
 
     role = ""
 
