@@ -261,7 +261,7 @@ def test_a_node_that_dies_moves_its_worker_and_its_streams(cluster: RayCluster) 
 
 
 def test_workers_come_and_go_with_the_load_and_no_token_is_lost(cluster: RayCluster) -> None:
-    cluster.add_node()  # Two GPU workers and a controller worker fill three.
+    cluster.add_node()  # Two GPU workers and a controller worker fill three nodes.
     # Six streams at once need more than one worker, because a worker has room for four. One stream
     # needs one worker.
     room = {"capacity": 4, "max_running": 4, "scale_up_s": 0.5, "scale_down_s": 20}
