@@ -36,7 +36,7 @@ def test_it_ends_where_nothing_comes() -> None:
 
 
 def test_no_other_code_waits_for_a_queue() -> None:
-    """``get`` with a time-out may wait for ever; ``get_within`` says why."""
+    """``get`` with a time-out may wait forever; the docstring of ``get_within`` says why."""
     waits = re.compile(r"\.get\((timeout=|True,)")
     found = {
         str(path.relative_to(ROOT))
