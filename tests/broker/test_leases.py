@@ -126,9 +126,9 @@ def test_a_change_before_the_lease_is_granted_follows_it() -> None:
 
 
 def test_the_answer_to_an_earlier_register_grants_no_lease() -> None:
-    """The broker asked twice. The answer to the first REGISTER arrives after the second was sent.
-    Entries that the worker then posted would reach the broker under the second lease, before the
-    JOURNALs of its streams."""
+    """The broker has requested a registration twice. The answer to the first REGISTER arrives after
+    the second was sent. Entries that the worker then posted would reach the broker under the second
+    lease, before the JOURNALs of its streams."""
     bench = Bench(expiry_s=5.0)
     worker = begun(bench)
     bench.pass_time(7.0)

@@ -1,4 +1,4 @@
-"""The broker's counters, and the metrics of its workers that it passes on."""
+"""The broker's counters, and the metrics of its workers, which the broker passes on."""
 
 from __future__ import annotations
 

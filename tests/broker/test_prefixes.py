@@ -1,4 +1,4 @@
-"""A request is sent to the worker whose cache has the longest prefix of its prompt."""
+"""A request is sent to a worker whose cache has the beginning of the request's prompt."""
 
 from __future__ import annotations
 

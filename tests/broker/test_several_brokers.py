@@ -349,7 +349,7 @@ def test_claims_of_other_sessions_are_answered_earlier(bench: Bench) -> None:
     assert not worker.fences
 
 
-# --- requests that go on behind another broker ---------------------------------------------------
+# --- requests that continue at another broker ----------------------------------------------------
 
 
 def started(bench: Bench) -> Header:
