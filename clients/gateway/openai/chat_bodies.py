@@ -110,7 +110,7 @@ class ChatRequest(SampledRequest, kw_only=True):
     max_tokens: RestOfContext | None = None
     """The older name of ``max_completion_tokens``."""
     max_completion_tokens: RestOfContext | None = None
-    """Maximum number of tokens of the answer. By default, and for -1, the rest of the context."""
+    """Maximum number of tokens of the answer. The default and -1 allow the rest of the context."""
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     """Number of alternatives that are reported with each token. Requires ``logprobs``."""

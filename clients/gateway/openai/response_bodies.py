@@ -74,7 +74,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
     instructions: str | None = None
     """A system message before the input."""
     max_output_tokens: RestOfContext | None = None
-    """Maximum number of tokens of the answer. By default, and for -1, the rest of the context."""
+    """Maximum number of tokens of the answer. The default and -1 allow the rest of the context."""
     text: TextSettings | None = None
     tools: list[AnyTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | NamedCustom | None = None
