@@ -245,7 +245,7 @@ def test_a_node_that_dies_moves_its_worker_and_its_streams(cluster: RayCluster) 
         placed.keeper.kill()
         assert alive(after[0].pid)
         placed.start_keeper()
-        until(lambda: "is process" in placed.keeper.log, PATIENCE_S, "it found the workers")
+        until(lambda: "is process" in placed.keeper.log, PATIENCE_S, "the workers were found")
         again = cluster.report(placed.owner("gpu"))
         assert again is not None
         assert (again.pid, again.starts) == (after[0].pid, 1)
