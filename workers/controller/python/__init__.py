@@ -1,5 +1,6 @@
 """Controllers in Python: trusted code of the operator, as a class or as a script."""
 
+from ....protocol.errors import ControllerError
 from ....protocol.sampling import Distribution, Override, Query
 from .classes import Controller, PythonProgram
 from .context import Context, Label
@@ -13,6 +14,7 @@ __all__ = [
     "Constraint",
     "Context",
     "Controller",
+    "ControllerError",
     "Decision",
     "Distribution",
     "Label",

@@ -232,7 +232,7 @@ class Context:
         return list(self._transcript.tokens)
 
     @property
-    def arg(self) -> object:
+    def arg(self) -> Any:
         """The request's ``controller_arg``, decoded as JSON or else as text; None if empty."""
         return parsed(self._host.arg)
 

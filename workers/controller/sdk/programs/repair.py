@@ -13,13 +13,14 @@ The text has a line for each field. The program goes back to the first wrong fie
 later right fields again as they were.
 """
 
-from tokenbus.workers.controller.python import Context
+from tokenbus.workers.controller.python import Context, Label
 
 
 async def main(ctx: Context) -> None:
     fields = ctx.arg["fields"]
     names, wrong = list(fields), list(fields)
-    labels, values = {}, {}
+    labels: dict[str, Label] = {}
+    values: dict[str, str] = {}
     for tries in range(ctx.arg.get("tries", 5)):
         first = names.index(wrong[0])
         for name in names[first:]:

@@ -24,15 +24,18 @@ EXPLORATION = 1.0
 class Line:
     """A line of a text, with the ratings of all texts that go through it."""
 
-    def __init__(self, text="", parent=None):
-        self.text, self.parent = (parent.text if parent else "") + text, parent
-        self.depth = parent.depth + 1 if parent else 0
-        self.next = []
-        self.tries, self.sum = 0, 0.0
+    def __init__(self, text: str = "", parent: "Line | None" = None) -> None:
+        self.parent = parent
+        self.text: str = parent.text + text if parent else text
+        self.depth: int = parent.depth + 1 if parent else 0
+        self.next: list[Line] = []
+        self.tries: int = 0
+        self.sum: float = 0.0
 
-    def promise(self):
+    def promise(self) -> float:
         """The upper bound of the line's rating: the mean, and more if the line was tried rarely."""
-        return self.sum / self.tries + EXPLORATION * (self.parent.tries / self.tries**2) ** 0.5
+        root: float = (self.parent.tries if self.parent else 0) ** 0.5
+        return (self.sum + EXPLORATION * root) / self.tries
 
 
 async def main(ctx: Context) -> None:
@@ -46,12 +49,13 @@ async def main(ctx: Context) -> None:
         await ctx.fixed(line.text, following=start)
         text = await ctx.gen(stop_at="\n", max_tokens=ctx.arg.get("tokens", 40))
         line.next.append(Line(text, line))
-        line = line.next[-1]
-        rating = await ctx.call(ctx.arg["verifier"], text=line.text)
+        rating = await ctx.call(ctx.arg["verifier"], text=line.next[-1].text)
         if rating > best_rating:
-            best, best_rating = line, rating
-        while line:
-            line.tries, line.sum, line = line.tries + 1, line.sum + rating, line.parent
+            best, best_rating = line.next[-1], rating
+        rated: Line | None = line.next[-1]
+        while rated:
+            rated.tries, rated.sum = rated.tries + 1, rated.sum + rating
+            rated = rated.parent
         if rating >= 1:
             break
     ctx.log(f"{root.tries} texts were rated, the best one {best_rating}")
