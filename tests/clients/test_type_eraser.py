@@ -51,7 +51,7 @@ def test_types_are_replaced_with_spaces(text: str) -> None:
     made = erase_types(text.encode()).decode()
     assert re.sub(" +", " ", made) == ERASED[text]
     assert len(made) == len(text)
-    # Only a semicolon or the parenthesis before an arrow takes the place of another character.
+    # Each character is kept, or replaced with a space, a semicolon or a closing parenthesis.
     assert all(new in (old, " ", ";", ")") for old, new in zip(text, made, strict=True))
 
 

@@ -39,7 +39,7 @@ FAILS = guest(
       (then (call $fail (i32.const 522) (i32.const 8))))"""
 )
 FORKS = guest(
-    # In round 4 the sequence forks. The second sequence drops 2 of 3 tokens and appends A and B.
+    # In round 4 the sequence forks. The second sequence drops 2 of 3 tokens and appends a and b.
     pre="""(if (i32.eq (global.get $round) (i32.const 4)) (then
       (i32.store (i32.const 1056) (i32.const 2)) (return (i32.const 3))))""",
     mid="""(if (i32.and (call $seq) (i32.eq (global.get $round) (i32.const 4))) (then
@@ -66,8 +66,8 @@ BIASED = guest(
 
 def endless(after: int) -> bytes:
     """A controller that drops two tokens and appends one in every second round from round ``after``
-    on. So the sequence never has many more than ``after`` tokens, and its stream does not end,
-    however slow the client is."""
+    on. The sequence stays at about ``after`` tokens and never reaches ``max_tokens``, so that the
+    stream still runs when a slow client acts."""
     return guest(
         mid=f"""(if (i32.and (i32.ge_u (global.get $round) (i32.const {after}))
             (i32.and (global.get $round) (i32.const 1))) (then

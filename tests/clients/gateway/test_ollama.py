@@ -44,7 +44,8 @@ def api(gateway: Gateway) -> ollama.Client:
 
 @pytest.fixture(scope="module")
 def served(processes: None) -> Iterator[tuple[SteppedWorker, ollama.Client]]:
-    """A stepped worker, and Ollama's client of a gateway of the worker's system."""
+    """A worker that sends tokens only when a test calls ``step``, and Ollama's client, which is
+    connected to a gateway of the same system."""
     with Bus() as bus:
         bus.start_other("state")
         bus.start_other("controller")

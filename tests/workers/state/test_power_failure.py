@@ -1,8 +1,8 @@
-"""A durable answer is on the disk at every moment, and whichever call fails.
+"""A table whose write was answered is on the disk at every moment, even if a file operation fails.
 
-A table of modules is durable when its replacement is answered. The disk of these tests records what
-a power failure would leave (``disk.py``). Every image of the disk is opened as the next worker
-would open it.
+The worker syncs a write of a table of modules before it answers the write. The disk of these tests
+records what a power failure would leave (``disk.py``). Every image of the disk is opened as the
+next worker would open it.
 """
 
 from __future__ import annotations
@@ -241,8 +241,8 @@ def written_anew(variables: DurableVariables, disk: Disk) -> None:
 def test_whichever_call_fails_nothing_is_lost_that_was_answered(
     folder: Path, kind: str, lasting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each call of the history on a file or on the folder fails in turn: only this call, or all
-    calls of this kind from then on."""
+    """Each write, sync or rename that ``history`` causes fails in turn: only this call, or all
+    later calls of its kind too."""
     monkeypatch.setattr(durable, "SYNC_S", 0.0)
     with disk_of(folder) as disk, opened(folder, compact_floor=1) as variables:
         start = len(disk.calls)

@@ -1,5 +1,5 @@
-"""Restricts the masks of a text of JSON when few tokens are left beyond those that complete the
-text.
+"""Restricts the masks of a JSON text when ``max_tokens`` leaves few tokens beyond those that
+complete the text.
 
 A *completion* is a text that completes the text so far. A restricted mask allows only tokens after
 which the text can certainly be completed. These are tokens that are prefixes of the known
@@ -28,8 +28,8 @@ MAX_STEPS = 60
 AT_ONCE = 2
 """Maximum searches for one mask."""
 NAMED = 3
-"""Number of tokens that are reserved in a property's name that may be any text, because the name
-may have to be extended until it differs from the names in the schema."""
+"""Number of tokens that are reserved in a property's name that may be any text. The name may need
+them to differ from the names in the schema."""
 PATTERN = 8
 """Maximum number of tokens that are reserved in a string of any text that might have to match a
 pattern."""
@@ -56,8 +56,7 @@ class NearEnd:
         self._kept: list[int] = []
         """The tokens that the last mask of a string allowed in addition to ``_set``."""
         self.rests: dict[int, bytes] = {}
-        """By token, for some tokens of the last mask: the completion of the text if this token is
-        appended."""
+        """Maps some tokens of the last mask to the bytes that complete the text after the token."""
 
     def restrict(
         self,
@@ -72,8 +71,8 @@ class NearEnd:
         """Restricts a mask. ``found``, whose tokens are ``tokens``, completes the text here, and
         ``spare`` more tokens are left. ``ending``: whether open values should end soon.
 
-        If the text is in a string of any text, returns the number of tokens by which the completion
-        may grow after a token of ``TokenSets.whole``. Otherwise returns None.
+        Inside a string of any text, returns the number of tokens by which the completion may grow
+        after a token of ``TokenSets.whole``, if ``spare`` is larger. Otherwise returns None.
         """
         sets = self._sets
         self.rests = {}
