@@ -124,7 +124,7 @@ class _Json:
     def follow(self) -> None:
         """Reads the stream to its end."""
         dialogue = Dialogue(self._stream)
-        for entry in self._stream:
+        for entry in dialogue.entries():
             dialogue.show(entry, line_begun=False)
 
     def end(self) -> None:

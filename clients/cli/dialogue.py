@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 from ...protocol.errors import Code, TokenbusError
 from ...protocol.messages import MAX_INPUT_BYTES, Token
@@ -15,6 +16,9 @@ from .line_pipe import READ_BYTES, split_lines
 
 AGAIN_S = 0.5
 """Time after which an input is sent again, in seconds, if the broker does not name another time."""
+SILENT_S = 5.0
+"""Time without an entry after the end of standard input, in seconds, after which a line is printed
+that the program may wait for an input."""
 
 
 class Dialogue:
@@ -27,6 +31,20 @@ class Dialogue:
     def __init__(self, stream: Stream, *, with_inputs: bool = True) -> None:
         self._stream = stream
         self._sends_inputs = with_inputs
+        self._arrived = threading.Event()
+        """Set by each entry and by the end of the stream; cleared by the thread of the inputs."""
+        self._ended = False
+        """Whether the stream has ended, or is not read any more."""
+
+    def entries(self) -> Iterator[Token]:
+        """Reads the entries of the stream, up to its end."""
+        try:
+            for entry in self._stream:
+                self._arrived.set()
+                yield entry
+        finally:
+            self._ended = True
+            self._arrived.set()
 
     def show(self, entry: Token, line_begun: bool) -> None:
         """Prints the messages of an entry. ``line_begun``: whether the last printed line has not
@@ -47,6 +65,22 @@ class Dialogue:
                 self._send(line.decode("utf-8", "replace"))
         except (OSError, RuntimeError):
             return  # Standard input is closed, or the command has closed its client.
+        self._watch_silence()
+
+    def _watch_silence(self) -> None:
+        """Prints a line if no entry arrives for ``SILENT_S``. The program may wait for an input, or
+        for something else, such as a tool, so the stream is not ended."""
+        while self._arrived.wait(SILENT_S):
+            self._arrived.clear()
+            if self._ended:
+                return
+        print(
+            f"tokenbus: standard input has ended, and nothing has arrived for {SILENT_S:.0f} s; if "
+            "the program waits for an input, it waits for ever: press Ctrl-C, give all inputs on "
+            "standard input, or limit the time with --timeout",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _send(self, text: str) -> None:
         """Sends an input; sends it again while too many inputs wait for the program."""

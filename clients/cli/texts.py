@@ -45,7 +45,7 @@ class Texts:
 
     def follow(self) -> None:
         """Reads the stream to its end."""
-        for entry in self._stream:
+        for entry in self._dialogue.entries():
             self._notices.clear()
             sequences = self._stream.sequences
             if len(sequences) == 1:

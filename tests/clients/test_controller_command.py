@@ -394,6 +394,25 @@ def test_json_has_the_messages_of_a_program(steered: Bus, tmp_path: Path) -> Non
     assert sequence["text"] == "Dear Ada of Oslo"
 
 
+def test_the_end_of_standard_input_is_reported_while_a_program_waits(
+    steered: Bus, tmp_path: Path
+) -> None:
+    process = start_script(steered, tmp_path)
+    assert process.stdin is not None
+    assert process.stderr is not None
+    process.stdin.write("Ada\n")
+    process.stdin.close()
+    lines = [process.stderr.readline() for _ in range(7)]
+    assert lines[-2] == "And your town?\n"
+    assert lines[-1].startswith("tokenbus: standard input has ended, and nothing has arrived for 5")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(300) == 130
+    assert process.stderr.read() == "\n"
+    process.stderr.close()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
 def test_an_input_that_is_refused_does_not_end_the_dialogue(steered: Bus, tmp_path: Path) -> None:
     """One line is too long, and the program receives lines more slowly than they arrive."""
     flags = ("--json", "--max-tokens", "600", "--set", "ignore_eos=true", "--timeout", "120")
