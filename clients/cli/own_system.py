@@ -117,9 +117,11 @@ def _progress(what: str) -> Iterator[None]:
 def _wait_until_ready(supervisor: Supervisor, watcher: Watcher) -> None:
     deadline = time.monotonic() + START_S
     while not watcher.look().ready:
-        for name, code in supervisor.exits():
-            why = supervisor.run_dir.last_line(name) or f"its exit code is {code}"
-            raise SystemFault(f"{name} failed: {why}")
+        for exited in supervisor.exits():
+            if exited.code is not None:  # A process that a signal killed is restarted.
+                why = supervisor.run_dir.last_line(exited.name)
+                why = why or f"its exit code is {exited.code}"
+                raise SystemFault(f"{exited.name} failed: {why}")
         if supervisor.exit_code() is not None:
             raise SystemFault(f"supervisord ended with exit code {supervisor.exit_code()}")
         if time.monotonic() > deadline:

@@ -33,9 +33,9 @@ START_S = 20.0
 """Maximum time until a new supervisord answers, in seconds."""
 ANSWER_S = 10.0
 """Maximum time until a running supervisord answers a command, in seconds."""
-EXITED = re.compile(r"exited: (\S+) \(exit status (\d+);")
+EXITED = re.compile(r"exited: (\S+) \((?:exit status (\d+)|terminated by ([^;]+));")
 """A line in supervisord's log. Only supervisord's log has the exit codes of processes that end
-early."""
+early, and the signals that killed a process."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,25 @@ class ProcessState:
 
 
 class Exit(NamedTuple):
-    """The end of a process, and its exit code."""
+    """The end of a process that supervisord did not stop. supervisord starts the process again."""
 
     name: str
-    code: int
+    code: int | None
+    """The exit code; None if a signal killed the process."""
+    signal: str = ""
+    """The name of the signal, such as ``SIGKILL``."""
+
+    @property
+    def orderly(self) -> bool:
+        """Whether the process ended in order, as after a drain."""
+        return self.code == 0
+
+    def __str__(self) -> str:
+        """A line for the operator."""
+        ended = (
+            f"exited with code {self.code}" if self.code is not None else f"killed by {self.signal}"
+        )
+        return f"{self.name}: {ended}; it will be restarted"
 
 
 class _UnixConnection(HTTPConnection):
@@ -213,8 +228,7 @@ class Supervisor:
         return self._child.poll() if self._child is not None else 0
 
     def exits(self) -> list[Exit]:
-        """The processes that have exited since the last call. Killed processes do not count,
-        because they are restarted."""
+        """The processes that have exited or were killed since the last call."""
         try:
             with self.run_dir.supervisor_log.open("rb") as log:
                 log.seek(self._read)
@@ -222,7 +236,10 @@ class Supervisor:
         except OSError:
             return []
         self._read += len(added)
-        return [Exit(m[1], int(m[2])) for m in EXITED.finditer(added.decode(errors="replace"))]
+        return [
+            Exit(name, int(code) if code else None, signal_name)
+            for name, code, signal_name in EXITED.findall(added.decode(errors="replace"))
+        ]
 
     def stop(self) -> None:
         """Begins to stop all processes in supervisord's stop order. When they have ended,

@@ -19,7 +19,7 @@ from .faults import FAILED, WRONG_SETTING, SystemFault
 from .processes import started_by
 from .screen import Screen, screen_for
 from .signals import StopSignals
-from .supervisor import Supervisor
+from .supervisor import Exit, Supervisor
 from .watch import Picture, Watcher
 
 LOOK_EVERY_S = 0.3
@@ -224,9 +224,13 @@ def _watch(
             return None if code == 0 else SystemFault(f"supervisord ended with exit code {code}")
         supervisor.restore_folders()
         picture = watcher.look()
-        fault = _fault(supervisor, picture, announced)
+        exits = supervisor.exits()
+        fault = _fault(supervisor, picture, exits, announced)
         if fault is not None:
             return fault
+        for exited in exits:
+            if not exited.orderly:
+                screen.say(str(exited))
         screen.show(picture)
         if picture.ready and not announced:
             announced = True
@@ -235,14 +239,18 @@ def _watch(
     return None
 
 
-def _fault(supervisor: Supervisor, picture: Picture, was_ready: bool) -> SystemFault | None:
+def _fault(
+    supervisor: Supervisor, picture: Picture, exits: Sequence[Exit], was_ready: bool
+) -> SystemFault | None:
     """The fault because of which the system cannot continue, or None.
 
     The exit of a process is a fault until all processes have been ready once. Later, supervisord
-    restarts the process, unless the exit code shows that a restart would fail too.
+    restarts the process, unless the exit code shows that a restart would fail too. A process that a
+    signal killed is always restarted.
     """
-    for name, code in supervisor.exits():
-        if code == WRONG_SETTING or not was_ready:
+    for exited in exits:
+        name, code = exited.name, exited.code
+        if code is not None and (code == WRONG_SETTING or not was_ready):
             why = supervisor.run_dir.last_line(name) or f"its exit code is {code}"
             return SystemFault(f"{name} failed: {why}", code or FAILED)
     if picture.failed is not None:

@@ -59,3 +59,23 @@ def test_a_second_system_in_a_run_directory_is_refused_by_its_folder_and_not_by_
 
 def test_the_command_that_stops_a_system_in_the_default_run_directory_has_no_flag() -> None:
     assert RunDir.of(Settings()).down_command == "tokenbus down"
+
+
+def test_exits_have_the_code_or_the_signal_and_are_read_once(tmp_path: Path) -> None:
+    system = supervisor.Supervisor(Settings(run_dir=str(tmp_path)))
+    system.run_dir.make()
+    system.run_dir.supervisor_log.write_text(
+        "2026-11-27 04:00:00,001 WARN exited: gateway (exit status 1; not expected)\n"
+        "2026-11-27 04:00:00,002 INFO spawned: 'gateway' with pid 7\n"
+        "2026-11-27 04:00:00,003 WARN exited: broker (terminated by SIGSEGV (core dumped); not "
+        "expected)\n"
+        "2026-11-27 04:00:00,004 WARN exited: gpu-worker-0 (exit status 0; not expected)\n"
+        "2026-11-27 04:00:00,005 WARN stopped: gateway (terminated by SIGKILL)\n"
+    )
+    exits = system.exits()
+    assert [str(exited) for exited in exits if not exited.orderly] == [
+        "gateway: exited with code 1; it will be restarted",
+        "broker: killed by SIGSEGV (core dumped); it will be restarted",
+    ]
+    assert [exited.name for exited in exits if exited.orderly] == ["gpu-worker-0"]
+    assert system.exits() == []

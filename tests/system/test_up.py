@@ -141,6 +141,7 @@ def test_every_process_is_replaced_while_streams_run_and_none_fails(start: Start
         assert len(after) == 4
         assert not before & after
     assert system.end() == 0
+    assert "it will be restarted" not in system.output
 
 
 def test_rolling_finds_the_addresses_of_the_system_that_runs(start: Start, folder: Path) -> None:
@@ -208,6 +209,9 @@ def test_a_killed_worker_and_a_killed_broker_come_back(start: Start) -> None:
         for pid in before:
             os.kill(pid, signal.SIGKILL)
         until(lambda: len(workers() - before) == 3, 120.0, "all workers are there again")
+        names = ("gpu-worker-0", "controller-worker-0", "state-worker-0")
+        lines = [f"{name}: killed by SIGKILL; it will be restarted\n" for name in names]
+        until(lambda: all(line in system.output for line in lines), 60.0, "reports of the kills")
         assert client.generate("import ", **STEERED).text() in ("os", "sys")
         os.kill(broker, signal.SIGKILL)
         assert client.generate("import ", **STEERED).text() in ("os", "sys")
