@@ -102,6 +102,9 @@ class Generation:
             if self._stops and self._stopped(token, more):
                 return
             if len(self.tokens) == self._asked.max_tokens:
+                if self._constraint is not None:
+                    # The constraint logs that the text is cut.
+                    self._constraint.post_process(tokens[: place + 1], backtrack)
                 self._end(more)
                 return
         if self._constraint is not None:

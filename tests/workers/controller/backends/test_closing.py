@@ -171,6 +171,19 @@ def test_a_text_that_never_fits_is_cut_and_says_so() -> None:
     assert "the text is not closed: max_tokens is 100" in run.log.take()
 
 
+@pytest.mark.parametrize(("pattern", "max_tokens"), [("[0-9]", 1), ("[0-9]{3}", 3)])
+def test_a_text_that_is_complete_at_its_last_token_is_not_reported_as_cut(
+    pattern: str, max_tokens: int
+) -> None:
+    program = Constraints(engine, None).get("regex")
+    assert program is not None
+    run = Steered(program, BYTES, pattern, max_tokens=max_tokens)
+    for _ in range(max_tokens):
+        assert run.mid()
+        run.post([1 + ord("0")])
+    assert run.log.take() == ""
+
+
 def check_whole(text: bytes) -> bool:
     """Whether a text is complete in the grammar of nested brackets above."""
     while text != b"a":

@@ -44,6 +44,8 @@ class GrammarController:
         and this closing."""
         self._bytewise = False
         """Whether the last tokenized closing had more than one token for every two bytes."""
+        self._too_few = False
+        """Whether no closing has ever fitted in ``max_tokens``."""
         self._closed = False
         self._end: ConstraintEnd | None = None
         """How the text ended; None until the text is closed."""
@@ -107,6 +109,8 @@ class GrammarController:
                 f"{self._shown()}",
             )
         self._text += tokens
+        if self._too_few and len(self._text) >= self._host.max_tokens:
+            self._report_cut()
         return after
 
     def batch(self, token: int) -> tuple[Batch, int] | None:
@@ -174,7 +178,7 @@ class GrammarController:
             self._look_after(min(takes - room, 8 * room) if takes is not None else 0)
             return None
         if self._last_closing is None:
-            self._log(f"the text is not closed: max_tokens is {most}, too few to complete the text")
+            self._too_few = True
             return None
         at, text = self._last_closing
         tokens = self._host.vocabulary.tokenize(text)
@@ -186,6 +190,12 @@ class GrammarController:
             return interface.COMPLETE
         self._end = "closed"
         return Answer(Action.SPLICE, backtrack=back, tokens=tokens)
+
+    def _report_cut(self) -> None:
+        """Logs that the text is cut, unless it is complete at ``max_tokens``."""
+        if not self._guest.complete(self._place):
+            most = self._host.max_tokens
+            self._log(f"the text is not closed: max_tokens is {most}, too few to complete the text")
 
     def _look_after(self, tokens: int) -> None:
         """Schedules the next computation of the closing after an eighth of ``tokens``, the number
