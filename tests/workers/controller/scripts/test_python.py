@@ -196,6 +196,11 @@ def test_a_script_that_is_served_can_be_uploaded_too() -> None:
         ("x = 1", "does not define async def main"),
         ("def main(ctx): pass", r"main is not a coroutine function; expected async def main"),
         ("import numpy", "line 1: ImportError: no module named 'numpy'; a script may import only"),
+        ("\nimport random", "line 2: ImportError: no module named 'random'; .*choice="),
+        ("from random import choice", "line 1: ImportError: no module named 'random'; a script"),
+        ("import requests", "line 1: ImportError: no module named 'requests'; a script may"),
+        ("try: import random\nexcept ImportError: import random", "line 2: ImportError: no module"),
+        ("open('notes.txt')", r"line 1: OSError: \[Errno 44\] ENOENT; a script has no files"),
         (
             "from tokenbus.workers.controller.python import ScriptProgram",
             "cannot import ScriptProgram; .* need: tokenbus controller serve",
