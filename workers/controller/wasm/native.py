@@ -107,6 +107,9 @@ class NativeState:
 class NativeController:
     """The controller of one sequence."""
 
+    _names: tuple[str, ...] = ("init_prompt", "pre_process", "mid_process", "post_process")
+    """The names of the four calls in errors of the guest."""
+
     def __init__(self, guest: Guest, host: Host, block: int, why_no_fork: str | None) -> None:
         guest.check(block, 64)
         self._guest = guest
@@ -136,7 +139,8 @@ class NativeController:
         arg = self._host.arg
         self._put(prompt, self._host.limits.init_s, arg)
         self._block[_ARG] = len(arg)
-        guest.call(guest.function("tokenbus_init_prompt"), self._host.limits.init_s, "init_prompt")
+        init = guest.function("tokenbus_init_prompt")
+        guest.call(init, self._host.limits.init_s, self._names[0])
         self._block[_ARG] = 0
         state = self._state
         state.query, state.next_query = state.next_query, None
@@ -146,7 +150,8 @@ class NativeController:
         """Calls tokenbus_pre_process."""
         block = self._block
         block[_COUNT] = 0
-        action = self._guest.call(self._pre, self._limit(self._host.limits.pre_s), "pre_process")
+        limit_s = self._limit(self._host.limits.pre_s)
+        action = self._guest.call(self._pre, limit_s, self._names[1])
         if action == 1:
             return CONTINUE
         if action == 0:
@@ -170,7 +175,8 @@ class NativeController:
             self._put_one(fork_group[0])
         else:
             self._put(fork_group, self._host.limits.mid_s)
-        action = self._guest.call(self._mid, self._limit(self._host.limits.mid_s), "mid_process")
+        limit_s = self._limit(self._host.limits.mid_s)
+        action = self._guest.call(self._mid, limit_s, self._names[2])
         self._guest.count()
         if action == 1:
             answer = self._sampling(mask)
@@ -192,7 +198,8 @@ class NativeController:
         else:
             self._put(tokens, self._host.limits.post_s)
         block[_BACKTRACK] = backtrack
-        action = self._guest.call(self._post, self._limit(self._host.limits.post_s), "post_process")
+        limit_s = self._limit(self._host.limits.post_s)
+        action = self._guest.call(self._post, limit_s, self._names[3])
         if backtrack:
             block[_BACKTRACK] = 0
         if action == 1:

@@ -153,6 +153,13 @@ def test_errors_name_the_line_of_the_script(script: str, error: str) -> None:
     assert re.search(error, said), said
 
 
+@pytest.mark.parametrize("before", ["", "await ctx.fixed('a');"])
+def test_an_endless_loop_is_an_error_of_the_script(before: str) -> None:
+    with Ticker(engine):
+        run = play(main(before + "for (;;);"), limits=Limits(init_s=0.1))
+    assert re.fullmatch(r"the script ran for longer than its \d+ ms", run.errors[0])
+
+
 @pytest.mark.parametrize(
     "script",
     [
