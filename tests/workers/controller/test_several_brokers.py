@@ -25,7 +25,7 @@ BOUND_S = 100.0
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[ControllerWorker]:
     back = ",".join(f"ipc://{tmp_path}/{number}.sock" for number in range(2))
-    worker = ControllerWorker(Settings(back=back, run_dir=str(tmp_path)))
+    worker = ControllerWorker(Settings(back=back, run_dir=str(tmp_path), guest_processes=0))
     worker._bus.start = lambda: None  # type: ignore[method-assign]
     yield worker
     worker.stop("the test is over")

@@ -235,17 +235,19 @@ def _main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     setup = msgspec.json.decode(sys.argv[2], type=Setup)
     zygote = Zygote(control, setup)
-    if setup.trusted:
-        logs.set_up(settings.load(), "controller")
-        try:
-            zygote.load(setup.controllers)
-        except TokenbusError:
-            return
-    else:
-        zygote.report_layers()
-    gc.collect()
-    gc.freeze()
-    zygote.run()
+    # If the worker has ended, for example because of a setting that is not valid, nobody reads.
+    with contextlib.suppress(BrokenPipeError):
+        if setup.trusted:
+            logs.set_up(settings.load(), "controller")
+            try:
+                zygote.load(setup.controllers)
+            except TokenbusError:
+                return
+        else:
+            zygote.report_layers()
+        gc.collect()
+        gc.freeze()
+        zygote.run()
 
 
 if __name__ == "__main__":
