@@ -25,6 +25,7 @@ from tokenbus.clients.recording import (
     first_difference,
     read_recording,
 )
+from tokenbus.protocol.sampling import SAMPLING_VERSION
 
 from ..processes import Bus
 from .wasm_guests import BIASED, FAILS, FORKS, LOGS
@@ -155,7 +156,9 @@ def test_tokens_of_another_version_of_sampling_are_refused(client: Client, file:
     recording = read_recording(file)
     assert recording.model is not None
     recording.model.sampling -= 1
-    with pytest.raises(RequestError, match="sampled by version 1; the worker samples by"):
+    with pytest.raises(
+        RequestError, match=f"sampled by version {SAMPLING_VERSION - 1}; the worker samples by"
+    ):
         list(again(client, recording))
     recording.request.temperature = 0.0
     assert list(again(client, recording))

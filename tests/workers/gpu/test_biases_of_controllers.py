@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenbus.protocol.messages import Token
 from tokenbus.workers.gpu import worker as module
+from tokenbus.workers.gpu.engine.seeds import derived_seed
 from tokenbus.workers.gpu.model.loader import LoadedModel, wrap_model
 from tokenbus.workers.gpu.sampling.row_parameters import Row
 from tokenbus.workers.gpu.sampling.sampler import sample
@@ -97,18 +98,21 @@ def check_entries(messages: Sequence[list[Token]], rule: Rule, asked: Asked) -> 
         text = texts.setdefault(entry.seq, [])
         if entry.token is not None and entry.logprob is not None:
             before = tokens_of(text)
-            check_token(entry, before, rule, asked)
+            drops = sum(e.seq == entry.seq and e.backtrack > 0 for e in text)
+            check_token(entry, before, drops, rule, asked)
         text.append(entry)
     assert {len(tokens_of(text)) for text in texts.values()} == {asked.sampling.max_tokens}
 
 
-def check_token(entry: Token, before: list[int], rule: Rule, asked: Asked) -> None:
+def check_token(entry: Token, before: list[int], drops: int, rule: Rule, asked: Asked) -> None:
+    """``drops``: how often the sequence has dropped tokens."""
+    seed = asked.sampling.seed or 0
     tokens, sampling = [*asked.prompt, *before], asked.sampling
     state = (len(before), tokens[-1], entry.seq)
     logits = shapes.logits_after(asked.model, tokens)
     row = Row(
         sampling,
-        sampling.seed or 0,
+        derived_seed(seed ^ derived_seed(drops)) if drops else seed,
         entry.seq,
         len(before),
         asked.prompt,
