@@ -514,8 +514,6 @@ WRITERS, TAGS = 4, 25
 TAG_MANY = """
 import sys
 from pathlib import Path
-from tokenbus.workers.controller.guests.setup import Setup
-from tokenbus.workers.controller.guests.table import ProcessTable
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.wasm.sandbox import make_engine
 from tokenbus.workers.controller.wasm.store import ModuleStore
