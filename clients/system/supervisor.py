@@ -68,11 +68,6 @@ class Exit(NamedTuple):
     signal: str = ""
     """The name of the signal, such as ``SIGKILL``."""
 
-    @property
-    def orderly(self) -> bool:
-        """Whether the process ended in order, as after a drain."""
-        return self.code == 0
-
     def __str__(self) -> str:
         """A line for the operator."""
         ended = (

@@ -229,7 +229,7 @@ def _watch(
         if fault is not None:
             return fault
         for exited in exits:
-            if not exited.orderly:
+            if exited.code != 0:  # A process that was drained exits with code 0.
                 screen.say(str(exited))
         screen.show(picture)
         if picture.ready and not announced:
