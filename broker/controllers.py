@@ -183,23 +183,20 @@ class Controllers:
         if request.steering is not None and not request.steering.started:
             self.start(request, frames[2], self._state.now)
 
-    def refused(self, request: Request, worker: Worker, body: bytes) -> None:
-        """Handles a controller worker's refusal of a START. The worker has no room, because other
-        brokers use it too. Another worker receives the START, or the START waits."""
-        if request.steered_by is worker and request.steered.started:
-            self._release(request)
-            request.steered.started = False
-            if request.open and request.worker is not None:
-                self.start(request, body, self._state.now)
+    def refused(self, request: Request, worker: Worker, body: bytes, unknown: str = "") -> None:
+        """Handles a controller worker's refusal of a START.
 
-    def unknown(self, request: Request, worker: Worker, body: bytes, message: str) -> None:
-        """Handles the START of a request whose controller the worker does not know.
+        If ``unknown`` is empty, the worker has no room, because other brokers use it too. Another
+        worker receives the START, or the START waits.
 
-        After a restart of the broker, a worker for modules may have received the START before the
-        worker that serves the controller has registered. While that worker may still register, the
-        START waits for it. Otherwise the request ends with the error ``message``.
+        Otherwise the worker does not know the controller, and ``unknown`` is its error. After a
+        restart of the broker, a worker for modules may receive the START before the worker that
+        serves the controller has registered. While that worker may still register, the START waits
+        for it. Otherwise the request ends with the error.
         """
-        self._out.to_worker(worker, b"END", End(requests=[request.id]))
+        if unknown:
+            # Unlike a worker without room, this worker has begun the request.
+            self._out.to_worker(worker, b"END", End(requests=[request.id]))
         if request.steered_by is not worker or not request.steered.started:
             return
         self._release(request)
@@ -207,12 +204,13 @@ class Controllers:
         steered.started = False
         if not request.open or request.worker is None:
             return
-        error = _unknown(message)
-        if not self._may_register(error):
-            self._refuse(request, error)
-            return
-        steered.awaited, steered.unknown, steered.served_as = True, message, request.controller
-        self._waiting.add(request, body, self._state.now, request.controller)
+        if not unknown:
+            self.start(request, body, self._state.now)
+        elif self._may_register(_unknown(unknown)):
+            steered.awaited, steered.unknown, steered.served_as = True, unknown, request.controller
+            self._waiting.add(request, body, self._state.now, request.controller)
+        else:
+            self._refuse(request, _unknown(unknown))
 
     def _is_held(self, request: Request) -> bool:
         """Whether the START of a request waits for something other than a place.

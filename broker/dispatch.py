@@ -324,16 +324,13 @@ class Dispatcher:
         not know the controller of a START."""
         refused: Refused = decode_as(Refused, frames[2], "msgpack")
         request = self._state.requests.get(decode_header(frames[1]).request)
-        if refused.unknown:
-            if request is not None and len(frames) >= 4:
-                self._controllers.unknown(request, worker, frames[3], refused.unknown)
-            return
-        worker.elsewhere = refused.elsewhere
-        self._pools.note(worker)
+        if not refused.unknown:
+            worker.elsewhere = refused.elsewhere
+            self._pools.note(worker)
         if request is None or len(frames) < 4:
             return
         if refused.type == "START":
-            self._controllers.refused(request, worker, frames[3])
+            self._controllers.refused(request, worker, frames[3], refused.unknown)
         else:
             self._refused_by(request, worker, frames[3:])
 
