@@ -46,7 +46,6 @@ class FirstRounds:
         pending: PendingResult,
         group: SequenceGroup,
         start: Start,
-        tenant: str,
         vocabulary: TokenizerVocabulary | None,
         error: str,
         refuse: Callable[[str], None],
@@ -54,14 +53,13 @@ class FirstRounds:
         """Begins a request, whose results go to ``pending``. ``error``: the reason why the request
         has no vocabulary. ``refuse`` is called with a message, and the request has no results, if
         its controller is unknown."""
-        steps = self._steps(group, start, tenant, vocabulary, error, refuse)
-        self._starts.submit([partial(self._run, pending, group, steps)], tenant=tenant)
+        steps = self._steps(group, start, vocabulary, error, refuse)
+        self._starts.submit([partial(self._run, pending, group, steps)], tenant=group.tenant)
 
     def _steps(
         self,
         group: SequenceGroup,
         start: Start,
-        tenant: str,
         vocabulary: TokenizerVocabulary | None,
         error: str,
         refuse: Callable[[str], None],
@@ -72,7 +70,7 @@ class FirstRounds:
             if vocabulary is None:
                 raise RequestError(Code.UNSUPPORTED, error, path="$.controller")
             try:
-                program: Program = self._programs.get(tenant, start.controller, group.owner)
+                program: Program = self._programs.get(group.tenant, start.controller, group.owner)
             except RequestError as failed:
                 if failed.code != Code.UNKNOWN_CONTROLLER:
                     raise
@@ -80,7 +78,7 @@ class FirstRounds:
                 return []
             if start.healed is not None:
                 program = HealingProgram(program, start.healed)
-            group.meter = self._meters.of(start.controller, tenant)
+            group.meter = self._meters.of(start.controller, group.tenant)
             if not start.replay:
                 with group.meter.measured():
                     return group.begin(program, vocabulary, start.prompt, start.n)

@@ -400,7 +400,7 @@ class ControllerWorker:
 
         def ready(vocabulary: TokenizerVocabulary | None, error: str) -> None:
             pending = self._new_result(group.gpu, 1)
-            self._first_rounds.submit(pending, group, start, tenant, vocabulary, error, refuse)
+            self._first_rounds.submit(pending, group, start, vocabulary, error, refuse)
 
         def refuse(unknown: str) -> None:
             self._bus.post(refused_frames(message, unknown=unknown), link)
