@@ -77,7 +77,7 @@ def load(guest: Guest, block: int, text: bytes, limit_s: float) -> None:
 class ScriptGuest(NativeController):
     """The guest of one sequence. Each call of a script may take the CPU time of a whole round."""
 
-    _names = ("the script",) * 4
+    _shown_as = "the script"
 
     def _limit(self, own_s: float) -> float:
         return max(own_s, self._host.limits.round_s)

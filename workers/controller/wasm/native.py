@@ -107,8 +107,8 @@ class NativeState:
 class NativeController:
     """The controller of one sequence."""
 
-    _names: tuple[str, ...] = ("init_prompt", "pre_process", "mid_process", "post_process")
-    """The names of the four calls in errors of the guest."""
+    _shown_as = ""
+    """What errors of the guest name instead of the call; empty if they name the call."""
 
     def __init__(self, guest: Guest, host: Host, block: int, why_no_fork: str | None) -> None:
         guest.check(block, 64)
@@ -140,7 +140,7 @@ class NativeController:
         self._put(prompt, self._host.limits.init_s, arg)
         self._block[_ARG] = len(arg)
         init = guest.function("tokenbus_init_prompt")
-        guest.call(init, self._host.limits.init_s, self._names[0])
+        guest.call(init, self._host.limits.init_s, self._shown_as or "init_prompt")
         self._block[_ARG] = 0
         state = self._state
         state.query, state.next_query = state.next_query, None
@@ -151,7 +151,7 @@ class NativeController:
         block = self._block
         block[_COUNT] = 0
         limit_s = self._limit(self._host.limits.pre_s)
-        action = self._guest.call(self._pre, limit_s, self._names[1])
+        action = self._guest.call(self._pre, limit_s, self._shown_as or "pre_process")
         if action == 1:
             return CONTINUE
         if action == 0:
@@ -176,7 +176,7 @@ class NativeController:
         else:
             self._put(fork_group, self._host.limits.mid_s)
         limit_s = self._limit(self._host.limits.mid_s)
-        action = self._guest.call(self._mid, limit_s, self._names[2])
+        action = self._guest.call(self._mid, limit_s, self._shown_as or "mid_process")
         self._guest.count()
         if action == 1:
             answer = self._sampling(mask)
@@ -199,7 +199,7 @@ class NativeController:
             self._put(tokens, self._host.limits.post_s)
         block[_BACKTRACK] = backtrack
         limit_s = self._limit(self._host.limits.post_s)
-        action = self._guest.call(self._post, limit_s, self._names[3])
+        action = self._guest.call(self._post, limit_s, self._shown_as or "post_process")
         if backtrack:
             block[_BACKTRACK] = 0
         if action == 1:
