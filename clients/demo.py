@@ -27,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..protocol.errors import TokenbusError
+from ..protocol.python_command import python_command
 from . import AsyncClient, AsyncStream, Client
 
 START_S = 300.0
@@ -103,7 +104,7 @@ def _system(console: Console) -> Iterator[str]:
     folder = Path(tempfile.mkdtemp(prefix="tokenbus-demo-"))
     front = f"tcp://127.0.0.1:{_free_port(FRONT_PORTS)}"
     http = f"127.0.0.1:{_free_port(HTTP_PORTS)}"
-    command = [sys.executable, "-P", "-m", "tokenbus.clients.cli", "up"]
+    command = python_command("tokenbus.clients.cli", "up")
     own = ["--front", front, "--http", http, "--run-dir", str(folder / "run")]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
     output = folder / "output"

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from ...protocol.messages import StoredModule
+from ...protocol.python_command import python_command
 from ...protocol.settings import Settings, environment
 from .controller_run import DEFAULT_PROMPT, try_controller
 from .exits import OK
@@ -206,7 +207,7 @@ def _serve(args: argparse.Namespace, settings: Settings) -> int:
     code."""
     if importlib.util.find_spec("wasmtime") is None:
         raise FileFault("wasmtime is not installed; use pip install 'tokenbus[controller]'")
-    command = [sys.executable, "-P", "-m", "tokenbus.workers.controller", *args.programs]
+    command = python_command("tokenbus.workers.controller", *args.programs)
     wait_notice(settings)
     # With the same hash seed, sets of strings have the same order in all workers. A controller then
     # behaves the same after its stream has moved to another worker.

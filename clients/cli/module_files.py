@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from ...protocol.python_command import python_command
 from ...protocol.scripts import LANGUAGES, language_of, marked_script
 from . import type_eraser
 from .type_eraser import TypeScriptFault, erase_types
@@ -95,7 +96,7 @@ def _compiled(source: Path) -> bytes:
     with tempfile.TemporaryDirectory(prefix="tokenbus-c-") as folder:
         out = Path(folder) / "out.wasm"
         flags = [*C_FLAGS.split(), *WARNINGS.split(), *include]
-        command = [sys.executable, "-m", "ziglang", "cc", *flags, str(source), "-o", str(out)]
+        command = python_command("ziglang", "cc", *flags, str(source), "-o", str(out))
         # The compiler does not repeat the warnings of a cached result, so the cache is new.
         fresh = os.environ | {"ZIG_LOCAL_CACHE_DIR": f"{folder}/cache"}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=fresh)

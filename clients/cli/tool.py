@@ -7,6 +7,7 @@ import os
 import sys
 from typing import Any
 
+from ...protocol.python_command import python_command
 from ...protocol.settings import Settings, environment
 from .controller import wait_notice
 from .module_files import FileFault
@@ -47,6 +48,6 @@ def _serve(args: argparse.Namespace, settings: Settings) -> int:
     if (args.module is None) == (args.mcp is None):
         raise FileFault("give a file or a module with functions, or --mcp COMMAND")
     served = [args.module] if args.module is not None else ["--mcp", args.mcp]
-    command = [sys.executable, "-P", "-m", "tokenbus.workers.tool", *served]
+    command = python_command("tokenbus.workers.tool", *served)
     wait_notice(settings)
     os.execve(sys.executable, command, os.environ | environment(settings))

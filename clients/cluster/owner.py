@@ -9,12 +9,13 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from ...protocol.python_command import python_command
 
 RESTART_S = (0.5, 15.0)
 """The shortest and the longest pause before an ended process is restarted, in seconds. If a process
@@ -114,7 +115,7 @@ class Owner:
     def _run_once(self) -> int:
         """Runs a process to its end; returns its exit code."""
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", self._module],
+            python_command(self._module),
             env=self._environment,
             stdin=subprocess.DEVNULL,
             preexec_fn=_die_with_parent,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from ...protocol.errors import Code
+from ...protocol.python_command import python_command
 from .conversation.constraints import KeywordState
 from .errors import ApiError, invalid_field
 from .models import ServedModel
@@ -255,9 +255,7 @@ class RenderingProcess:
 async def _start() -> Process:
     # The process has its own session, so that Ctrl-C in the terminal reaches only the gateway.
     return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tokenbus.clients.gateway.template_process",
+        *python_command("tokenbus.clients.gateway.template_process"),
         stdin=PIPE,
         stdout=PIPE,
         stderr=DEVNULL,

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from supervisor.xmlrpc import SupervisorTransport
 
+from ...protocol.python_command import python_command
 from ...protocol.settings import Settings, environment
 from .conf import configuration
 from .faults import SystemFault
@@ -181,14 +182,7 @@ class Supervisor:
         self._read = log.stat().st_size if log.exists() else 0
         with self.run_dir.supervisor_errors.open("wb") as errors:
             self._child = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "supervisor.supervisord",
-                    "-c",
-                    str(self.run_dir.conf),
-                ],
+                python_command("supervisor.supervisord", "-c", str(self.run_dir.conf)),
                 env=self.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

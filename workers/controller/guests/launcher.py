@@ -7,7 +7,6 @@ import os
 import pickle
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from ....protocol.errors import Code, RequestError, UnavailableError
+from ....protocol.python_command import python_command
 from ..host import Vocabulary
 from .setup import Setup
 
@@ -78,14 +78,7 @@ class Launcher:
         descriptor = str(theirs.fileno())
         with theirs:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    _ZYGOTE,
-                    descriptor,
-                    msgspec.json.encode(setup).decode(),
-                ],
+                python_command(_ZYGOTE, descriptor, msgspec.json.encode(setup).decode()),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=own,

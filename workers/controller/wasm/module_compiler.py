@@ -25,6 +25,7 @@ import msgspec
 import wasmtime
 
 from ....protocol.errors import Code, ControllerError, RequestError, ServiceError
+from ....protocol.python_command import python_command
 from ..limits import Limits
 from ..scripts.engines import booted, boots
 from ..scripts.modules import script_module
@@ -101,7 +102,7 @@ def _run_apart(kind: str, given: bytes, limits: Limits) -> bytes:
     """Runs this file as a process, and returns the output of the process. Raises RequestError if
     the process refuses its input, and WasmError if the process exceeds the bounds above."""
     encoded = msgspec.json.encode(limits).decode()
-    command = [sys.executable, "-P", "-m", __name__, encoded, str(CPU_S), kind]
+    command = python_command(__name__, encoded, str(CPU_S), kind)
     try:
         done = subprocess.run(
             command, input=given, capture_output=True, timeout=WALL_S, check=False

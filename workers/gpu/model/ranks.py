@@ -12,7 +12,6 @@ import logging
 import os
 import struct
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +22,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from ....protocol.python_command import python_command
 from ..engine.packing import Packed, decode_array, encode_array
 from .kv_cache import Layout
 
@@ -92,7 +92,7 @@ class Ranks:
         meeting = os.memfd_create("tokenbus-ranks")
         for rank in range(1, size):
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tokenbus.workers.gpu.follower"],
+                python_command("tokenbus.workers.gpu.follower"),
                 env=os.environ | rendezvous(rank, size, meeting),
                 stdin=subprocess.PIPE,
                 bufsize=0,

@@ -13,13 +13,13 @@ from __future__ import annotations
 import selectors
 import signal
 import subprocess
-import sys
 import threading
 from contextlib import suppress
 
 import msgspec
 
 from .....protocol.errors import Code, ServiceError, UnavailableError
+from .....protocol.python_command import python_command
 from ...pool import tenant_of_thread, waiting
 from . import bounds
 from .bounds import TOO_DEEP, Bounds, RefusedGrammar
@@ -140,7 +140,7 @@ class Processes:
     def _spawn(self) -> subprocess.Popen[bytes]:
         program = __name__.rpartition(".")[0] + ".process"
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", program, str(self.limits.memory_bytes)],
+            python_command(program, str(self.limits.memory_bytes)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -17,6 +17,7 @@ import msgspec
 
 from .....grammars.yacc import GrammarError, compile_grammar
 from .....protocol.errors import Code, ServiceError, UnavailableError
+from .....protocol.python_command import python_command
 from ..compiling.turns import Turns
 
 AT_ONCE = 2
@@ -62,7 +63,7 @@ def compile_apart(text: str, tenant: str) -> bytes:
         )
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", __name__],
+            python_command(__name__),
             input=text.encode(),
             capture_output=True,
             timeout=WALL_S,
