@@ -25,8 +25,14 @@ def weather(city: str, days: int) -> list[str]:
 def vowels(text: str) -> float:
     return min(1.0, sum(map(text.count, "aeiou")) / 60)
 
-def short(text: str) -> str | None:
-    return None if text.count("Lesson") else "too short"
+attempts = []
+
+def third(text: str) -> str | None:
+    attempts.append(text)
+    return None if len(attempts) == 3 else "too short"
+
+def never(text: str) -> str:
+    return "too short"
 
 def ordered(begin: str, end: str) -> list[str]:
     return [] if begin < end else ["begin", "end"]
@@ -69,16 +75,22 @@ def run(client: Client, name: str, arg: dict[str, Any], **options: Any) -> list[
 
 def test_react_calls_tools_and_answers(client: Client) -> None:
     tools = {"weather": {"city": {"type": "string"}, "days": {"type": "integer"}}}
-    [sequence] = run(client, "react", {"tools": tools, "turns": 3, "tokens": 40})
-    lines = sequence.text.splitlines()
-    assert lines[0].startswith("Thought: ")
-    for place, line in enumerate(lines):
-        if line.startswith("Action: weather "):
-            arguments = json.loads(line.removeprefix("Action: weather "))
-            seen = json.loads(lines[place + 1].removeprefix("Observation: "))
-            days = arguments["days"]
-            assert seen == [f"rain in {arguments['city']}"] * min(days, 2)
-    assert any(line.startswith("Action: answer ") for line in lines)
+    calls = 0
+    # A seed may choose the answer at once. Twenty of them almost certainly do not.
+    for seed in range(20):
+        [sequence] = run(client, "react", {"tools": tools, "turns": 3, "tokens": 40}, seed=seed)
+        lines = sequence.text.splitlines()
+        assert lines[0].startswith("Thought: ")
+        assert any(line.startswith("Action: answer ") for line in lines)
+        for place, line in enumerate(lines):
+            if line.startswith("Action: weather "):
+                calls += 1
+                given = json.loads(line.removeprefix("Action: weather "))
+                seen = json.loads(lines[place + 1].removeprefix("Observation: "))
+                assert seen == [f"rain in {given['city']}"] * min(given["days"], 2)
+        if calls:
+            return
+    raise AssertionError("no program called the tool")
 
 
 def test_the_most_frequent_answer_wins(client: Client) -> None:
@@ -90,7 +102,6 @@ def test_the_most_frequent_answer_wins(client: Client) -> None:
     assert all(sequence.text[:-1].endswith(cue) for sequence in sequences)
     assert winner == best
     assert others[best] in (int(said), int(said) - 1)
-    assert int(said) >= 3
 
 
 def test_a_tree_keeps_the_best_thoughts_of_each_level(client: Client) -> None:
@@ -111,11 +122,17 @@ def test_a_tree_search_ends_with_the_best_text(client: Client) -> None:
     assert rating > 0
 
 
-@pytest.mark.parametrize("tries", [1, 2])
-def test_only_the_last_attempt_stays(client: Client, tries: int) -> None:
-    [sequence] = run(client, "reflexion", {"verifier": "short", "tries": tries, "tokens": 20})
+@pytest.mark.parametrize(
+    ("verifier", "log"),
+    [
+        ("third", "3 attempts; the last one is right\n"),
+        ("never", "4 attempts; the last one is wrong: too short\n"),
+    ],
+)
+def test_only_the_last_attempt_stays(client: Client, verifier: str, log: str) -> None:
+    [sequence] = run(client, "reflexion", {"verifier": verifier, "tries": 4, "tokens": 20})
     assert "Lesson: " not in sequence.text
-    assert sequence.logs.startswith(f"{tries} attempts; ")
+    assert sequence.logs == log
 
 
 def test_only_wrong_fields_are_generated_again(client: Client) -> None:
