@@ -274,7 +274,7 @@ class Peer(Protocol):
         """
 
     def wait_s(self, now: float) -> float:
-        """Seconds after which ``outgoing`` is called again if there is no wake-up before."""
+        """Seconds after which ``outgoing`` is called again, unless a wake-up comes earlier."""
 
     def lost(self, now: float) -> bool:
         """Whether the broker was silent for so long that a new socket is needed."""

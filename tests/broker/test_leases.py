@@ -46,7 +46,7 @@ class Worker:
             self.bench.sent += self.bench.broker.on_worker(peer_of("w"), frames, self.bench.now)
 
     def receive(self) -> None:
-        """Delivers messages in both directions until there are no more."""
+        """Delivers messages in both directions until none is left."""
         bench = self.bench
         while mine := [m for m in bench.sent if m.side is Side.BACK and m.peer == peer_of("w")]:
             bench.sent = [m for m in bench.sent if m not in mine]
@@ -58,7 +58,7 @@ class Worker:
         self.send(answers)
         if frames[0] == b"REGISTERED":
             answer: Registered = decode_as(Registered, frames[2], "msgpack")
-            # The same steps as in ``Link.kept`` and ``GpuWorker._registered``.
+            # ``Link.kept`` and ``GpuWorker._registered`` have these steps, too.
             kept = None if answer.worker == self.granted else self.lease.kept(answer)
             self.granted = answer.worker
             for request in list(self.requests):

@@ -235,7 +235,7 @@ def test_a_worker_that_is_lost_again_leaves_what_waits_for_it_as_any_other(bench
 
 @pytest.mark.parametrize("others", [[], ["regex"]])
 def test_a_controller_waits_for_its_worker(bench: Bench, others: list[str]) -> None:
-    """There is no controller worker, or only one that serves other controllers."""
+    """Either no controller worker runs, or one that serves other controllers."""
     bench.worker("gpu")
     if others:
         controller_worker(bench, "other", *others)

@@ -56,7 +56,7 @@ async def filled(model: ServedModel, prompt: Prompt, suffix: str) -> list[int]:
 
 
 def form_of(model: ServedModel) -> Form | None:
-    """The form whose tokens the tokenizer has; None if there is no such form."""
+    """Finds the form whose tokens are in the tokenizer. Returns None if no form matches."""
     has = model.tokenizer.token_to_id
     for form in FORMS:
         if all(has(name) is not None for name in form[:3] if name):

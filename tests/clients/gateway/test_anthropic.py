@@ -25,7 +25,7 @@ pytestmark = pytest.mark.process
 MODEL = "embedded"
 HELLO: list[Any] = [{"role": "user", "content": "Add two numbers."}]
 GREEDY = {"temperature": 0}
-"""A field of the interface that is no longer a parameter of the package's method."""
+"""The interface has this field, but the package's method does not have the parameter."""
 WEATHER: Any = {
     "name": "get_weather",
     "description": "The weather of a city.",

@@ -206,7 +206,7 @@ def test_a_key_is_one_user_s_and_for_one_body(served: tuple[Bus, SteppedWorker])
         assert refused.status == 409
         assert json.loads(refused.read())["error"]["code"] == "idempotency_key_reused"
         other.close()
-    # The same key of another user leads to another request with another seed.
+    # Another user's request with this key is a separate request with another seed.
     stranger = post(gateway, "/v1/completions", "d", address="127.0.0.2", stream=True)
     own = worker.begun()
     assert own.request != running.request

@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def renewed(folder: str) -> LoadedModel:
-    """The same model, loaded with the weights of ``folder``."""
+    """Loads the model with the weights of ``folder``."""
     return started_with(folder)
 
 

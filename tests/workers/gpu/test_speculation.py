@@ -196,7 +196,7 @@ def test_a_session_drafts_from_its_earlier_requests_and_no_others(embedded: Load
         drafted.append(accepted(engine) - before)
     for expected, outputs in found:
         check_same(expected, outputs)
-    # The same session has seen the same text, so nearly all of it is drafted.
+    # The session has seen this text, so nearly all tokens are drafted.
     assert drafted[1] > NEW - 8
     assert drafted[2] == drafted[0] < drafted[1]
 

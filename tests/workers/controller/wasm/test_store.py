@@ -61,7 +61,7 @@ def modules(tmp_path: Path, engine: wasmtime.Engine) -> ModuleStore:
 
 
 def another(modules: ModuleStore, engine: wasmtime.Engine) -> ModuleStore:
-    """The same store, as another worker opens it."""
+    """Opens the store as another worker does."""
     return ModuleStore(modules._folder, LIMITS, engine)
 
 
