@@ -108,7 +108,7 @@ class NativeController:
     """The controller of one sequence."""
 
     _shown_as = ""
-    """What errors of the guest name instead of the call; empty if they name the call."""
+    """The name that errors of the guest have instead of the call's name, if it is not empty."""
 
     def __init__(self, guest: Guest, host: Host, block: int, why_no_fork: str | None) -> None:
         guest.check(block, 64)
