@@ -141,7 +141,9 @@ def test_every_process_is_replaced_while_streams_run_and_none_fails(start: Start
         assert len(after) == 4
         assert not before & after
     assert system.end() == 0
-    assert "it will be restarted" not in system.output
+    # Each process ended by itself, with code 0. supervisord may show that it "exited early".
+    assert "killed by" not in system.output
+    assert "exited with code" not in system.output
 
 
 def test_rolling_finds_the_addresses_of_the_system_that_runs(start: Start, folder: Path) -> None:
