@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenbus.clients import Client
+from tokenbus.clients import Client, ControllerError
 from tokenbus.clients.results import GeneratedSequence
 from tokenbus.protocol.scripts import marked_script
 
@@ -142,3 +142,18 @@ def test_only_wrong_fields_are_generated_again(client: Client) -> None:
     begin, end = re.fullmatch(r"begin: (\d\d)\nend: (\d\d)\n", sequence.text).groups()  # type: ignore[union-attr]
     assert begin < end
     assert sequence.logs.endswith(" checks; wrong: []\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [
+        ("react", "tools"),
+        ("reflexion", "verifier"),
+        ("repair", "fields and validator"),
+        ("self_consistency", "answer"),
+        ("tree_search", "verifier"),
+    ],
+)
+def test_a_missing_argument_is_named(client: Client, name: str, needs: str) -> None:
+    with pytest.raises(ControllerError, match=f"ValueError: the argument needs {needs}, "):
+        run(client, name, {})

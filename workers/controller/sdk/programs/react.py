@@ -1,6 +1,6 @@
 """ReAct: the model thinks, calls tools, and answers (Yao et al. 2022, arXiv:2210.03629).
 
-    tokenbus controller run react.py --prompt $'Question: Is it wet in Oslo?\n' \
+    tokenbus controller run react.py --max-tokens 500 --prompt $'Question: Is it wet in Oslo?\n' \
         --arg '{"tools": {"weather": {"city": {"type": "string"}}}}'
 
 The argument is a JSON object:
@@ -16,6 +16,8 @@ from tokenbus.workers.controller.python import Context, ControllerError
 
 
 async def main(ctx: Context) -> None:
+    if not isinstance(ctx.arg, dict) or "tools" not in ctx.arg:
+        raise ValueError("the argument needs tools, with the schemas of their parameters")
     tools, tokens = ctx.arg["tools"], ctx.arg.get("tokens", 60)
     actions = list(tools)
     actions.append("answer")

@@ -1,7 +1,8 @@
 """Reflexion: after each attempt that fails, the model writes a lesson for the next one (Shinn et
 al. 2023, arXiv:2303.11366).
 
-    tokenbus controller run reflexion.py --prompt $'# A haiku:\n' --arg '{"verifier": "is_haiku"}'
+    tokenbus controller run reflexion.py --max-tokens 1000 --prompt $'# A haiku:\n' \
+        --arg '{"verifier": "is_haiku"}'
 
 The argument is a JSON object:
 
@@ -16,6 +17,8 @@ from tokenbus.workers.controller.python import Context
 
 
 async def main(ctx: Context) -> None:
+    if not isinstance(ctx.arg, dict) or "verifier" not in ctx.arg:
+        raise ValueError("the argument needs verifier, the name of a tool")
     tries, start, lessons = ctx.arg.get("tries", 3), ctx.label(), ""
     for attempt in range(tries):
         await ctx.fixed(lessons, following=start)

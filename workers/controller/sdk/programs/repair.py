@@ -1,6 +1,7 @@
 """Repair in place: only the fields that a validator rejects are generated again.
 
-    tokenbus controller run repair.py --temperature 0.8 --prompt $'A trip to Oslo\n' \
+    tokenbus controller run repair.py --max-tokens 500 --temperature 0.8 \
+        --prompt $'A trip to Oslo\n' \
         --arg '{"fields": {"from": "[0-3][0-9] May", "to": "[0-3][0-9] May"}, "validator": "trip"}'
 
 The argument is a JSON object:
@@ -17,6 +18,8 @@ from tokenbus.workers.controller.python import Context, Label
 
 
 async def main(ctx: Context) -> None:
+    if not isinstance(ctx.arg, dict) or not {"fields", "validator"} <= set(ctx.arg):
+        raise ValueError("the argument needs fields and validator, the name of a tool")
     fields = ctx.arg["fields"]
     names, wrong = list(fields), list(fields)
     labels: dict[str, Label] = {}

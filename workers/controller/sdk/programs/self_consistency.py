@@ -1,8 +1,8 @@
 """Self-consistency: several sequences think, and the most frequent answer wins (Wang et al. 2022,
 arXiv:2203.11171).
 
-    tokenbus controller run self_consistency.py --temperature 0.8 --prompt 'What is 6 times 7? ' \
-        --arg '{"n": 5, "answer": "[0-9]+"}'
+    tokenbus controller run self_consistency.py --max-tokens 200 --temperature 0.8 \
+        --prompt 'What is 6 times 7? ' --arg '{"n": 5, "answer": "[0-9]+"}'
 
 The argument is a JSON object:
 
@@ -18,6 +18,8 @@ from tokenbus.workers.controller.python import Context
 
 
 async def main(ctx: Context) -> None:
+    if not isinstance(ctx.arg, dict) or "answer" not in ctx.arg:
+        raise ValueError("the argument needs answer, a regular expression")
     n = ctx.arg.get("n", 5)
     me = await ctx.fork(n)
     await ctx.gen(max_tokens=ctx.arg.get("tokens", 60))

@@ -1,7 +1,8 @@
 """Tree of thoughts: a search that keeps the best thoughts of each level (Yao et al. 2023,
 arXiv:2305.10601).
 
-    tokenbus controller run tree_of_thoughts.py --temperature 0.8 --prompt $'A plan for a party:\n'
+    tokenbus controller run tree_of_thoughts.py --max-tokens 500 --temperature 0.8 \
+        --prompt $'A plan for a party:\n'
 
 The argument is a JSON object, or empty:
 

@@ -1,8 +1,8 @@
 """Monte Carlo tree search: a verifier rates texts, and the search expands the promising ones
 (Kocsis and Szepesvári 2006).
 
-    tokenbus controller run tree_search.py --temperature 0.8 --prompt 'def fib(n):' \
-        --arg '{"verifier": "passes"}'
+    tokenbus controller run tree_search.py --max-tokens 2000 --temperature 0.8 \
+        --prompt 'def fib(n):' --arg '{"verifier": "passes"}'
 
 The argument is a JSON object:
 
@@ -39,6 +39,8 @@ class Line:
 
 
 async def main(ctx: Context) -> None:
+    if not isinstance(ctx.arg, dict) or "verifier" not in ctx.arg:
+        raise ValueError("the argument needs verifier, the name of a tool")
     width, depth = ctx.arg.get("width", 3), ctx.arg.get("depth", 4)
     start, root = ctx.label(), Line()
     best, best_rating = root, -1.0
