@@ -30,6 +30,7 @@ from ..protocol.errors import Code, RequestError, TokenbusError
 from ..protocol.frames import Frames
 from ..protocol.keys import OwnKey
 from ..protocol.packing import pack, unpack
+from .greeting import mechanism_of
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +71,9 @@ _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _EVENT = struct.Struct("=hi")
 """The first frame of a socket monitor's message: event and value (zmq_socket_monitor)."""
 CLOSED_OFTEN = 3
-"""If a broker closes this number of connections in a row during the handshake, without a reason,
-the key counts as refused. A broker that is being stopped closes one or two connections like
-this."""
+"""If a broker with keys closes this number of connections in a row during the handshake, without a
+reason, the client's key file expects another broker. A broker that is being stopped closes one or
+two connections like this."""
 
 
 class AddressError(ValueError):
@@ -213,13 +214,19 @@ class _Events:
     def _refusal(self, event: int, value: int) -> str | None:
         """The message for a failed handshake; None if the failure may be temporary.
 
-        If only one side uses keys, the broker may close the connection before this side has read
-        the broker's greeting. The failure then has no reason, and may also come from a broker that
-        is being stopped, so ``CLOSED_OFTEN`` failures in a row are needed.
+        If only one side uses keys, the broker usually closes the connection before it has sent its
+        mechanism. The failure then has no reason, so this method asks the broker for its mechanism.
         """
         broker, key = f"the broker at {self._address}", self._key
+        mechanism = None
+        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            mechanism = mechanism_of(self._address)
+        mismatch = (
+            event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+        )
         if key is None:
-            if value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            if not mismatch and mechanism != "CURVE":
                 return None
             return (
                 f"{broker} accepts only connections with a key; if its run directory is on this "
@@ -233,18 +240,20 @@ class _Events:
                 "another role than the address; 'tokenbus keys list' on the broker's machine "
                 "prints the allowed keys"
             )
-        if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+        if mismatch or mechanism == "NULL":
             return (
                 f"{broker} has no keys, but {shown} requires an encrypted connection; connect "
                 "without a key, or make keys on the broker's machine with 'tokenbus keys new'"
             )
+        if mechanism != "CURVE":
+            return None
         self._closed[self._address] += 1
         if self._closed[self._address] < CLOSED_OFTEN:
             return None
         return (
-            f"{broker} closes each connection: it has no keys, or not the key that the file of "
-            f"{shown} expects; the file names {key.broker}, and 'tokenbus keys list' on the "
-            "broker's machine prints the broker's key"
+            f"{broker} closes each connection: it does not have the key that the file of {shown} "
+            f"expects; the file names {key.broker}, and 'tokenbus keys list' on the broker's "
+            "machine prints the broker's key"
         )
 
 
@@ -517,6 +526,14 @@ class Dealer:
         with self._turn:
             self._peer.connected(time.monotonic())
         while True:
+            # A refusal is reported before the peer checks its deadlines. Otherwise the peer of a
+            # busy machine could report a timeout instead.
+            try:
+                events.check()
+            except GoneError:
+                with self._turn:
+                    self._take_rest(socket)
+                raise
             try:
                 with self._turn:
                     wait_s = self._take_turn(socket)
@@ -527,12 +544,6 @@ class Dealer:
                 raise
             if wait_s is None:
                 return
-            try:
-                events.check()
-            except GoneError:
-                with self._turn:
-                    self._take_rest(socket)
-                raise
             if wait_s and any(fd == self._wake_r for fd, _ in poller.poll(1000 * wait_s)):
                 self._clear_wake()
 
