@@ -74,7 +74,7 @@ def absence_lines(status: Status) -> list[str]:
 def isolation_lines(status: Status) -> list[str]:
     """Lines about the layers of isolation that the guests of each controller worker lack."""
     return [
-        f"{worker.name}: guests run without {', '.join(worker.missing_layers)}"
+        f"{worker.name}: guests lack {'; '.join(worker.missing_layers)}"
         for worker in status.workers
         if worker.missing_layers
     ]

@@ -56,7 +56,7 @@ def test_the_status_names_the_missing_layers(system: System) -> None:
     [worker] = [each for each in status.workers if each.role == "controller"]
     assert "a user of their own (guest_user is not set)" in worker.missing_layers
     [line] = isolation_lines(status)
-    assert line == f"{worker.name}: guests run without {', '.join(worker.missing_layers)}"
+    assert line == f"{worker.name}: guests lack {'; '.join(worker.missing_layers)}"
 
 
 def test_guest_processes_end_with_their_worker(system: System) -> None:
