@@ -2,18 +2,22 @@
 
 The attacks are those of ``tests/hostile``: hostile modules, hostile arguments, and guest processes
 that an attacker controls. Another tenant's streams, the *calm streams*, run all the time in the
-same workers. For each attack, the largest time between two calm tokens is compared with the largest
-time in a period of equal length without an attack. ``calm_throughput`` compares the numbers of calm
-tokens in these periods. ``client_import_ratio`` is the ratio of the client's import time to the
-import time of its two required libraries.
+same workers. An attack is compared with a period of equal length in which the attacker's client
+uploads a harmless module and uses it in the same number of ordinary requests: a tenant may use its
+share of the cores and of the model. ``calm_gap_ms`` compares the largest times between two calm
+tokens, and ``calm_throughput`` the numbers of calm tokens. ``calm_throughput_vs_alone`` compares
+with periods in which the attacker's client does nothing. ``client_import_ratio`` is the ratio of
+the client's import time to the import time of its two required libraries.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -22,17 +26,22 @@ from _report import arguments, report
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.hostile.attack import Attack
+from tests.hostile.attack import Attack, Expected
 from tests.hostile.attacks import ATTACKS
 from tests.hostile.world import HostileWorld, hostile_world
+from tests.workers.controller.wasm.hostile.guests import guest
 
 SETTLED_S = 0.2
 """Time after an attack that still counts as part of the attack, in seconds."""
 MIN_PERIOD_S, MAX_PERIOD_S = 0.5, 3.0
 """Bounds of a period without an attack, in seconds."""
+ALONE_S = 10.0
+"""Seconds without any request of the attacker's client, before and after all attacks."""
+ORDINARY = Attack("ordinary", "", Expected(), guest)
 NOTES = {
     "calm_gap_ms": "how much an attack lengthens the longest gap between calm tokens: at most 50",
-    "calm_throughput": "ratio of calm tokens per second with and without attacks: at least 0.97",
+    "calm_throughput": "calm tokens per second, attacks / ordinary requests: at least 0.97",
+    "calm_throughput_vs_alone": "calm tokens per second, attacks / no other requests",
     "nothing_else_dies": "whether all other processes and streams survive all attacks: 1",
     "wrong_outcomes": "attacks with another outcome than expected: 0",
     "hostile_step_ratio": "ratio of the longest gaps between calm tokens, with and without attack",
@@ -62,6 +71,17 @@ class Measured(NamedTuple):
         return max(0.0, self.attacked.largest_gap_s - self.usual.largest_gap_s) * 1000
 
 
+def throughput(measured: list[Measured]) -> float:
+    """The ratio of calm tokens per second with and without the attacks."""
+    attacked, usual = [each.attacked for each in measured], [each.usual for each in measured]
+    return rate(attacked) / rate(usual)
+
+
+def rate(periods: list[Period]) -> float:
+    """Calm tokens per second in all ``periods`` together."""
+    return sum(each.tokens for each in periods) / sum(each.seconds for each in periods)
+
+
 def period(world: HostileWorld, begin_s: float, end_s: float) -> Period:
     """The calm tokens between two times. A gap counts if it overlaps the period."""
     arrivals = world.calm.arrivals
@@ -71,46 +91,67 @@ def period(world: HostileWorld, begin_s: float, end_s: float) -> Period:
 
 
 def measure(world: HostileWorld, attack: Attack, wait_s: float) -> Measured:
-    """Waits without an attack, then makes the attack. ``wait_s``: the attack's usual duration."""
+    """Makes ordinary requests, then the attack. ``wait_s``: the attack's usual duration."""
     module = None if isinstance(attack.source, str) else attack.source()
+    ordinary = replace(ORDINARY, options=attack.options, requests=attack.requests)
+    harmless = new_module()
     del world.calm.arrivals[:]
     world.calm.wait_for_streams()
     begin_s = time.monotonic()
-    time.sleep(min(MAX_PERIOD_S, max(MIN_PERIOD_S, wait_s)))
+    until_s = begin_s + min(MAX_PERIOD_S, max(MIN_PERIOD_S, wait_s))
+    problem = ordinary.expected.problem(world.run(ordinary, harmless))
+    time.sleep(max(0.0, until_s - time.monotonic()))
     middle_s = time.monotonic()
     outcome = world.run(attack, module)
     time.sleep(SETTLED_S)
     end_s = time.monotonic()
     world.calm.wait_for_streams()
-    right = not attack.expected.problem(outcome) and not world.problems()
+    right = not problem and not attack.expected.problem(outcome) and not world.problems()
     return Measured(period(world, begin_s, middle_s), period(world, middle_s, end_s), right)
+
+
+def new_module() -> bytes:
+    """A harmless module that has not been compiled before: it has a random custom section."""
+    section = b"\0" + random.randbytes(8)
+    return guest() + bytes([0, len(section)]) + section
+
+
+def alone(world: HostileWorld) -> Period:
+    """The calm tokens of a period without requests of the attacker's client."""
+    begin_s = time.monotonic()
+    time.sleep(ALONE_S)
+    return period(world, begin_s, time.monotonic())
 
 
 def attacks(world: HostileWorld, runs: int) -> dict[str, float]:
     """The results of all attacks."""
     results: dict[str, float] = {}
+    throughputs: dict[str, float] = {}
     every: list[Measured] = []
     ratios = []
+    undisturbed = [alone(world)]
     for attack in ATTACKS:
         made = [measure(world, attack, MIN_PERIOD_S)]
         while len(made) < runs:
             made.append(measure(world, attack, made[-1].attacked.seconds))
         every += made
         results[f"calm_gap_ms {attack.name}"] = statistics.median(each.gap_ms for each in made)
+        throughputs[f"calm_throughput {attack.name}"] = throughput(made)
         ratios.append(
             statistics.median(
                 each.attacked.largest_gap_s / each.usual.largest_gap_s for each in made
             )
         )
-    with_attacks = sum(m.attacked.tokens for m in every) / sum(m.attacked.seconds for m in every)
-    without = sum(m.usual.tokens for m in every) / sum(m.usual.seconds for m in every)
+    undisturbed.append(alone(world))
     return {
         "calm_gap_ms": max(results.values()),
-        "calm_throughput": with_attacks / without,
+        "calm_throughput": throughput(every),
+        "calm_throughput_vs_alone": rate([each.attacked for each in every]) / rate(undisturbed),
         "nothing_else_dies": float(not world.problems()),
         "wrong_outcomes": float(sum(not each.right for each in every)),
         "hostile_step_ratio": max(ratios),
         **results,
+        **throughputs,
     }
 
 
