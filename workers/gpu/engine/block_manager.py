@@ -1,12 +1,13 @@
 """The blocks of the KV cache: reference counts, sharing between forks, and prefix reuse.
 
-A block stores the keys and values of ``block_size`` consecutive tokens. Each block counts the
-sequences that use it; forks share blocks until one of them writes (copy-on-write). A full block is
-registered under its content, so that a later request with the same prefix can share it. A block
-whose count is 0 stays registered until it is allocated for other content; the least recently used
-block is allocated first. Paging is vLLM's idea (Kwon et al. 2023). A key of this prefix cache is
-not a hash: it consists of the block's tokens and the id of the content before them, so that
-different contents have different keys.
+A block stores the keys and values of ``block_size`` consecutive tokens. The reference count of a
+block is the number of block tables that contain it. Forks share a block until one of them writes to
+it (copy-on-write). A full block is registered under its content, unless another block with this
+content is registered, so that later sequences with the same prefix can share it. A registered block
+whose count is 0 can be shared until it is allocated for other content or the weights change.
+Unregistered blocks are allocated first, then the least recently used registered blocks. Paging is
+vLLM's idea (Kwon et al. 2023). A key of this prefix cache is not a hash: it consists of the block's
+tokens and the id of the content before them, so that different contents have different keys.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ class BlockTable:
 
     blocks: list[int] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
-    """One id for each of the sequence's first blocks that are full and computed. The id stands for
-    all content up to the end of the block."""
+    """The content ids of the sequence's first full blocks, as far as ``match`` and ``commit`` have
+    assigned them. An id stands for all content up to the end of its block."""
     pages: list[bytes] = field(default_factory=list)
     """The keys of the sequence's first pages (``pages.py``), as far as they have been computed."""
     mixed: bool = False
-    """Whether the blocks were computed with several versions of the weights. Such blocks are never
-    registered. ``outdate`` sets this flag. The flag is cleared when all blocks are freed."""
+    """Whether some of the blocks were computed with earlier weights. No block of such a table is
+    registered. ``outdate`` sets this flag. ``truncate`` clears it when the table becomes empty."""
 
 
 class BlockManager:
@@ -72,7 +73,7 @@ class BlockManager:
 
     @property
     def capacity(self) -> int:
-        """Number of tokens that fit into the whole cache: the greatest length of a sequence."""
+        """Number of tokens that fit into the whole cache. A sequence cannot be longer."""
         return (self.num_blocks - 1) * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -90,7 +91,7 @@ class BlockManager:
         return max(1, self.blocks_for(num_tokens + 1) - len(table.blocks))
 
     def match(self, table: BlockTable, tokens: Tokens[int], limit: int) -> int:
-        """Fills an empty ``table`` with the registered blocks of a prefix of ``tokens``.
+        """Fills an empty ``table`` with the registered blocks of the longest prefix of ``tokens``.
 
         Returns the number of matched tokens: a multiple of the block size, at most ``limit``.
         """
@@ -109,14 +110,16 @@ class BlockManager:
     def reserve(self, table: BlockTable, start: int, end: int) -> list[tuple[int, int]] | None:
         """Allocates the blocks that are needed to write the tokens ``[start, end)`` of a sequence.
 
-        A shared block in this range is replaced by a new one. Returns the copies to make before
-        the write, as (from, to). Returns None and changes nothing if too few blocks are available.
+        Each shared block from ``start`` on is replaced by a new block; the registration of the
+        other blocks from ``start`` on ends. Returns the copies to make before the write, as (from,
+        to). Returns None and changes nothing if too few blocks are available.
         """
         size = self.block_size
         first = start // size
         blocks = table.blocks
         if end <= len(blocks) * size and first == len(blocks) - 1 >= len(table.keys):
-            # The usual case of a decode: the last block has room and is not shared.
+            # The usual case of a decode: the last block has room, and is neither shared nor
+            # registered.
             last = blocks[first]
             if self._ref_counts[last] == 1 and last not in self._key_of:
                 return []
@@ -141,7 +144,7 @@ class BlockManager:
 
     def commit(self, table: BlockTable, tokens: Tokens[int], num_computed_tokens: int) -> None:
         """Registers the blocks that the first ``num_computed_tokens`` tokens of a sequence fill, so
-        that later sequences can share them."""
+        that later sequences can share them. Does nothing if the table is ``mixed``."""
         if table.mixed:
             return
         size = self.block_size
@@ -169,7 +172,8 @@ class BlockManager:
         return BlockTable(blocks, keys, pages, table.mixed)
 
     def truncate(self, table: BlockTable, num_tokens: int) -> None:
-        """Frees the blocks past the first ``num_tokens`` tokens."""
+        """Removes the blocks after the first ``num_tokens`` tokens from a table. A removed block is
+        free if no other table contains it."""
         keep = self.blocks_for(num_tokens)
         for block in reversed(table.blocks[keep:]):
             self._release(block)
@@ -180,7 +184,7 @@ class BlockManager:
 
     def outdate(self, tables: Iterable[BlockTable]) -> None:
         """Ends the registration of all blocks, because the weights change. ``tables``: the tables
-        that keep their blocks."""
+        that keep their blocks, and become ``mixed``."""
         for block in list(self._key_of):
             self._forget(block)
         self._free.extend(self._cached)
@@ -226,11 +230,11 @@ class BlockManager:
         return block
 
     def _forget(self, block: int) -> None:
-        """Ends the registration of a block whose content is about to change.
+        """Ends the registration of a block, if it is registered, because its content is about to
+        change or was computed with earlier weights.
 
-        Registered blocks whose content continues this block cannot be matched any more. They stay
-        registered until they are the least recently used blocks and are allocated for other
-        content.
+        Registered blocks whose content continues this block cannot be matched any more, but they
+        stay registered until this method is called for them.
         """
         content = self._key_of.pop(block, None)
         if content is not None:

@@ -1,4 +1,4 @@
-"""A batch of decodes as arrays, which are rebuilt only when a sequence joins, leaves or forks.
+"""A batch of decodes as arrays, which the following steps update instead of building them again.
 
 Most steps compute one more token of each sequence of the previous step. In such a step, sequences
 are not scheduled and packed one by one: each position increases by one, and each sequence whose
@@ -16,8 +16,8 @@ from .packing import Mirrors, Packed, PackedGroup, PackedSpans, ints
 from .scheduler import Chunk
 
 SPARE_COLUMNS = 8
-"""Number of unused columns of a new block table. A row can get this number of blocks before the
-table must be enlarged."""
+"""Number of unused columns of a new ``Decodes._table``, and number of columns by which the table is
+enlarged. The longest row can get this number of blocks before the table is enlarged."""
 
 
 class Decodes:
@@ -25,7 +25,7 @@ class Decodes:
 
     ``chunks``: a chunk of one token for each sequence, in the order of the rows of ``packed``.
     ``changes``: the value of ``Scheduler.changes`` when the batch was scheduled. If the value has
-    changed since, the next step must be scheduled.
+    changed since, the next step must be scheduled again.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Decodes:
         self.changes = changes
         self.sequences = [chunk.sequence for chunk in chunks]
         self.positions = packed.positions
-        """``[num_seqs]``: the position of the token that the last step computed."""
+        """``[num_seqs]``: the position of the token that the last launched forward computes."""
         self._groups = packed.groups
         self._spans = packed.spans is not None
         self._blocks = blocks
@@ -47,9 +47,10 @@ class Decodes:
             row[: len(own)] = own
 
     def advance(self, on_device: bool) -> bool:
-        """Advances each sequence by one token. Returns False if the next step must be scheduled:
-        too few blocks are available, or a sequence reaches its maximum length. ``on_device``: the
-        tokens that the next step computes are still on the device."""
+        """Advances each sequence by one token. ``on_device``: the tokens that the next step
+        computes are still on the device. Returns False, without advancing, if the next step must be
+        scheduled again: too few blocks are available, or a sequence ends with its token on the
+        device."""
         positions = self.positions + 1
         if on_device and (positions >= self._last).any():
             return False
@@ -63,7 +64,8 @@ class Decodes:
         return True
 
     def pack(self, on_device: bool, mirrors: Mirrors | None) -> Packed:
-        """The packed inputs of this step's forward."""
+        """The packed inputs of the forward that computes the tokens at ``positions``.
+        ``on_device``: as in ``advance``."""
         size, positions = self._blocks.block_size, self.positions
         if on_device:
             ids = np.zeros(len(positions), dtype=np.int64)

@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 
 class EncoderEngine(Engine):
-    """The engine of a model without a KV cache. It never has work, and refuses all sequences.
+    """The engine of a model without a KV cache. ``add`` and ``score`` refuse all requests, so the
+    engine never has work.
 
     ``serving.embeddings`` computes the vectors.
     """

@@ -6,9 +6,10 @@ while engine.has_work:
     for output in engine.step():
         print(output.token, output.finish_reason)
 
-A step has two halves: ``begin`` launches the forward, and ``finish`` samples. Between the two, the
-caller can steer the sequences in ``PendingStep.ready`` with ``fork``, ``splice``, ``suspend``,
-``defer`` and ``set_mask``. These methods may also be called at any other time.
+A step has two halves: ``begin`` launches the forward, unless the previous ``finish`` has launched
+it, and ``finish`` samples. Between the two, the caller can steer the sequences in
+``PendingStep.ready`` with ``fork``, ``splice``, ``suspend``, ``defer`` and ``set_mask``. These
+methods may also be called at any other time.
 """
 
 from __future__ import annotations
@@ -64,23 +65,26 @@ class EngineConfig:
     """The configuration of an engine."""
 
     max_num_seqs: int = 256
-    """Maximum number of sequences in one batch."""
+    """Maximum number of sequences of one forward."""
     max_num_batched_tokens: int = 2048
-    """Maximum number of tokens of one forward, decodes and prefill chunks together."""
+    """Maximum number of tokens of one forward: decodes, drafts and prefill chunks together."""
     max_forks: int = 128
-    """Maximum number of sequences of one request, including ended ones."""
+    """Bound on forks: a sequence is not forked if its request would then have had more than this
+    number of sequences, including ended ones."""
     kv_cache_bytes: int | None = None
     """Size of the KV caches of the model and of its draft model together, in bytes. If None, the
     size depends on the free memory, and on a GPU also on ``memory_part``."""
     memory_part: float = 1.0
-    """The fraction of a GPU's memory that the weights, the steps and the KV caches of the model may
-    use; ignored if ``kv_cache_bytes`` is set."""
+    """The weights, the steps and the KV caches of the model may use this fraction of
+    ``memory.DEVICE_PART`` of a GPU's memory. Ignored if ``kv_cache_bytes`` is set."""
     require_fast_attention: bool = False
     """Refuse a model if no attention kernel can read its KV cache blocks in place."""
     compiled: bool = False
-    """Run the model through torch.compile."""
+    """Run the model through torch.compile, if its logits then stay the same
+    (``ForwardOptions``)."""
     overlap: bool = False
-    """Launch the forward of the next step before the tokens of this step are processed."""
+    """Launch the forward of the next step before the tokens of this step are processed. Ignored if
+    the model has several ranks."""
     fixed_threads: bool = False
     """On a CPU, use all of torch's threads for every forward, even if fewer are faster."""
     exact: Literal["auto", "on", "off"] = "auto"
@@ -95,10 +99,10 @@ class EngineConfig:
 class Engine:
     """Continuous batching over one model. Not thread-safe: one thread makes all calls.
 
-    A sequence is identified by (request, seq): the caller's number of the request, and 0 or the
-    number of a fork. A call for a sequence that is not alive raises RequestError, unless the
-    method's docstring says otherwise. A failure of one sequence ends only that sequence, whose last
-    output contains the error.
+    A sequence is identified by (request, seq): the caller's number of the request, and the number
+    of the sequence within the request. A call for a score, or for a sequence that is not alive,
+    raises RequestError, unless the method's docstring says otherwise. A failure of one sequence
+    ends only that sequence, whose last output contains the error.
     """
 
     def __init__(
@@ -110,8 +114,8 @@ class Engine:
     ) -> None:
         """``draft_model``: with ``config.speculation``, a small model that drafts tokens if prompt
         lookup (``ngrams.py``) does not find a draft. Raises ModelLoadError if ``draft_model``
-        cannot draft for this model, or if the model cannot have the fast attention or the exactness
-        that ``config`` requires."""
+        cannot draft for this model, if no KV cache fits into the GPU's memory, or if the model
+        cannot have the fast attention or the exactness that ``config`` requires."""
         config = config or EngineConfig()
         traits = traits_of(loaded.device)
         if traits.host_memory:
@@ -201,17 +205,18 @@ class Engine:
         continued: Continued | None = None,
         healed: int | None = None,
     ) -> PromptUsage:
-        """Begins a generation with ``sampling.n`` sequences, numbered from 0.
+        """Begins a generation with ``sampling.n`` sequences, numbered from 0, or with the sequences
+        of ``continued``. Ends the sequences of an earlier attempt of the request.
 
         ``client``: the number of the client (``arrivals.client_of``). Sequences of clients with few
-        running sequences are admitted first, and drafts come only from the client's own texts.
-        ``text``: outputs contain text. ``inspect``: outputs report the effect of the masks.
-        ``speculate``: the sequences may have drafts, if the engine makes any; pass False if a
-        controller decides on each token. ``continued``: the live sequences of a request that began
-        at another worker. ``healed``: the token that was removed from the end of the prompt; the
-        generated text begins with the text of this token. Outputs leave this text out. Returns the
-        prompt's usage, which is complete when the first output arrives. Raises RequestError, and
-        changes nothing, if the request cannot be run.
+        running sequences are admitted first, and drafts are copied only from the client's own
+        texts. ``text``: outputs contain text. ``inspect``: outputs report the effect of masks and
+        of controllers' biases. ``speculate``: the sequences may have drafts, if the engine makes
+        any; pass False if a controller decides on each token. ``continued``: the live sequences of
+        a request that began at another worker. ``healed``: the token that was removed from the end
+        of the prompt; the generated text begins with the text of this token. Outputs leave this
+        text out. Returns the prompt's usage, which is complete when the request has been admitted.
+        Raises RequestError, and changes nothing, if the request cannot be run.
         """
         sequence = self._intake.generation(
             request,
@@ -236,7 +241,7 @@ class Engine:
 
     def healed(self, prompt: Tokens[int]) -> int | None:
         """The last token of a prompt, if token healing can remove this token: if the token has text
-        and is not the prompt's only token. Otherwise None."""
+        that does not end inside a character, and is not the prompt's only token. Otherwise None."""
         if len(prompt) < 2 or not self._intake.text_after(prompt[:-1], prompt[-1]):
             return None
         return prompt[-1]
@@ -259,7 +264,8 @@ class Engine:
         ``text``: outputs contain text. ``top_logprobs``: number of most likely tokens in each
         output. ``num_scored``: number of tokens at the beginning of ``scored`` that another worker
         has scored; the engine makes no outputs for them. Returns the prompt's usage, which is
-        complete when the first output arrives. Raises RequestError if the request cannot be run.
+        complete when the request has been admitted. Raises RequestError if the request cannot be
+        run.
         """
         sequence = self._intake.scoring(
             request,
@@ -275,7 +281,8 @@ class Engine:
         return sequence.prompt_usage
 
     def abort(self, request: int, reason: FinishReason = "cancelled") -> list[TokenOutput]:
-        """Ends a request now; the last output of each of its sequences has ``reason``."""
+        """Ends a request now. Returns its outputs that have not been returned yet; the last output
+        of each of its sequences has ``reason``."""
         return self._live.abort(request, reason)
 
     @property
@@ -297,7 +304,8 @@ class Engine:
 
     @property
     def overlaps(self) -> bool:
-        """Whether ``finish`` launches the forward of the next step."""
+        """Whether ``finish`` launches the forward of the next step, unless one of the two steps has
+        drafts."""
         return self._overlaps
 
     def stats(self) -> dict[str, float]:
@@ -348,8 +356,8 @@ class Engine:
 
         ``keep``: sequences keep the KV cache that the old weights have computed; if False, the
         cache is computed again. Returns the requests with sequences that keep blocks. If this
-        method raises an exception, some weights are old and some are new, and the engine must not
-        be used any more.
+        method raises an exception, some weights may be old and some new, and the engine must not be
+        used any more.
         """
         self._stepper.cancel_ahead()
 
@@ -370,7 +378,8 @@ class Engine:
         return self.finish(self.begin()).as_outputs()
 
     def begin(self) -> PendingStep:
-        """The first half of a step: schedules a batch and launches its forward."""
+        """The first half of a step: schedules a batch and launches its forward, unless the previous
+        ``finish`` has done so."""
         return self._stepper.begin()
 
     def finish(self, step: PendingStep) -> StepOutputs:
@@ -387,8 +396,9 @@ class Engine:
         from the number of sequences that the request has had so far. Forks share the sequence's
         blocks, and a shared block is copied before one of them writes to it. Forks of a ready
         sequence sample from its logits, so they need no forward. Each fork draws its own token,
-        because the random numbers depend on the sequence number. If the request would have more
-        than ``max_forks`` sequences, the sequence ends with an error and has no forks.
+        because the random numbers depend on the sequence number. If the request would have had more
+        than ``max_forks`` sequences, the sequence ends with an error and has no forks. Raises
+        RequestError if ``n`` or ``numbers`` is not valid.
         """
         parent = self._live.named(request, seq)
         if n < 1:
@@ -401,9 +411,11 @@ class Engine:
     def splice(self, request: int, seq: int, drop: int, tokens: Tokens[int]) -> None:
         """Removes the last ``drop`` generated tokens and appends ``tokens``, without sampling.
 
-        The appended tokens are computed as one chunk, in a batch with the decodes. A ready sequence
-        is not sampled in this step. If ``drop`` exceeds the number of generated tokens, the
-        sequence ends with an error. Tokens beyond the sequence's ``max_tokens`` are left out.
+        The next step computes the appended tokens as one chunk, as far as they fit into the step. A
+        ready sequence is not sampled in this step. If ``drop`` exceeds the number of generated
+        tokens, or a token is not in the vocabulary, the sequence ends with an error. If an appended
+        token ends the sequence, the tokens after it are left out. Raises RequestError if the splice
+        neither drops nor appends tokens.
         """
         sequence = self._live.named(request, seq)
         if not drop and not tokens:
@@ -421,15 +433,16 @@ class Engine:
             self._live.outputs.append(TokenOutput.of(sequence))
 
     def suspend(self, request: int, seq: int) -> None:
-        """Suspends a sequence until ``resume``. The sequence keeps its blocks until other sequences
-        need them."""
+        """Suspends a sequence until ``resume``, and discards its logits. The sequence keeps its
+        blocks until other sequences need them."""
         sequence = self._live.named(request, seq)
         if sequence not in self._scheduler.suspended:
             self._live.discard_logits(sequence)
             self._scheduler.suspend(sequence)
 
     def resume(self, request: int, seq: int) -> None:
-        """Resumes a suspended sequence, which then waits to be admitted."""
+        """Resumes a suspended sequence, which then waits to be admitted. Does nothing if the
+        sequence is not suspended."""
         sequence = self._live.named(request, seq)
         if sequence in self._scheduler.suspended:
             self._scheduler.resume(sequence)
@@ -444,15 +457,17 @@ class Engine:
         return sequence.row is not None or (step is not None and sequence in step.rows)
 
     def defer(self, request: int, seq: int) -> None:
-        """Defers a ready sequence until ``reschedule``. The sequence keeps its logits and gives up
-        its slot."""
+        """Defers a sequence that the pending step would sample, until ``reschedule``. The sequence
+        keeps its logits, and does not count towards ``max_num_seqs`` any more. Does nothing for
+        other sequences."""
         sequence, step = self._live.named(request, seq), self._live.step
         if step is not None and sequence in step.rows:
             sequence.row = step.keep(step.rows.pop(sequence))
             self._scheduler.defer(sequence)
 
     def reschedule(self, request: int, seq: int) -> None:
-        """Reschedules a deferred sequence, which the next step can then sample."""
+        """Reschedules a deferred sequence, so that the pending step or a later one can sample it.
+        Does nothing if the sequence is not deferred."""
         self._scheduler.reschedule(self._live.named(request, seq))
 
     def set_mask(
@@ -487,7 +502,7 @@ class Engine:
 
     def draft_ahead(self, keys: Tokens[tuple[int, int]]) -> dict[tuple[int, int], Tokens[int]]:
         """Makes drafts for the sequences ``keys``, which controllers steer. Returns the drafts that
-        the next step verifies, by (request, seq), without the sequences that have no draft. Empty
+        the next step can verify, by (request, seq), without the sequences that have no draft. Empty
         if the next step has been launched already."""
         if self._stepper.launched_ahead:
             return {}
@@ -498,8 +513,8 @@ class Engine:
     def sample_along(self, request: int, seq: int, unders: Tokens[Under]) -> None:
         """Sets the masks and biases that apply after each token of a sequence's draft. Must be
         called after ``set_mask``, and does nothing if the sequence has ended or has no mask. The
-        step verifies one draft token for each element of ``unders``. A mask of the wrong size is
-        ignored, with all masks and biases after it."""
+        step verifies one draft token for each element of ``unders``. An element whose mask has the
+        wrong size is ignored, with all elements after it."""
         sequence = self._live.find(request, seq)
         if sequence is not None and sequence.mask is not None:
             sizes = [self.mask_words if u.mask is None else len(u.mask) for u in unders]
@@ -507,7 +522,8 @@ class Engine:
             sequence.along = unders[:usable]
 
     def allows(self, request: int, seq: int, token: int) -> bool | None:
-        """Whether the mask of a sequence's next token allows ``token``; None if no mask is set."""
+        """Whether the mask of a sequence's next token allows ``token``; None if no mask is set or
+        the sequence has ended."""
         sequence = self._live.find(request, seq)
         if sequence is None or sequence.mask is None:
             return None
@@ -557,7 +573,8 @@ class Engine:
 def _cache_bytes(
     loaded: LoadedModel, layout: Layout, config: EngineConfig, draft_model: LoadedModel | None
 ) -> int:
-    """The size of the KV cache, in bytes, if the configuration does not set it."""
+    """The size of the KV caches of the model and of its draft model together, in bytes, if the
+    configuration does not set it."""
     if loaded.device.type != "cuda":
         return cpu_bytes()
     # With several ranks, the largest step is not measured, because the other ranks cannot run a

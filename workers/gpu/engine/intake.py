@@ -1,4 +1,5 @@
-"""Checks a request's prompt and sampling parameters, and makes its first sequence."""
+"""Checks a request's prompt and sampling parameters, and makes the sequences with which the request
+begins."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from .text import Detokenizer, TextStream, detokenizers
 
 
 class Intake:
-    """Checks requests for one model, and makes their sequences in order of arrival.
+    """Checks the requests for one model, makes their sequences, and numbers them in order of
+    arrival.
 
     ``max_length``: maximum number of tokens of a sequence, prompt and output together.
     """
@@ -44,8 +46,8 @@ class Intake:
         inspect: bool,
         healed: int | None = None,
     ) -> Sequence:
-        """The first sequence of a generation. If ``sampling.n`` is above 1, the other sequences are
-        forked from it later.
+        """The first sequence of a generation. If ``sampling.n`` is above 1,
+        ``LiveSequences.fork_pending`` later forks the other sequences from it.
 
         ``healed``: the token that was removed from the end of the prompt. Raises RequestError if
         the request cannot be run.
@@ -144,14 +146,15 @@ class Intake:
 
     def continued(self, first: Sequence, begun: Continued) -> list[Sequence]:
         """The sequences of a generation that began at another worker. ``first``: the sequence that
-        ``generation`` returned. Raises RequestError if a sequence is too long."""
+        ``generation`` returned. Raises RequestError if a sequence is too long or has a token
+        outside the vocabulary."""
         sequences = []
         for seq, tokens in begun.generated.items():
             if first.num_prompt + len(tokens) >= first.max_length:
                 raise RequestError(
                     Code.PROMPT_TOO_LONG,
                     f"sequence {seq} cannot continue after {first.num_prompt + len(tokens)} "
-                    f"tokens; {self._loaded.name} takes at most {first.max_length - 1} here",
+                    f"tokens; the sequences of this request end at {first.max_length} tokens",
                     path="$.prompt",
                 )
             self.check_tokens(tokens, "$.prompt")
@@ -171,7 +174,7 @@ class Intake:
 
     def text_after(self, prompt: Tokens[int], token: int) -> str:
         """The text of a token after a prompt. Empty if the token is special or ends inside a
-        character."""
+        character, or if the model has no tokenizer."""
         if self._detokenizer is None:
             return ""
         detokenizer = self._detokenizer(prompt)
@@ -201,8 +204,8 @@ class Intake:
                 )
 
     def _least(self, sampling: Sampling, ends: Iterable[int]) -> Least | None:
-        """The minimum length of the request's sequences. ``ends``: the tokens that would end
-        them."""
+        """The minimum length of the request's sequences, or None. ``ends``: the tokens that would
+        end the sequences."""
         known = sorted(token for token in ends if 0 <= token < self._loaded.vocab_size)
         return Least(sampling.min_tokens, known) if sampling.min_tokens and known else None
 
@@ -215,7 +218,7 @@ class Intake:
         if length > self._max_length:
             raise RequestError(
                 Code.PROMPT_TOO_LONG,
-                f"the request needs {length} tokens, including at least one generated token; "
+                f"the request needs at least {length} tokens; "
                 f"{self._loaded.name} takes at most {self._max_length}",
                 path=path,
             )

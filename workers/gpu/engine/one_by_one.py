@@ -29,10 +29,10 @@ class OneByOne:
         self._results = results
 
     def undo(self, ahead: PendingStep | None) -> None:
-        """Reverts the number of computed tokens of each sequence in a step that was launched after
-        the failed step. The forward of the launched step needed the failed step's tokens, so it was
-        not computed. The copies of blocks before this forward were made, so block tables stay as
-        they are."""
+        """Counts the tokens of ``ahead``, the next step that was already launched, as not computed,
+        and makes all mirrors invalid. The previous step failed, so that the forward of ``ahead``
+        lacked its tokens and was not computed, or the weights are about to change. The copies of
+        blocks before this forward were made, so block tables stay as they are."""
         self._runner.forget_mirrors()
         self._live.changed()
         if ahead is None:
@@ -103,7 +103,7 @@ class OneByOne:
         self._live.outputs += columns or ()
 
     def _sampled_from(self, kept: list[KeptRow]) -> list[Sequence]:
-        """The deferred sequences that will be sampled from these rows."""
+        """The deferred sequences that will be sampled from the rows ``kept``."""
         every = (s for live in self._live.requests.values() for s in live.values())
         return [s for s in every if any(s.row is one for one in kept)]
 

@@ -1,7 +1,8 @@
 """Packs a step's chunks into the inputs of its forward, without torch.
 
-The tokens of all chunks are concatenated. For the attention, chunks of similar size are padded to
-rectangles, so that a few calls compute all of them. The packed inputs can be sent to other ranks.
+The tokens of all chunks are concatenated. If the attention does not read the blocks in place,
+chunks of similar size are padded to rectangles, so that a few calls compute all chunks. The packed
+inputs can be sent to other ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from .block_manager import PADDING_BLOCK
 from .scheduler import Batch, Chunk
 
 DECODE_WASTE = 64
-"""Number of blocks of padding above which decodes of different lengths are split into two groups,
-for each of which the attention is called once."""
+"""Maximum number of blocks of padding that a further decode may add to a group. A decode that would
+add more begins a new group. The attention is called once for each group."""
 MIRROR_BYTES = 512 * 2**20
-"""Maximum size of a *mirror*, which is a contiguous copy of the keys and values of a group of
-decodes (``Mirrors``), in bytes. A group that would need more has no mirror, and each step gathers
-its keys and values from the blocks."""
+"""Maximum size of a *mirror* in bytes. A mirror is a contiguous copy of the keys and values of a
+group of decodes (``Mirrors``). If the mirror of a group would be larger, the group has no mirror,
+and each step gathers its keys and values from the blocks."""
 
 
 class PackedGroup(Struct, array_like=True):
@@ -37,22 +38,22 @@ class PackedGroup(Struct, array_like=True):
     blocks: np.ndarray
     """``[batch * max_blocks]``: the blocks of each chunk's keys, padded with block 0."""
     positions: np.ndarray
-    """``[batch * width]``: the position of each token in its sequence."""
+    """``[batch * width]``: the position of each token in its sequence; 0 for padding."""
     rows: np.ndarray | None
-    """``[batch * width]``: the index of the packed token at each place of the rectangle; None at
-    width 1."""
+    """``[batch * width]``: the index of the packed token at each place of the rectangle, or
+    ``start`` for padding; None at width 1."""
     places: np.ndarray | None
     """``[end - start]``: the place of each packed token in the flattened rectangle; None at width
     1."""
     fresh: bool
-    """Whether all chunks begin at position 0 and have the same length."""
+    """Whether all chunks begin at position 0, so that the new tokens attend only to each other."""
     mirror: int = 0
-    """For decodes: the number of the mirror with their keys and values; 0 if they have no
-    mirror."""
+    """The number of the mirror with the keys and values of a group of decodes; 0 if the group has
+    no mirror."""
     continues: bool = False
     """Whether the mirror already contains all tokens except the new ones."""
     room: int = 0
-    """Capacity of the mirror for each sequence, in tokens."""
+    """Capacity of the mirror for each sequence, in tokens; 0 if mirrors are not used."""
 
 
 class PackedSpans(Struct, array_like=True):
@@ -155,12 +156,14 @@ def decode_array(_: type, encoded: bytes) -> np.ndarray:
 
 
 class Mirrors:
-    """Assigns mirrors: contiguous copies of the keys and values of a group of decodes.
+    """Assigns mirrors to groups of decodes. A mirror is a contiguous copy of the keys and values of
+    a group.
 
     Gathering blocks takes as long as attending over them. If the same sequences decode step after
-    step, the gathered copy stays and only the new tokens are added. A mirror is valid if every
-    sequence continues at or before the end of its chunk in the previous step. The new tokens then
-    overwrite rejected drafts and dropped tokens. A mirror that a step does not use becomes invalid.
+    step, the gathered copy stays and only the new tokens are added. A mirror is valid if it has
+    room, and if every sequence continues at or before the end of its chunk in the previous step.
+    The new tokens then overwrite rejected drafts and dropped tokens. A mirror that a step does not
+    use becomes invalid.
     """
 
     def __init__(self, bytes_per_token: int, block_size: int) -> None:
@@ -177,7 +180,9 @@ class Mirrors:
         self._last.clear()
 
     def assign(self, parts: Sequence[_Part], groups: Sequence[PackedGroup]) -> None:
-        """Assigns each group of decodes its mirror of the previous step, or a new one."""
+        """Assigns each group of decodes its mirror of the previous step or a new one, unless a new
+        one would exceed ``MIRROR_BYTES``. A group of more than one token for each sequence gets a
+        mirror only if each chunk has a draft."""
         last, self._last = self._last, {}
         for part, group in zip(parts, groups, strict=True):
             if group.width > 1 and not all(c.draft for c in part.chunks):
@@ -233,7 +238,7 @@ class _Part:
 
 
 def _arrange(chunks: Sequence[Chunk], block_size: int) -> tuple[list[Chunk], list[_Part]]:
-    """The chunks ordered by size, and the groups of similar size."""
+    """The chunks in the order of their rows, decodes first, and the groups of similar size."""
     ordered = sorted(
         chunks, key=lambda c: (c.end - c.start > 1, c.start != 0, c.end - c.start, c.end)
     )

@@ -10,8 +10,8 @@ from ....protocol.pages import PAGE_TOKENS, first_key, next_key
 
 
 class PageLog:
-    """The pages in one model's KV cache. A page is in the cache while its last block is registered
-    for prefix reuse (``block_manager.py``)."""
+    """The pages in one model's KV cache. A page is in the cache while a block with the page's last
+    tokens is registered for prefix reuse (``block_manager.py``)."""
 
     def __init__(self, model: str, block_size: int) -> None:
         self._first = first_key(model)
@@ -20,14 +20,15 @@ class PageLog:
         not reported."""
         self._by_block: dict[int, bytes] = {}
         self._blocks: dict[bytes, int] = {}
-        """By page: number of registered blocks that contain the page's last tokens. A page has two
-        such blocks if a prefix was evicted in part and computed again: the old block stays
-        registered until it is allocated for other content."""
+        """By page: number of registered blocks that contain the page's last tokens. A page has
+        several such blocks if the blocks before them were evicted and computed again: an old block
+        stays registered until it is allocated for other content."""
         self._changed: dict[bytes, bool] = {}
-        """Pages that were added (True) or removed (False) since the last ``take``."""
+        """Pages that were added (True) or removed (False) since the last ``take`` or ``every``."""
 
     def registered(self, block: int, index: int, tokens: Tokens[int], keys: list[bytes]) -> None:
-        """Records that the block at ``index`` of a sequence has been registered.
+        """Records that ``block``, which is at ``index`` in a sequence, has been registered. Only
+        the last block of a page has an effect.
 
         ``keys``: the known keys of the sequence's first pages. The missing keys of the pages up to
         this block are appended.

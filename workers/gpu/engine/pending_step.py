@@ -37,17 +37,18 @@ class PendingStep:
     """
 
     forward: Forward | None = None
-    """The launched forward; None if all sequences of the step are sampled from kept rows."""
+    """The launched forward; None if all sequences of the step are sampled from kept rows, or if the
+    step is empty."""
     kept: list[KeptRow] = field(default_factory=list)
     """The logits of rescheduled sequences, from which this step samples them."""
     rows: dict[Sequence, int] = field(default_factory=dict)
     """The sequences that will be sampled, each with its row number."""
     keeping: list[tuple[int, KeptRow]] = field(default_factory=list)
-    """For each sequence that is deferred in this step: its row of the forward, and the object that
-    receives a copy of this row."""
+    """For each sequence that is deferred in this step and has a row of the forward: the row, and
+    the object that receives a copy of this row."""
     decodes: tuple[list[Sequence], np.ndarray] | None = None
-    """If the forward computes one token of each sequence: the sequences, and the positions of these
-    tokens. Otherwise None."""
+    """If ``Decodes`` has packed the forward, which then computes one token of each sequence: the
+    sequences, and the positions of these tokens. Otherwise None."""
     chunked: list[Part] = field(default_factory=list)
     """The parts of a forward that is not described by ``decodes``."""
     launched_at: float = field(default_factory=time.monotonic)
@@ -77,7 +78,7 @@ class PendingStep:
 
     @property
     def num_forward_rows(self) -> int:
-        """Number of rows of the forward."""
+        """Number of rows of logits of the forward."""
         return self.forward.num_rows if self.forward is not None else 0
 
     @property
@@ -104,7 +105,8 @@ class PendingStep:
         return torch.cat(parts)
 
     def add_kept(self, sequences: Iterable[Sequence]) -> None:
-        """Adds rescheduled sequences to this step; they are sampled from their kept rows."""
+        """Adds rescheduled sequences to this step, which samples them from their kept rows.
+        Sequences without a kept row are ignored."""
         for sequence in sequences:
             if sequence in self.rows or sequence.row is None:
                 continue

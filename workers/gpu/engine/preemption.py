@@ -14,8 +14,8 @@ from .waiting import MAX_OVERTAKEN
 
 
 class Lack(NamedTuple):
-    """Number of slots and number of blocks that must become free before a waiting sequence can be
-    admitted."""
+    """Number of slots (``scheduler.py``) and number of blocks that must become free before a
+    waiting sequence can be admitted."""
 
     slots: int
     blocks: int
@@ -38,11 +38,11 @@ def choose_victims(
     """The sequences to preempt so that ``refused`` can be admitted; empty if preemption cannot free
     enough.
 
-    Each victim has the lowest rank among the sequences of the client that has the most running
-    sequences left. Each client keeps at least as many running sequences as ``refused`` and its
-    pending forks will be. Sequences of a higher priority are not chosen. Sequences that were
-    overtaken ``MAX_OVERTAKEN`` times are not chosen either, because the waiting queue would admit
-    them again first.
+    Each victim has the lowest rank among the sequences that may be chosen from the client with the
+    most running sequences left. Each client keeps at least as many running sequences as ``refused``
+    and its pending forks will be. Sequences of a higher priority are not chosen. Sequences that
+    were overtaken ``MAX_OVERTAKEN`` times are not chosen either, because the waiting queue would
+    admit them again first.
     """
     sizes = Counter(sequence.client for sequence in running)
     chosen_from: dict[int, list[Sequence]] = {client: [] for client in sizes}

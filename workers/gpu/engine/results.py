@@ -25,8 +25,9 @@ class Results:
         self.sampled_tokens = 0
 
     def take(self, batch: SampledBatch, rows: Rows, sampled: Sampled) -> TokenColumns | None:
-        """Appends a token to each sequence of ``batch``, and returns the plain tokens
-        (``TokenColumns``). All other outputs are added to ``LiveSequences.outputs``."""
+        """Appends the sampled token to each sequence of ``batch``, and returns the plain tokens, or
+        None if no token is plain (``TokenColumns``). All other outputs are added to
+        ``LiveSequences.outputs``. A sequence whose row has an error ends instead."""
         sequences, tokens = batch.sequences, sampled.tokens
         self.sampled_tokens += len(sequences)
         others = self._others(batch, rows, sampled)
@@ -51,7 +52,7 @@ class Results:
         return columns
 
     def take_scores(self, chunk: Chunk, scores: Scores) -> None:
-        """Adds an output for each token that a chunk scores."""
+        """Adds an output for each token that a chunk scores, if the sequence is alive."""
         sequence = chunk.sequence
         if self._live.find(sequence.request, sequence.seq) is not sequence:
             return
@@ -96,8 +97,8 @@ class Results:
         return others
 
     def _append(self, i: int, sequence: Sequence, sampled: Sampled, pushed: Pushed | None) -> None:
-        """Appends the token of row i, with everything that its output reports. ``pushed``: the
-        token's text, if it has already been decoded."""
+        """Appends the token of row i, with everything that its output reports, or ends the sequence
+        if the row has an error. ``pushed``: the token's text, if it has already been decoded."""
         try:
             if i in sampled.errors:
                 self._live.fail(sequence, sampled.errors[i])

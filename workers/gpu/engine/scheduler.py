@@ -1,12 +1,14 @@
 """The plan of the next step: continuous batching with chunked prefill. The scheduler uses neither
 a clock nor torch.
 
-A step computes at most ``max_num_batched_tokens`` tokens. Decodes need one token each and go first,
-so that a long prompt never delays them. Prefill chunks fill the rest, and then waiting sequences
-are admitted. If blocks run out, the last sequence in order (lowest priority, then latest arrival)
-is preempted: its blocks are freed, and it waits and is computed again later. If the first waiting
-sequence finds no slot or too few blocks, and its client has no running sequence, sequences of the
-clients with the most running sequences are preempted (``preemption.py``).
+A step computes at most ``max_num_batched_tokens`` tokens. Decodes need one token each, or more with
+a draft, and go first, so that a long prompt does not take their place in a step. Prefill chunks of
+running sequences follow, and then waiting sequences are admitted. If blocks run out, sequences are
+preempted, the last in order (lowest priority, then latest arrival) first: a sequence's blocks are
+freed, and it is computed again later. A *slot* is one of the ``max_num_seqs`` places for running
+sequences. If the first waiting sequence finds no slot or too few blocks, and its client has no
+running sequence, sequences of the clients with the most running sequences are preempted
+(``preemption.py``).
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ SCORE_ROWS = 256
 ``[vocab]``."""
 MAX_ADMITTED = 4
 """Bound on running and deferred sequences, as a multiple of ``max_num_seqs``. At the bound,
-sequences are not admitted. A deferred sequence has no slot but keeps its row of logits (``vocab`` *
-4 bytes). Without the bound, a controller worker that does not respond would cause the whole queue
-to be admitted and deferred, and the device would run out of memory."""
+sequences without logits are not admitted. A deferred sequence has no slot but keeps its row of
+logits (``vocab`` * 4 bytes). Without the bound, a controller worker that does not respond would
+cause the whole queue to be admitted and deferred, and the device would run out of memory."""
 RECOMPUTED = 8
 """Bound on recomputation. A sequence that is preempted for another client must be computed again.
 On average, tokens that are computed again for this reason may take at most 1 / ``RECOMPUTED`` of
@@ -38,9 +40,9 @@ On average, tokens that are computed again for this reason may take at most 1 / 
 the engine compute a long text again for each request."""
 MAX_DISPLACED = 8
 """Bound on the waiting sequences that were preempted for other clients: 1 / ``MAX_DISPLACED`` of
-the number of slots. If no such sequence is waiting, the next preemption may exceed the bound. A
-client is usually one session. Without this bound, many sessions of one user could therefore preempt
-all but one of another user's sequences."""
+``max_num_seqs``. If no such sequence is waiting, the next preemption may exceed the bound. A client
+is usually one session. Without this bound, many sessions of one user could therefore preempt all
+but one of another user's sequences."""
 
 
 class Chunk(NamedTuple):
@@ -87,7 +89,7 @@ class Batch:
     rescheduled: list[Sequence] = field(default_factory=list)
     """Sequences that are sampled from their kept rows of logits, without a forward."""
     admitted: list[Sequence] = field(default_factory=list)
-    """Sequences that were admitted in this step."""
+    """Sequences that were admitted in this step and have a chunk."""
 
     @property
     def num_tokens(self) -> int:
@@ -99,12 +101,12 @@ class Scheduler:
     """The tables of the live sequences, and the plan of each step.
 
     Every live sequence is in exactly one table. ``waiting`` sequences wait for a slot and for
-    blocks; ``running`` sequences have both. ``deferred`` sequences have blocks and logits, but
+    blocks; ``running`` sequences have blocks. ``deferred`` sequences have blocks and logits, but
     their decision has not arrived. ``suspended`` sequences wait for ``resume``. A deferred sequence
-    has no slot and runs again as soon as it is rescheduled. So more than ``max_num_seqs`` sequences
-    may run for a while. Each step then skips the last sequences in order, and new sequences are not
-    admitted. Sequences are not admitted either while ``MAX_ADMITTED`` * ``max_num_seqs`` sequences
-    run or are deferred.
+    gives up its slot. When it is rescheduled, it runs again even if no slot is free. So more than
+    ``max_num_seqs`` sequences may run for a while. Each step then skips the last sequences in
+    order, and waiting sequences are not admitted. Sequences without logits are not admitted either
+    while ``MAX_ADMITTED`` * ``max_num_seqs`` sequences run or are deferred.
     """
 
     def __init__(
@@ -125,15 +127,15 @@ class Scheduler:
         self._rescheduled: list[Sequence] = []
         """Sequences that were rescheduled since the last step was scheduled."""
         self._refused: Sequence | None = None
-        """The first waiting sequence, if the last step could not admit it: no slot was free, or too
-        few blocks."""
+        """The first waiting sequence, if the last step could not admit it because no slot was free
+        or because too few blocks were available."""
         self._recomputed = 0
         """Number of tokens that were computed again after preemptions for other clients, less the
         number that the steps since then allow (``RECOMPUTED``). While this difference is above 0,
         no sequence is preempted for another client."""
         self.owes_room = False
-        """Whether one of the next steps will preempt sequences for ``_refused``. Until then, each
-        step must be scheduled anew."""
+        """Whether sequences could be preempted for ``_refused`` in one of the next steps. While
+        this flag is set, each step is scheduled anew. ``schedule`` sets and clears it."""
         self._stalled = False
         """Whether the running table is empty and the first waiting sequence cannot be admitted,
         because deferred sequences leave too few blocks or are too many. ``schedule`` sets this
@@ -193,7 +195,7 @@ class Scheduler:
         self.suspended[sequence] = None
 
     def resume(self, sequence: Sequence) -> None:
-        """Moves a suspended sequence to the waiting queue, where its place depends on its
+        """Moves a suspended sequence to the waiting queue, in which it keeps its original
         arrival."""
         self._take_out(sequence)
         self.waiting.put_back(sequence)
@@ -211,7 +213,8 @@ class Scheduler:
 
     def keep_blocks(self) -> list[Sequence]:
         """Discards all logits and keeps all blocks. If a sequence had logits, its last token is
-        computed again. Returns the sequences that have blocks."""
+        computed again. Deferred sequences wait to be admitted again. Returns the sequences that
+        have blocks."""
         kept = list(self._with_blocks())
         for sequence in kept:
             last = len(sequence.tokens) - 1
@@ -350,8 +353,9 @@ class Scheduler:
         return Chunk(sequence, start, end)
 
     def _grow(self, batch: Batch, sequence: Sequence, room: int, scheduled: set[int]) -> bool:
-        """Adds the next chunk of a running sequence, and preempts other sequences if blocks run
-        out. Returns False if the sequence itself was preempted."""
+        """Adds the next chunk of a running sequence, with its draft if there is room, and preempts
+        sequences while too few blocks are available. Returns False if the sequence itself was
+        preempted."""
         chunk = self._chunk(sequence, sequence.num_computed_tokens, room)
         alone = chunk.end - chunk.start == 1 and sequence.drawn < 0 and chunk.completes
         if sequence.draft and alone and self._spare(len(sequence.draft), room):
@@ -382,7 +386,8 @@ class Scheduler:
 
     def _prefill(self, batch: Batch, sequence: Sequence, room: int) -> bool:
         """Admits a waiting sequence and adds its first chunk to the batch, if blocks for all of its
-        known tokens are available. Returns whether the sequence was admitted."""
+        known tokens are available and one more block for each admitted sequence. Returns whether
+        the sequence was admitted."""
         kept = bool(sequence.block_table.blocks)
         if kept:
             hit = sequence.num_computed_tokens
@@ -447,9 +452,9 @@ class Scheduler:
     def _evict_suspended(self, sequence: Sequence) -> bool:
         """Frees blocks of other clients' suspended sequences for a waiting sequence, while other
         sequences run. Returns whether blocks were freed. Each victim belongs to the client whose
-        suspended sequences have the most blocks left, and this client must have more blocks than
-        the client of the waiting sequence. Does nothing if the victims have too few blocks, or if
-        enough blocks are available already."""
+        suspended sequences have the most blocks left. These must be more blocks than all sequences
+        of the waiting sequence's client have. Does nothing if the victims have too few blocks, or
+        if enough blocks are available already."""
         wanted = self._blocks.blocks_for(sequence.target + 1) - len(sequence.block_table.blocks)
         kept = num_blocks(s for s in self._with_blocks() if s.client == sequence.client)
         wanted += len(self.running) + len(self.deferred) - self._blocks.num_available

@@ -33,9 +33,9 @@ class TokenOutput(Token, kw_only=True, omit_defaults=True):
     """One result for a sequence: a token, the end of the sequence, another event such as a fork, or
     several of these.
 
-    An output is the entry that clients receive. The engine does not know the streams of requests,
-    so ``LiveStreams`` sets ``stream_id``. ``LiveStreams`` also clears the fields that clients do
-    not receive.
+    An output is the entry that clients receive. The engine has no table of streams, so
+    ``LiveStreams`` sets ``stream_id``. ``LiveStreams`` also clears the fields that clients do not
+    receive.
     """
 
     request: int = 0
@@ -83,8 +83,8 @@ class PromptUsage:
 
     tokens: int = 0
     cached: int | None = None
-    """Number of prompt tokens that the KV cache contained when the request was first admitted;
-    None before the admission."""
+    """Number of the first sequence's tokens that the KV cache contained when the request was first
+    admitted; None before the admission."""
     admitted_at: float | None = None
     """Time of the first admission, by ``time.monotonic``."""
 
@@ -93,7 +93,7 @@ class Continued(NamedTuple):
     """The live sequences of a request that began at another worker."""
 
     generated: Mapping[int, Tokens[int]]
-    """The tokens after the prompt, by sequence number; not empty."""
+    """By sequence number: the tokens after the prompt. Contains at least one sequence."""
     made: int
     """Number of sequences that the request has had, including ended ones."""
     num_drops: Mapping[int, int] = MappingProxyType({})
@@ -150,14 +150,16 @@ class Sequence:
     prompt_usage: PromptUsage = field(default_factory=PromptUsage)
     block_table: BlockTable = field(default_factory=BlockTable)
     num_computed_tokens: int = 0
-    """Number of tokens whose keys and values are in the cache."""
+    """Number of tokens whose keys and values are in the cache, including those that a launched
+    forward computes."""
     continued: bool = False
     """Whether the request began at another worker and has several live sequences, which share the
     prompt."""
     pending_forks: int = 0
     """Number of sequences that will be forked when the prompt has been computed."""
     overtaken: int = 0
-    """Number of later arrivals that were admitted before this sequence."""
+    """Number of later arrivals that were admitted before this sequence. For a new sequence,
+    ``WaitingQueue.remove`` sets this number."""
     displaced: bool = False
     """Whether the sequence was preempted for another client, and has not been admitted again."""
     mask: np.ndarray | None = None
@@ -171,14 +173,15 @@ class Sequence:
     """If a controller steers the sequence: the masks and biases that apply after the first tokens
     of ``draft``, as far as the controller has computed them."""
     row: KeptRow | None = None
-    """The logits of a deferred sequence, from which it is sampled when it is rescheduled."""
+    """The logits of a deferred sequence, or of a fork of it, from which the sequence is sampled
+    when it is rescheduled."""
     drawn: int = -1
     """The row of the next token in the tensor of sampled tokens, if this token is only on the
     device; otherwise -1."""
     drafting: Drafting | None = None
     """The state of speculative decoding; None if the sequence gets no drafts."""
     draft: Tokens[int] = ()
-    """Draft tokens that the next step verifies."""
+    """Draft tokens that the next step verifies, if the step has room for them."""
 
     @property
     def target(self) -> int:
@@ -188,7 +191,7 @@ class Sequence:
 
     @property
     def gives_columns(self) -> bool:
-        """Whether all tokens except the first and the last can be rows of ``TokenColumns``."""
+        """Whether the request's options allow its tokens to be rows of ``TokenColumns``."""
         return not (self.inspect or self.sampling.top_logprobs)
 
     @property
@@ -235,8 +238,9 @@ class Sequence:
 
     @property
     def draw_seed(self) -> int:
-        """The seed of the next tokens. A sequence that goes back draws with other random numbers
-        than before. Otherwise it would draw the same tokens after the same text."""
+        """The seed of the next tokens. A sequence that has dropped tokens draws with other random
+        numbers than before. Otherwise the sequence would draw the same tokens after the same
+        text."""
         if not self.num_drops:
             return self.seed
         return derived_seed(self.seed ^ derived_seed(self.num_drops))
@@ -254,18 +258,20 @@ class Sequence:
 class TokenColumns:
     """The plain tokens of one step: row i is the token of ``sequences[i]``.
 
-    A plain token is neither the first token nor the end of its sequence, has no error or fork, and
-    its request asks for neither ``inspect`` nor ``top_logprobs``. All columns have the same length.
+    A plain token is neither the first nor the last token of its sequence, and has only the fields
+    that columns contain. If a request has any other output in a step, none of its tokens of this
+    step are in the columns. All columns have the same length.
     """
 
     sequences: list[Sequence]
-    """Steps that sample the same sequences share this list object."""
+    """Consecutive steps that sample the same sequences share this list object, if all of their
+    tokens are plain."""
     tokens: np.ndarray
     """The token ids, int64."""
     logprobs: np.ndarray
     """The log-probabilities of the tokens, float64."""
     positions: np.ndarray
-    """The positions of the tokens after the prompt (``Token.pos``), int64."""
+    """The positions of the tokens, counted from the end of the prompt (``Token.pos``), int64."""
     texts: list[str | None] | None = None
     """The texts of the tokens (``Token.text``); None if no row has text."""
     candidates: list[Candidate | None] | None = None

@@ -87,7 +87,8 @@ class LiveSequences:
         return self.requests.get(request, {}).get(seq)
 
     def named(self, request: int, seq: int) -> Sequence:
-        """The live sequence of a generation. Raises RequestError if it does not exist."""
+        """The live sequence of a generation. Raises RequestError if there is no such sequence, or
+        if it is a score."""
         sequence = self.find(request, seq)
         if sequence is None or sequence.scored:
             raise RequestError(Code.UNKNOWN_STREAM, f"request {request} has no live sequence {seq}")
@@ -105,7 +106,8 @@ class LiveSequences:
         return any(self.find(s.request, s.seq) is s for s in chunks)
 
     def remove(self, sequence: Sequence) -> None:
-        """Removes a sequence from the tables and from the pending step, and frees its blocks.
+        """Registers a sequence's computed blocks for prefix reuse, removes the sequence from the
+        tables and from the pending step, and frees its blocks.
 
         The sequence may be missing from some of the tables.
         """
@@ -236,7 +238,8 @@ class LiveSequences:
                 return
 
     def discard_logits(self, sequence: Sequence) -> None:
-        """Discards the logits and decisions of a sequence; its last token is computed again."""
+        """Discards the logits and decisions of a sequence, and reschedules it if it is deferred.
+        Its last token is computed again."""
         if self.step is not None:
             self.step.rows.pop(sequence, None)
         sequence.row = sequence.mask = sequence.bias = sequence.options = None
@@ -289,7 +292,8 @@ class LiveSequences:
         return output.finish_reason is None
 
     def end(self, sequence: Sequence, reason: FinishReason, error: str = "") -> TokenOutput:
-        """Ends a sequence without a further token."""
+        """Ends a sequence without a further token. Returns its last output, which is not in
+        ``outputs``."""
         output = TokenOutput.of(sequence, reason=reason)
         output.error = error or None
         if sequence.with_text and sequence.text is not None:

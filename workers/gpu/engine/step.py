@@ -62,8 +62,8 @@ class Stepper:
     """Runs the steps of one model over its live sequences.
 
     ``overlap``: the next forward is launched before the tokens of this step are processed.
-    ``speculation`` makes drafts for the sequences. A step does not overlap with the next one if
-    either has drafts, because the token after a draft is unknown until the draft is verified.
+    ``speculation`` makes drafts for the sequences. A step does not overlap with the next one if one
+    of them has drafts, because the token after a draft is unknown until the draft is verified.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Stepper:
         """The last launched batch, if it consists only of decodes."""
         self._batch = SampledBatch([])
         self._drops = 0
-        """``Sequences.dropped_tokens`` at the creation of ``_batch``."""
+        """``LiveSequences.dropped_tokens`` at the creation of ``_batch``."""
         self._speculation = speculation or Speculation(None)
         self._verifier = Verifier(live, blocks, runner, self._speculation)
         self.step_tokens = Histogram.over(STEP_TOKENS)
@@ -241,8 +241,8 @@ class Stepper:
 
     def _take_in(self, step: PendingStep, chunks: list[Chunk]) -> None:
         """Updates the tables for a launched forward as if it had run: numbers of computed tokens,
-        rows to sample and score, and pending forks. Work that is queued later runs after the
-        forward, so it may rely on these entries."""
+        registered blocks, rows to sample and score, and pending forks. Work that is queued later
+        runs after the forward, so it may rely on these entries."""
         row = 0
         for chunk in chunks:
             sequence, rows = chunk.sequence, chunk.end - chunk.first_row
@@ -256,7 +256,8 @@ class Stepper:
             row += rows
 
     def _continues(self, decodes: Decodes, before: Sampling | None) -> bool:
-        """Whether the next step computes one more token of each sequence of the last step."""
+        """Whether the next step computes one more token of each sequence of the last step. If so,
+        advances ``decodes``."""
         if decodes.changes != self._scheduler.changes or self._scheduler.owes_room:
             return False
         if self._speculation.any_drafts:

@@ -1,5 +1,6 @@
-"""Decodes tokens to text incrementally. Returned text never ends inside a character and never
-contains a stop string."""
+"""Decodes tokens to text incrementally. Before the end of a sequence, returned text never ends
+inside a character. Returned text contains a stop string only if the string is complete within the
+first ``min_tokens`` tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from tokenizers import decoders
 
 REPLACEMENT = "�"
 CONTEXT_TOKENS = 6
-"""Number of prompt tokens that are decoded before the first new token, because the text of a token
-can depend on the tokens before it."""
+"""Number of tokens at the end of the prompt that are decoded together with the first new token,
+because the text of a token can depend on the tokens before it."""
 
 
 class Detokenizer(Protocol):
@@ -30,11 +31,13 @@ class Detokenizer(Protocol):
 
 
 class Text(NamedTuple):
-    """The text of one token."""
+    """The text that a ``TextStream`` returns after a token or at the end of its sequence."""
 
     certain: str
+    """New text that later tokens cannot change, including text that was held back until now."""
     stop: str = ""
-    """The stop string that was found; ``certain`` ends before it."""
+    """The stop string that was found; ``certain`` ends before it. Empty if no stop string was
+    found."""
 
     @property
     def stopped(self) -> bool:
@@ -45,7 +48,8 @@ class Text(NamedTuple):
 class TextStream:
     """The text of one sequence, cut before the first of its stop strings.
 
-    Text that may be the beginning of a stop string is held back until it can no longer become one.
+    Text that may be the beginning of a stop string is held back until it cannot become a stop
+    string any more, or until the end of the sequence.
     """
 
     def __init__(
@@ -56,14 +60,14 @@ class TextStream:
         min_tokens: int = 0,
     ) -> None:
         """``skip``: number of characters at the beginning to leave out. ``min_tokens``: number of
-        tokens at the beginning after which stop strings are not searched for. A later token can
+        tokens at the beginning that do not trigger a search for stop strings. A later token can
         complete a stop string that begins in the text of these tokens."""
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
         self._skip = skip
         self._early = 1 + min_tokens if min_tokens else 0
-        """1 plus the number of further tokens after which stop strings are not searched for; 0 as
-        soon as they are searched for."""
+        """While stop strings are not searched for: 1 plus the number of further tokens without a
+        search. Then 0."""
         self._held = ""
 
     def push(self, token: int) -> Text:
@@ -161,7 +165,8 @@ class ByteDetokenizer:
         """The characters that this token completes."""
         decoder = self._decoder
         if decoder is None:
-            # A model's vocabulary may be padded. It is then larger than the tokenizer's vocabulary.
+            # A model's vocabulary may be padded. The tokens after the end of the tokenizer's
+            # vocabulary have no text.
             text = self._whole[token] if token < len(self._whole) else ""
             if text is not None:
                 return text

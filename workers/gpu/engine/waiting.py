@@ -1,8 +1,9 @@
 """The waiting sequences, in the order in which they are admitted.
 
 The order is by priority, then by fewest running sequences of the client, then by arrival. A
-sequence is overdue when ``MAX_OVERTAKEN`` later arrivals have been admitted before it. Overdue
-sequences go before all others, which bounds the wait.
+deferred sequence that was admitted counts as running here. A sequence is overdue when
+``MAX_OVERTAKEN`` later arrivals have been admitted before it. Overdue sequences go before all
+others, which bounds the wait.
 
 Thousands of sequences may wait, so operations do not visit all of them: most are a few binary
 searches (``bisect``) in sorted lists.
@@ -18,19 +19,20 @@ from itertools import count
 from .sequence import Sequence
 
 MAX_OVERTAKEN = 1024
-"""Number of later arrivals that may be admitted before a waiting sequence."""
+"""Number of later arrivals that are admitted before a waiting sequence until it is overdue."""
 
 
 class WaitingQueue:
     """Sequences that wait for a slot and for blocks.
 
     ``append`` adds new sequences, in increasing order of ``arrival``. ``put_back`` adds sequences
-    that were admitted before, and forks of admitted sequences.
+    that return to the queue, and forks.
     """
 
     def __init__(self) -> None:
         self._shares: dict[int, int] = {}
-        """By client: number of its running sequences, if not 0."""
+        """By client: number of its running sequences, including deferred sequences that were
+        admitted; only if not 0."""
         self._ordinary = _Order(self._shares)
         self._overdue = _Order(self._shares)
         self._ticks = count()
@@ -38,10 +40,9 @@ class WaitingQueue:
         """By waiting sequence: the order that contains it, and its tick, which is the number of its
         insertion."""
         self._newcomers: OrderedDict[Sequence, None] = OrderedDict()
-        """Sequences in ``_ordinary`` that were never admitted, by arrival."""
+        """Sequences in ``_ordinary`` that ``append`` has added, by arrival."""
         self._returned: dict[Sequence, None] = {}
-        """Waiting sequences that were admitted before, or are forks of admitted sequences. Only
-        these sequences can have blocks."""
+        """Waiting sequences that ``put_back`` has added. Only these sequences can have blocks."""
         self._latest: list[int] = []
         """The ``MAX_OVERTAKEN`` latest arrivals among admitted sequences, sorted. The number of
         entries that are greater than a newcomer's arrival is the number of sequences that have
@@ -67,8 +68,8 @@ class WaitingQueue:
         self._put(self._ordinary, sequence)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Adds a sequence that was admitted before. The place of the sequence in the queue depends
-        on its arrival."""
+        """Adds a fork, or a sequence that returns to the queue. The sequence keeps its original
+        arrival."""
         self._returned[sequence] = None
         overdue = sequence.overtaken >= MAX_OVERTAKEN
         self._put(self._overdue if overdue else self._ordinary, sequence)
@@ -88,7 +89,8 @@ class WaitingQueue:
         order.remove(sequence, tick)
 
     def admit(self, sequence: Sequence) -> None:
-        """Removes a sequence that is admitted, and counts it as overtaking earlier arrivals."""
+        """Removes a sequence that is admitted, and counts it in ``overtaken`` of the earlier
+        arrivals."""
         self.remove(sequence)
         insort(self._latest, sequence.arrival)
         if len(self._latest) > MAX_OVERTAKEN:
