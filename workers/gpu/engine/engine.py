@@ -114,8 +114,9 @@ class Engine:
     ) -> None:
         """``draft_model``: with ``config.speculation``, a small model that drafts tokens if prompt
         lookup (``ngrams.py``) does not find a draft. Raises ModelLoadError if ``draft_model``
-        cannot draft for this model, if no KV cache fits into the GPU's memory, or if the model
-        cannot have the fast attention or the exactness that ``config`` requires."""
+        cannot draft for this model, or if no KV cache fits into the GPU's memory. Also raises
+        ModelLoadError if the model cannot have the fast attention or the exactness that ``config``
+        requires."""
         config = config or EngineConfig()
         traits = traits_of(loaded.device)
         if traits.host_memory:

@@ -1,4 +1,5 @@
-"""Chooses a model's forward: the fastest backend whose logits equal those of the model itself."""
+"""Chooses a model's forward: the fastest backend whose logits equal those of the model itself
+except for rounding."""
 
 from __future__ import annotations
 

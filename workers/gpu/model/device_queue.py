@@ -30,16 +30,18 @@ class Work(Generic[T]):
         self._run: Callable[[], T] | None = run
         self._value: T | None = None
         self.error: Exception | None = None
-        """The exception that the function raised."""
+        """The exception that the function raised; None if it has not raised one."""
         self._over = threading.Lock()
         self._over.acquire()
         self.event: torch.cuda.Event | None = None
         """On CUDA: the event that is complete when the device has finished the work."""
         self.seconds = 0.0
-        """Duration of the work, in seconds; measured only on a CPU."""
+        """Time for which the function ran, in seconds. On CUDA, this is only the time to enqueue
+        the kernels."""
 
     def do(self) -> None:
-        """Runs the function, once, in the order of the queue."""
+        """Runs the function. The queue calls this method once for each work, in the order of
+        submission."""
         assert self._run is not None
         began = time.monotonic()
         try:

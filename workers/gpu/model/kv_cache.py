@@ -12,7 +12,8 @@ import torch
 from .device_queue import on_device
 
 BLOCK_SIZE = 16
-"""Number of tokens of a block if the attention gathers the blocks of a sequence into one tensor."""
+"""Number of tokens of a block if the attention gathers the blocks of a sequence into one tensor, or
+if native code reads them on a CPU."""
 FLASH_BLOCK_SIZE = 256
 """Number of tokens of a block that FlashAttention reads in place. FlashAttention 2 requires at
 least 256."""

@@ -80,7 +80,8 @@ class LoadedModel:
     special_tokens: dict[str, int]
     """The ids of the special tokens by role (``special_tokens.py``), for controllers."""
     fingerprint: str
-    """SHA-256 of the tokenizer's canonical JSON; empty without a tokenizer."""
+    """SHA-256 of the tokenizer's canonical JSON, or of the vocabulary's if ``tokenizer_json`` is
+    None; empty without a tokenizer."""
     tokenizer_json: bytes | None
     """The tokenizer as the tokenizers library writes it, stored because writing takes up to a
     second. None if that library cannot represent the tokenizer."""
@@ -88,7 +89,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     layers: dict[int, LayerShape]
-    """By layer: the shapes of one token's keys and values on this rank."""
+    """By layer: the shapes of one token's keys and values on this rank. Empty for an encoder."""
     soft_caps: bool = False
     """Whether the attention caps scores before the softmax (Gemma 2)."""
     decoder: FusedDecoder | None = None
@@ -97,7 +98,7 @@ class LoadedModel:
     ranks: Ranks | None = None
     """The other ranks, if the model is spread over several devices."""
     weights: str = ""
-    """The version of the weights (``weights_version``)."""
+    """The version of the weights (``weights_version``); empty for an encoder."""
     version: int = 0
     """The version of the weights as the broker counts it; 0 until the weights are replaced."""
     token_size: TokenSize | None = None

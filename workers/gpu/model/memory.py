@@ -40,10 +40,10 @@ def cache_bytes(
 ) -> int:
     """The size of the KV cache of a model on a GPU, in bytes.
 
-    ``part``: the fraction of the device's memory for the model. This memory is for the weights of
-    the model and of ``others`` (its draft model), for ``step_bytes`` and for the cache. The cache
-    is smaller if other processes and models leave less memory. Raises ModelLoadError if no cache
-    fits.
+    ``part``: the fraction of ``DEVICE_PART`` of the device's memory for the model. This memory is
+    for the weights of the model and of ``others`` (its draft model), for ``step_bytes`` and for the
+    cache. The cache is smaller if other processes and models leave less memory. Raises
+    ModelLoadError if fewer than ``MIN_BLOCKS`` blocks fit.
     """
     free, total = torch.cuda.mem_get_info(loaded.device)
     unused = torch.cuda.memory_reserved(loaded.device) - torch.cuda.memory_allocated(loaded.device)
@@ -76,9 +76,9 @@ def largest_step_bytes(
 ) -> int:
     """The greatest memory of steps in addition to weights and cache, in bytes.
 
-    The result is the sum of the peak of the largest step, the memory pool of the CUDA graphs, and
-    the rows of logits that are kept for deferred sequences. The pool takes at most the peak of a
-    forward, because all graphs share the pool.
+    The result is the sum of the peak of the largest step, the memory pool of the CUDA graphs (if
+    the attention reads blocks in place), and the rows of logits that are kept for deferred
+    sequences. The pool takes at most the peak of a forward, because all graphs share the pool.
     """
     count = min(max_num_seqs, max_num_batched_tokens)
     longest = min(max(SCORE_ROWS, -(-max_num_batched_tokens // count)), loaded.context_length)

@@ -62,7 +62,7 @@ LoadEvent = Progress | Ready | Failed
 
 class Models:
     """The cache of loaded models. A separate thread loads models, and adds an event to ``events``
-    for each progress, success and failure. The worker's loop handles the events.
+    for each report of progress, success and failure. The worker's loop handles the events.
 
     ``on_event`` is called from that thread when an event has been added.
     """
@@ -105,8 +105,8 @@ class Models:
         return self._engines.get(name)
 
     def want(self, name: str) -> None:
-        """Begins to load a model, unless it is being loaded. Raises RequestError if the model is
-        not allowed."""
+        """Queues a model for the thread that loads models, unless the model is already queued or
+        being loaded. Raises RequestError if the model is not allowed."""
         if name in self._loading:
             return
         if name != self.default and not is_allowed(name, self._settings.allow):
@@ -135,7 +135,8 @@ class Models:
 
     def evict(self, used: Container[str]) -> list[str]:
         """Unloads the least recently used models that are not in ``used``, until at most
-        ``max_models`` are left, if possible. Returns the names of the unloaded models."""
+        ``max_models`` are left, if possible. The most recently used model always stays. Returns the
+        names of the unloaded models."""
         idle = [name for name in list(self._engines)[:-1] if name not in used]
         evicted = idle[: self.excess]
         for name in evicted:
@@ -216,9 +217,9 @@ class Models:
         )
 
     def _draft_model_for(self, loaded: LoadedModel) -> LoadedModel | None:
-        """The draft model, loaded at its first use. None if no draft model is configured, or if it
-        cannot draft for this model. Raises ModelLoadError if it cannot draft for the default
-        model."""
+        """The draft model, loaded at its first use. None if no draft model is configured, or if the
+        draft model cannot draft for this model. Raises ModelLoadError if the draft model cannot be
+        loaded, or if it cannot draft for the default model."""
         settings = self._settings
         if not settings.draft_model or settings.speculation == "off":
             return None

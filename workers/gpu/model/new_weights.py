@@ -30,7 +30,7 @@ DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
 class WeightsError(Exception):
-    """The weights of a folder do not fit the model; the message names the tensor."""
+    """The weights of a folder cannot replace those of the model; the message says why."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -154,7 +154,8 @@ def _plain(name: str) -> str:
 
 
 def _check_names(own: Mapping[str, torch.Tensor], files: Mapping[str, Path], folder: str) -> None:
-    """Raises WeightsError unless the files have each tensor of the model and no other."""
+    """Raises WeightsError unless the files have each tensor of the model and no other. One of
+    several tied tensors is enough."""
     there = {_place(own[name]) for name in files if name in own}
     for name, tensor in own.items():
         if _place(tensor) not in there:

@@ -48,7 +48,9 @@ def _turn_start(template: str, added: Mapping[str, int]) -> int | None:
 def _turn_end(
     template: str, added: Mapping[str, int], eos: Collection[int], tokenizer: Any
 ) -> int | None:
-    """The token among ``eos`` that the template writes most often."""
+    """The token among ``eos`` that the template writes most often. Without such a token, the
+    tokenizer's end-of-sequence token if the template writes the variable ``eos_token``, otherwise
+    None."""
     ends = [name for name in _occurrences(template, added) if added[name] in eos]
     if ends:
         return added[Counter(ends).most_common(1)[0][0]]

@@ -47,7 +47,8 @@ class CpuBackend(ForwardBackend):
         self._threads = threads
 
     def refresh(self) -> None:
-        """Makes the copies of weights again."""
+        """Makes all copies of weights again, after the model's weights have been changed in
+        place."""
         self._base.refresh()
         if self.native is not None:
             self.native.refresh()

@@ -2,9 +2,10 @@
  *
  * For one token of a small model, calls of small operations take longer than the arithmetic, and
  * the product of one row and a matrix is bound by memory bandwidth. So the weights are read once
- * for all tokens, in the order of their addresses, and the operations between the products are
- * fused. Keys and values are read from their blocks in place. The result is that of FusedDecoder
- * (fused/decoder.py). The logits of a token depend only on its own sequence, to the last bit. */
+ * for each panel of tokens, in the order of their addresses, and the operations between the products
+ * are fused. Keys and values are read from their blocks in place. The result is that of FusedDecoder
+ * (fused/decoder.py). The logits of a token depend only on its own sequence, to the last bit, unless
+ * its rotations depend on the whole step. */
 
 #include <stdlib.h>
 

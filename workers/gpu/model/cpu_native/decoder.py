@@ -305,8 +305,8 @@ def _weights(decoder: FusedDecoder) -> Iterator[torch.Tensor]:
 
 
 def _fill(addresses: np.ndarray, packed: Packed) -> Iterator[np.ndarray]:
-    """Fills in, for each token, the address of its sequence's block numbers. Yields the arrays of
-    block numbers, which must be kept as long as the addresses are used."""
+    """Writes, for each token, the address of its sequence's block numbers to ``addresses``. Yields
+    the arrays of block numbers, which must be kept as long as the addresses are used."""
     for group in packed.groups:
         blocks = np.ascontiguousarray(group.blocks, dtype=np.int64)
         size = blocks.nbytes // group.batch

@@ -1,7 +1,8 @@
 """Replaces operations of a transformers model by operations of the native forward, on a CPU.
 
-A trainer that computes a whole text with these operations gets the log-probabilities of the
-worker's stream, to the last bit. The functions have no gradients.
+A trainer that computes a whole text with these operations gets the log-probabilities of an exact
+stream, to the last bit, if trainer and worker use the same instruction set. The functions have no
+gradients.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 
 @cache
 def library() -> CDLL | None:
-    """The native code for this machine; None if no code was compiled for it."""
+    """The native code for this machine; None if no code was compiled for it, or if the code cannot
+    be loaded."""
     machine = platform.machine()
     processor = _processor(machine)
     path = Path(__file__).parent / f"decode-{machine}-{processor}.so"
@@ -45,8 +46,8 @@ def instruction_set() -> str:
 
 
 def _processor(machine: str) -> str:
-    """The name of the instruction set for which compiled code exists and that this processor has;
-    empty if there is no such instruction set."""
+    """The name of the instruction set of the library that fits this processor; empty if the package
+    is not compiled for this kind of processor."""
     if machine == "aarch64":
         return "generic"
     kinds = {"AVX2": "x86_64_v3", "AVX512": "x86_64_v4"}

@@ -2,7 +2,8 @@
  * processes share.
  *
  * A loop is divided into parts, which threads take one by one. A thread that is not scheduled takes
- * no parts, and the others do not wait for it. If only the caller runs, it computes the whole loop.
+ * no parts, and the others wait for it only if it has begun a part. If only the caller runs, it
+ * computes the whole loop.
  * (OpenMP assigns each thread its share beforehand: if another process occupies the core of one
  * thread, all others wait for a time slice.) */
 

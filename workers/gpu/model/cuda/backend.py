@@ -24,7 +24,8 @@ class CudaBackend(ForwardBackend):
         self._graphs = graphs
 
     def refresh(self) -> None:
-        """Makes the copies of weights again, at the addresses that the graphs read."""
+        """Makes the copies of weights again, at the addresses that the graphs read, after the
+        model's weights have been changed in place."""
         self.base.refresh()
 
     def compute(

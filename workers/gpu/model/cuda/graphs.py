@@ -143,8 +143,9 @@ class DecodeGraphs:
         """Captures the graphs of ``forward``, the largest first, so that smaller graphs reuse the
         memory of the largest.
 
-        If captures fail, ``why`` has the reason. The weights and the cache must keep their
-        addresses afterwards.
+        If a capture fails ``MAX_ATTEMPTS`` times, all graphs are dropped. If the captures take too
+        long, the graphs of the smaller sizes are missing. In both cases, ``why`` has the reason.
+        The weights and the cache must keep their addresses afterwards.
         """
         began, self.why = clock(), ""
         session = _Session(self._device)

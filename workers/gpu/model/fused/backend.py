@@ -13,7 +13,7 @@ from .decoder import Attend, FusedDecoder
 
 
 class FusedBackend(ForwardBackend):
-    """Runs a decoder with the attention of a layout."""
+    """Runs a ``FusedDecoder`` with the attention kernel for the layout of the KV cache."""
 
     def __init__(self, tensors: StepTensors, decoder: FusedDecoder, layout: Layout) -> None:
         super().__init__(tensors)
@@ -21,7 +21,8 @@ class FusedBackend(ForwardBackend):
         self._attend = attend_of(layout)
 
     def refresh(self) -> None:
-        """Makes the copies of weights again."""
+        """Makes the decoder's copies of weights again, after the model's weights have been changed
+        in place."""
         self.decoder.refresh()
 
     def compute(

@@ -93,7 +93,8 @@ class HeadNorms:
     per_head: bool
 
     def apply_(self, heads: torch.Tensor, num_heads: int, num_keys: int) -> None:
-        """Normalizes the queries and keys in ``heads`` ``[num_tokens, heads, dim]``, in place."""
+        """Normalizes the queries and keys in ``heads`` ``[num_tokens, heads, dim]``, in place.
+        ``num_keys``: the index after the last key head, after ``num_heads`` query heads."""
         for norm, part in (
             (self.query, heads[:, :num_heads]),
             (self.key, heads[:, num_heads:num_keys]),

@@ -41,7 +41,7 @@ on the length of the text."""
 
 
 class NotFusible(Exception):
-    """The model has an unknown part; the message names it."""
+    """The model cannot be a ``FusedDecoder``; the message says why."""
 
 
 def fused_model(

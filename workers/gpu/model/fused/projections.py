@@ -7,7 +7,7 @@ rows. A ``Projection``
 - splits the product of one row among the threads (``bmm`` over parts of the outputs). A weight with
   at least twice as many outputs as inputs is stored as ``[in, out]`` (*by input*), so that the
   product vectorizes over the outputs;
-- for several rows, has a second copy of the weights in oneDNN's order, if memory allows.
+- for several rows, uses a second copy of the weights in oneDNN's order, if ``pack`` has made one.
 
 Times in microseconds, with 2 threads and weights outside the caches:
 

@@ -1,10 +1,10 @@
 """Attention over the paged KV cache, for models that use transformers' attention interface.
 
 The tokens of a step, from all sequences, are packed into one row. ``paged_attention`` is registered
-with transformers under the name ``tokenbus``, and each layer calls it. The model's call passes the
-``PackedBatch`` to it as an extra keyword argument. The function writes the new keys and values to
-the slots of ``slot_mapping``. Each group of sequences then attends over its blocks (SDPA over
-gathered blocks).
+with transformers under the name ``tokenbus``, and each layer calls it. The ``PackedBatch`` is an
+extra keyword argument of the model, which passes it to this function. The function writes the new
+keys and values to the slots of ``slot_mapping``. Each group of sequences then attends over its
+gathered blocks or over its mirror.
 """
 
 from __future__ import annotations

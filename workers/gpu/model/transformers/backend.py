@@ -21,9 +21,9 @@ from .attention import NAME, NAME_COMPILED
 log = logging.getLogger(__name__)
 
 MAX_COMPILED_VARIANTS = 64
-"""Maximum number of compiled forms of one function; torch's default is 8. A separate form is
-compiled for each number of rows of logits (none, one or several), for each number of tokens (one or
-several), and for each class whose method has the same decorator."""
+"""Maximum number of compiled forms of one function; torch's default is 8. torch compiles separate
+forms for no row, one row and several rows of logits, for one token and several tokens, and for each
+class whose method has the same decorator."""
 
 
 class TransformersBackend(ForwardBackend):
@@ -41,7 +41,8 @@ class TransformersBackend(ForwardBackend):
             self.why_no_graphs = "the model computes the logits of all tokens"
 
     def refresh(self) -> None:
-        """Makes the copy of the output layer again."""
+        """Makes the copy of the output layer again, after the model's weights have been changed in
+        place."""
         if self._head is not None:
             self._head.refresh()
 
@@ -90,7 +91,7 @@ def keeps_logits(model: Any) -> bool:
 
 
 def attention_name(layout: Layout) -> str:
-    """The name under which transformers knows the attention of a layout."""
+    """The name under which the attention of a layout is registered with transformers."""
     return function_name(layout.kernel) if layout.in_place else NAME
 
 

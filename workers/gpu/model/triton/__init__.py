@@ -1,1 +1,2 @@
-"""Attention over paged keys and the small operations of a decoder layer, in Triton."""
+"""Attention over the blocks of the KV cache and the small operations of a decoder layer, in
+Triton."""

@@ -1,7 +1,8 @@
-"""Attention over paged keys by the Triton kernels: the tiles of a step, and the launches.
+"""Attention over the blocks of the KV cache by the Triton kernels: the tiles of a step, and the
+launches.
 
-A chunk of at most ``MAX_SHORT`` tokens (a decode, a draft) is short: its keys are split among
-several programs. The choice of the kernel for a chunk depends only on the chunk.
+A chunk of at most ``MAX_SHORT`` tokens (a decode, a draft) is short: if it has many keys, they are
+split among several programs. The choice of the kernel for a chunk depends only on the chunk.
 """
 
 from __future__ import annotations

@@ -213,8 +213,8 @@ def split_kernel(
 
     ``tiles`` ``[tiles, 3]``: for each tile, its chunk, the index of its first token in the chunk,
     and its place among the partial results. The keys of a tile are divided into at most MAX_SPLITS
-    splits; a program computes every ``max_programs``-th split. The last program of a tile that has
-    computed its splits combines all splits of the tile in order. ``partials`` ``[places, KV_HEADS,
+    splits; a program computes every ``max_programs``-th split. The program of a tile that finishes
+    its splits last combines all splits of the tile in order. ``partials`` ``[places, KV_HEADS,
     MAX_SPLITS, part_rows, DIM]`` and ``sums`` ``[..., part_rows, 2]`` have room for the partial
     results, float32. ``done`` ``[tiles * KV_HEADS]`` is 0 before the kernel and after it.
     """

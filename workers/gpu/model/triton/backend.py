@@ -18,7 +18,7 @@ from .decoder import NotFusible, TritonDecoder
 
 class TritonBackend(ForwardBackend):
     """Runs the layers of a decoder in few kernels, with any attention that reads blocks in place.
-    Raises NotFusible if a layer has no kernel."""
+    The constructor raises NotFusible if a layer has no kernel."""
 
     def __init__(self, tensors: StepTensors, decoder: FusedDecoder, layout: Layout) -> None:
         super().__init__(tensors)
@@ -27,7 +27,8 @@ class TritonBackend(ForwardBackend):
         self._attend = KERNELS[layout.kernel].attend_stored
 
     def refresh(self) -> None:
-        """Makes the copies of weights again."""
+        """Makes the decoder's copies of weights again, after the model's weights have been changed
+        in place."""
         self._fused.refresh()
 
     def compute(

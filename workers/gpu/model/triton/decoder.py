@@ -21,7 +21,7 @@ MAX_WIDTH = 16384
 
 
 class NotFusible(Exception):
-    """A layer has a part without a kernel; the message names it."""
+    """The Triton kernels cannot compute the model's layers; the message says why."""
 
 
 class TritonDecoder:

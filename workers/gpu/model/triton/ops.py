@@ -135,7 +135,7 @@ def norm(
 ) -> None:
     """Adds ``scale * update`` to ``hidden`` in place, and writes the RMS norm of ``hidden`` to
     ``normed``; all ``[num_tokens, width]``. If ``post_gain`` is given, ``update`` is normalized
-    with it first."""
+    with it first. Without ``update``, ``hidden`` stays as it is."""
     from .layer_kernels import norm_kernel
 
     rows, width = hidden.shape
@@ -253,7 +253,8 @@ def _attention(
 
 @cache
 def _stages(device: torch.device) -> int:
-    """Number of iterations over keys that are in progress at the same time."""
+    """Number of stages of the loop over keys: ``DEEP`` if the device has enough shared memory,
+    otherwise ``SHALLOW``."""
     if device.type != "cuda":
         return DEEP
     properties = torch.cuda.get_device_properties(device)
