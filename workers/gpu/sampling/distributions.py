@@ -1,4 +1,4 @@
-"""The facts that controllers query about the distribution of their next token."""
+"""The facts that controllers query about the distribution of a sequence's next token."""
 
 from __future__ import annotations
 

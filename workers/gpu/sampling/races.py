@@ -33,7 +33,7 @@ import torch
 from ..model.device_queue import on_device
 
 PART = 64
-"""Number of tokens in each part of a row in ``likeliest``."""
+"""Number of tokens in each part of a row in ``likeliest`` and in ``sampler._best``."""
 CACHED = 2**18
 """Maximum number of logits that a CPU processes at a time: 1 MiB, which stays in its cache."""
 AHEAD_BYTES = 2**25

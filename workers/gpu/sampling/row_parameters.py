@@ -75,7 +75,7 @@ class RowParameters:
         self.draws = _draws([rows[i] for i in self.random])
         """The parameters of the rows that are not greedy."""
         self.changed = [i for i, s in enumerate(samplings) if _changes_logits(s)]
-        """The rows whose logits are changed by biases or penalties."""
+        """The rows whose requests have a ``logit_bias`` or penalties."""
         self.biases = biases
         """By row: the ``logit_bias`` of its request, which may forbid tokens. Rows whose requests
         have no ``logit_bias`` are left out."""

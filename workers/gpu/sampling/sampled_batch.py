@@ -17,7 +17,8 @@ from .row_parameters import RowParameters, Rows
 
 
 class SampledBatch:
-    """The sequences of a step, one for each row. Steps with the same sequences share one object."""
+    """The sequences of a step, one for each row. Consecutive steps with the same sequences share
+    one object, if no sequence drops tokens."""
 
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences

@@ -2,7 +2,7 @@
 
 Randomness is counter-based: the random numbers of a token depend only on the request's seed, the
 sequence number and the token's position (``races.py``). So a request gets the same tokens in any
-batch, and another worker can continue it.
+batch and on any worker, unless rounding differences of the logits change a token.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Sampled:
     """For rows with ``inspect``: the most likely tokens that a mask or a controller's bias
     forbids."""
     allowed: dict[int, int] = field(default_factory=dict)
-    """For rows with ``inspect``: the number of allowed tokens."""
+    """For rows with ``inspect`` that have a mask or a controller's bias: the number of allowed
+    tokens."""
     biased: dict[int, dict[int, float]] = field(default_factory=dict)
     """For rows with ``inspect``: the controller's nonzero biases of the chosen token and of the
     most likely tokens that are not forbidden."""
@@ -294,9 +295,9 @@ class Scores:
     """The most likely tokens ``[num_tokens, most]`` and their log-probabilities."""
 
     def fetch(self) -> tuple[list[float], Sequence[dict[int, float] | None]]:
-        """Two lists: the log-probability of each token; and, for each token, the log-probabilities
-        of the most likely tokens of its row and of the token itself, or None if they were not
-        requested. The device must have finished the copy."""
+        """Two lists with an entry for each token. The first has the log-probability of the token.
+        The second has the log-probabilities of the most likely tokens of its row and of the token
+        itself, or None if they were not requested. The device must have finished the copy."""
         values: list[float] = self.values.tolist()
         if self.likely is None:
             return values, [None] * len(values)
@@ -404,8 +405,8 @@ def _changed_rows(rows: Rows, logits: torch.Tensor, best: torch.Tensor | None) -
     """The rows whose logits must be changed before a token is chosen.
 
     On a CPU, a greedy row that has only a mask or a minimum length is left out if its best token is
-    allowed, because the choice would be the same. On other devices the host does not know the best
-    token.
+    allowed, because the choice would be the same. On other devices, the best token is not on the
+    host.
     """
     found = set(rows.parameters.changed).union(rows.biases)
     tokens: list[int] | None = None
