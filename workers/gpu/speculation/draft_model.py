@@ -110,9 +110,10 @@ class DraftModel:
         blocks of the draft model's cache. The least recently used text is first."""
 
     def draft(self, sequences: Items[Sequence], count: int) -> list[list[int]]:
-        """Writes ``count`` draft tokens for each of these sequences. A draft is empty if the draft
-        model has not computed the sequence up to its end yet, if the sequence is too long, or if no
-        blocks are free."""
+        """Writes ``count`` draft tokens for each of these sequences. A draft ends before a token
+        that the large model does not have. A draft is empty if the draft model has not computed the
+        sequence up to its end yet, if the sequence is too long, if no blocks are free, or if
+        drafting fails."""
         try:
             return self._draft(sequences, count)
         except Exception:

@@ -55,7 +55,7 @@ class Speculation:
             sequence.drafting = Drafting(PromptLookup(sequence.tokens, earlier), steered)
 
     def ended(self, sequence: Sequence) -> None:
-        """Stores the text of an ended sequence, so that drafts for the session's next requests can
+        """Stores the text of an ended sequence, so that drafts for the client's next requests can
         be copied from it."""
         if self._model is not None:
             self._model.forget(sequence)

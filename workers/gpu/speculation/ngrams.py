@@ -57,7 +57,8 @@ class PromptLookup:
         return copy
 
     def match(self) -> Match | None:
-        """The longest earlier occurrence of the end of the text; the latest among equals."""
+        """The longest earlier occurrence of the end of the text; the latest among equals. If the
+        last run does not occur earlier, a match near the last match (``NEAR``), or None."""
         found = self._of_run()
         if found is None:
             return self._near()
