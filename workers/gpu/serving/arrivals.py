@@ -106,12 +106,13 @@ class Arrivals:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that have not been passed to an engine."""
+        """Number of requests that wait for their model or for their tokens. An EMBED that waits for
+        its vectors does not count."""
         return len(self._waiting)
 
     @property
     def num_loading(self) -> int:
-        """Number of requests whose models are being loaded."""
+        """Number of requests whose models are being loaded, are paused or get new weights."""
         return sum(waiting.job is None for waiting in list(self._waiting.values()))
 
     def stream(self, request: int) -> Stream | None:
@@ -148,7 +149,8 @@ class Arrivals:
             self._streams.fail(stream, error, "starting this request")
 
     def take_tokenized(self) -> None:
-        """Passes requests to their engines if their texts have been tokenized."""
+        """Passes requests whose texts have been tokenized to their engines. A request waits again
+        if its model was unloaded, is paused or gets new weights."""
         done = self._tokenization.done
         while not done.empty():
             job = done.get()

@@ -22,8 +22,8 @@ from ..sampling.candidates import Candidate, candidate_columns
 from .streams import ROW, ROWS, Frames, Stream
 
 MAX_ENTRIES = 2048
-"""Maximum number of entries that one pass of the loop sends. A larger answer also uses the budget
-of later passes."""
+"""The budget of one pass of the loop: the number of entries that the pass may send. The last answer
+of a pass may exceed the budget. Later passes then send less."""
 ROWS_PER_ENTRY = 4
 """Number of rows in columns that count as one entry. These rows have as many bytes as one entry in
 msgpack."""

@@ -41,7 +41,8 @@ class Decisions(NamedTuple):
     host: str
     """The machine id of the controller worker."""
     attempts: dict[int, int]
-    """See ``Result.attempts``."""
+    """By request that was started again and has its first decision in this message:
+    ``Start.attempt`` (``Result.attempts``)."""
 
 
 class _RawResult(msgspec.Struct):

@@ -34,10 +34,10 @@ MIN_BATCH_TOKENS = 16
 """Number of tokens that a batch may always have. With fewer tokens, a batch takes about as long,
 because its time is bound by reading the weights."""
 BATCH_S = 0.05
-"""Maximum time of a batch for which other requests wait, in seconds."""
+"""Time that a batch should take at most if other requests wait for it, in seconds."""
 IDLE_BATCH_S = 0.5
-"""Maximum time of a batch when the engines are idle, in seconds. Requests that arrive during the
-batch wait for its end."""
+"""Time that a batch should take at most when the engines are idle, in seconds. Requests that arrive
+during the batch wait for its end."""
 IDLE_AFTER_S = 1.0
 """The engines count as idle after this time without a step, in seconds. Clients that send one
 request after another leave shorter pauses."""
@@ -63,7 +63,7 @@ class _Bounds:
     """The maximum numbers of tokens of a model's batches."""
 
     busy: int = FIRST_BATCH_TOKENS
-    """The bound if other requests wait for the batch."""
+    """The bound if an engine has requests, or has run a step in the last ``IDLE_AFTER_S``."""
     idle: int = FIRST_BATCH_TOKENS
     """The bound if the engines are idle."""
 
@@ -140,8 +140,8 @@ class Embeddings:
 
     @property
     def due(self) -> bool:
-        """Whether as much time has passed since the last batch as the batch took. Engines that have
-        work use this time, so that EMBEDs take at most half of the time."""
+        """Whether as much time has passed since the end of the last batch as this batch took.
+        Engines that have work use this time, so that EMBEDs take at most half of the time."""
         return self._clock() >= self._due_at
 
     def note_step(self) -> None:

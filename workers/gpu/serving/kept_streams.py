@@ -11,11 +11,12 @@ from ....protocol.bodies import encode_body
 from .streams import Stream
 
 KEEP_S = 60.0
-"""Seconds for which an ended stream is stored: enough for a broker that is down for up to 30 s to
-restart and to request the stream."""
+"""Seconds for which an ended stream is stored, within the bounds below: enough for a broker that is
+down for up to 30 s to restart and to request the stream. An older stream is dropped when the next
+stream ends."""
 MAX_STREAMS = 1024
 MAX_TOKENS = 65_536
-"""Bound on the stored tokens of all streams. A stream with more tokens is not stored."""
+"""Bound on the sum of ``Stream.size`` of all stored streams. A larger stream is not stored."""
 
 
 class _Kept(NamedTuple):

@@ -1,7 +1,8 @@
 """The table of live streams, and everything that a GPU worker sends to their clients.
 
 A stream ends either with the TOKEN message that contains the end of its last sequence, or with an
-ERROR. Every stream gets one of these messages, even if its tokens cannot be sent.
+ERROR. Every stream gets one of these messages, even if its tokens cannot be sent, unless the stream
+is dropped.
 """
 
 from __future__ import annotations
@@ -344,7 +345,8 @@ class LiveStreams:
         self._post(error_frames(stream, error), stream.link)
 
     def drop(self, request: int) -> None:
-        """Ends a stream without sending anything, because no client waits for it."""
+        """Ends a live stream, or deletes a stored one, without sending anything, because its broker
+        does not need the stream any more."""
         kept, stream = self._kept.get(request), self._streams.get(request)
         if kept is not None:
             kept.dropped = True

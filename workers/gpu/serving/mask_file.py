@@ -24,7 +24,8 @@ ROWS = 1024
 
 class MaskFile:
     """``ROWS`` masks of ``words`` u32 each, and then ``ROWS`` biases, written by one controller
-    worker and read in place. The system allocates memory only for biases that have been written.
+    worker and read in place. The system allocates memory only for the parts of the file that have
+    been written.
     """
 
     def __init__(self, words: int) -> None:

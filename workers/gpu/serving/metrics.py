@@ -1,7 +1,8 @@
 """The counters of a GPU worker's requests by model.
 
 Tokens are not counted one by one. The interval between two steps is counted in one operation for
-all streams that have a token in both steps. Everything else is counted once for each request.
+all streams that have a token in both steps. Everything else is counted once for each request, or
+for each pause of a stream.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ def request_texts(
     """The texts and token ids of a request, for a model with at most ``max_tokens`` tokens.
 
     The last attachments are the buffers that the request names. The first attachment is the prompt
-    if the body has no prompt. Raises RequestError, before anything is decoded, if the token ids
-    alone are too many.
+    if the body has no prompt. Raises RequestError if the attachments do not fit the body, or if the
+    prompt is too long. Nothing is decoded if the token ids alone are too many.
     """
     own = len(attachments) - len(message.buffers)
     if own < 0:
@@ -109,7 +109,7 @@ def request_texts(
     if num_ids > max_tokens:
         raise RequestError(
             Code.PROMPT_TOO_LONG,
-            f"the request needs {num_ids + 1} tokens, including at least one generated token; "
+            f"the request needs at least {num_ids + 1} tokens; "
             f"{loaded.name} takes at most {max_tokens}",
             path="$.prompt",
         )

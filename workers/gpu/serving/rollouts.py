@@ -95,11 +95,12 @@ class Rollouts:
 
     @property
     def states(self) -> list[ModelState]:
-        """The models whose weights have changed, or that are paused; safe on another thread."""
+        """The states of the models whose weights have changed, or that are or were paused; safe on
+        another thread."""
         return list(self._states.values())
 
     def frozen(self, model: str) -> bool:
-        """Whether no step of a model may run, because the model is paused."""
+        """Whether no step of a model may run, because the model is paused and keeps its streams."""
         state = self._states.get(model)
         return state is not None and state.paused == "keep"
 
@@ -131,8 +132,8 @@ class Rollouts:
                 del self._readings[model]
 
     def hold(self, model: str) -> None:
-        """Called before a model is loaded. Its requests wait if the loaded weights may be
-        outdated."""
+        """Called before an event of loading a model is handled. The model's requests wait if the
+        loaded weights may be outdated."""
         state = self._states.get(model)
         if state is not None and state.version:
             self._arrivals.held.add(model)

@@ -166,7 +166,8 @@ class Steering:
         return list(steered.ends.values()) if steered is not None else []
 
     def with_notes(self, request: int, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """The last outputs of a cancelled request, with logs and writes that have not been sent."""
+        """The last outputs of a cancelled request, with notes that have not been sent, and without
+        outputs that the client already has."""
         steered = self._requests.get(request)
         if steered is None:
             return outputs
@@ -217,8 +218,7 @@ class Steering:
         updates: dict[int, list[StepSequence]] = {}
         others, columns = outputs.others, outputs.columns
         if columns is not None:
-            # Stored logs and writes are sent with the sequence's token, which then cannot be in
-            # columns.
+            # Stored notes are sent with the sequence's token, which then cannot be in columns.
             noted = {r for r in columns.requests if r in self._requests and self._requests[r].notes}
             if noted:
                 columns, with_notes = columns.without(noted)
@@ -250,8 +250,8 @@ class Steering:
         return StepOutputs(for_clients, columns)
 
     def expire(self) -> list[TokenOutput]:
-        """Ends the sequences whose decisions are overdue. Returns the last outputs that were stored
-        for these sequences."""
+        """Ends the sequences whose decisions are overdue, at most once every ``CHECK_S``. Returns
+        the last outputs that were stored for these sequences."""
         now = self._clock()
         if now < self._next_check:
             return []
@@ -527,8 +527,8 @@ class Steering:
     def _update(self, steered: Steered, output: TokenOutput) -> StepSequence | None:
         """The update that reports an output to its controller; None if no report is needed.
 
-        If a sequence ends, but not at its controller's decision, the controller runs a last round.
-        The last output is stored until that round is complete.
+        If a sequence ends with a token, and not at its controller's decision, the controller runs a
+        last round. The last output is stored until that round is complete.
         """
         reason, token, stop = output.finish_reason, output.token, ""
         # An appended token has no log-probability. The controller has chosen the token itself.

@@ -105,7 +105,7 @@ class Stream:
     """The link whose CLAIM waits for the JOURNAL of this stream. Set and cleared by
     ``ReportQueue``."""
     dropped: bool = False
-    """Whether the broker needs the stream no longer. ``LiveStreams.drop`` sets the flag."""
+    """Whether the broker does not need the stream any more. ``LiveStreams.drop`` sets the flag."""
     trace: str = ""
     operation: str = "text_completion"
     """``gen_ai.operation.name`` of the request's span, if it has a trace."""
@@ -329,7 +329,7 @@ def error_frames(stream: Stream, error: TokenbusError) -> Frames:
 
 
 def journal_frames(stream: Stream) -> Frames:
-    """A stream's request and all sent entries, for a broker that was restarted or disconnected."""
+    """A stream's request and all sent entries, for the broker at which the stream continues."""
     body = Journal(
         type="SCORE" if stream.type == b"SCORE" else "GENERATE",
         age_s=time.monotonic() - stream.arrived,

@@ -25,7 +25,8 @@ class _Answer(msgspec.Struct):
 
 
 class TokenizerAnswers:
-    """Answers requests for tokenizers. Each tokenizer is encoded once for all requests."""
+    """Answers requests for tokenizers. The ``KEPT`` latest encoded tokenizers are stored for
+    further requests."""
 
     def __init__(self) -> None:
         self._encoded: OrderedDict[tuple[str, str, Encoding], msgspec.Raw] = OrderedDict()
