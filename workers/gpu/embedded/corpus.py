@@ -173,8 +173,9 @@ _MODULES = [
 
 
 def library_documents() -> Iterator[list[str]]:
-    """Yields each module of the standard library, followed by its documented functions, in a fixed
-    order."""
+    """Yields, in a fixed order, the text of each module of the standard library in a list with the
+    module's short functions that have a docstring (``_functions``). Skips ``LEFT_OUT`` and
+    tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts

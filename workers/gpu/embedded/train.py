@@ -33,8 +33,9 @@ WARM_UP = 60
 STEPS = 1400
 
 SPLIT = r"""\n[ \t]*| ?[A-Za-z_]+|\d| +(?=\S)|\s+|[^\sA-Za-z_\d]+"""
-"""Regular expression of the parts into which a text is split before BPE: a newline with the
-indentation after it, a word with at most one space before it, a single digit, spaces, or others."""
+"""Regular expression of the parts into which a text is split before BPE. A part is a newline with
+the indentation after it, a word with at most one space before it, a digit, other white space, or a
+run of other characters."""
 
 
 def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
