@@ -18,8 +18,9 @@ setting, each product takes 0.1 to 0.2 ms. If threads sleep at once
 
 def prepare_environment(threads: int) -> None:
     """Configures OpenMP and torch's memory for this process. ``threads``: number of threads, which
-    replaces an existing ``OMP_NUM_THREADS``; 0 keeps the number that OpenMP uses by default. Other
-    environment variables are set only if they do not exist.
+    replaces an existing ``OMP_NUM_THREADS``; 0 leaves this variable as it is. Other environment
+    variables are set only if they do not exist, and ``GOMP_SPINCOUNT`` only if ``OMP_WAIT_POLICY``
+    does not exist either.
 
     With ``THP_MEM_ALLOC_ENABLE``, torch allocates huge pages of memory, from which weights are read
     faster. For example, the product of one row and a float32 matrix of 256 x 32,000 takes 1.3 ms

@@ -164,9 +164,9 @@ class GpuWorker:
         return 0
 
     def stop(self, reason: str, *, restarts: bool = False) -> None:
-        """Drains the worker: it refuses further requests, finishes its requests, and exits. May be
-        called from a signal handler. ``restarts``: whether the streams are handed over to a
-        successor, if supervisord starts one."""
+        """Drains the worker: it refuses further requests, and exits when its requests have ended or
+        moved, or after ``drain_s``. May be called from a signal handler. ``restarts``: whether the
+        streams are handed over to a successor, if supervisord starts one."""
         self._stop_reason = reason
         self._restarts = restarts
         self._bus.interrupt()
@@ -268,7 +268,8 @@ class GpuWorker:
 
     def _step(self) -> None:
         """Runs one step of each model that has work, and sends the tokens of each step in one
-        message. Then computes a batch of EMBED requests if no step ran or the batch is due."""
+        message for each broker. Then computes a batch of EMBED requests if no step ran or the batch
+        is due."""
         stepped = False
         for model, engine in self._models.engines.items():
             if not engine.has_work or self._rollouts.frozen(model):
@@ -318,9 +319,9 @@ class GpuWorker:
     def _computed(self, engine: Engine) -> StepOutputs:
         """Runs one step of an engine and returns the outputs for clients.
 
-        If steps overlap, this step's forward was launched by ``finish`` of the previous step and
-        ran while the previous tokens were sent. The next forward is then running when this method
-        returns.
+        If steps overlap, ``finish`` of the previous step has launched this step's forward, unless
+        one of the two steps has drafts. The forward then ran while the previous tokens were sent,
+        and the next forward is running when this method returns.
         """
         with self._bus.stepping():
             step = engine.begin()
@@ -503,7 +504,7 @@ class GpuWorker:
                 self._go_on(wanted, "the connection to the broker was lost")
 
     def _stream(self, request: int) -> Stream | None:
-        """The stream of a request that an engine runs or that waits for its model; None if
+        """The stream of a request that an engine runs or that waits in ``Arrivals``; None if
         unknown."""
         return self._streams.get(request) or self._arrivals.stream(request)
 
