@@ -195,13 +195,13 @@ class BlockManager:
             table.mixed = bool(table.blocks)
 
     def free(self, table: BlockTable) -> None:
-        """Frees all blocks of a table. Registered blocks can be matched until they are allocated
-        for other content."""
+        """Removes all blocks from a table. Registered blocks can be matched until they are
+        allocated for other content."""
         self.truncate(table, 0)
 
     def discard(self, table: BlockTable) -> list[int]:
-        """Frees all blocks of a table, because their content is unusable. Returns the blocks that
-        no other sequence shares, which the caller must clear."""
+        """Removes all blocks from a table, because their content is unusable. Returns the blocks
+        that no other table contains. The caller must set them to zeros."""
         own = [block for block in table.blocks if self._ref_counts[block] == 1]
         for block in own:
             self._forget(block)

@@ -108,8 +108,8 @@ class Decodes:
         return found
 
     def _add_block(self, row: int, position: int) -> bool:
-        """Registers the last block of a sequence, which is full, and adds another block. Returns
-        False if no block is available."""
+        """Registers the full last block of a sequence, and adds another block. Returns False if no
+        block is available."""
         sequence = self.sequences[row]
         table = sequence.block_table
         self._blocks.commit(table, sequence.tokens, position)

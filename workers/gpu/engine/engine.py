@@ -83,14 +83,14 @@ class EngineConfig:
     """Run the model through torch.compile, if its logits then stay the same
     (``ForwardOptions``)."""
     overlap: bool = False
-    """Launch the forward of the next step before the tokens of this step are processed. Ignored if
-    the model has several ranks."""
+    """Launch the forward of the next step before the tokens of this step are processed, unless one
+    of the two steps has drafts. Ignored if the model has several ranks."""
     fixed_threads: bool = False
     """On a CPU, use all of torch's threads for every forward, even if fewer are faster."""
     exact: Literal["auto", "on", "off"] = "auto"
     """Whether the logits of a sequence must have the same bits in every batch. ``auto``: only if
-    the model has kernels that can do this. ``on``: always; a model without such kernels is
-    refused."""
+    the model has kernels that can do this. ``on``: always; a model without such kernels is refused.
+    ``off``: no."""
     speculation: bool = False
     """Speculative decoding: draft tokens are verified, so that a step can yield several tokens of
     a sequence."""
@@ -305,8 +305,7 @@ class Engine:
 
     @property
     def overlaps(self) -> bool:
-        """Whether ``finish`` launches the forward of the next step, unless one of the two steps has
-        drafts."""
+        """Whether steps overlap (``EngineConfig.overlap``)."""
         return self._overlaps
 
     def stats(self) -> dict[str, float]:
@@ -375,7 +374,7 @@ class Engine:
     # --- the step -------------------------------------------------------------------------------
 
     def step(self) -> list[TokenOutput]:
-        """Computes one batch and returns its outputs, in order within each sequence."""
+        """Computes one batch and returns its outputs. The outputs of each sequence are in order."""
         return self.finish(self.begin()).as_outputs()
 
     def begin(self) -> PendingStep:

@@ -29,10 +29,11 @@ class OneByOne:
         self._results = results
 
     def undo(self, ahead: PendingStep | None) -> None:
-        """Counts the tokens of ``ahead``, the next step that was already launched, as not computed,
-        and makes all mirrors invalid. The previous step failed, so that the forward of ``ahead``
-        lacked its tokens and was not computed, or the weights are about to change. The copies of
-        blocks before this forward were made, so block tables stay as they are."""
+        """Marks the tokens of ``ahead``, the step that was launched before its previous step was
+        processed, as not computed, and makes all mirrors invalid. Called if the previous step has
+        failed, because the forward of ``ahead`` is then not computed, and before the weights
+        change. Block tables stay as they are, because the block copies of ``ahead`` are made in
+        both cases."""
         self._runner.forget_mirrors()
         self._live.changed()
         if ahead is None:

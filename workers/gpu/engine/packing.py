@@ -161,9 +161,9 @@ class Mirrors:
 
     Gathering blocks takes as long as attending over them. If the same sequences decode step after
     step, the gathered copy stays and only the new tokens are added. A mirror is valid if it has
-    room, and if every sequence continues at or before the end of its chunk in the previous step.
-    The new tokens then overwrite rejected drafts and dropped tokens. A mirror that a step does not
-    use becomes invalid.
+    room for the new tokens, and if every sequence continues at or before the end of its chunk in
+    the previous step. The new tokens then overwrite rejected drafts and dropped tokens. A mirror
+    that a step does not use becomes invalid.
     """
 
     def __init__(self, bytes_per_token: int, block_size: int) -> None:

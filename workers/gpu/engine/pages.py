@@ -16,8 +16,8 @@ class PageLog:
     def __init__(self, model: str, block_size: int) -> None:
         self._first = first_key(model)
         self._per_page = PAGE_TOKENS // block_size if PAGE_TOKENS % block_size == 0 else 0
-        """Number of blocks in a page; 0 if a page is not a whole number of blocks. Pages are then
-        not reported."""
+        """Number of blocks in a page; 0 if a page is not a whole number of blocks. In that case,
+        pages are not reported."""
         self._by_block: dict[int, bytes] = {}
         self._blocks: dict[bytes, int] = {}
         """By page: number of registered blocks that contain the page's last tokens. A page has

@@ -103,10 +103,11 @@ class Scheduler:
     Every live sequence is in exactly one table. ``waiting`` sequences wait for a slot and for
     blocks; ``running`` sequences have blocks. ``deferred`` sequences have blocks and logits, but
     their decision has not arrived. ``suspended`` sequences wait for ``resume``. A deferred sequence
-    gives up its slot. When it is rescheduled, it runs again even if no slot is free. So more than
-    ``max_num_seqs`` sequences may run for a while. Each step then skips the last sequences in
-    order, and waiting sequences are not admitted. Sequences without logits are not admitted either
-    while ``MAX_ADMITTED`` * ``max_num_seqs`` sequences run or are deferred.
+    gives up its slot. When it is rescheduled, it runs again even if no slot is free, unless it is a
+    fork that had no slot. So more than ``max_num_seqs`` sequences may run for a while. Each step
+    then skips the last sequences in order, and waiting sequences are not admitted. Sequences
+    without logits are not admitted either while ``MAX_ADMITTED`` * ``max_num_seqs`` sequences run
+    or are deferred.
     """
 
     def __init__(

@@ -163,8 +163,8 @@ class LiveSequences:
         return [child.seq for child in children]
 
     def fork_pending(self, sequence: Sequence) -> list[Sequence]:
-        """Makes the other sequences of a request with ``sampling.n`` above 1. They share the blocks
-        and the logits of the prompt."""
+        """Makes the other sequences of a request with ``sampling.n`` above 1. These sequences share
+        the blocks and the logits of the prompt."""
         if not sequence.pending_forks:
             return []
         children = [

@@ -46,7 +46,7 @@ class WaitingQueue:
         self._latest: list[int] = []
         """The ``MAX_OVERTAKEN`` latest arrivals among admitted sequences, sorted. The number of
         entries that are greater than a newcomer's arrival is the number of sequences that have
-        overtaken it."""
+        overtaken the newcomer, up to ``MAX_OVERTAKEN``."""
 
     def __len__(self) -> int:
         return len(self._places)
