@@ -20,7 +20,7 @@ class DeviceTraits(NamedTuple):
     """Whether scattered blocks are read at full speed, so that mirrors (contiguous copies of keys
     and values, ``engine/packing.py``) are not needed."""
     host_memory: bool
-    """Whether the forward runs in the memory of the process, on the threads of torch."""
+    """Whether weights and KV cache are in host memory, because the device is the CPU."""
     draft_costs: lengths.Costs
 
 

@@ -47,11 +47,12 @@ class Layout(NamedTuple):
     """Number of tokens of a block."""
     kernel: Kernel
     why: str = ""
-    """The reason why no kernel reads the blocks in place; empty if a kernel does."""
+    """The reason why no GPU kernel reads the blocks in place; empty if a GPU kernel does."""
 
     @property
     def in_place(self) -> bool:
-        """Whether a kernel reads the blocks in place; otherwise they are gathered for SDPA."""
+        """Whether a GPU kernel reads the blocks in place. Otherwise the blocks are gathered for
+        SDPA, or native code on a CPU reads them."""
         return self.kernel != "gather"
 
     @property

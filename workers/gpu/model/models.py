@@ -81,7 +81,7 @@ class Models:
         self.default = "" if settings.model == AUTO else settings.model
         self._patterns = [*([escape(self.default)] if self.default else []), *settings.allow]
         self._loader: threading.Thread | None = None
-        """The thread that loads models; None until the first model is wanted."""
+        """The thread that loads models; None until the first model is requested."""
 
     @property
     def patterns(self) -> list[str]:
@@ -271,8 +271,8 @@ def model_info(engine: Engine) -> ModelInfo:
 
 
 def memory_part(settings: Settings) -> float:
-    """The fraction of a GPU's memory for each model: all models that may be loaded at the same time
-    have equal parts."""
+    """The value of ``EngineConfig.memory_part`` for each model: all models that may be loaded at
+    the same time have equal parts."""
     return 1 / settings.max_models if settings.allow or settings.model == AUTO else 1.0
 
 

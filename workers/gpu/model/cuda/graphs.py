@@ -31,7 +31,7 @@ TOLERANCE = 5e-2
 """Greatest difference between the logits of a replay and of the step without a graph, relative to
 their standard deviation."""
 MAX_CAPTURE_S = 60.0
-"""Seconds since the first capture after which further captures are not started."""
+"""Captures that have not begun within this number of seconds are left out."""
 WARM_UPS = 2
 """Number of forwards before a capture. The first runs of kernels do setup work that must not be
 captured."""

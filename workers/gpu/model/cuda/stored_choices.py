@@ -69,7 +69,7 @@ def store(key: str, kernel: Kernel) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, msgspec.json.encode(kept), synced=False)
     except (OSError, RuntimeError) as error:
-        log.info("the choice of attention kernel is not stored; it is measured again: %s", error)
+        log.info("the choice of attention kernel cannot be stored for later processes: %s", error)
 
 
 def _read() -> dict[str, Kernel]:

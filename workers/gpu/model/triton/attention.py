@@ -1,8 +1,9 @@
 """Attention over the blocks of the KV cache by the Triton kernels: the tiles of a step, and the
 launches.
 
-A chunk of at most ``MAX_SHORT`` tokens (a decode, a draft) is short: if it has many keys, they are
-split among several programs. The choice of the kernel for a chunk depends only on the chunk.
+A *tile* has some tokens of one chunk, each with all query heads of one key head. A chunk of at most
+``MAX_SHORT`` tokens (a decode, a draft) is short: if its tiles have many keys, these are split
+among several programs. The choice of the kernel for a chunk depends only on the chunk.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ _WORKSPACES: WeakKeyDictionary[KVCache, Workspace] = WeakKeyDictionary()
 
 
 def workspace_of(cache: KVCache) -> Workspace:
-    """The workspace of a KV cache. It is made at the first call, which must not be made while a
+    """The workspace of a KV cache. The first call makes the workspace, and must not happen while a
     CUDA graph is captured."""
     found = _WORKSPACES.get(cache)
     if found is None:
@@ -134,8 +135,8 @@ def paged_attention(
     softcap: float | None,
     max_programs: int | None = None,
 ) -> torch.Tensor:
-    """Attention of ``query`` ``[num_tokens, heads, dim]`` over a layer's paged keys and values,
-    including the keys and values of the new tokens. Returns ``[num_tokens, heads, dim]``.
+    """Attention of ``query`` ``[num_tokens, heads, dim]`` over the blocks of a layer's keys and
+    values, including the keys and values of the new tokens. Returns ``[num_tokens, heads, dim]``.
 
     ``chunks``: the start of each chunk in ``query`` and the end of the last ``[N + 1]``, the number
     of keys that each chunk attends to ``[N]``, and the block table ``[N, blocks]``; all int32.

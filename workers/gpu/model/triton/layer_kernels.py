@@ -1,6 +1,7 @@
 """The small operations of a decoder layer in Triton.
 
-The kernels compute in float32 and round once, when they store.
+The kernels compute in float32. They round the values that they store, and other values only where
+the model rounds them.
 """
 
 from __future__ import annotations
