@@ -27,7 +27,7 @@ class Bias:
     one."""
 
     def of(self, token: int) -> float:
-        """The bias of one token."""
+        """The bias of one token; 0 if the token has none."""
         if self.tokens is None:
             return float(self.values[token])
         place = int(np.searchsorted(self.tokens, token))

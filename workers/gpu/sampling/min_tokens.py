@@ -1,4 +1,4 @@
-"""Excludes the tokens that end a sequence until ``min_tokens`` tokens have been generated.
+"""Excludes tokens that would end a sequence before it has ``min_tokens`` generated tokens.
 
 The position of a row's token is the number of tokens that its sequence has generated. So the
 position alone decides whether the row may end its sequence. This also holds for the tokens of a
