@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from .draft_model import DraftModel
 
 MIN_PROBABILITY = 0.2
-"""Minimum probability that a sequence accepts a token of the draft model. Below it, the sequence
-only gets trial drafts from the draft model."""
+"""Minimum probability that a sequence accepts a token of the draft model. Below this probability,
+the sequence only gets trial drafts from the draft model."""
 RETRY_STEPS = 32
 """Number of steps without a draft from the draft model, after which a sequence gets a trial draft,
 because its new text may be easier to predict. In the step of a trial draft, the draft model does
