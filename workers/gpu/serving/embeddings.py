@@ -185,8 +185,8 @@ class Embeddings:
                 job.vectors.clear()
 
     def cancel(self, request: int) -> bool:
-        """Ends an EMBED that was cancelled or took too long. Returns whether the request was an
-        EMBED."""
+        """Ends an EMBED that was cancelled or took too long, with an ERROR ``timeout``. Returns
+        whether the request was an EMBED."""
         stream = self.pop(request)
         if stream is not None:
             error = RequestError(Code.TIMEOUT, "the embeddings were not computed in time")
@@ -224,8 +224,8 @@ class Embeddings:
     def _timed(
         self, loaded: LoadedModel, texts: list[list[int]], poolings: list[Pooling]
     ) -> tuple[torch.Tensor, float]:
-        """The vectors of a batch, and the seconds that they took, without the forwards that were
-        launched before."""
+        """The vectors of a batch, and the time in seconds to compute them. This time does not
+        include the forwards that were launched before."""
         if loaded.device.type == "cuda":
             torch.cuda.current_stream(loaded.device).synchronize()
         began = self._clock()

@@ -333,7 +333,7 @@ class Steering:
             if steered.same_machine:
                 steered.file = self._files.open(worker, steered.engine.mask_words)
         elif steered.worker != worker:
-            text = "ignored a decision for request %d from worker %d: another worker runs it"
+            text = "ignored a decision for request %d from worker %d: its controller runs elsewhere"
             log.warning(text, request, worker, extra=about(request))
             return None
         return steered
