@@ -173,8 +173,8 @@ _MODULES = [
 
 
 def library_documents() -> Iterator[list[str]]:
-    """Yields, in a fixed order, the text of each module of the standard library in a list with the
-    module's short functions that have a docstring (``_functions``). Skips ``LEFT_OUT`` and
+    """Yields a list for each module of the standard library, in a fixed order: the module's text,
+    then its short functions that have a docstring (``_functions``). Skips ``LEFT_OUT`` and
     tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
