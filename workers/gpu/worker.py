@@ -404,8 +404,8 @@ class GpuWorker:
 
     def _request(self, message: FromBus, kind: type[Request]) -> None:
         """Handles a client's request. Refuses the request if the worker's capacity is used up and
-        some of the requests belong to other brokers. A later attempt of a known request replaces
-        the earlier attempt."""
+        some of the worker's requests belong to other brokers. A later attempt of a known request
+        replaces the earlier attempt."""
         elsewhere = self._elsewhere(message.link) if self._bus.num_links > 1 else 0
         known = self._stream(message.header.request) if self._bus.num_links > 1 else None
         if known is not None and not _is_of(known, message.link):
@@ -453,7 +453,7 @@ class GpuWorker:
             if self._streams.get(stream.request) is stream:
                 self._streams.fail(stream, error, doing)
             elif not self._arrivals.fail(stream.request, error, doing):
-                log.error("request %d was not reported", stream.request, exc_info=error)
+                log.error("request %d was not reported to a broker", stream.request, exc_info=error)
 
     def _claimed(self, session: int, link: int) -> None:
         """Reports to a broker that its CLAIM has been answered."""
