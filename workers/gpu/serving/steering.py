@@ -76,7 +76,7 @@ class Steering:
 
     ``timeout_s``: time limit of a decision by ``clock``, in seconds; a sequence whose decision is
     overdue ends with an error. ``again_s``: additional time after a controller was restarted,
-    because it may have to wait for a controller worker.
+    because the restart may have to wait for a controller worker.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Steering:
         self._requests: dict[int, Steered] = {}
         self._awaited: dict[Key, float] = {}
         """Sequences whose decision has not arrived, with the time when it is overdue. The time is
-        ``inf`` for suspended sequences and for forks that wait for logits."""
+        ``inf`` for suspended sequences, and for sequences that fork when they have logits."""
         self._forks: dict[Key, list[tuple[StepResult, Under]]] = {}
         """By sequence that will fork when it has logits: the decision to fork, and the decisions to
         apply after the fork."""
@@ -466,7 +466,8 @@ class Steering:
 
     @staticmethod
     def _check_children(engine: Engine, one: StepResult) -> None:
-        """Raises ControllerError if the numbers of new sequences are not valid or already used."""
+        """Raises ControllerError if the numbers of new sequences are not valid, not different, or
+        used by live sequences."""
         children = one.children
         known = any(not 0 < seq <= MAX_SEQ or engine.alive(one.request, seq) for seq in children)
         if known or len(set(children)) < len(children):

@@ -339,7 +339,7 @@ def journal_frames(stream: Stream) -> Frames:
     head = encode_header(stream.request, stream.session, stream.flags)
     entries = stream.sent()
     body.entries = len(entries)
-    # A packed field is not a column, so the entries of the stream cannot be rows.
+    # Columns cannot contain packed fields, so the entries are not converted to columns.
     packed = stream.packed_bytes > 0
     sent = TokenColumns(entries=entries) if packed else pack_columns(entries, texts=True)
     return [
