@@ -2,7 +2,7 @@
 patterns.
 
 Both are free to use: the source code of the interpreter's own standard library (PSF license), and
-records that this file makes from a seed (JSON, dates, lists, arithmetic, CSV, calls).
+records that this file makes from a seed (JSON, dates, lists, arithmetic, CSV, functions, mails).
 """
 
 from __future__ import annotations
