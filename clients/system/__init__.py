@@ -1,4 +1,5 @@
-"""A whole system on this machine, under supervisord: ``up``, ``down`` and ``serve-model``."""
+"""The commands ``up``, ``down`` and ``serve-model``, which start and stop a whole system on this
+machine under supervisord."""
 
 from .commands import add_commands
 

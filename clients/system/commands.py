@@ -44,7 +44,7 @@ def add_commands(subparsers: Subparsers) -> None:
     up.add_argument(
         "--join",
         metavar="HOST[:PORT]",
-        help="run only workers here, and connect them to the broker of another machine with --key",
+        help="run only workers here, which connect to the broker on HOST with a worker's key",
     )
     up.add_argument(
         "--guest-user",
@@ -81,7 +81,7 @@ def add_commands(subparsers: Subparsers) -> None:
         "--ray",
         dest="in_ray",
         action="store_true",
-        help="also end its workers in a Ray cluster, if the system was killed",
+        help="also end workers that are left in a Ray cluster, for example of a killed system",
     )
     down.add_argument("--address", metavar="HOST:PORT", help="Ray cluster (default: auto)")
     down.set_defaults(run=_reporting(_down))
@@ -212,7 +212,7 @@ class _Range(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Splits the value. The settings refuse a value that is not a number."""
+        """Splits the value. ``Settings`` refuses a value that is not a number."""
         minimum, dots, maximum = str(values).partition("..")
         setattr(namespace, self.dest, minimum)
         if dots:
@@ -220,7 +220,8 @@ class _Range(argparse.Action):
 
 
 def _reporting(command: Command) -> Command:
-    """Wraps ``command``: a SystemFault becomes one line on stderr and its exit code."""
+    """Wraps ``command``: a SystemFault becomes one line on stderr, and its ``exit_code`` becomes
+    the exit code."""
 
     def run(args: argparse.Namespace, settings: Settings) -> int:
         try:
@@ -307,7 +308,7 @@ def _down(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _with_ray(args: argparse.Namespace, settings: Settings) -> Settings:
-    """The settings, with the Ray cluster from the flags."""
+    """The settings, with the Ray cluster that the flags ``--ray`` and ``--address`` name."""
     if not args.in_ray and not args.address:
         return settings
     return msgspec.structs.replace(settings, ray=args.address or settings.ray or "auto")
@@ -342,7 +343,8 @@ def _with_what_is_installed(settings: Settings) -> Settings:
 
 
 def _check_ray(settings: Settings) -> None:
-    """Raises SystemFault if the settings of a Ray cluster contradict each other."""
+    """Raises SystemFault if the settings of a Ray cluster contradict each other, or if Ray is not
+    installed."""
     if settings.ray and settings.join:
         raise SystemFault(
             f"join: --join {settings.join} and --ray exclude each other, because --ray needs a "
@@ -370,8 +372,8 @@ def _check_ray(settings: Settings) -> None:
 
 
 def _check_model(settings: Settings) -> None:
-    """Raises SystemFault if a worker could not load the model or the draft model. Called before
-    workers start."""
+    """Raises SystemFault if the model is ``auto`` without ``--allow``, or if the model or the draft
+    model is the path of a missing folder."""
     if settings.model == "auto" and not settings.allow:
         raise SystemFault(
             "model: 'auto' needs at least one --allow, for example --allow 'my-org/*'",

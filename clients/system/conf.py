@@ -1,4 +1,5 @@
-"""Writes the ``supervisord.conf`` of a system, from the packaged file and the settings."""
+"""Derives the ``supervisord.conf`` of a system from the packaged file and the settings.
+``Supervisor.start`` writes it."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from ...protocol.settings import Settings
 CONF = Path(__file__).parent.parent / "supervisord.conf"
 """The packaged file. In a checkout it is a link to ``supervisord.conf`` at the top level."""
 RUN_DIR = "%(here)s/run"
-"""The run directory in the packaged file. The written file lies in the run directory itself, so
-``%(here)s`` replaces this text."""
+"""The run directory in the packaged file. ``Supervisor.start`` writes the derived file into the run
+directory itself, so ``%(here)s`` replaces this text."""
 GPU_WORKER, CLUSTER = "tokenbus.workers.gpu", "tokenbus.clients.cluster"
 """The modules of the GPU worker and of the process that manages workers in a Ray cluster."""
 STOP_MARGIN_S = 10
-"""Seconds after ``drain_s`` until a process that does not stop is killed."""
+"""Seconds that a process has to stop, in addition to ``drain_s``, before it is killed."""
 
 
 def configuration(settings: Settings, python: str) -> RawConfigParser:
@@ -56,7 +57,7 @@ def configuration(settings: Settings, python: str) -> RawConfigParser:
 
 
 def _place_workers_in_ray(conf: RawConfigParser) -> None:
-    """Replaces the workers of this machine by the process that manages workers in a Ray cluster."""
+    """Adds the process that manages GPU workers and controller workers in a Ray cluster."""
     program = conf["program:gpu-worker"]
     drains = int(program["stopwaitsecs"])
     conf["program:cluster"] = {

@@ -21,9 +21,9 @@ def end_system(settings: Settings) -> int:
     """Stops the system in the run directory of these settings, in supervisord's stop order; returns
     the exit code.
 
-    If the socket of supervisord was deleted, supervisord is ended by its process id. If supervisord
-    was killed, its processes are ended by their ids. Raises SystemFault if no system runs, or if
-    the system does not stop in time: within the ``drain_s`` of its own settings, plus a margin.
+    If supervisord does not answer at its socket, signals to its process id end it. If supervisord
+    has ended, signals end its processes. Raises SystemFault if no system runs, or if the system
+    does not stop in time: within the ``drain_s`` of its own settings, plus a margin.
     """
     run_dir = RunDir.of(settings)
     control = Control(run_dir)
@@ -51,8 +51,8 @@ def end_system(settings: Settings) -> int:
                 FAILED,
             )
         if not alive(pid):
-            # supervisord does not stop a replaced gateway that still finishes its streams. These
-            # streams have ended together with the broker.
+            # supervisord does not stop a replaced gateway that still finishes its streams. The
+            # broker has ended, so this gateway need not continue.
             end_leftovers(run_dir, STOP_MARGIN_S)
         time.sleep(0.05)
     print(f"ended {', '.join(names)} in {run_dir.path}")
@@ -60,8 +60,8 @@ def end_system(settings: Settings) -> int:
 
 
 def _shut_down(supervisor: int, started: list[int]) -> None:
-    """Ends a supervisord that does not accept commands. supervisord then stops all processes in its
-    stop order, as after ``Control.shutdown``."""
+    """Does the same as ``Control.shutdown`` with signals, for a supervisord that does not accept
+    commands."""
     modules = {BROKER.encode(), CLUSTER.encode()}
     send([pid for pid in started if modules & set(arguments(pid))], signal.SIGUSR1)
     send([supervisor], signal.SIGTERM)

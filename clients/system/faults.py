@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 FAILED = 1
-"""Exit code: a process of the system failed."""
+"""Exit code: a process of the system failed, or the fault has no other code."""
 WRONG_SETTING = 2
-"""Exit code: a flag, a variable or a file is not valid. supervisord does not restart a process
-with this exit code."""
+"""Exit code: a flag, a variable or a file is not valid, or a needed package is not installed.
+supervisord does not restart a process with this exit code."""
 NOT_RUNNING = 3
 """Exit code: no system runs."""
 

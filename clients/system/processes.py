@@ -10,7 +10,7 @@ from .run_dir import RunDir
 
 
 def alive(pid: int) -> bool:
-    """Whether a process with this id runs. A zombie does not count."""
+    """Whether a process with the id ``pid`` runs. A zombie does not count."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
@@ -21,7 +21,8 @@ def alive(pid: int) -> bool:
 
 
 def started_by(run_dir: RunDir) -> list[int]:
-    """Ids of the running processes that the supervisord of this run directory started.
+    """Ids of the running processes that the supervisord of this run directory started, and of
+    processes that these started.
 
     Each of these processes has supervisord's address in its environment. Without ``/proc``, the
     list is empty.
@@ -40,8 +41,8 @@ def started_by(run_dir: RunDir) -> list[int]:
 
 
 def supervisor_of(run_dir: RunDir) -> int | None:
-    """The id of the supervisord of this run directory, even if its socket was deleted; None if
-    supervisord does not run. Needs ``/proc``.
+    """The process id of the supervisord of this run directory, even if supervisord's socket was
+    deleted; None if supervisord does not run. Needs ``/proc``.
 
     supervisord is the parent of the processes that it started, or the configuration file of the run
     directory is among its arguments.
@@ -59,7 +60,7 @@ def supervisor_of(run_dir: RunDir) -> int | None:
 
 
 def arguments(pid: int) -> list[bytes]:
-    """The command line of a process; empty if it has ended."""
+    """The command line of a process; ``[]`` if the process does not exist."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -67,7 +68,7 @@ def arguments(pid: int) -> list[bytes]:
 
 
 def _parent(pid: int) -> int:
-    """The id of the parent of a process; 0 if it has ended."""
+    """The id of the parent of a process; 0 if the process does not exist."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -99,7 +100,7 @@ def in_session(leader: int) -> list[int]:
 
 
 def send(pids: list[int], number: signal.Signals) -> None:
-    """Sends a signal to the processes that still exist."""
+    """Sends a signal to processes. Skips processes that do not exist or belong to another user."""
     for pid in pids:
         try:
             os.kill(pid, number)

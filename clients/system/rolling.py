@@ -15,9 +15,11 @@ from .supervisor import Control, ProcessState
 from .watch import Watcher
 
 READY_S = 600.0
-"""Maximum time until a worker's successor is ready, in seconds. The successor may load a model."""
+"""Maximum time for the start of a worker's successor, in seconds. The successor may load a model.
+The time for the end of the replaced process is added."""
 OTHERS_READY_S = 120.0
-"""Maximum time until the successor of a broker or a gateway is ready, in seconds."""
+"""Maximum time for the start of a broker's or a gateway's successor, in seconds. The time for the
+end of the replaced process is added."""
 ANSWER_S = 10.0
 """Maximum time until the broker answers, in seconds. Without an answer, no process is replaced."""
 LOOK_EVERY_S = 0.1
@@ -34,7 +36,7 @@ def roll(settings: Settings) -> int:
     gateway finishes its streams while its successor accepts new requests.
 
     The settings with which the system was started stay valid. Raises SystemFault if no system runs,
-    if its broker does not answer, or if a process does not start again.
+    if its broker does not answer, or if a process does not end or start again in time.
     """
     control = Control(RunDir.of(settings))
     processes = control.processes()
@@ -59,7 +61,7 @@ def roll(settings: Settings) -> int:
 
 
 def _unreachable(run_dir: RunDir) -> SystemFault:
-    """The error if no supervisord answers in a run directory."""
+    """The error for a run directory in which no supervisord answers."""
     pid = supervisor_of(run_dir)
     if pid is None:
         return SystemFault(f"no system runs in {run_dir.path}", NOT_RUNNING)
@@ -70,7 +72,7 @@ def _unreachable(run_dir: RunDir) -> SystemFault:
 
 
 def _check_broker(watcher: Watcher, processes: list[ProcessState], settings: Settings) -> None:
-    """Raises SystemFault if the system has a broker that does not answer."""
+    """Raises SystemFault if the system has brokers, of which none answers."""
     if settings.join or not any(process.group == "broker" for process in processes):
         return
     deadline = time.monotonic() + ANSWER_S

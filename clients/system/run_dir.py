@@ -1,4 +1,5 @@
-"""The run directory of a system, with its sockets, its process id and its logs."""
+"""The run directory of a system, which has the system's sockets and logs, and the configuration
+of supervisord."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from ...protocol.settings import Settings
 from .faults import WRONG_SETTING, SystemFault
 
 SOCKET_PATH_BYTES = 107
-"""Longest path of a Unix socket on Linux."""
+"""Maximum length of a Unix socket's path on Linux, in bytes."""
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ ")
 """The time and the level at the beginning of a log line."""
 LONGEST_NAME = "supervisor.sock.4194304"
@@ -59,7 +60,7 @@ class RunDir:
 
     @property
     def logs(self) -> Path:
-        """The folder of the log files. Each process has one log file."""
+        """The folder of the log files."""
         return self.path / "log"
 
     @property
@@ -69,15 +70,15 @@ class RunDir:
 
     @property
     def supervisor_errors(self) -> Path:
-        """The output of supervisord if it cannot start."""
+        """The standard error of supervisord, which says why supervisord cannot start."""
         return self.logs / "supervisord.err"
 
     def make(self) -> None:
         """Creates the folder and its ``log/`` with access for this user only.
 
-        Raises SystemFault if the path contains ``%`` or is too long for a socket in the folder.
-        Also raises SystemFault if the folder belongs to another user, or if other users have access
-        to it, because such users could control the system.
+        Raises SystemFault if the folder cannot be created, or if the path contains ``%`` or is too
+        long for a socket in the folder. Also raises SystemFault if the folder belongs to another
+        user, or if other users have access to it, because such users could control the system.
         """
         room = SOCKET_PATH_BYTES - len(LONGEST_NAME) - 1
         length = len(os.fsencode(self.path))
@@ -90,7 +91,7 @@ class RunDir:
         if "%" in str(self.path):
             raise SystemFault(
                 f"run_dir: {self.path} contains '%', which supervisord does not support; choose "
-                "another one with --run-dir",
+                "another path with --run-dir",
                 WRONG_SETTING,
             )
         try:
@@ -99,13 +100,13 @@ class RunDir:
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
                 raise SystemFault(
                     f"run_dir: {self.path} is not a folder that belongs to this user; choose "
-                    "another one with --run-dir",
+                    "another path with --run-dir",
                     WRONG_SETTING,
                 )
             if found.st_mode & 0o077:
                 raise SystemFault(
-                    f"run_dir: {self.path} is open to other users (mode {found.st_mode & 0o777:o}):"
-                    " chmod 700 it, or choose another one with --run-dir",
+                    f"run_dir: other users may access {self.path} (mode "
+                    f"{found.st_mode & 0o777:o}); use chmod 700, or another path with --run-dir",
                     WRONG_SETTING,
                 )
             self.logs.mkdir(mode=0o700, exist_ok=True)
@@ -115,7 +116,7 @@ class RunDir:
             ) from None
 
     def last_line(self, process: str) -> str:
-        """The message in the last log line of a process, or ``""``."""
+        """The message in the last log line of a process; ``""`` if the log is empty."""
         line = "".join(_tail(self.logs / f"{process}.log")[-1:])
         if line.startswith("{"):
             with suppress(msgspec.MsgspecError):
@@ -123,13 +124,13 @@ class RunDir:
         return _STAMP.sub("", line)
 
     def last_error(self) -> str:
-        """The error message of a supervisord that did not start, or ``""``."""
+        """The error message of a supervisord that did not start; ``""`` without a message."""
         lines = _tail(self.supervisor_errors)
         return next((line for line in lines if line.startswith("Error: ")), "".join(lines[-1:]))
 
 
 def _tail(file: Path, tail_bytes: int = 16_384) -> list[str]:
-    """The last lines of a file that are not empty."""
+    """The lines in the last ``tail_bytes`` bytes of a file, without empty lines."""
     try:
         with file.open("rb") as stream:
             stream.seek(max(0, file.stat().st_size - tail_bytes))

@@ -75,13 +75,15 @@ class LiveScreen:
 
 
 class PlainScreen:
-    """Prints a line for each change of a process, for logs and pipes. Does not print the load."""
+    """Prints a line for each change of a process's state, for logs and pipes. Does not print the
+    load."""
 
     def __init__(self) -> None:
         self._last: dict[str, str] = {}
 
     def show(self, picture: Picture) -> None:
-        """Prints a line for each process whose state has changed since the last call."""
+        """Prints a line for each process whose state or process id has changed since the last
+        call."""
         for shown in picture.shown:
             name, pid = shown.process.name, shown.process.pid
             line = f"{name}: {shown.doing}" + (f" (process {pid})" if pid else "")

@@ -16,10 +16,11 @@ IPC = "ipc://"
 
 
 def started_settings(pid: int) -> Settings | None:
-    """The settings of a process, from its environment and its ``tokenbus.toml``, with full paths.
+    """The settings of a process, from its environment and its ``tokenbus.toml``. The paths that a
+    client needs are absolute.
 
-    The result is None if the process has ended, if it belongs to another user, or if ``/proc`` does
-    not exist.
+    The result is None if the process has ended, if it belongs to another user, if its settings are
+    not valid, or if ``/proc`` does not exist.
     """
     process = Path("/proc") / str(pid)
     try:
@@ -37,8 +38,8 @@ def started_settings(pid: int) -> Settings | None:
 
 
 def _absolute(settings: Settings, folder: Path) -> Settings:
-    """The settings with absolute paths where a client needs a path. Relative paths are resolved
-    against ``folder``."""
+    """The settings, in which the paths that a client needs are absolute. Relative paths are
+    resolved against ``folder``."""
     fronts = [
         IPC + str(folder / front.removeprefix(IPC)) if front.startswith(IPC) else front
         for front in separate(settings.front)

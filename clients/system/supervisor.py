@@ -35,8 +35,8 @@ START_S = 20.0
 ANSWER_S = 10.0
 """Maximum time until a running supervisord answers a command, in seconds."""
 EXITED = re.compile(r"exited: (\S+) \((?:exit status (\d+)|terminated by ([^;]+));")
-"""A line in supervisord's log. Only supervisord's log has the exit codes of processes that end
-early, and the signals that killed a process."""
+"""A line in supervisord's log. supervisord's XML-RPC interface does not report the exit code of a
+process that exits within ``startsecs``, nor the signal that killed a process."""
 
 
 @dataclass(frozen=True)
@@ -50,24 +50,25 @@ class ProcessState:
     pid: int
     """The process id; 0 if the process does not run."""
     group: str = ""
-    """The name of the process's group in supervisord."""
+    """The process's group in supervisord, such as ``gpu-worker``."""
 
     @property
     def failed(self) -> bool:
-        """Whether supervisord does not restart the process any more. The state EXITED does not
-        count, because it precedes each restart.
+        """Whether supervisord has given up the process after several early exits. The state EXITED
+        does not count: supervisord restarts such a process, unless its exit code is 2.
         """
         return self.state == "FATAL"
 
 
 class Exit(NamedTuple):
-    """The end of a process that supervisord did not stop. supervisord starts the process again."""
+    """The end of a process that supervisord did not stop. supervisord starts the process again,
+    unless the exit code is 2 (a setting is wrong)."""
 
     name: str
     code: int | None
     """The exit code; None if a signal killed the process."""
     signal: str = ""
-    """The name of the signal, such as ``SIGKILL``."""
+    """The signal that killed the process, such as ``SIGKILL``; ``""`` if the process exited."""
 
     def __str__(self) -> str:
         """A line for the operator."""
@@ -79,7 +80,7 @@ class Exit(NamedTuple):
 
 class _UnixConnection(HTTPConnection):
     """An HTTP connection to a Unix socket. The connection raises TimeoutError if supervisord does
-    not answer in time, for example because it is suspended."""
+    not answer within ``ANSWER_S``, for example because supervisord is suspended."""
 
     def __init__(self, path: str) -> None:
         super().__init__("localhost", timeout=ANSWER_S)
@@ -105,14 +106,15 @@ class Control:
         return self._ask(lambda api: int(api.getPID()))
 
     def processes(self) -> list[ProcessState] | None:
-        """All processes in their start order; None if supervisord does not answer."""
+        """All processes, sorted by group and name; None if supervisord does not answer."""
         infos = self._ask(lambda api: list(api.getAllProcessInfo()))
         if infos is None:
             return None
         return [ProcessState(i["name"], i["statename"], int(i["pid"]), i["group"]) for i in infos]
 
     def signal(self, process: ProcessState, name: str) -> None:
-        """Sends a signal to a process. supervisord restarts a process that exits."""
+        """Sends a signal to a process. If the process exits, supervisord restarts it, unless its
+        exit code is 2."""
         self._ask(lambda api: bool(api.signalProcess(f"{process.group}:{process.name}", name)))
 
     def announce_end(self) -> None:
@@ -157,7 +159,8 @@ class Supervisor:
         self._read = 0
 
     def check_run_dir(self) -> None:
-        """Creates the run directory. Raises SystemFault if processes of a system use it."""
+        """Creates the run directory. Raises SystemFault if this fails, or if processes of a system
+        use the run directory."""
         self.run_dir.make()
         other = self.control.pid()
         if other is not None:
@@ -168,12 +171,13 @@ class Supervisor:
         left = started_by(self.run_dir)
         if left:
             raise SystemFault(
-                f"processes of a system whose supervisord has ended run in {self.run_dir.path} "
-                f"({', '.join(map(str, left))}); end them with: {self.run_dir.down_command}"
+                f"supervisord in {self.run_dir.path} has ended, but processes of its system still "
+                f"run ({', '.join(map(str, left))}); end them with: {self.run_dir.down_command}"
             )
 
     def start(self) -> None:
-        """Starts supervisord and waits until it answers; raises SystemFault if it does not."""
+        """Starts supervisord and waits until it answers. Raises SystemFault if supervisord does not
+        answer within ``START_S``, or if ``check_run_dir`` fails."""
         self.check_run_dir()
         _raise_descriptor_limit()
         with self.run_dir.conf.open("w", encoding="utf-8") as conf:
@@ -198,7 +202,7 @@ class Supervisor:
             time.sleep(0.05)
 
     def environment(self) -> dict[str, str]:
-        """The environment of supervisord, which all processes inherit."""
+        """The environment of supervisord, which the processes of the system inherit."""
         settings = msgspec.structs.replace(self._settings, run_dir=str(self.run_dir.path))
         settings = msgspec.structs.replace(settings, back=settings.back_endpoint)
         return {**os.environ, **environment(settings)}
@@ -212,12 +216,12 @@ class Supervisor:
                 self.run_dir.make()
 
     def exit_code(self) -> int | None:
-        """The exit code of supervisord; None while it runs; 0 before it is started. If a signal has
-        killed supervisord, the negative number of the signal."""
+        """The exit code of supervisord; None while supervisord runs; 0 before ``start``. If a
+        signal has killed supervisord, the negative number of the signal."""
         return self._child.poll() if self._child is not None else 0
 
     def exits(self) -> list[Exit]:
-        """The processes that have exited or were killed since the last call."""
+        """The exits that supervisord has logged since the last call, or since ``start``."""
         try:
             with self.run_dir.supervisor_log.open("rb") as log:
                 log.seek(self._read)
@@ -250,7 +254,7 @@ class Supervisor:
 
 def end_leftovers(run_dir: RunDir, grace_s: float) -> list[int]:
     """Ends the processes of a supervisord that has ended. Sends SIGTERM, and SIGKILL after
-    ``grace_s``. Returns the ids of the processes."""
+    ``grace_s`` seconds; with 0, only SIGKILL. Returns the ids of the processes."""
     pids = started_by(run_dir)
     if pids and grace_s:
         send(pids, signal.SIGTERM)
@@ -265,6 +269,7 @@ def end_leftovers(run_dir: RunDir, grace_s: float) -> list[int]:
 
 
 def _raise_descriptor_limit() -> None:
-    """Raises the limit of open files, because each connection of the broker is an open file."""
+    """Raises the limit of open files to the hard limit, because each connection of the broker is an
+    open file."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

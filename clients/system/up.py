@@ -32,9 +32,9 @@ Lines = Sequence[str]
 def run_system(settings: Settings, first: Lines, when_ready: Callable[[Client], Lines]) -> int:
     """Runs a system with these settings until it is stopped; returns the exit code.
 
-    ``first`` is printed at the start, and the result of ``when_ready`` when all processes are
-    ready. Raises SystemFault, after all processes have ended, if the system cannot start or if a
-    process fails.
+    ``first`` has the lines that are printed at the start. When all processes are ready, the lines
+    that ``when_ready`` returns are printed. Raises SystemFault if a setting is not valid. Raises
+    SystemFault after all processes have ended, if the system cannot start or if a process fails.
     """
     supervisor = Supervisor(settings)
     supervisor.check_run_dir()
@@ -65,7 +65,8 @@ def run_system(settings: Settings, first: Lines, when_ready: Callable[[Client], 
 
 
 def joining(settings: Settings) -> Settings:
-    """The settings of workers that join the broker of the setting ``join``; raises SystemFault."""
+    """The settings of workers that join the broker of the setting ``join``. Raises SystemFault if
+    the address is not valid, or if no worker's key is given."""
     text = settings.join if ":" in settings.join else f"{settings.join}:{JOIN_PORT}"
     try:
         host, port = host_and_port(text)
@@ -106,8 +107,8 @@ def check_guest_user(settings: Settings) -> None:
         return
     if not settings.guest_processes:
         raise SystemFault(
-            "guest_user: modules run in processes only if the setting guest_processes is above 0, "
-            "for example TOKENBUS_GUEST_PROCESSES=64",
+            "guest_user: modules run in separate processes only if the setting guest_processes is "
+            "above 0, for example TOKENBUS_GUEST_PROCESSES=64",
             WRONG_SETTING,
         )
     try:
@@ -121,7 +122,8 @@ def _has_keys(settings: Settings) -> bool:
 
 
 def check_address(front: str, has_keys: bool = False) -> None:
-    """Raises SystemFault if the broker could not listen on ``front``."""
+    """Raises SystemFault if the broker could not listen on ``front``, or if other machines could
+    connect to a broker without keys."""
     parts = urlsplit(front)
     if parts.scheme == "ipc":
         _check_path(front.removeprefix("ipc://"))
@@ -142,7 +144,8 @@ def check_address(front: str, has_keys: bool = False) -> None:
 
 
 def check_http(settings: Settings) -> None:
-    """Raises SystemFault if the gateways could not listen on the setting ``http``."""
+    """Raises SystemFault if the gateways could not listen on the address in the setting ``http``,
+    if other machines could send requests without API keys, or if a file does not exist."""
     if settings.http == "none":
         return
     try:
@@ -164,8 +167,8 @@ def check_http(settings: Settings) -> None:
 
 
 def _check_port(setting: str, host: str, port: int, other: str) -> None:
-    """Raises SystemFault if the port is in use. The message suggests ``other``, the flag with a
-    different address."""
+    """Raises SystemFault if this process cannot listen on the port. If the port is in use, the
+    message suggests ``other``, a flag with a different address."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -196,8 +199,9 @@ def _check_loopback(setting: str, address: str, host: str) -> None:
 
 
 def _check_path(path: str) -> None:
-    """Raises SystemFault if a process listens on the Unix socket ``path``. ZeroMQ would replace the
-    socket without an error."""
+    """Raises SystemFault if a process listens on the Unix socket ``path``, or if a connection to
+    ``path`` fails for another reason than a missing listener. ZeroMQ would replace the socket
+    without an error."""
     try:
         with socket.socket(socket.AF_UNIX) as probe:
             probe.connect(path)
@@ -205,7 +209,9 @@ def _check_path(path: str) -> None:
         return
     except OSError as error:
         raise SystemFault(f"front: cannot listen on ipc://{path}: {error}", WRONG_SETTING) from None
-    raise SystemFault(f"ipc://{path} is in use; choose another --front, or stop its process")
+    raise SystemFault(
+        f"ipc://{path} is in use; choose another --front, or stop the process that listens on it"
+    )
 
 
 def _watch(
@@ -215,8 +221,8 @@ def _watch(
     signals: StopSignals,
     when_ready: Callable[[Client], Lines],
 ) -> SystemFault | None:
-    """Displays the system until a stop signal arrives or a process fails. Returns the fault, or
-    None after a stop signal or an orderly end."""
+    """Displays the system until a stop signal arrives, a process fails or supervisord ends. Returns
+    the fault, or None after a stop signal or if supervisord ended with exit code 0."""
     announced = False
     while not signals.count(wait_s=LOOK_EVERY_S):
         code = supervisor.exit_code()
@@ -244,9 +250,9 @@ def _fault(
 ) -> SystemFault | None:
     """The fault because of which the system cannot continue, or None.
 
-    The exit of a process is a fault until all processes have been ready once. Later, supervisord
-    restarts the process, unless the exit code shows that a restart would fail too. A process that a
-    signal killed is always restarted.
+    Until all processes have been ready once (``was_ready``), each exit with a code is a fault.
+    Later, only the exit code 2 is a fault, because supervisord restarts processes with other codes.
+    A death by a signal is not a fault. A process that supervisord has given up is always a fault.
     """
     for exited in exits:
         name, code = exited.name, exited.code
@@ -260,8 +266,8 @@ def _fault(
 
 
 def _end(supervisor: Supervisor, watcher: Watcher, screen: Screen, signals: StopSignals) -> str:
-    """Stops all processes in supervisord's stop order. A further signal kills the processes.
-    Returns a message."""
+    """Stops all processes in supervisord's stop order. A further stop signal kills the processes.
+    Returns a message for the operator."""
     watcher.ending = True
     if supervisor.exit_code() is None:
         screen.say("stopping: workers finish their requests; press Ctrl-C again to kill them")

@@ -18,9 +18,9 @@ from ..cli.exits import counted
 from .supervisor import Control, ProcessState
 
 ASK_S = 1.0
-"""Maximum time until the broker answers, in seconds."""
+"""Maximum time until a broker or a gateway answers, in seconds."""
 LOADING = re.compile(r"\((\d+)%\)$")
-"""The progress of a model's loading, at the end of a worker's log line."""
+"""The loaded part of a model in percent, at the end of a worker's log line."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Shown:
     doing: str
     """A short description of the process's state."""
     progress: float | None = None
-    """The loaded part of a model, 0 to 1, while the model is loading."""
+    """The loaded part of a model, 0 to 1, while the model is loading; otherwise None."""
     load: str = ""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """All processes in their start order, and the load of the system."""
+    """All processes, sorted by group and name, and the load of the system."""
 
     shown: list[Shown]
     load: str
@@ -51,7 +51,7 @@ class Picture:
 
     @property
     def failed(self) -> str | None:
-        """The name of a process that supervisord does not restart any more, or None."""
+        """The name of a process that supervisord has given up (FATAL), or None."""
         return next((s.process.name for s in self.shown if s.process.failed), None)
 
 
@@ -71,14 +71,19 @@ class Watcher:
         self._each: dict[str, Client] = {}
         """The client of each broker, by the broker's number."""
         self._has_answered = False
-        """Whether the broker has answered since the start. ``look`` sets this flag."""
+        """Whether a broker has answered since this object was created. ``look`` sets this flag."""
         self._registered: set[int] = set()
-        """The process ids of the workers that have been registered with the broker."""
+        """The process ids of the workers that a status of the broker has contained."""
         self.ending = False
-        """Whether the system is stopping. A broker that does not answer is then not a fault."""
+        """Whether the system is stopping. The owner of this object sets this flag. The load is then
+        ``ending``, even if the broker does not answer."""
 
     def look(self) -> Picture:
-        """The current picture of the system. The call takes at most about a second."""
+        """The current picture of the system.
+
+        The call takes about a second if a broker does not answer, a second more for each of several
+        brokers, and up to ``supervisor.ANSWER_S`` if supervisord does not answer.
+        """
         processes = self._control.processes() or []
         up = any(p.pid for p in processes if p.group == "broker")
         status = self._status() if up else None
@@ -88,7 +93,8 @@ class Watcher:
 
     def _load(self, processes: Sequence[ProcessState], status: Status | None) -> str:
         """The load of the system, or its phase, such as ``starting``."""
-        # supervisord does not answer while another process stops it; ``processes`` is then empty.
+        # If another process stops supervisord, supervisord does not answer, and ``processes`` is
+        # empty.
         if self.ending or not processes:
             return "ending"
         if self._joins:
@@ -106,7 +112,7 @@ class Watcher:
         return self._client
 
     def close(self) -> None:
-        """Closes the connection to the broker."""
+        """Closes the connections to the brokers."""
         for client in (self._client, *self._each.values()):
             if client is not None:
                 client.close()
@@ -120,8 +126,8 @@ class Watcher:
             return False
 
     def _of_cluster(self, process: ProcessState, workers: list[WorkerStatus]) -> Shown:
-        """The state of the process that manages workers in a Ray cluster. The process is ready when
-        the minimum number of workers is ready."""
+        """The state of the process that manages workers in a Ray cluster. The process counts as
+        ready if the minimum number of workers of each role is ready."""
         ready = {
             role: sum(w.role == role and _serves(w, self._on_demand) for w in workers)
             for role in self._min_workers
@@ -131,8 +137,9 @@ class Watcher:
         return Shown(process, serves, doing)
 
     def _answers(self, process: ProcessState, status: Status) -> bool:
-        """Whether a broker answers and all workers have registered with it. If the system has
-        several brokers, ``status`` may be the answer of another one."""
+        """Whether the broker in ``process`` answers, and has at least as many workers as
+        ``status``. If the system has several brokers, ``status`` may be the answer of another
+        broker. If it has one, ``status`` is the answer of this broker."""
         number = process.name.removeprefix("broker").removeprefix("-")
         if not number:
             return True
@@ -155,8 +162,8 @@ class Watcher:
         if process.state not in ("STARTING", "RUNNING"):
             return Shown(process, False, process.state.lower())
         if self._joins:
-            # A worker's key is not valid at the broker's socket for clients, so the broker cannot
-            # be asked for the state of the workers.
+            # A machine that joins a broker has only a worker's key. The broker's socket for clients
+            # does not accept this key, so this process cannot request the state of the workers.
             return Shown(process, process.state == "RUNNING", process.state.lower())
         if process.group == "broker":
             serves = status is not None and self._answers(process, status)
@@ -190,19 +197,20 @@ class Watcher:
 
 
 def _stands_by(process: ProcessState, workers: Sequence[WorkerStatus], host: str) -> bool:
-    """Whether a process is a standby state worker, while another state worker is active."""
+    """Whether a process is a standby state worker: an active state worker runs on this host."""
     has_them = any(w.role == "state" and w.host == host for w in workers)
     return process.group == "state-worker" and has_them
 
 
 def _serves(worker: WorkerStatus, on_demand: bool) -> bool:
-    """Whether the worker accepts requests."""
+    """Whether the worker is ready, and has loaded a model or loads models on demand if its role is
+    ``gpu``."""
     loaded = worker.role != "gpu" or bool(worker.models) or on_demand
     return worker.state == "ready" and loaded
 
 
 def load_line(status: Status | None) -> str:
-    """The load of the whole system, on one line."""
+    """The load of the whole system, as one line of text."""
     if status is None:
         return "the broker does not answer"
     tokens_per_s = sum(w.load.get("tokens_per_s", 0.0) for w in status.workers)
