@@ -18,7 +18,7 @@ Subparsers = Any
 
 
 def add_command(subparsers: Subparsers) -> None:
-    """Adds the command."""
+    """Adds ``api-key``."""
     parser = subparsers.add_parser(
         "api-key",
         allow_abbrev=False,
@@ -50,7 +50,8 @@ def add_command(subparsers: Subparsers) -> None:
 def _run(args: argparse.Namespace, settings: Settings) -> int:
     if not re.fullmatch(r"[^\s#]\S{0,99}", args.name):
         print(
-            f"tokenbus: {args.name!r} is not a valid name; use up to 100 characters without spaces",
+            f"tokenbus: {args.name!r} is not a valid name; use up to 100 characters without "
+            "spaces, of which the first is not '#'",
             file=sys.stderr,
         )
         return WRONG_USAGE

@@ -79,8 +79,8 @@ def _ask(streams: bool, timeout_s: float, client: Client) -> Status | TokenbusEr
 
 
 def merged(found: Sequence[Status]) -> Status:
-    """Combines the states of several brokers: adds their counts, and takes each worker from the
-    broker that received the worker's last message."""
+    """Combines the states of several brokers: adds their counts, joins their lists, and takes each
+    worker from the broker that received the worker's last message."""
     first, *others = found
     if not others:
         return first

@@ -85,10 +85,10 @@ def _add_run(actions: Any) -> None:
         allow_abbrev=False,
         help="generate under a controller",
         description="Generates under a controller. If no system is running, the command starts one "
-        "with the embedded model for this run. A name that ends with .wasm, .c, .py, .js or .ts, "
-        "or contains a /, is a file. Any other name is a tag, a module id, a built-in controller "
-        "or a served MODULE:NAME. The module of a file is deleted after the run unless it was "
-        "stored before.",
+        "for this run, with the embedded model or the model of --model. A name that ends with "
+        ".wasm, .c, .py, .js, .mjs, .ts or .mts, or contains a /, is a file. Any other name is a "
+        "tag, a module id, a built-in controller or a served MODULE:NAME. The module of a file is "
+        "deleted after the run unless it was stored before.",
     )
     parser.add_argument("program", metavar="FILE|TAG|ID", help="the controller")
     parser.add_argument(
@@ -171,7 +171,7 @@ def _list(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _show(module: StoredModule, as_json: bool) -> int:
-    """Prints a module on one line that begins with the module id."""
+    """Prints a module as JSON, or on one line that begins with the module id."""
     if as_json:
         print(msgspec.json.encode(msgspec.structs.asdict(module)).decode())
         return OK
@@ -186,7 +186,8 @@ def _show(module: StoredModule, as_json: bool) -> int:
 
 
 def wait_notice(settings: Settings) -> None:
-    """Prints a notice if a worker that is about to start has to wait for a broker."""
+    """Prints a notice if the broker's Unix socket for workers does not exist, so that a worker that
+    starts now has to wait for a broker."""
     back = settings.back_endpoint
     socket = back.removeprefix("ipc://")
     if socket != back and not socket.startswith("@") and not Path(socket).exists():

@@ -1,4 +1,4 @@
-"""``tokenbus controller run``: generates under a controller, from a file or from the store."""
+"""``tokenbus controller run``: generates under the controller of a file or a name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ _LEASE = re.compile(r"run-[0-9a-f]{16}")
 
 
 def argument(given: str) -> str:
-    """The argument itself, or for ``@FILE`` the text of that file."""
+    """The argument itself, or for ``@FILE`` the text of that file. Raises FileFault if the file
+    cannot be read."""
     if not given.startswith("@"):
         return given
     try:
@@ -46,7 +47,8 @@ def argument(given: str) -> str:
 
 
 def try_controller(args: argparse.Namespace, settings: Settings) -> int:
-    """Runs a controller; returns the exit code. Raises FileFault if its file is not usable."""
+    """Runs a controller; returns the exit code. Raises FileFault if a file or an option is not
+    usable."""
     options = parameters(args)
     for name in ("controller", "controller_arg"):
         if name in options:
@@ -79,8 +81,8 @@ def try_controller(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _with_suffixes(error: TokenbusError, program: str) -> TokenbusError:
-    """Returns ``error``. If the controller is unknown and ``program`` may be meant as a file, adds
-    the suffixes of files to the message."""
+    """Returns ``error``. If the controller is unknown and ``program`` may be meant as a file, the
+    message of the returned error also lists the suffixes of files."""
     unknown = error.code == Code.UNKNOWN_CONTROLLER
     if not unknown or ":" in program or not Path(program).suffix:
         return error
@@ -111,7 +113,7 @@ def _lent(client: Client, wasm: bytes) -> Iterator[str]:
 
 
 def _tags(client: Client, module: str) -> list[str] | None:
-    """The tags of a module; None if it is not stored."""
+    """The tags of a module; None if the module is not stored."""
     return next((m.tags for m in client.controllers() if m.module == module), None)
 
 

@@ -17,8 +17,8 @@ from .line_pipe import READ_BYTES, split_lines
 AGAIN_S = 0.5
 """Time after which an input is sent again, in seconds, if the broker does not name another time."""
 SILENT_S = 5.0
-"""Time without an entry after the end of standard input, in seconds, after which a line is printed
-that the program may wait for an input."""
+"""If standard input has ended and no entry arrives for this time, in seconds, a line reports that
+the program may wait for an input."""
 
 
 class Dialogue:
@@ -37,7 +37,7 @@ class Dialogue:
         """Whether the stream has ended, or is not read any more."""
 
     def entries(self) -> Iterator[Token]:
-        """Reads the entries of the stream, up to its end."""
+        """Yields the entries of the stream, up to its end."""
         try:
             for entry in self._stream:
                 self._arrived.set()
@@ -58,8 +58,8 @@ class Dialogue:
             threading.Thread(target=self._send_lines, daemon=True).start()
 
     def _send_lines(self) -> None:
-        # A thread that reads ``sys.stdin`` holds the lock of ``sys.stdin``, and Python cannot exit
-        # while a thread has this lock.
+        # This thread reads the file descriptor. A thread that reads ``sys.stdin`` holds the lock of
+        # ``sys.stdin``, and Python cannot exit while a thread has this lock.
         try:
             for line in split_lines(lambda: os.read(0, READ_BYTES), MAX_INPUT_BYTES):
                 self._send(line.decode("utf-8", "replace"))
@@ -83,7 +83,8 @@ class Dialogue:
         )
 
     def _send(self, text: str) -> None:
-        """Sends an input; sends it again while too many inputs wait for the program."""
+        """Sends an input; sends it again while too many inputs wait for the program. Reports other
+        errors, unless the stream has ended."""
         while True:
             try:
                 return self._stream.send(text)

@@ -16,7 +16,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "drain",
         allow_abbrev=False,
-        help="move the streams of a worker to other workers, then end it",
+        help="move the streams of a worker to other workers, then end the worker",
         description="Drains a worker: it accepts no further requests, and other workers continue "
         "its streams. If no other worker can continue a stream, the worker finishes the stream "
         "itself, within drain_s seconds. Then the worker ends.",

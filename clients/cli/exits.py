@@ -13,20 +13,21 @@ from ...protocol.errors import (
 
 OK = 0
 FAILED = 1
-"""An internal error, or a process of the system failed."""
+"""An internal error, a process of the system failed, or a check has a negative result, such as a
+text that the grammar refuses."""
 WRONG_USAGE = 2
-"""A flag, a variable or a file is not valid. argparse exits with the same code."""
+"""A flag, a variable or a file is not valid."""
 UNAVAILABLE = 3
 """The broker or a worker is missing, or a queue is full; the same command may succeed later."""
 REFUSED = 4
-"""The request is not valid."""
+"""The request is not valid, or failed for a reason without another code, such as its controller."""
 TIMED_OUT = 5
 INTERRUPTED = 130
 """The command was interrupted by Ctrl-C."""
 
 
 def one_line(text: str) -> str:
-    """A text of several lines on one line."""
+    """Joins the lines of a text with ``|``; leaves out empty lines."""
     return " | ".join(line.strip() for line in text.splitlines() if line.strip())
 
 

@@ -37,7 +37,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
-    """Streams one generation."""
+    """Streams one generation; returns the exit code."""
     options = parameters(args)
     if args.stop:
         options["stop"] = args.stop
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 def begin(
     client: Client, prompt: str, model: str, options: dict[str, Any], notices: Notices
 ) -> Stream:
-    """Starts the stream of a prompt and displays its notices."""
+    """Starts the stream of a prompt. ``notices`` receives the stream's SYSTEM notices."""
     given: dict[str, Any] = {"model": model, "on_system": notices, "text": True}
     return client.generate(prompt, **(given | options))
 

@@ -1,7 +1,7 @@
-"""``tokenbus grammar``: checks grammars against inputs, without a running system.
+"""``tokenbus grammar``: checks texts against grammars, without a running system.
 
-The implementation is imported on first use, because other commands work without the packages
-wasmtime and tokenizers.
+The implementation is imported on first use, because other commands work without the packages in
+``NEEDED``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def _add_allowed(actions: Any) -> None:
 
 
 def _add_list(actions: Any) -> None:
-    parser = actions.add_parser("list", allow_abbrev=False, help="list the grammars of Tokenbus")
+    parser = actions.add_parser(
+        "list", allow_abbrev=False, help="list the grammars and regular expressions of Tokenbus"
+    )
     _finish(parser, _list)
 
 

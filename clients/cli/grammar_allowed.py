@@ -49,7 +49,7 @@ class _Found(NamedTuple):
 
 def allowed(args: argparse.Namespace) -> int:
     """Shows the mask after a text. Returns 0, or 1 if the grammar refuses the text. Raises
-    FileFault if a file cannot be read."""
+    FileFault if a file cannot be read or compiled."""
     language = compiled(read_source(args.grammar))
     text = sys.stdin.buffer.read() if args.text == "-" else os.fsencode(args.text)
     vocabulary = read_vocabulary(args.tokenizer)
@@ -136,8 +136,8 @@ AFTER_WHITE = "  after white space"
 the row above."""
 
 _Kind = tuple[str, bool]
-"""The kind of a token's first character after white space, and whether the token begins with white
-space."""
+"""The kind of a token's first character after white space, and whether white space precedes this
+character. A token of white space alone has ``WHITE`` and False."""
 _WHITE_BYTES = b" \t\r\n\f\v"
 
 
@@ -193,7 +193,8 @@ def _print_groups(vocabulary: TokenizerVocabulary, groups: dict[_Kind, _Group]) 
 
 
 def _examples(vocabulary: TokenizerVocabulary, tokens: Sequence[int], cells: int) -> str:
-    """As many tokens as fit into ``cells`` characters of the terminal."""
+    """Examples of ``tokens`` that fit into ``cells`` characters of the terminal. A token that is
+    too long for the remaining characters is left out."""
     shown = ""
     for token in _varied(vocabulary, tokens):
         more = f"{shown} {token_text(vocabulary, token)}".lstrip()
@@ -205,8 +206,9 @@ def _examples(vocabulary: TokenizerVocabulary, tokens: Sequence[int], cells: int
 
 
 def _varied(vocabulary: TokenizerVocabulary, tokens: Sequence[int]) -> Iterable[int]:
-    """First a token for each first character, then the other tokens. Each group keeps the order of
-    ``tokens``, which is the order of ids. In most tokenizers, low ids belong to frequent tokens."""
+    """First a token for each first character after white space, then the other tokens. Each group
+    keeps the order of ``tokens``, which is the order of ids. In most tokenizers, low ids belong to
+    frequent tokens."""
     seen = set()
     later: list[int] = []
     for token in tokens:

@@ -29,7 +29,7 @@ STDIN = "<stdin>"
 
 def check(args: argparse.Namespace) -> int:
     """Checks one input. Returns 0 if the input is accepted, otherwise 1. Raises FileFault if a
-    file cannot be read."""
+    file cannot be read or compiled."""
     language = compiled(read_source(args.grammar))
     name, text = _read_input(args.input)
     vocabulary = read_vocabulary(args.tokenizer)

@@ -23,12 +23,12 @@ def token_text(vocabulary: TokenizerVocabulary, token: int) -> str:
 
 
 def encoded(fields: dict[str, Any]) -> str:
-    """One JSON object."""
+    """The fields as one JSON object."""
     return msgspec.json.encode(fields).decode()
 
 
 def language_fields(language: Language) -> dict[str, Any]:
-    """A grammar in JSON."""
+    """The fields of a grammar in JSON."""
     return {
         "name": language.source.name,
         "sizes": language.sizes,
@@ -39,7 +39,7 @@ def language_fields(language: Language) -> dict[str, Any]:
 
 
 def refusal_fields(refused: Refusal | None) -> dict[str, Any] | None:
-    """A refusal in JSON."""
+    """The fields of a refusal in JSON; None if the text is accepted."""
     if refused is None:
         return None
     return {
@@ -52,7 +52,7 @@ def refusal_fields(refused: Refusal | None) -> dict[str, Any] | None:
 
 
 def print_language(language: Language) -> None:
-    """Prints the sizes of a grammar, its conflicts and its warnings."""
+    """Prints the sizes and the compile time of a grammar, its conflicts and its warnings."""
     sizes = ", ".join(f"{count:,} {what}" for what, count in language.sizes.items())
     print(f"{'grammar':10} {language.source.name}: {sizes}")
     made = f"{len(language.tables) / 1000:,.0f} kB, compiled in {language.seconds * 1e3:,.0f} ms"

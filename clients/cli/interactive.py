@@ -76,7 +76,8 @@ def _warn(prompt: str) -> None:
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
-    """Reads prompts until the end of the input."""
+    """Answers prompts until ``quit`` or the end of the input. Returns 0 on a terminal, otherwise
+    the exit code of the last prompt."""
     if sys.stdin.isatty():
         with suppress(ImportError):
             import readline  # noqa: F401  Gives input() its history and editing.

@@ -15,7 +15,7 @@ from ...protocol.settings import Settings
 Subparsers = Any
 
 QUOTAS = {
-    "streams": "number of live streams in all sessions",
+    "streams": "number of live streams in all sessions of the client",
     "tokens_per_minute": "number of generated tokens in a minute",
     "max_priority": "highest priority of a request, at most 100",
     "upload_bytes": "bytes of controller modules in the store",
@@ -85,7 +85,7 @@ def add_command(subparsers: Subparsers) -> None:
 
 
 def new_pair() -> KeyPair:
-    """A new key pair."""
+    """A new CURVE key pair."""
     import zmq
     from zmq.utils import z85
 
@@ -119,7 +119,7 @@ def _new(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _new_for_another(args: argparse.Namespace) -> int:
-    """Creates a key on the machine that will use the key, so that the secret stays there."""
+    """Creates a key on the machine that will use the key, so that the secret key stays there."""
     if args.name is None:
         raise KeyFault("the holder's name is missing; use: tokenbus keys new NAME --broker PUBLIC")
     file = Path(args.file or f"{args.name}.key")
@@ -186,7 +186,10 @@ def _role(args: argparse.Namespace) -> Role:
 def _allowed(args: argparse.Namespace, public: str, before: Quotas) -> Allowed:
     given = {name: getattr(args, f"q_{name}") for name in QUOTAS}
     if args.worker and any(value is not None for value in (*given.values(), args.tools)):
-        raise KeyFault("a worker's key has no quotas; leave out --worker or the quotas")
+        raise KeyFault(
+            "a worker's key has no quotas and no tools; leave out --worker, or leave out the "
+            "quotas and --tools"
+        )
     kept = {name: getattr(before, name) for name in QUOTAS}
     quotas = kept | {n: v or None for n, v in given.items() if v is not None}
     operator = isinstance(before, Allowed) and before.operator

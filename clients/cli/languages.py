@@ -28,11 +28,11 @@ from .module_files import FileFault
 from .source_places import Lines
 
 SUFFIXES = (".y", ".rx")
-"""Suffixes of files: grammars and regular expressions."""
+"""Suffixes of the files of grammars and of regular expressions."""
 END = "the end of the text"
 EXCLUDED = 10
-"""If a set of characters lacks at most this number of ASCII characters, its description lists the
-missing characters."""
+"""If a set of characters lacks at most this number of printable ASCII characters, its description
+lists the missing characters."""
 
 _PRINTED = range(0x20, 0x7F)
 
@@ -70,7 +70,8 @@ class Language(Protocol):
         early; None if the text is accepted."""
 
     def expected(self, beginning: bytes) -> tuple[str, ...]:
-        """The names of the lexemes that may follow ``beginning``, the beginning of a text."""
+        """The lexemes that may follow ``beginning``, the beginning of a text; for a regular
+        expression, descriptions of the characters."""
 
 
 def library_sources() -> list[Source]:
@@ -80,7 +81,8 @@ def library_sources() -> list[Source]:
 
 
 def title(source: Source) -> str:
-    """The heading of a library source's page, which describes the source in one line."""
+    """The heading of a library source's page, without the name. It describes the source in one
+    line."""
     page = files(library) / f"{source.name}.md"
     return page.read_text(encoding="utf-8").partition("\n")[0].partition(": ")[2]
 

@@ -130,7 +130,8 @@ class LinePipe:
         await self._dealer.send(frames)
 
     def _is_for_the_user(self, frames: Frames) -> bool:
-        """Whether a message is printed. Also removes streams that have ended from ``_live``."""
+        """Whether a message is printed. If the message ends a stream, removes the stream from
+        ``_live``."""
         match frames[0]:
             case b"TOKEN":
                 for entry in decode_as(list[_Entry], frames[1], "json"):
@@ -165,7 +166,8 @@ class _InputLines:
         threading.Thread(target=self._read, name="input", daemon=True).start()
 
     async def next(self) -> bytes | None:
-        """The next line; None at the end. A line is cut after ``MAX_LINE_BYTES``."""
+        """The next line; None at the end. A line that is longer than ``MAX_LINE_BYTES`` is cut to
+        ``MAX_LINE_BYTES + 1`` bytes."""
         return await self._queue.get()
 
     def _read(self) -> None:

@@ -35,7 +35,7 @@ class Mask(NamedTuple):
 
     @property
     def allowed_count(self) -> int:
-        """Number of allowed tokens, including the end of the sequence if it is allowed."""
+        """Number of allowed tokens, including an end-of-sequence token if it is allowed."""
         return int.from_bytes(self.bits, "little").bit_count()
 
     @property
@@ -61,7 +61,7 @@ class MaskStep(NamedTuple):
 
 
 class Guest:
-    """A new sandbox instance for one grammar. Its mask cache is empty."""
+    """A sandbox instance for one grammar. Its mask cache is empty at first."""
 
     def __init__(self, tables: bytes, vocabulary: TokenizerVocabulary) -> None:
         self.vocabulary = vocabulary

@@ -31,17 +31,18 @@ _COUNT = re.compile(r"^\d+ warnings? generated\.$")
 
 
 class FileFault(Exception):
-    """A file cannot be read or compiled, or is not a module."""
+    """A file or an argument of the command cannot be used, or a package is missing."""
 
 
 def check_writable(path: str) -> None:
-    """Raises FileFault if no file can be written at ``path``. A command calls this function
-    before its work begins, so that the result of the work is not lost."""
+    """Raises FileFault if ``path`` is a folder, or if its folder does not exist or is not writable.
+    A command calls this function before its work begins, so that the result of the work is not
+    lost."""
     folder = Path(path).parent
     if not folder.is_dir():
         raise FileFault(f"cannot write {path}: the folder {folder} does not exist")
     if Path(path).is_dir():
-        raise FileFault(f"cannot write {path}: it is a folder; name a file")
+        raise FileFault(f"cannot write {path}, because it is a folder; name a file")
     if not os.access(folder, os.W_OK):
         raise FileFault(f"cannot write {path}: the folder {folder} is not writable")
 

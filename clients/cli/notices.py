@@ -1,4 +1,4 @@
-"""Shows the SYSTEM notices of a waiting stream: the progress of a load, the place in a queue."""
+"""Shows the SYSTEM notices of a stream, such as the progress of a load or the place in a queue."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ FLAGS = {
     "temperature": "sampling temperature; 0 is greedy (default: 0)",
     "top_p": "sample from the fewest tokens with this total probability",
     "top_k": "sample from this number of most likely tokens",
-    "min_p": "minimum probability, as a fraction of the likeliest token's",
-    "seed": "seed of the sampler; equal seeds give equal tokens",
+    "min_p": "minimum probability, as a fraction of the likeliest token's probability",
+    "seed": "seed of the sampler (default: a random number)",
     "n": "number of sequences (default: 1)",
 }
 """The options that have their own flag, and the help text of the flag."""
@@ -90,8 +90,8 @@ def parameters(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def at_least_one(text: str) -> int:
-    """Parses a count. argparse calls this function as a ``type``, and adds the flag's name to
-    errors."""
+    """Parses a count of at least 1. argparse calls this function as a ``type``, and adds the flag's
+    name to errors."""
     try:
         return msgspec.convert(text, AtLeastOne, strict=False)
     except msgspec.ValidationError as error:
@@ -128,7 +128,8 @@ def given_text(words: list[str]) -> str:
 
 
 def parameter(name: str, text: str | None) -> Any:
-    """Parses the value of a parameter; raises RequestError if the value is missing or not valid."""
+    """Parses the value of a parameter. Raises RequestError if the parameter is unknown, or if the
+    value is missing or not valid."""
     if name not in PARAMETERS:
         near = difflib.get_close_matches(name, PARAMETERS, 1, 0.7)
         known = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(sorted(PARAMETERS))}"

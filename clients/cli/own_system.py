@@ -36,8 +36,8 @@ LOOK_EVERY_S = 0.1
 
 
 def broker_answers(settings: Settings) -> bool:
-    """Whether a broker answers at the address in the settings. Returns immediately if no process
-    listens on that address."""
+    """Whether a broker answers at the TCP address in the settings. Returns immediately if no
+    process listens on that address."""
     front, timeout_s = settings.front_endpoint, settings.command_timeout_s
     parts = urlsplit(front)
     try:
@@ -52,9 +52,11 @@ def broker_answers(settings: Settings) -> bool:
 
 @contextmanager
 def own_system(settings: Settings, model: str) -> Iterator[Client]:
-    """A client of a system with one worker of each role, in a private folder.
+    """A client of a new system with one GPU worker, one controller worker and one state worker, in
+    a private folder.
 
-    Ctrl-C and SIGTERM also end the system. Raises UnavailableError if the system does not start.
+    The system ends with the ``with`` block, and at Ctrl-C, SIGTERM or SIGHUP. Raises
+    UnavailableError if the system does not start.
     """
     from ..system.supervisor import Supervisor
     from ..system.watch import Watcher
@@ -104,7 +106,8 @@ def interrupted() -> Iterator[None]:
 
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
-    """Shows ``what`` on stderr while the block runs."""
+    """Shows ``what`` on stderr while the block runs. If stderr is not a terminal, prints ``what``
+    once."""
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:
         with console.status(what):

@@ -1,4 +1,4 @@
-"""``tokenbus record``: one prompt, streamed to standard output and written to a file."""
+"""``tokenbus record``: streams the continuation of a prompt, and writes the stream to a file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--controller",
         metavar="NAME|FILE",
-        help="controller: a name, or a .wasm or .c file that is uploaded and recorded",
+        help="controller: a name, or a file (as in 'controller run') that is uploaded and recorded",
     )
     parser.add_argument(
         "--arg", "--controller-arg", metavar="TEXT|@FILE", help="argument of the controller"

@@ -23,7 +23,8 @@ from .options import add_connection, at_least_one, client_for
 from .own_system import broker_answers, own_system
 
 SHOWN = 8
-"""Maximum number of allowed tokens, and of forbidden tokens, that ``--show masks`` prints."""
+"""Maximum number of allowed tokens, of forbidden tokens and of biases that ``--show masks`` prints
+for an entry."""
 
 _TEST = '''\
 """{what}
@@ -77,7 +78,9 @@ def add_command(commands: Any) -> None:
         help="print each entry; 'masks' adds the allowed and forbidden tokens",
     )
     parser.add_argument(
-        "--controller", metavar="FILE", help="module (.wasm, .c) to run instead of the recorded one"
+        "--controller",
+        metavar="FILE",
+        help="file (.wasm, .c or a script) to run instead of the recorded module",
     )
     parser.add_argument(
         "--expect",

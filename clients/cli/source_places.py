@@ -9,7 +9,7 @@ from rich.cells import cell_len
 SHOWN = 100
 """Maximum number of characters that are shown of a line."""
 _BEFORE = 60
-"""Number of characters before the caret if the line is cut."""
+"""Maximum number of characters before the caret, in a line that is cut on both sides."""
 _INDENT = "    "
 
 
@@ -36,8 +36,8 @@ class Lines:
         return line, len(before.decode(errors="replace")) + 1
 
     def pointed(self, line: int, column: int) -> str:
-        """The line ``line`` and a caret below its column ``column``, with a line end before both.
-        The result is empty for an empty line. Long lines are cut."""
+        """The line ``line`` and a caret below its column ``column``, each after a line end. The
+        result is empty for an empty line. Long lines are cut."""
         start = self._starts[line - 1]
         end = self._starts[line] if line < len(self._starts) else len(self._text)
         shown = printable(self._text[start:end].decode(errors="replace").rstrip("\r\n"))
@@ -53,5 +53,5 @@ class Lines:
 
 
 def printable(text: str) -> str:
-    """``text`` with a dot for every character that is not printable."""
+    """``text`` with a dot for every character that is neither printable nor a tab."""
     return "".join(c if c.isprintable() or c == "\t" else "·" for c in text)

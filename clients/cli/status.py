@@ -29,7 +29,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
-    """Prints the state of the system."""
+    """Prints the state of the system; returns the exit code."""
     with Brokers(settings) as brokers:
         status = brokers.status()
         shown = brokers.shown

@@ -59,7 +59,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _files(name: str, settings: Settings) -> TokenizerFiles:
-    """The template of a path, or of a served model. Raises FileFault if the path cannot be read."""
+    """The template of a path, or of a served model if the path does not exist. Raises FileFault if
+    a file cannot be read or is not valid."""
     path = Path(name)
     if not path.exists():
         with client_for(settings) as client:

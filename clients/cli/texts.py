@@ -21,7 +21,7 @@ class LiveText:
 
     def __init__(self) -> None:
         self.begun = False
-        """Whether a token has arrived."""
+        """Whether a token has arrived. ``show`` sets this flag."""
 
     def show(self, entry: Token, sequence: GeneratedSequence) -> None:
         """Prints the text of an entry. ``sequence`` already contains the entry."""
@@ -34,8 +34,8 @@ class LiveText:
 
 
 class Texts:
-    """Prints the text of a single sequence as it arrives, or the texts of several sequences when
-    all of them have ended."""
+    """Prints the text of the sequence as it arrives, until the stream has a second sequence. If the
+    stream has several sequences, ``end`` prints all texts."""
 
     def __init__(self, stream: Stream, notices: Notices, *, with_inputs: bool = True) -> None:
         self._stream = stream
@@ -55,7 +55,7 @@ class Texts:
                 self._dialogue.show(entry, line_begun)
 
     def end(self) -> None:
-        """Prints the remaining sequences and the logs. Called after an error too."""
+        """Prints the texts of several sequences, and the logs. Called even after an error."""
         if self._live.begun:
             print()
         sequences = self._stream.sequences

@@ -23,7 +23,7 @@ FILES = ("tokenizer.json", "tekken.json")
 """The tokenizer files of a checkpoint; the first that exists is used."""
 _WANTED = (
     "expected a tokenizer.json, a tekken.json, or a folder with one of them; transformers writes "
-    "the folder B: AutoTokenizer.from_pretrained(A).save_pretrained(B)"
+    "such a folder B with AutoTokenizer.from_pretrained(A).save_pretrained(B)"
 )
 
 
@@ -31,8 +31,9 @@ def read_vocabulary(name: str) -> TokenizerVocabulary:
     """The vocabulary of a folder, a file, or ``embedded``. Raises FileFault if the tokenizer cannot
     be read.
 
-    The vocabulary size and the end-of-sequence tokens come from the folder's configuration. If the
-    folder has no configuration, the size comes from the tokenizer.
+    For a tokenizer.json, the vocabulary size and the end-of-sequence tokens come from the
+    configuration files in the same folder. Without them, the size comes from the tokenizer. A
+    tekken.json has both itself.
     """
     path = embedded.path() if name == embedded.NAME else Path(name)
     if path.is_dir():

@@ -135,7 +135,8 @@ class FittedTable:
         yield table
 
     def _shown(self, max_width: int) -> list[int]:
-        """The columns, by number, that fit into ``max_width`` characters."""
+        """The indices of the columns that fit into ``max_width`` characters, and of the columns
+        that are never dropped."""
         widths = []
         for i, column in enumerate(self._columns):
             width = max(map(cell_len, (column.name, *(row[i] for row in self._rows))))
@@ -255,7 +256,7 @@ def rate(
     before: tuple[Status, float] | None,
     now: float,
 ) -> str:
-    """The growth of a count per second; "-" if an earlier count is unknown."""
+    """The growth of a count per second, as text; "-" if an earlier count is unknown."""
     if earlier is None or before is None or now <= before[1]:
         return "-"
     grown = counts.get(name, 0) - earlier.get(name, 0)

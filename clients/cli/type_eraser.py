@@ -66,7 +66,8 @@ _NOT_ERASABLE = {
     "import_alias": "an import alias; expected const",
     "import_require_clause": "import … = require(…); expected import … from",
 }
-"""Constructs that have an effect when a script runs, and that JavaScript does not have."""
+"""Constructs that have an effect when a script runs, and that JavaScript does not have, with the
+text of the error."""
 _BREAKS = b"\r\n"
 
 
@@ -105,7 +106,8 @@ class _Eraser:
         self.made = bytearray(text)
 
     def erases(self, node: Node) -> bool:
-        """Erases the types at a node; returns whether the whole node is erased."""
+        """Erases the types at a node; returns whether the whole node is erased. Raises
+        TypeScriptFault if the node cannot be run without its types."""
         kind = node.type
         if kind in _NOT_ERASABLE:
             raise _fault(node, _NOT_ERASABLE[kind])
@@ -168,7 +170,7 @@ class _Eraser:
             self.made[keyword.start_byte] = ord(";")
 
     def _erase_of_list(self, node: Node) -> None:
-        """Erases an item of a list, with its comma."""
+        """Erases an item of a list, with the comma after the item."""
         after = node.next_sibling
         comma = after is not None and after.type == ","
         end = after.end_byte if comma and after is not None else node.end_byte

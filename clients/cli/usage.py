@@ -36,14 +36,16 @@ class Parser(argparse.ArgumentParser):
         sys.exit(WRONG_USAGE)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Raises ArgumentError with the nearest choice if ``value`` is not a choice."""
+        """Raises ArgumentError if ``value`` is not a choice. The message names the nearest choice,
+        or all choices."""
         if action.choices is not None and value not in action.choices:
             remedy = suggestion(str(value), list(action.choices))
             name = action.metavar or "/".join(action.option_strings) or action.dest
             raise argparse.ArgumentError(None, f"{name}: unknown value {value!r}{remedy}")
 
     def _check_order(self, args: Sequence[str]) -> None:
-        """Exits with an error if the command is missing or a command's flag precedes it."""
+        """Exits with an error if the command is missing, or if a flag that this parser does not
+        have precedes the command."""
         flag = args[0].split("=")[0] if args else ""
         if args and (not flag.startswith("-") or flag in self._option_string_actions):
             return

@@ -1,4 +1,4 @@
-"""``tokenbus weights``: pauses models and replaces their weights."""
+"""``tokenbus weights``: pauses and resumes models, and replaces their weights."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ def add_command(commands: Any) -> None:
         "weights",
         allow_abbrev=False,
         help="pause a model, or replace its weights while streams run",
-        description="Pauses a model at all of its workers, or replaces its weights while its "
-        "streams run.",
+        description="Pauses or resumes a model at all of its workers, or replaces its weights "
+        "while its streams run.",
     )
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    update = _verb(verbs, "update", "replace the weights at all workers of a model, or at none")
+    update = _verb(
+        verbs, "update", "replace the weights at all workers of a model; if one fails, none changes"
+    )
     update.add_argument("request_model", metavar="MODEL", help="name of the model")
     update.add_argument(
         "folder", metavar="FOLDER", help="folder of safetensors files on the workers' machines"
@@ -35,13 +37,17 @@ def add_command(commands: Any) -> None:
         "--mode",
         choices=get_args(UpdateMode),
         default="recompute",
-        help="what happens to the KV cache of live streams (default: recompute)",
+        help="recompute the KV cache of live streams (default), or keep it",
     )
     update.add_argument(
-        "--version", type=int, default=0, metavar="N", help="number of the weights (default: next)"
+        "--version",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of the new weights (default: the next number)",
     )
     update.set_defaults(run=_update)
-    pause = _verb(verbs, "pause", "stop the streams of a model until it is resumed")
+    pause = _verb(verbs, "pause", "pause a model until it is resumed")
     pause.add_argument(
         "--mode",
         choices=get_args(PauseMode),
@@ -97,7 +103,7 @@ def _resume(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _print(args: argparse.Namespace, done: Rollout, streams: str) -> int:
-    """Prints a result: one line, or JSON."""
+    """Prints the result of a verb: one line, or JSON."""
     if args.json:
         print(msgspec.json.encode(msgspec.structs.asdict(done)).decode())
     else:
