@@ -66,10 +66,10 @@ class AsyncClient(BaseClient):
 
         ``max_unread``: maximum number of unread entries of a stream. A stream that exceeds this
         number is cancelled and ends with SlowClientError. None: no maximum. ``wait_for_room``:
-        whether a request that finds the broker's queue full is sent again, until ``retry_s`` has
-        passed. A server sets this to False, so that its own clients decide whether to try again.
-        ``session``: the token of a named session, which the client begins or takes over. None
-        begins a new session.
+        whether a request is sent again, until ``retry_s`` has passed, if the broker's queue is full
+        or the client has too many open requests. A server sets this to False, so that its own
+        clients decide whether to try again. ``session``: the token of a named session, which the
+        client begins or takes over. None begins a new session.
         """
         self._max_unread = max_unread
         self._wait_for_room = wait_for_room
@@ -167,7 +167,7 @@ class AsyncClient(BaseClient):
         self._sent_buffers[name] = content
 
     async def drop_buffer(self, name: str, *, timeout_s: float = ASK_S) -> None:
-        """Deletes a buffer. The name of an unknown buffer is not an error."""
+        """Deletes a buffer. An unknown name is not an error."""
         await self.ask(buffer_call(name, None, timeout_s))
         self._sent_buffers.pop(name, None)
 
@@ -239,7 +239,7 @@ class AsyncClient(BaseClient):
 
 
 def _model_info(stream: AsyncStream) -> ModelInfo | None:
-    """The answer to MODEL_INFO, if it has arrived."""
+    """The answer to MODEL_INFO; None if it has not arrived."""
     stream.read_arrived()
     info = stream.answer.model_info if stream.answer is not None else None
     return info if isinstance(info, ModelInfo) else None

@@ -24,7 +24,8 @@ class BaseClient:
         session: str | None = None,
     ) -> None:
         """``deliver`` receives events on the connection's thread. ``session`` is the token of a
-        named session; None begins a new session. Raises KeyFault and AddressError."""
+        named session; None begins a new session. Raises KeyFault if the key cannot be read, and
+        AddressError if ``front`` is not a valid address."""
         settings = load(front=front)
         self.front = settings.front_endpoint if front is None else settings.front
         self._connection = Connection(

@@ -60,7 +60,7 @@ class SentInput:
     number: int
     text: str
     answered: Callable[[TokenbusError | None], None]
-    """Called once: with None when the broker has stored the input, or with the error."""
+    """Called once: with None when the input is stored, or with the error."""
     stored: bool = False
     """Whether the broker has confirmed the input in the present attempt of the call."""
     reported: bool = False
@@ -101,8 +101,8 @@ class Unread(deque[Event]):
         self.watched = False
         """Whether ``wake`` is called when a row is added. The reader sets and clears this flag."""
         self.wake: Callable[[], None] = _sleep_on
-        """Wakes the reader. The function must not refer to the stream, because the stream cancels
-        its request when its last reference is dropped."""
+        """Wakes the reader. The function must not keep the stream alive, because a stream cancels
+        its request when no reference to the stream is left."""
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +114,7 @@ class Call:
     message: Request
     attachments: tuple[bytes, ...] = ()
     timeout_s: float | None = None
-    """Time after the beginning of the call at which it ends with a ``timeout`` error."""
+    """Maximum duration of the call, which then ends with a ``timeout`` error."""
     stall_s: float | None = None
     """Time after which the request is sent again if no message for the call arrives."""
     retry_s: float = 0.0
@@ -124,14 +124,14 @@ class Call:
     span: ClientSpan | None = None
     """The span of the call, if the program uses tracing."""
     take: Callable[[Sequence[Event]], None] = _discard
-    """Receives the events, except rows. Like ``Unread.wake``, the function must not refer to the
-    stream."""
+    """Receives the events, except rows. Like ``Unread.wake``, the function must not keep the stream
+    alive."""
     unread: Unread = field(default_factory=Unread)
-    """The entries and rows that the reader has not read."""
+    """The events that the reader has not read."""
 
     base: int | None = None
     """The first ``stream_id`` of a call in a named session, in which another client may have begun
-    the stream. The last 8 bits of a ``stream_id`` count the attempts. None in other sessions."""
+    the stream. The lowest 8 bits of a ``stream_id`` count the attempts. None in other sessions."""
     repeated: bool = False
     """Whether an earlier client began the stream, so that a worker may still report it to a
     restarted broker. The creator of the call sets this flag."""
@@ -150,8 +150,8 @@ class Call:
     received: int = 0
     """Number of entries that arrived in this attempt."""
     repeats: int = 0
-    """Number of entries still to come that the client has already received. It is computed from the
-    answer to ATTACH."""
+    """Number of the next entries that the client has already received. The answer to ATTACH
+    determines this number."""
     moves: int = 0
     """Last known number of times that the stream of this attempt has moved to another worker."""
     inputs: list[SentInput] = field(default_factory=list)
@@ -204,7 +204,8 @@ class Call:
             sent.stored = False
 
     def is_new(self, entry: Token) -> bool:
-        """Counts an entry. Returns False if an earlier attempt has already delivered the entry."""
+        """Counts an entry. Returns False if an earlier attempt has already delivered the entry, or
+        if the entry is a report (``is_report``) without a new message."""
         if entry.finish_reason is not None:
             self.ends_again.add(entry.seq)
         self.received += 1

@@ -60,8 +60,9 @@ class Chats:
         tool_choice: str | Mapping[str, Any] | None,
         options: GenerateOptions,
     ) -> Prepared:
-        """The prompt of a conversation, and the form of its answer. Adds the model, the default of
-        ``max_tokens`` and the constraint to ``options``. Raises RequestError."""
+        """The prompt of a conversation, and the form of its answer. Adds the model, ``text``, the
+        default of ``max_tokens`` and the constraint to ``options``. Raises RequestError if the
+        conversation is not valid."""
         from .gateway.bodies import decode_body
         from .gateway.conversation.planning import prepare
         from .gateway.errors import ApiError
@@ -105,7 +106,7 @@ class BlockingChats:
         tool_choice: str | Mapping[str, Any] | None,
         options: GenerateOptions,
     ) -> Prepared:
-        """As ``Chats.prepare``."""
+        """The same as ``Chats.prepare``, but blocks the calling thread."""
         done: Future[Prepared] = Future()
 
         def run() -> None:
@@ -137,7 +138,7 @@ class _Blocking:
 
 
 class _Texts:
-    """The text of an answer while it arrives, without thinking and calls."""
+    """The text of the first sequence while it arrives, without thinking and calls of tools."""
 
     def __init__(self, prepared: Prepared) -> None:
         from .gateway.conversation.answers import Answer

@@ -50,7 +50,8 @@ class Client(BaseClient):
 
     ``patience_s``: time in seconds that calls wait for a broker that does not answer. ``key``: the
     client's key, as ``OwnKey.read`` returns it. The default is the key of the setting ``key``,
-    otherwise this machine's key if it exists. Raises KeyFault if the key cannot be read.
+    otherwise this machine's key if it exists. Raises KeyFault if the key cannot be read, and
+    AddressError if ``front`` is not a valid address.
 
         with Client() as client:
             for token in client.generate("def add(a, b):", max_tokens=20):
@@ -81,7 +82,8 @@ class Client(BaseClient):
         raised when the stream is read: RequestError if the request is not valid, UnavailableError,
         RequestTimeoutError, ControllerError, SlowClientError, ServiceError.
 
-        ``record``: the file to which the stream is written when it ends, for ``tokenbus replay``.
+        ``record``: the file to which the stream is written when it has ended or is closed, for
+        ``tokenbus replay``.
         """
         call = generate_call(prompt, options)
         if record is None:
@@ -164,7 +166,7 @@ class Client(BaseClient):
         self._sent_buffers[name] = content
 
     def drop_buffer(self, name: str, *, timeout_s: float = ASK_S) -> None:
-        """Deletes a buffer. The name of an unknown buffer is not an error."""
+        """Deletes a buffer. An unknown name is not an error."""
         self.ask(buffer_call(name, None, timeout_s))
         self._sent_buffers.pop(name, None)
 
@@ -176,8 +178,8 @@ class Client(BaseClient):
         by: str = "",
         timeout_s: float = UPLOAD_S,
     ) -> StoredModule:
-        """Stores a controller's Wasm module, from bytes or from a file. Requests name the module in
-        ``controller=``.
+        """Stores a controller's Wasm module, from bytes or from a file. Requests give the id of the
+        module in ``controller=``.
 
         ``tag`` is a second name of the module, in addition to its id. If the module is already
         stored, only the tag is added. ``by`` is the user who is shown with the tag, if the client

@@ -83,7 +83,7 @@ class Connection:
         self, call: Call, text: str, answered: Callable[[TokenbusError | None], None]
     ) -> None:
         """Sends an input to the program of a stream. ``answered`` is called on the connection's
-        thread. Raises RuntimeError if the connection is closed."""
+        thread (``SentInput.answered``). Raises RuntimeError if the connection is closed."""
         with self._lock:
             if self._closed is not None:
                 raise RuntimeError(self._closed)
@@ -143,7 +143,7 @@ class _ClientPeer:
         self._hand_on()
 
     def outgoing(self, now: float) -> Iterator[Frames]:
-        """The messages that submitted calls and expired timers cause."""
+        """The messages that submitted commands and expired timers cause."""
         session = self._session
         while self._commands:
             self._commands.popleft()(session, now)

@@ -1,4 +1,4 @@
-"""``make demo``: starts a system on this machine, shows it in under a minute, and stops it.
+"""``make demo``: starts a system on this machine, shows streams, scores and control, and stops it.
 
 The demo runs ``tokenbus up`` with its own ports and folder, so that other systems are not affected.
 """

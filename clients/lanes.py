@@ -1,6 +1,7 @@
 """Delivers the rows of TOKEN messages in column form to the calls of the rows' streams.
 
-The calls are looked up again only if a message has other streams than the previous message.
+The calls are looked up again only if a message has other sequences than the previous message, or
+if a call has changed.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ def hand_out(delivery: Delivery) -> None:
 
 
 class Lanes:
-    """The calls that receive the rows of consecutive messages with the same streams.
+    """The calls that receive the rows of consecutive messages with the same sequences.
 
-    A message adds one row to each call, so one count is kept for all calls. ``settle`` adds the
-    count to the calls before their counts are read.
+    Each message adds one row to each sequence, so one count is kept for all sequences. ``settle``
+    adds this count to the calls before the calls' counts are read.
     """
 
     def __init__(self, body: TokenColumns, rows: Rows, calls: list[Call]) -> None:
@@ -54,14 +55,14 @@ class Lanes:
         self._calls = calls
         self._unread = [call.unread for call in calls]
         self._uncounted = 0
-        """Number of rows of each call that ``settle`` has not yet added."""
+        """Number of rows of each sequence that ``settle`` has not yet added to its call."""
         self._received_at = 0.0
 
     @classmethod
     def of(cls, body: TokenColumns, calls: Mapping[int, Call]) -> Self | None:
-        """The lanes of a message. The result is None if the call of a row has ended, waits for the
-        answer to an ATTACH, or receives entries that were already delivered. Raises RequestError if
-        the columns differ in length."""
+        """The lanes of a message. The result is None if the call of a row is unknown or has ended,
+        waits for the answer to an ATTACH, or receives entries that were already delivered. Raises
+        RequestError if the columns differ in length."""
         rows = unpack_columns(body)
         found = []
         for stream, seq in zip(rows.streams, rows.seqs, strict=True):
@@ -72,8 +73,9 @@ class Lanes:
         return cls(body, rows, found)
 
     def step(self, body: TokenColumns, now: float) -> Step | None:
-        """Counts the rows of a message. Returns None if the message has other streams than these
-        lanes. Raises RequestError if the columns differ in length."""
+        """Counts the rows of a message, and returns the step that delivers them. Returns None if
+        the message has other sequences than these lanes. Raises RequestError if the columns differ
+        in length."""
         if body.streams != self._streams or body.seqs != self._seqs:
             return None
         rows = unpack_columns(body, self._rows)
@@ -82,7 +84,7 @@ class Lanes:
         return Step(self._unread, zip(*rows, strict=True))
 
     def settle(self) -> None:
-        """Adds the counts to the calls."""
+        """Adds the count to the calls."""
         count, self._uncounted = self._uncounted, 0
         if count:
             for call, seq in zip(self._calls, self._rows.seqs, strict=True):

@@ -4,9 +4,9 @@
     recording = read_recording("add.json")
     difference = first_difference(recording.entries, again(client, recording))
 
-A recording contains every entry of a stream and everything on which the stream depends: the request
-with its buffers and seed, the model's fingerprint, and the controller's module. A recording can
-also be run again on another machine.
+A recording contains the entries of a stream, the request with its buffers and seed, and the model's
+fingerprint. It contains the controller's module only if a ``Recorder`` got this module. A recording
+can also be run again on another machine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 _OWN = {"stream_id", "prompt", "buffers", "save", "trace", "request_id"}
-"""Fields of a request that a replay does not repeat."""
+"""Fields of a request that a replay does not copy. The replay sends the prompt and the buffers in
+other calls or parameters."""
 
 
 class RecordedBuffer(Struct, kw_only=True, omit_defaults=True):
@@ -53,7 +54,8 @@ class RecordedBuffer(Struct, kw_only=True, omit_defaults=True):
 
 
 class Recording(Struct, kw_only=True, omit_defaults=True):
-    """The recording of a stream: everything on which the stream depends, and its outcome."""
+    """The recording of a stream: the request, the things on which the result depends, and the
+    result."""
 
     format: int
     tokenbus: str
@@ -65,9 +67,9 @@ class Recording(Struct, kw_only=True, omit_defaults=True):
     """The request with its seed; ``prompt`` is the text or the token ids."""
     buffers: list[RecordedBuffer] = []
     model: ModelInfo | None = None
-    """The model of the stream; None if the request did not reach a model."""
+    """The model of the stream; None if the client did not receive the model's properties."""
     module: bytes | None = None
-    """The Wasm module of the controller, if the controller was given as a file."""
+    """The Wasm module of the controller, if the ``Recorder`` got it."""
     complete: bool = False
     """Whether the stream was read to its end."""
     error: str = ""
@@ -77,7 +79,8 @@ class Recording(Struct, kw_only=True, omit_defaults=True):
 
     @property
     def failure(self) -> str:
-        """The first error of the stream or of one of its sequences; empty without an error."""
+        """The error of the stream, otherwise the first error of a sequence; empty without an
+        error."""
         return self.error or next((e.error for e in self.entries if e.error), "")
 
 
@@ -111,8 +114,8 @@ class Recorder(Sequences):
         self.add_row = add_row
 
     def begin(self, call: Call, model: ModelInfo | None, buffers: Mapping[str, Prompt]) -> None:
-        """Stores the request. Called before the request is sent. Raises RequestError if a buffer of
-        the request is unknown."""
+        """Stores the request, and adds a seed if it is missing. Called before the request is sent.
+        Raises RequestError if this client has not sent a buffer of the request."""
         message = call.message
         assert isinstance(message, Generate)
         if message.seed is None:
@@ -137,8 +140,8 @@ class Recorder(Sequences):
         super().add(entry)
 
     def ended(self, error: TokenbusError | None, complete: bool) -> None:
-        """Writes the file. If no broker has answered, the file is left unchanged, because it may
-        contain an earlier recording."""
+        """Writes the file. If the connection was lost before the first entry, the file is left
+        unchanged, because it may contain an earlier recording."""
         recording, self._recording = self._recording, None
         unanswered = isinstance(error, ConnectionLostError) and not self._recorded
         if recording is None or unanswered:
@@ -264,7 +267,7 @@ def first_difference(
     """The first difference between two streams, in the recorded order; None if they are equal.
     ``prefix``: whether a sequence may be longer in one of the streams.
 
-    Log-probabilities and times are not compared.
+    Texts, messages, log-probabilities and times are not compared.
     """
     received: dict[int, list[Token]] = {}
     for entry in replayed:

@@ -47,12 +47,13 @@ OnSystem = Callable[[System], None]
 RETRY_S = 30.0
 """The default of ``retry_s``, in seconds."""
 DRAIN_S = 600.0
-"""Time that ``drain_worker``, ``pause`` and ``update_weights`` wait, in seconds. Workers may have
-to finish their streams, or to read weights."""
+"""The default of ``timeout_s`` for the calls of ``Operator``, in seconds. Workers may have to
+finish their streams, or to read weights."""
 ASK_S = 30.0
-"""Time that ``model_info``, ``tokenizer`` and ``status`` wait for an answer, in seconds."""
+"""The default of ``timeout_s`` for calls with a short answer, such as ``model_info`` and
+``status``, in seconds."""
 UPLOAD_S = 120.0
-"""Time that ``upload_controller`` waits for an answer, in seconds. A large module takes long to
+"""The default of ``timeout_s`` for ``upload_controller``, in seconds. A large module takes long to
 compile."""
 STORE_RETRY_S = 10.0
 """Time during which requests to the module store are sent again if no worker is available, in
@@ -124,7 +125,7 @@ class GenerateOptions(RequestOptions, total=False):
     save: str
     """Name of a buffer in which the broker stores the prompt and the output."""
     controller: str
-    """The controller: a module id, a tag, or the name of a built-in."""
+    """The controller: a module id, a tag, the name of a built-in, or a served ``MODULE:NAME``."""
     controller_arg: str | dict[str, Any] | list[Any]
     """The argument of the controller. A text is sent unchanged, a list or a dict as JSON. Requires
     ``controller``."""
@@ -142,7 +143,8 @@ class GenerateOptions(RequestOptions, total=False):
 
 
 def generate_call(prompt: Prompt, options: GenerateOptions) -> Call:
-    """The call of a GENERATE. Raises RequestError if the client finds that an option is not valid.
+    """The call of a GENERATE. Raises TypeError if an option is unknown, and RequestError if the
+    client finds that an option is not valid.
 
     A sampled request without a seed receives a seed here, so that a retry generates the same
     tokens.
@@ -240,7 +242,8 @@ def resume_call(model: str, timeout_s: float) -> Call:
 def update_call(
     folder: str | Path, model: str, version: int, mode: UpdateMode, timeout_s: float
 ) -> Call:
-    """The call of an UPDATE_WEIGHTS."""
+    """The call of an UPDATE_WEIGHTS. ``timeout_s``: seconds that the workers have to read the
+    weights. The call itself has twice this time."""
     message = UpdateWeights(
         stream_id=0,
         folder=str(folder),
@@ -263,7 +266,7 @@ def drained_requests(answer: Msg) -> int:
 
 
 def buffer_call(name: str, content: Prompt | None, timeout_s: float) -> Call:
-    """The call of a BUFFER."""
+    """The call of a BUFFER. If ``content`` is None, the call deletes the buffer."""
     if content is None:
         return Call(b"BUFFER", Buffer(name=name), timeout_s=timeout_s)
     if isinstance(content, str):

@@ -38,7 +38,8 @@ class GeneratedSequence:
     messages: list[str] = field(default_factory=list)
     """The texts that the program has sent to the client, in order."""
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    """For each token, the most likely tokens and the token itself, with their log-probabilities."""
+    """For each token, the most likely tokens and the token itself, with their log-probabilities;
+    empty for an appended token."""
     finish_reason: str | None = None
     error: str | None = None
     """The error message if the sequence failed, else None."""
@@ -78,7 +79,7 @@ class GeneratedSequence:
 
     @property
     def cumulative_logprob(self) -> float:
-        """The sum of the log-probabilities of all tokens."""
+        """The sum of the log-probabilities of all tokens; NaN if one of them was appended."""
         return sum(self.logprobs)
 
     def append_text(self, place: int, text: str) -> None:
@@ -149,7 +150,8 @@ def _cut(spans: list[tuple[int, Span]], length: int) -> list[tuple[int, Span]]:
 class Sequences:
     """Collects the entries of one stream.
 
-    Rows are stored unchanged, and are added to the sequences when the sequences are read.
+    Rows are stored unchanged, and are added to the sequences when the sequences are read or an
+    entry is added.
     """
 
     def __init__(self) -> None:
@@ -262,7 +264,10 @@ class Scores:
 def check_text(call: Call) -> None:
     """Raises ValueError if a stream has no text."""
     if not getattr(call.message, "text", False):
-        raise ValueError("this stream has no text, because its prompt was token ids; use text=True")
+        raise ValueError(
+            "this stream has no text, because its prompt was token ids or text=False was given; "
+            "use text=True"
+        )
 
 
 def describe(ended: bool, sequences: list[GeneratedSequence]) -> str:

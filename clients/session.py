@@ -55,8 +55,8 @@ log = logging.getLogger(__name__)
 HELLO_AGAIN_S = 5.0
 """Seconds without an answer to HELLO after which a new connection is opened."""
 BACK_OFF_S = (0.1, 2.0)
-"""The first and the longest pause before another attempt, in seconds. Each pause is twice the
-previous pause."""
+"""The pause before another attempt, in seconds, if the broker does not name a pause: the first
+value, doubled for each earlier attempt, and at most the second value."""
 LOOK_S = 0.25
 """Interval between checks of the deadlines, in seconds."""
 HINT_S = 3.0
@@ -112,9 +112,9 @@ class ClientSession:
         self._named = token is not None
         """Whether the session is named. Cleared when another client takes the session over."""
         self._found: frozenset[int] = frozenset()
-        """Ids of the streams that the named session had when this client took the session over."""
+        """Ids of the named session's streams in the last WELCOME."""
         self._may_have_more = False
-        """Whether workers may still report streams of a named session."""
+        """Whether workers may still report streams of a named session. WELCOME sets this flag."""
         self._foreign = False
         """Whether the named session's streams belong to another request and must not be used."""
         self._encoding: Encoding = "msgpack"
@@ -198,8 +198,8 @@ class ClientSession:
         answered: Callable[[TokenbusError | None], None],
         now: float,
     ) -> None:
-        """Sends an input to the program of a stream, after the inputs before it. ``answered`` is
-        called with None when the broker has stored the input, or with an error."""
+        """Sends an input to the program of a stream, after the earlier inputs. ``answered`` is
+        called with None when the input is stored, or with an error."""
         sent = SentInput(len(call.inputs) + 1, text, answered)
         if call.ended:
             sent.report(_stream_ended())
@@ -208,8 +208,8 @@ class ClientSession:
         self._next_input(call, now)
 
     def _next_input(self, call: Call, now: float) -> None:
-        """Sends the first input that is not stored, unless it was sent and ``input_at`` is in the
-        future."""
+        """Sends the first input that is not stored, if the broker can receive it now. Does nothing
+        if the input was sent and ``input_at`` is in the future."""
         ready = self._welcomed and call.sent and not call.attaching
         waiting = next((sent for sent in call.inputs if not sent.stored), None)
         if waiting is None:
@@ -284,7 +284,7 @@ class ClientSession:
         first = call.base >> STREAM_BITS
         if any(stream >> STREAM_BITS != first for stream in self._found):
             self._foreign = True
-            what = "the key was already used for a request with another path or body"
+            what = "the idempotency key was already used for a request with another path or body"
             self._end(call, RequestError(Code.CONFLICT, what))
             return
         same = [n for n in self._found if n >> TRY_BITS == call.base >> TRY_BITS]
@@ -331,7 +331,8 @@ class ClientSession:
             self._send(call.type, message, call.attachments)
 
     def _forget(self, call: Call, reason: Literal["cancelled", "timeout"] | None) -> None:
-        """Removes a call from all tables; with ``reason``, sends CANCEL for its stream."""
+        """Removes a call from all tables. With ``reason``, sends CANCEL for its stream, if its
+        request was sent."""
         self._settle()
         self._lanes = None
         self._calls.pop(call.number, None)

@@ -104,7 +104,7 @@ class _Reader:
             self._read(event)
 
     def _collect(self, pop_other: bool = False) -> Event | None:
-        """Reads the tokens that have arrived, up to the first event of another kind. With
+        """Reads the rows and entries that have arrived, up to the first event of another kind. With
         ``pop_other``, removes and returns that event. Several threads may call this method
         while the stream is read to its end."""
         unread, add_row = self._unread, self._add_row
@@ -123,7 +123,7 @@ class _Reader:
         return None
 
     def _read(self, event: Event) -> None:
-        """Reads an event that is not a token."""
+        """Reads an event that is neither a row nor an entry."""
         match event:
             case System() as notice:
                 if self._on_system is not None:
@@ -141,8 +141,8 @@ class _Reader:
             self._call.span.end(self.sequences, error)
 
     def _raise_failure(self) -> None:
-        """Raises the error of the stream, or RuntimeError if the stream was closed. Called after
-        the last entry."""
+        """Raises the error of the stream, if it failed, or RuntimeError if the stream was closed.
+        Called after the last entry."""
         if self._closed:
             raise RuntimeError(
                 "this stream was closed before its end; stream.sequences has the entries that were "
@@ -284,7 +284,7 @@ class AsyncStream(_Reader):
         self._max_unread = max_unread
         self._overflowed = False
         self._waiters: list[asyncio.Future[None]] = []
-        """The tasks that wait for an event."""
+        """A future for each task that waits for an event."""
         this = weakref.ref(self)
 
         def take(arrived: Sequence[Event]) -> None:

@@ -58,8 +58,9 @@ class ClientSpan:
 
 
 def identify(message: Generate | Score) -> ClientSpan | None:
-    """Adds the request id and the trace of ``origin`` to a request. Returns the new span, or None
-    if the program does not use OpenTelemetry."""
+    """Adds the request id of ``origin`` and a trace context to a request. The trace context is that
+    of a new span if the program uses OpenTelemetry, otherwise that of ``origin``. Returns the new
+    span; None if no span is recorded, or if the request already had a trace context."""
     given = origin.get()
     if given is not None and not message.request_id:
         message.request_id = given.request_id

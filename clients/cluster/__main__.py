@@ -58,7 +58,7 @@ class Cluster:
 
     def run(self, signals: queue.SimpleQueue[int]) -> None:
         """Adapts the number of workers to the load until SIGTERM or SIGINT arrives in ``signals``.
-        Then drains the workers, unless only this process ends."""
+        Then drains the workers, unless the signal is a SIGTERM without an earlier SIGUSR1."""
         now = time.monotonic()
         for members, _ in self._scaled:
             members.find(now)

@@ -15,7 +15,7 @@ LOOK_EVERY_S = 0.1
 def end_in_ray(settings: Settings) -> int:
     """Drains and ends the workers from all runs of a system; returns their number.
 
-    Raises SystemFault if no Ray cluster runs.
+    Raises SystemFault if ``connect`` fails, for example because no Ray cluster runs.
     """
     try:
         connect(settings)

@@ -18,7 +18,7 @@ MODULES: Mapping[Kind, str] = {
     "controller": "tokenbus.workers.controller",
 }
 ENDING_MARGIN_S = 10.0
-"""Seconds after ``drain_s`` until a retiring worker is killed."""
+"""Seconds that a retiring worker has to end, in addition to ``drain_s``, before it is killed."""
 
 
 def ray_module() -> Any:
@@ -93,7 +93,8 @@ class Member:
         self.report = report
 
     def retire(self, now: float) -> None:
-        """Drains the worker. ``gone`` returns True when the worker has ended."""
+        """Begins to drain the worker. ``gone`` returns True when the worker has ended or its time
+        limit has passed."""
         self.retired_at = now
         self.actor.retire.remote()
 
@@ -152,8 +153,8 @@ class Members:
         return len(self._members)
 
     def place(self) -> None:
-        """Adds a worker. If no node has enough free resources, the worker waits until Ray's
-        autoscaler adds a node."""
+        """Adds a worker. If no node has enough free resources, the worker starts when resources
+        become free, or when Ray's autoscaler adds a node."""
         taken = {member.number for member in self.serving}
         number = next(n for n in range(len(taken) + 1) if n not in taken)
         name = f"{self._system}/{self._run}/{self._kind}-{number}"
@@ -199,7 +200,8 @@ class Members:
             member.retire(now)
 
     def look(self, now: float) -> None:
-        """Processes the reports, and removes workers that have ended."""
+        """Processes the reports, removes workers that have retired, and kills retiring workers
+        whose time limit has passed."""
         for member in list(self._members.values()):
             member.look(now)
             if member.gone(now, self._settings.drain_s):

@@ -36,7 +36,7 @@ class Report(NamedTuple):
     starts: int
     """Number of times that this actor has started the process."""
     exit_code: int | None
-    """The exit code of the last process that ended."""
+    """The exit code of the last process that ended; None if no process has ended."""
     retiring: bool
     """Whether ``retire`` was called, after which the process ends."""
     ended: bool
@@ -44,11 +44,12 @@ class Report(NamedTuple):
 
 
 class Owner:
-    """Runs ``python -m MODULE`` until it is retired, and restarts it when it ends.
+    """Runs ``python -m MODULE`` until ``retire`` is called. Restarts the process when it ends,
+    unless its exit code is ``WRONG_SETTING``.
 
     Ray kills actors without notice, so the process asks the kernel to kill it when the actor dies.
     ``key`` is the content of the worker's key file. The actor writes it to a file on the node, and
-    removes the file when the worker ends, unless the actor is killed.
+    removes the file when the worker ends for good, unless the actor is killed.
     """
 
     def __init__(self, module: str, settings: Mapping[str, str], key: str | None) -> None:
@@ -113,7 +114,7 @@ class Owner:
             self._ended.set()
 
     def _run_once(self) -> int:
-        """Runs a process to its end; returns its exit code."""
+        """Runs the process to its end; returns its exit code."""
         self._process = subprocess.Popen(
             python_command(self._module),
             env=self._environment,

@@ -77,8 +77,8 @@ def gpu_workers_needed(status: Status, settings: Settings) -> float:
 
 
 def controller_workers_needed(status: Status, settings: Settings) -> float:
-    """The number of controller workers that the running and waiting controllers would fill. If
-    rounds wait for a thread at every worker, the result is so large that a worker is added."""
+    """The number of controller workers that the present controllers would fill. If rounds wait for
+    a thread at every worker, the result is so large that a worker is added."""
     workers = [worker for worker in status.workers if worker.role == "controller"]
     needed = sum(worker.requests for worker in workers) / settings.controller_capacity
     if workers and all(worker.load.get("waiting", 0.0) > 0 for worker in workers):
