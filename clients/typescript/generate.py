@@ -47,7 +47,7 @@ CONSTANTS = ("PROTOCOL_VERSION", "MAX_MODULE_BYTES")
 OPTIONS = (messages.Generate, messages.Score)
 """Messages whose fields are options of the client. The client checks the names of its options."""
 NAMES = {"Buffer": "BufferMessage", "Error": "ErrorMessage"}
-"""Structs whose names already exist in JavaScript."""
+"""The TypeScript names of structs whose own names already exist in JavaScript."""
 
 HEAD = """\
 // `python -m tokenbus.clients.typescript.generate` writes this file from protocol/messages.py and
@@ -80,8 +80,8 @@ def typescript() -> str:
     parts += [_field_names(struct) for struct in _structs(client) if struct.cls in OPTIONS]
     for struct in _structs([*server, *answers]):
         parts += [_interface(struct, sent=False), _reader(struct)]
-    parts.append(_table("The messages of a client: type to body.", "ClientMessages", client))
-    parts.append(_table("The messages to a client: type to body.", "ServerMessages", server))
+    parts.append(_table("The body of each message type of a client.", "ClientMessages", client))
+    parts.append(_table("The body of each message type of the broker.", "ServerMessages", server))
     parts.append(_dispatch())
     return "\n".join(parts)
 
@@ -274,7 +274,7 @@ def _name(struct: StructType) -> str:
 
 
 def _type(kind: Type) -> str:
-    """The TypeScript type of a type in JSON."""
+    """The TypeScript type of the values that JSON has for a type."""
     match kind:
         case IntType() | FloatType():
             return "number"
@@ -326,7 +326,8 @@ def _number(value: float) -> str:
 
 
 def _bounds(kind: Type) -> str:
-    """The bounds of a number or of the length of a list or a text."""
+    """The sentence with the bounds of a number or of the length of a list or a text, or about the
+    encoding of bytes; empty without bounds."""
     match kind:
         case IntType() | FloatType():
             bounds = (

@@ -50,7 +50,7 @@ export interface SentInput {
   readonly text: string;
   /** Whether the broker has confirmed the input in the present attempt. */
   stored: boolean;
-  /** Called once: with null when the broker has stored the input, or with the error. */
+  /** Called once, with null when the input is stored, or with the error. Null after this call. */
   report: ((error: TokenbusError | null) => void) | null;
 }
 
@@ -83,7 +83,7 @@ export class Call {
   failedAt: number | null = null;
   tries = 0;
   resendAt: number | null = null;
-  /** Number of TOKEN entries of this attempt. */
+  /** Number of entries that arrived in this attempt. */
   received = 0;
   /** Number of the next entries that repeat received entries, according to the answer to ATTACH. */
   repeats = 0;
@@ -154,7 +154,10 @@ export class Call {
     this.#endsAgain.clear();
   }
 
-  /** Counts an entry. Returns false if an earlier attempt has already delivered the entry. */
+  /**
+   * Counts an entry. Returns false if an earlier attempt has already delivered the entry, or if the
+   * entry is a report without a new message.
+   */
   isNew(entry: Row | Token): boolean {
     this.received += 1;
     if (!(entry instanceof Row)) {

@@ -55,7 +55,7 @@ export class BaseClient {
     this.#connection = new Connection(transport, options.patience_s ?? PATIENCE_S);
   }
 
-  /** The address of the broker or the gateway. */
+  /** The address of the broker or the gateway, or several addresses, separated by commas. */
   get address(): string {
     return this.#connection.transport.address;
   }
@@ -63,8 +63,8 @@ export class BaseClient {
   /**
    * Begins a stream of tokens that continue `prompt`, which is text or token ids.
    *
-   * Throws RequestError if the client finds that the request is not valid. All other errors are
-   * thrown when the stream is read.
+   * Throws TypeError if an option is unknown, and RequestError if the client finds that the request
+   * is not valid. The errors of the broker and the workers are thrown when the stream is read.
    */
   generate(prompt: Prompt, options: GenerateOptions = {}): TokenStream {
     return this.#stream(generateCall(prompt, options), options);

@@ -17,7 +17,7 @@ export interface TokenColumns {
   readonly p?: Uint8Array;
   /** Sequence numbers, u32 each; absent if all of them are 0. */
   readonly q?: Uint8Array;
-  /** Texts, null for a row without text; absent if all rows have no text. */
+  /** Texts, null for a row without text; absent if no row has text. */
   readonly x?: readonly (string | null)[];
   /** `processed`, f64 each, NaN for a row without it; absent if no row has it. */
   readonly d?: Uint8Array;

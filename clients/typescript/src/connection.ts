@@ -7,7 +7,7 @@ import type { Link, Received, Transport } from "./transport.js";
 
 /**
  * The first and the longest pause after consecutive failures, in seconds. Each pause is twice the
- * previous pause.
+ * previous pause, up to the longest.
  */
 const PAUSES_S = [0.05, 1] as const;
 /** The longest pause if the next connection is to another broker, in seconds. */
@@ -50,7 +50,7 @@ export class Connection {
     if (!this.#closed) this.#turn();
   }
 
-  /** Sends an input to the program of a stream. Resolved when the broker has stored the input. */
+  /** Sends an input to the program of a stream. Resolved when the input is stored. */
   sendInput(call: Call, text: string): Promise<void> {
     return new Promise((resolve, reject) => {
       const report = (error: TokenbusError | null): void => {

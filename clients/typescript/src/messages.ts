@@ -1578,7 +1578,7 @@ export function readStoredModule(
   };
 }
 
-/** The messages of a client: type to body. */
+/** The body of each message type of a client. */
 export interface ClientMessages {
   readonly HELLO: Hello;
   readonly GENERATE: Generate;
@@ -1603,7 +1603,7 @@ export interface ClientMessages {
   readonly BYE: Bye;
 }
 
-/** The messages to a client: type to body. */
+/** The body of each message type of the broker. */
 export interface ServerMessages {
   readonly WELCOME: Welcome;
   readonly TOKEN: readonly Token[];

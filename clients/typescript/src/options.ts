@@ -39,7 +39,10 @@ export const RUN_OPTIONS: ReadonlySet<string> = new Set([
   "arg" satisfies keyof RunOptions,
 ]);
 
-/** Throws TypeError if an option is not in `known`. The error names the nearest known option. */
+/**
+ * Throws TypeError if an option is not in `known`. The error names the nearest known option, or all
+ * of them.
+ */
 export function checkOptions(options: object, known: ReadonlySet<string>): void {
   for (const name of Object.keys(options)) {
     if (!known.has(name)) throw new TypeError(`unknown option ${name}; ${remedy(name, known)}`);

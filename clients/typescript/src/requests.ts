@@ -23,7 +23,7 @@ export interface AskOptions {
   readonly signal?: AbortSignal | undefined;
 }
 
-/** Options of requests for tokens that are not sent to the broker. Times are in seconds. */
+/** The options of requests for tokens that the client itself uses. Times are in seconds. */
 export interface StreamOptions extends AskOptions {
   /** Time without a message after which the request is sent again. */
   readonly stall_s?: number | undefined;
@@ -60,9 +60,9 @@ export interface UploadOptions extends AskOptions {
 }
 
 const RETRY_S = 30;
-/** Time that a request to the broker waits for its answer, in seconds. */
+/** Default time that a request with a short answer waits for this answer, in seconds. */
 const ASK_S = 30;
-/** Time that an upload waits for its answer, in seconds. A large module takes long to compile. */
+/** Default time that an upload waits, in seconds. A large module takes long to compile. */
 const UPLOAD_S = 120;
 /** Time during which store requests are sent again if no worker is available, in seconds. */
 const STORE_RETRY_S = 10;

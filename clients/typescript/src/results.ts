@@ -15,11 +15,11 @@ export class GeneratedSequence {
   readonly tokens: number[] = [];
   /** The log-probability of each token; NaN for an appended token, which was not sampled. */
   readonly logprobs: number[] = [];
-  /** The text of each token; empty if the request did not ask for text. */
+  /** The text of each token; `""` if the request did not ask for text. */
   readonly texts: string[] = [];
   /** The output of the controller. */
   logs = "";
-  /** The variables that the controller wrote, in order, as AICI's storage commands. */
+  /** The controller's writes to variables, in order, in the form of AICI's storage commands. */
   readonly storage: Json[] = [];
   /** The texts that the program has sent to the client, in order. */
   readonly messages: string[] = [];
@@ -48,14 +48,17 @@ export class GeneratedSequence {
     return this.texts.join("");
   }
 
-  /** For each token, the log-probabilities of the most likely tokens and of the token, by id. */
+  /**
+   * For each token, the log-probabilities of the most likely tokens and of the token itself, by id;
+   * empty for an appended token.
+   */
   get top_logprobs(): Readonly<Record<string, number>>[] {
     return this.#top_logprobs.map(
       (top, at) => top ?? { [String(this.tokens[at])]: this.logprobs[at] ?? NaN },
     );
   }
 
-  /** The sum of the log-probabilities of all sampled tokens. */
+  /** The sum of the log-probabilities of all tokens; NaN if one of them was appended. */
   get cumulative_logprob(): number {
     return this.logprobs.reduce((sum, one) => sum + one, 0);
   }
@@ -91,7 +94,8 @@ export class GeneratedSequence {
       this.#top_logprobs.push(entry.top_logprobs ?? {});
       this.texts.push(text);
     } else if (text && this.texts.length > 0) {
-      // At the end, the worker sends the text that it has held back. It belongs to the last token.
+      // The worker sends text that it has held back without a token. The text belongs to the last
+      // token.
       this.texts.push(this.texts.pop() + text);
     }
     this.logs += entry.logs;
@@ -109,7 +113,7 @@ export class GeneratedSequence {
 /** Collects the entries of one stream. */
 export class Sequences {
   readonly #bySeq = new Map<number, GeneratedSequence>();
-  /** The first entry of the stream with the number of prompt tokens. */
+  /** The first entry that contains the number of prompt tokens. */
   #first: Token | null = null;
 
   /** Adds one entry. */
@@ -139,7 +143,7 @@ export class Sequences {
     return [...this.#bySeq.values()].sort((a, b) => a.seq - b.seq);
   }
 
-  /** The error of a stream that timed out, or whose only sequence failed. */
+  /** The error of a stream that timed out, or whose only sequence failed; otherwise null. */
   failure(): TokenbusError | null {
     const ended = [...this.#bySeq.values()];
     if (ended.some((one) => one.finish_reason === "timeout")) {

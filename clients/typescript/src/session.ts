@@ -4,7 +4,7 @@
  * The caller passes messages and times (seconds). `outgoing` has the messages to send, and `ready`
  * the events for the callers of requests. A session outlives its connection: on a new connection,
  * it sends HELLO with its token, and ATTACH for each stream. Lost requests are sent again, each
- * entry is delivered once, and every call has a time limit.
+ * entry is delivered once, and calls end when their time limits have passed.
  */
 
 import type { Call, Event, Outgoing, SentInput } from "./calls.js";
@@ -31,8 +31,8 @@ import type { Received } from "./transport.js";
 /** Seconds without an answer to HELLO after which a new connection is opened. */
 const HELLO_AGAIN_S = 5;
 /**
- * The first and the longest pause before another attempt, in seconds. Each pause is twice the
- * previous pause.
+ * The pause before another attempt, in seconds, if the broker does not name a pause: the first
+ * value, doubled for each earlier attempt, and at most the second value.
  */
 const BACK_OFF_S = [0.1, 2] as const;
 /** Interval between checks of the deadlines, in seconds. */
@@ -96,7 +96,7 @@ export class Session {
     this.#helloAt = now;
   }
 
-  /** Called when the connection is open: discards unsent messages of the old one, sends HELLO. */
+  /** Handles a new connection: discards unsent messages of the old connection, and sends HELLO. */
   connected(now: number): void {
     if (this.#welcomed) this.#offlineSince = now;
     this.#hello(now);
@@ -161,8 +161,8 @@ export class Session {
   }
 
   /**
-   * Sends an input to the program of a stream, after the inputs before it. `report` is called with
-   * null when the broker has stored the input, or with an error.
+   * Sends an input to the program of a stream, after the earlier inputs. `report` is called with
+   * null when the input is stored, or with an error.
    */
   sendInput(call: Call, text: string, report: SentInput["report"], now: number): void {
     if (call.over) {
@@ -174,7 +174,8 @@ export class Session {
   }
 
   /**
-   * Sends the first input that is not stored, unless it was sent and `inputAt` is in the future.
+   * Sends the first input that is not stored, if the broker can receive it now. Does nothing if the
+   * input was sent and `inputAt` is in the future.
    */
   #nextInput(call: Call, now: number): void {
     const waiting = call.inputs.find((sent) => !sent.stored);
@@ -233,7 +234,7 @@ export class Session {
     for (const call of [...this.#calls.values()]) this.#end(call, error);
   }
 
-  /** Ends the session; the broker ends its streams. */
+  /** Ends all calls and the session; the broker then ends the streams of the session. */
   bye(): void {
     this.endAll(new ConnectionLostError("connection_lost", "this client was closed"));
     if (this.#welcomed) this.outgoing.push({ type: "BYE", body: {} });
@@ -270,7 +271,7 @@ export class Session {
     this.#nextInput(call, now);
   }
 
-  /** Removes a call from all tables; with `reason`, sends CANCEL for its stream. */
+  /** Removes a call from all tables. With `reason`, sends CANCEL if the call's request was sent. */
   #forget(call: Call, reason: "cancelled" | "timeout" | null): void {
     this.#calls.delete(call.number);
     this.#waiting.delete(call.number);

@@ -68,7 +68,8 @@ export class TokenStream implements AsyncIterableIterator<Token> {
     const { type, body } = this.#call.request;
     if (type !== "GENERATE" || body.text !== true) {
       throw new TypeError(
-        "this stream has no text, because its prompt was token ids; use text: true",
+        "this stream has no text, because its prompt was token ids or text was false; " +
+          "use text: true",
       );
     }
     return (await this.wait())[0]?.text ?? "";

@@ -67,7 +67,8 @@ export function oneOf(transports: readonly Transport[]): Transport {
 
 /**
  * Decodes messages of one type. A text is one body in JSON; bytes are one or several bodies in
- * MessagePack. Invalid messages and messages of unknown types are left out.
+ * MessagePack. Messages of unknown types are left out. If a body is not valid, it is left out, and
+ * the other bodies may be left out too.
  */
 export function decodeMessages(type: string, bodies: string | Uint8Array): Received[] {
   const messages: Received[] = [];
@@ -81,7 +82,7 @@ export function decodeMessages(type: string, bodies: string | Uint8Array): Recei
       if (message !== null) messages.push(message);
     }
   } catch {
-    // An invalid message is left out.
+    // Messages that cannot be decoded are left out.
   }
   return messages;
 }

@@ -82,8 +82,8 @@ class Socket implements Link {
   }
 
   /**
-   * Closes a socket without a connection. The events must be read until the socket is closed.
-   * Otherwise ZeroMQ's thread would wait forever for the reader, and block all sockets.
+   * Closes the socket when its connection fails or ends. The events must be read until the socket is
+   * closed. Otherwise ZeroMQ's thread would wait forever for the reader, and block all sockets.
    */
   async #watch(): Promise<void> {
     for await (const event of this.#dealer.events) {

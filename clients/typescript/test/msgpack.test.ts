@@ -15,7 +15,7 @@ const bytes = (...parts: (number | readonly number[] | Uint8Array | string)[]) =
   );
 const utf8 = (text: string) => new TextEncoder().encode(text);
 
-/** A column of little-endian numbers of a type. */
+/** The field `name` of a TOKEN body in columns, with little-endian numbers of a type. */
 function column(name: string, type: "f64" | "u32" | "u64", values: readonly number[]): Uint8Array {
   const size = type === "u32" ? 4 : 8;
   const view = new DataView(new ArrayBuffer(size * values.length));
