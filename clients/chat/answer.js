@@ -15,7 +15,7 @@ export function newAnswer(settings) {
   };
 }
 
-/** Adds a chunk of `/v1/chat/completions`. */
+/** Adds a chunk of `/v1/chat/completions` to an answer. */
 export function addChunk(answer, chunk) {
   const [choice] = chunk.choices;
   if (!choice) return;

@@ -1,4 +1,4 @@
-// The open conversation: sends messages, streams answers, keeps everything in the store.
+// The open conversation: sends messages, streams answers, saves conversations in the store.
 
 import { addChunk, newAnswer } from "./answer.js";
 import { Refusal, stream } from "./completion.js";
@@ -7,8 +7,9 @@ import * as trees from "./conversation.js";
 const SAVE_MS = 500; // Pause between two saves of a running answer.
 
 /**
- * Events: `change` (the open conversation changed), `list` (a conversation was added, removed or
- * renamed), `fault` (detail: a message for the user), `key` (the gateway requires an API key).
+ * Events: `change` (the open conversation changed), `text` (a running answer got text or a notice),
+ * `ended` (detail: the state of an answer that has ended), `list` (a conversation was saved or
+ * removed), `fault` (detail: a message for the user), `key` (the gateway requires an API key).
  */
 export class Chat extends EventTarget {
   #store;
@@ -46,7 +47,10 @@ export class Chat extends EventTarget {
     this.#become(trees.newConversation(this.#defaults()));
   }
 
-  /** Opens a stored conversation, and resumes its answers that a closed tab left running. */
+  /**
+   * Opens a stored conversation, and resumes its answers that a closed tab left running. Begins a
+   * new conversation if `id` is unknown.
+   */
   async open(id) {
     const conversation = this.#live.get(id) ?? (await this.#store.get(id));
     if (!conversation) return this.create();
@@ -144,7 +148,7 @@ export class Chat extends EventTarget {
     this.#running.get(this.runningAnswer?.id)?.abort();
   }
 
-  /** Saves a conversation; reports an error. */
+  /** Saves a conversation; reports an error as the event `fault`. */
   async save(conversation) {
     if (await this.#put(conversation)) this.#tell("list");
   }

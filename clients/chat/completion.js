@@ -7,7 +7,10 @@ const BUSY = new Set([429, 502, 503]);
 /** Codes of errors inside a stream after which the same request can be sent again. */
 const LOST = new Set(["connection_lost", "session_lost", "shutting_down", "worker_lost"]);
 
-/** The gateway refused a request. `param` is the faulty field, and `status` the HTTP status. */
+/**
+ * The gateway refused a request. `param` is the faulty field, and `status` the HTTP status. For an
+ * error inside a stream, `status` is 503 if the request can be sent again, otherwise 500.
+ */
 export class Refusal extends Error {
   constructor(status, { message, code = null, param = null }) {
     super(inPlainWords(status, code, withLabel(message, param)));
@@ -17,7 +20,7 @@ export class Refusal extends Error {
   }
 }
 
-/** A request could not be completed because the gateway is not reachable. */
+/** A request was not completed, because the gateway does not answer or the connection was cut. */
 export class Unreachable extends Error {}
 
 export const apiKey = () => sessionStorage.getItem(KEY) ?? "";
@@ -75,7 +78,8 @@ function inPlainWords(status, code, message) {
  *
  * `place` has the idempotency `key` and the number `event` of the last event that was received; this
  * function updates `event` with each chunk. `take(chunk)` receives the chunks. `notice(text)`
- * receives the reason of an interruption, and an empty text when the interruption ends.
+ * receives the reason of an interruption, and an empty text when the gateway answers. Throws the
+ * last error if the request is refused, or if too many attempts have failed.
  */
 export async function stream(body, place, { take, notice, signal }) {
   let failures = 0;

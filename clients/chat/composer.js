@@ -86,7 +86,7 @@ export class Composer extends EventTarget {
     byId("send").hidden = running;
   }
 
-  /** Makes the field as high as its text. The stylesheet bounds the height. */
+  /** Makes the field as high as its text, up to 10 lines. The stylesheet may bound it further. */
   #fit() {
     const lines = this.#field.value.split("\n").length;
     this.#field.rows = Math.min(10, Math.max(1, lines));

@@ -123,8 +123,8 @@ function withResults(messages) {
 }
 
 /**
- * The tools in a text, which has a list of functions or of tools in OpenAI's form. Throws an Error
- * with plain words.
+ * The tools in a text, which is a JSON list of functions or of tools in OpenAI's form. Throws an
+ * Error with plain words.
  */
 export function toolsIn(text) {
   let given;

@@ -13,7 +13,7 @@ const WORD = /[\p{L}\p{N}]/u;
 /** Appends the elements of `text` to `parent`. */
 export function appendInline(parent, text) {
   const frames = [{ mark: "", nodes: [] }];
-  const missing = new Set(); // Numbers of backticks that do not occur again.
+  const missing = new Set(); // Lengths of runs of backticks that do not occur again.
   let at = 0;
   MARK.lastIndex = 0;
   for (let found; (found = MARK.exec(text)); ) {

@@ -17,7 +17,7 @@ const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(?:([ \t]+)(.*)|[ \t]*)$/;
 const TABLE_RULE = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
 const BLANK = /^[ \t]*$/;
 
-/** Shows `text` in `parent`. Keeps the elements of first blocks that are as in the last call. */
+/** Shows `text` in `parent`. Keeps the elements of the first blocks, up to the first changed block. */
 export function showMarkdown(parent, text) {
   const blocks = blocksOf(text.replace(/\r\n?/g, "\n").split("\n"));
   const sources = blocks.map(({ kind, lines, info }) => `${kind} ${info} ${lines.join("\n")}`);
@@ -82,7 +82,10 @@ function quoted(lines, at) {
   return block("quote", lines.slice(at, end).map((line) => line.replace(QUOTE, "")), end);
 }
 
-/** A list: its items, blank lines between them, and lines that are indented below an item. */
+/**
+ * A list: its items, blank lines between them, lines that are indented below an item, and lines that
+ * continue an item's paragraph.
+ */
 function listed(lines, at) {
   const ordered = /\d/.test(ITEM.exec(lines[at])[2]);
   let end = at;

@@ -1,7 +1,7 @@
 // Shows one message of a conversation, and its buttons.
 //
 // Events bubble from the element of a message: `chat-edit`, `chat-retry`, `chat-branch`,
-// `chat-version`, `chat-results`, `chat-draft`. Their `detail` has the message.
+// `chat-version`, `chat-results`, `chat-draft`, `chat-settings`. Their `detail` has the message.
 
 import { versionsOf } from "./conversation.js";
 import { el, setText } from "./dom.js";

@@ -9,7 +9,7 @@ const TEXTS = ["system", "tools"];
 const NUMBERS = ["temperature", "max_tokens"];
 const EMPTY = { model: "", system: "", tools: "", temperature: null, max_tokens: null };
 
-/** The settings of a new conversation: those of the last one, without instructions and tools. */
+/** The settings of a new conversation: the last saved settings, without instructions and tools. */
 export function defaults() {
   try {
     const { model, temperature, max_tokens } = JSON.parse(localStorage.getItem(LAST) ?? "{}");
@@ -94,7 +94,7 @@ export class Settings {
     if (conversation.messages.length) this.#chat.save(conversation);
   }
 
-  /** Requests the names of the served models. */
+  /** Requests and shows the names of the served models. */
   async refreshModels() {
     const fault = byId("model-fault");
     fault.hidden = true;

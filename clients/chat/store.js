@@ -4,7 +4,7 @@ const DATABASE = "tokenbus-chat";
 const WHOLE = "conversations";
 const LIST = "list";
 
-/** The database is missing or full. */
+/** The database is full, or an operation on it failed. */
 export class StoreFault extends Error {}
 
 /** Event `changed`: another tab saved or removed a conversation (detail: its id). */
