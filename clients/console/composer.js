@@ -31,7 +31,10 @@ export class Composer extends EventTarget {
   #stored = [];
   #uploads = 0;
   #connection;
-  /** The prompt and the request of `replay`. The request is sent if the prompt is unchanged. */
+  /**
+   * The prompt and the request of `replay`. The request is sent if the prompt is unchanged and no
+   * controller is chosen.
+   */
   #replayed = null;
 
   constructor(connection) {
@@ -87,7 +90,7 @@ export class Composer extends EventTarget {
     byId("stop").hidden = !running;
   }
 
-  /** Sets the names that the fields for models and controllers suggest. */
+  /** Sets the names that a field suggests. `list`: `models` or `controllers`. */
   suggest(list, names) {
     byId(list).replaceChildren(...names.map((name) => el("option", { value: name })));
   }
@@ -109,7 +112,7 @@ export class Composer extends EventTarget {
     this.suggest("controllers", [...this.#served, ...this.#stored]);
   }
 
-  /** Shows an error at its field. */
+  /** Shows an error at its field, or below the form if the error does not belong to a field. */
   showFault({ code, path, message }) {
     const field = code === "unknown_model" ? "model" : path?.match(/^\$\.(\w+)/)?.[1];
     if (code === "unknown_controller" || field === "controller") {

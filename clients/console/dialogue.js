@@ -56,7 +56,7 @@ export class Dialogue {
     const text = this.#input.value;
     const button = this.#form.querySelector("button");
     if (!send || button.disabled) return;
-    button.disabled = true; // The next input follows after the answer to this one.
+    button.disabled = true; // The next input is sent only after the answer to this input.
     this.#fault.hidden = true;
     try {
       await send(this.#number + 1, text);

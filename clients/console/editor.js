@@ -2,7 +2,10 @@
 
 import { el } from "./dom.js";
 
-/** An editor inside `host`. `id` is the id of the text area. */
+/**
+ * An editor inside `host`. `id` is the id of the text area. `fault` and `hint` are the ids of the
+ * elements that describe it.
+ */
 export class Editor {
   #gutter = el("div.gutter", { "aria-hidden": "true" });
   #under = el("pre.under", { "aria-hidden": "true" });
@@ -45,7 +48,7 @@ export class Editor {
     this.area.setAttribute("aria-invalid", "true");
   }
 
-  /** Moves the cursor to the marked place. */
+  /** Focuses the text area, and selects the marked place. */
   goToMark() {
     this.area.focus();
     if (this.#place) this.area.setSelectionRange(this.#place.start, this.#place.end);

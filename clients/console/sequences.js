@@ -201,7 +201,7 @@ function depth(sequence) {
   return sequence.parent ? 1 + depth(sequence.parent) : 0;
 }
 
-/** The end of the text before the sequence's own tokens. */
+/** The text before the sequence's own tokens: the prompt, or the end of the text before a fork. */
 function given(sequence, prompt) {
   if (!sequence.parent) return prompt;
   const before =

@@ -6,8 +6,8 @@ import { allowedShare, surprise } from "./sequences.js";
 
 const MAX_STEP = 16; // Maximum width of a step, in pixels.
 const GAP = 10; // Pixels between two rows.
-const CUTS = 16; // Height of the first row: the probability that masks cut off.
-const TIMES = 16; // Height of the last row: the times of rounds.
+const CUTS = 16; // Height in pixels of the first row: the probability that masks cut off.
+const TIMES = 16; // Height in pixels of the last row: the times of rounds.
 
 const COLOURS = ["allowed", "cut", "surprise", "time"];
 
