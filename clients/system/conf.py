@@ -19,7 +19,7 @@ directory itself, so ``%(here)s`` replaces this text."""
 GPU_WORKER, CLUSTER = "tokenbus.workers.gpu", "tokenbus.clients.cluster"
 """The modules of the GPU worker and of the process that manages workers in a Ray cluster."""
 STOP_MARGIN_S = 10
-"""Seconds that a process has to stop, in addition to ``drain_s``, before it is killed."""
+"""Time in seconds, in addition to ``drain_s``, after which a stopping process is killed."""
 
 
 def configuration(settings: Settings, python: str) -> RawConfigParser:

@@ -145,7 +145,7 @@ def _announce(group: str, api: Any) -> bool:
 
 
 class Supervisor:
-    """A supervisord that this process started, and its children.
+    """A supervisord that this process has started, and the children of supervisord.
 
     supervisord runs in its own session, so that Ctrl-C on the terminal reaches only this process.
     After Ctrl-C, this process makes supervisord end all processes in its stop order.

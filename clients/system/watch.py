@@ -139,7 +139,7 @@ class Watcher:
     def _answers(self, process: ProcessState, status: Status) -> bool:
         """Whether the broker in ``process`` answers, and has at least as many workers as
         ``status``. If the system has several brokers, ``status`` may be the answer of another
-        broker. If it has one, ``status`` is the answer of this broker."""
+        broker. Otherwise ``status`` is the answer of this broker."""
         number = process.name.removeprefix("broker").removeprefix("-")
         if not number:
             return True
@@ -197,7 +197,8 @@ class Watcher:
 
 
 def _stands_by(process: ProcessState, workers: Sequence[WorkerStatus], host: str) -> bool:
-    """Whether a process is a standby state worker: an active state worker runs on this host."""
+    """Whether a process is a state worker that stands by, because another state worker is active on
+    this host."""
     has_them = any(w.role == "state" and w.host == host for w in workers)
     return process.group == "state-worker" and has_them
 
