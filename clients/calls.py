@@ -160,14 +160,14 @@ class Call:
     """The time at which the first input that is not stored is sent again; None if it was not
     sent."""
     seen_messages: dict[int, int] = field(default_factory=dict)
-    """Number of messages of the program that were delivered in any attempt, by sequence."""
+    """Number of messages of the program that all attempts together have delivered, by sequence."""
     counted_messages: dict[int, int] = field(default_factory=dict)
     """Number of messages of the program that arrived in this attempt, by sequence."""
     seen: dict[int, int] = field(default_factory=dict)
-    """Number of entries that were delivered in any attempt, by sequence."""
+    """Number of entries that all attempts together have delivered, by sequence."""
     counted: dict[int, int] = field(default_factory=dict)
-    """Number of entries that arrived in this attempt, by sequence. The first ``seen`` entries of
-    each sequence are duplicates."""
+    """Number of entries that arrived in this attempt, by sequence. An entry is a duplicate if this
+    number is not above ``seen``."""
     ends: set[int] = field(default_factory=set)
     """Sequences whose end was delivered, in any attempt."""
     ends_again: set[int] = field(default_factory=set)

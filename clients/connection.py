@@ -153,8 +153,8 @@ class _ClientPeer:
         yield from sent
 
     def refused(self, error: TokenbusError) -> None:
-        """Ends every call, because the broker would refuse the next connection for the same
-        reason."""
+        """Ends every call. Called when the broker has refused the connection, because the broker
+        would refuse the next connection for the same reason."""
         session, now = self._session, time.monotonic()
         while self._commands:
             self._commands.popleft()(session, now)

@@ -30,8 +30,9 @@ class Operator:
 
     def drain_worker(self, name: str, *, timeout_s: float = DRAIN_S) -> int:
         """Drains the worker of this name and waits for its end; returns the number of requests that
-        it had. Other workers continue the streams; if no other worker can, this worker finishes
-        them. Raises RequestError if the client is not the operator."""
+        the worker had. Other workers continue the streams; if no other worker can, this worker
+        finishes them. Raises RequestError if the client is not the operator, or if no worker has
+        this name."""
         return drained_requests(self._client.ask(drain_call(name, timeout_s)))
 
     def pause(

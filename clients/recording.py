@@ -5,8 +5,8 @@
     difference = first_difference(recording.entries, again(client, recording))
 
 A recording contains the entries of a stream, the request with its buffers and seed, and the model's
-fingerprint. It contains the controller's module only if a ``Recorder`` got this module. A recording
-can also be run again on another machine.
+fingerprint. It contains the controller's module only if the module was given to a ``Recorder``. A
+recording can also be run again on another machine.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 _OWN = {"stream_id", "prompt", "buffers", "save", "trace", "request_id"}
-"""Fields of a request that a replay does not copy. The replay sends the prompt and the buffers in
-other calls or parameters."""
+"""Fields of a request that a replay does not copy. The replay passes the prompt and the buffers
+separately."""
 
 
 class RecordedBuffer(Struct, kw_only=True, omit_defaults=True):
@@ -54,8 +54,8 @@ class RecordedBuffer(Struct, kw_only=True, omit_defaults=True):
 
 
 class Recording(Struct, kw_only=True, omit_defaults=True):
-    """The recording of a stream: the request, the things on which the result depends, and the
-    result."""
+    """The recording of a stream: the request, its buffers, the model, the controller's module, and
+    the entries."""
 
     format: int
     tokenbus: str
@@ -69,7 +69,7 @@ class Recording(Struct, kw_only=True, omit_defaults=True):
     model: ModelInfo | None = None
     """The model of the stream; None if the client did not receive the model's properties."""
     module: bytes | None = None
-    """The Wasm module of the controller, if the ``Recorder`` got it."""
+    """The Wasm module of the controller, if the module was given to the ``Recorder``."""
     complete: bool = False
     """Whether the stream was read to its end."""
     error: str = ""

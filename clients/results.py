@@ -63,8 +63,8 @@ class GeneratedSequence:
     """How the tokens were computed. Each span comes with the index of its first token, and ends
     where the next span begins."""
     exact: bool | None = None
-    """Whether the bits of the sequence do not depend on batches and workers (``Token.exact``); None
-    before the end of the sequence."""
+    """Whether the sequence has the same bits in every batch and on every worker (``Token.exact``);
+    None before the end of the sequence."""
     _pieces: list[str] = field(default_factory=list)
 
     @property

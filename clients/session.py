@@ -408,7 +408,7 @@ class ClientSession:
 
     def _columns(self, body: TokenColumns, now: float) -> None:
         """Handles a TOKEN message in columns: delivers each row to its call. While consecutive
-        messages have the same streams, the lanes count the rows of all calls together."""
+        messages have the same sequences, the lanes count the rows of all sequences together."""
         step = self._lanes.step(body, now) if self._lanes is not None else None
         if step is None:
             self._settle()

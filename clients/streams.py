@@ -157,12 +157,12 @@ class Stream(_Reader):
     """The tokens of one request, as they arrive.
 
     Iterate over the stream to read its ``Token`` entries. Each entry is read once: a second loop
-    continues after the first. ``text``, ``tokens`` and ``wait`` read the rest of the stream.
-    ``sequences`` contains the entries that have been read.
+    begins where the first loop was left. ``text``, ``tokens`` and ``wait`` read the rest of the
+    stream. ``sequences`` contains the entries that have been read.
 
-    The request is cancelled if the stream is closed before its end, if its ``with`` block ends, or
-    if the last reference to it is dropped. A failed stream raises TokenbusError at its end; reading
-    after ``close`` raises RuntimeError.
+    The request is cancelled if, before the end of the stream, the stream is closed, its ``with``
+    block ends, or the last reference to the stream is dropped. A failed stream raises TokenbusError
+    at its end; reading after ``close`` raises RuntimeError.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 SHOWN = 100
 """Maximum number of characters that are shown of a line."""
 _BEFORE = 60
-"""Maximum number of characters before the caret, in a line that is cut on both sides."""
+"""Number of shown characters before the caret, in a line that is cut on both sides."""
 _INDENT = "    "
 
 

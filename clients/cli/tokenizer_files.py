@@ -32,8 +32,8 @@ def read_vocabulary(name: str) -> TokenizerVocabulary:
     be read.
 
     For a tokenizer.json, the vocabulary size and the end-of-sequence tokens come from the
-    configuration files in the same folder. Without them, the size comes from the tokenizer. A
-    tekken.json has both itself.
+    configuration files in the same folder. Without these files, the size comes from the tokenizer.
+    A tekken.json contains both.
     """
     path = embedded.path() if name == embedded.NAME else Path(name)
     if path.is_dir():

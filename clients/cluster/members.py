@@ -18,7 +18,7 @@ MODULES: Mapping[Kind, str] = {
     "controller": "tokenbus.workers.controller",
 }
 ENDING_MARGIN_S = 10.0
-"""Seconds that a retiring worker has to end, in addition to ``drain_s``, before it is killed."""
+"""Time in seconds, in addition to ``drain_s``, after which a retiring worker is killed."""
 
 
 def ray_module() -> Any:
