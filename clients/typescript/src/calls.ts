@@ -93,15 +93,15 @@ export class Call {
   readonly inputs: SentInput[] = [];
   /** When the first input that is not stored is sent again; null if this input was not sent yet. */
   inputAt: number | null = null;
-  /** Number of delivered messages of the program, of all attempts, by sequence. */
+  /** Number of messages of the program that all attempts together have delivered, by sequence. */
   readonly #seenMessages = new Map<number, number>();
-  /** Number of messages of the program in this attempt, by sequence. */
+  /** Number of messages of the program that arrived in this attempt, by sequence. */
   readonly #cameMessages = new Map<number, number>();
-  /** Number of delivered entries of all attempts, by sequence. */
+  /** Number of entries that all attempts together have delivered, by sequence. */
   readonly #seen = new Map<number, number>();
   /**
-   * Number of entries of this attempt, by sequence. The first `#seen` entries of each sequence are
-   * duplicates.
+   * Number of entries that arrived in this attempt, by sequence. An entry is a duplicate if this
+   * number is not above `#seen`.
    */
   readonly #came = new Map<number, number>();
   /** Sequences whose end was delivered, in any attempt. */
