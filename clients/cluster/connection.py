@@ -46,8 +46,8 @@ def connect(settings: Settings) -> None:
     if others and not all(map(reachable, separate(settings.back_endpoint))):
         raise SettingError(
             f"back: {settings.back_endpoint} is reachable only from this machine, but Ray has "
-            f"other nodes ({', '.join(others)}); set it to tcp://{here}:5556, and make keys with "
-            "'tokenbus keys new'"
+            f"other nodes ({', '.join(others)}); set 'back' to tcp://{here}:5556, and make keys "
+            "with 'tokenbus keys new'"
         )
 
 
