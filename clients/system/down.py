@@ -35,7 +35,7 @@ def end_system(settings: Settings) -> int:
         left = end_leftovers(run_dir, settings.drain_s + STOP_MARGIN_S)
         if not left:
             raise SystemFault(f"no system runs in {run_dir.path}", NOT_RUNNING)
-        print(f"ended {_count(len(left))} in {run_dir.path}, whose supervisord had ended before")
+        print(f"ended {_count(len(left))} in {run_dir.path}; supervisord had already ended")
         return 0
     names = [_count(len(started))]
     if answering is not None:
