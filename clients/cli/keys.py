@@ -32,7 +32,7 @@ def add_command(subparsers: Subparsers) -> None:
         allow_abbrev=False,
         help="make, allow, revoke and list the keys of the bus",
         description="Manages the keys of clients and workers that may connect to the broker of "
-        "this machine. A running broker applies changes without a restart.",
+        "this machine. A running broker that has keys applies changes without a restart.",
     )
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
