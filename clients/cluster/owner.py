@@ -20,7 +20,7 @@ from ...protocol.python_command import python_command
 RESTART_S = (0.5, 15.0)
 """The shortest and the longest pause before an ended process is restarted, in seconds. If a process
 ran longer than the longest pause, the next pause is the shortest; otherwise it is twice the
-previous pause."""
+previous pause, up to the longest."""
 WRONG_SETTING = 2
 """The exit code after which a process is not restarted, because a restart would fail too."""
 _PR_SET_PDEATHSIG = 1

@@ -43,8 +43,8 @@ class Scaling:
         self._less_since: float | None = None
 
     def target(self, current: int, needed: float, now: float) -> int:
-        """The target number if ``current`` workers run. ``needed``: the number of workers that the
-        present work would fill."""
+        """The target number if ``current`` workers run. A number outside the bounds is corrected
+        immediately. ``needed``: the number of workers that the present work would fill."""
         more = self._bounded(math.ceil(needed / FULL))
         less = self._bounded(math.ceil(needed / IDLE))
         self._more_since = _since(self._more_since, more > current, now)
