@@ -23,7 +23,7 @@ export interface AskOptions {
   readonly signal?: AbortSignal | undefined;
 }
 
-/** The options of requests for tokens that the client itself uses. Times are in seconds. */
+/** The options that `generate`, `run` and `score` have in common. Times are in seconds. */
 export interface StreamOptions extends AskOptions {
   /** Time without a message after which the request is sent again. */
   readonly stall_s?: number | undefined;
