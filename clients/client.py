@@ -78,9 +78,12 @@ class Client(BaseClient):
         """Begins a stream of tokens that continue ``prompt``, which is text or token ids.
 
         The options are those of ``GenerateOptions``, such as ``model``, ``seed``, ``stop``, ``n``,
-        ``temperature`` (default 0, which is greedy) and ``max_tokens`` (default 64). Errors are
-        raised when the stream is read: RequestError if the request is not valid, UnavailableError,
-        RequestTimeoutError, ControllerError, SlowClientError, ServiceError.
+        ``temperature`` (default 0, which is greedy) and ``max_tokens`` (default 64).
+
+        Raises TypeError if an option is unknown, and RequestError if the client finds that an
+        option is not valid. Other errors are raised when the stream is read: RequestError if the
+        request is not valid, UnavailableError, RequestTimeoutError, ControllerError,
+        SlowClientError, ServiceError.
 
         ``record``: the file to which the stream is written when it has ended or is closed, for
         ``tokenbus replay``.
