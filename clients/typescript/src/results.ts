@@ -94,8 +94,8 @@ export class GeneratedSequence {
       this.#top_logprobs.push(entry.top_logprobs ?? {});
       this.texts.push(text);
     } else if (text && this.texts.length > 0) {
-      // The worker sends text that it has held back without a token. The text belongs to the last
-      // token.
+      // An entry without a token may have text that the worker has held back until now. This text
+      // belongs to the last token.
       this.texts.push(this.texts.pop() + text);
     }
     this.logs += entry.logs;
