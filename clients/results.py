@@ -128,8 +128,8 @@ class GeneratedSequence:
             self.processed_logprobs.append(None if entry.processed is UNSET else entry.processed)
             self.kept.append(None if entry.kept is UNSET else entry.kept)
         elif text and self._pieces:
-            # The worker sends the text that it held back in an entry without a token. This text
-            # belongs to the last token.
+            # An entry without a token may have text that the worker has held back until now. This
+            # text belongs to the last token.
             self._pieces[-1] += text
         self.logs += entry.logs
         self.storage += entry.storage

@@ -22,7 +22,7 @@ def system_name(settings: Settings) -> str:
 
 def connect(settings: Settings) -> None:
     """Connects to the Ray cluster. Raises SettingError if Ray is not installed, if no cluster runs,
-    or if the cluster has other nodes, which cannot connect to the broker's address."""
+    or if other nodes of the cluster cannot connect to the broker's address."""
     try:
         ray = ray_module()
     except ImportError:
