@@ -224,6 +224,8 @@ class Supervisor:
         """The exits that supervisord has logged since the last call, or since ``start``."""
         try:
             with self.run_dir.supervisor_log.open("rb") as log:
+                # A shorter file is a new one: supervisord rotates its log.
+                self._read *= os.fstat(log.fileno()).st_size >= self._read
                 log.seek(self._read)
                 added = log.read().rpartition(b"\n")[0]
         except OSError:

@@ -79,3 +79,8 @@ def test_exits_have_the_code_or_the_signal_and_are_read_once(tmp_path: Path) -> 
     ]
     assert [exited.name for exited in exits if exited.code == 0] == ["gpu-worker-0"]
     assert system.exits() == []
+    # supervisord has rotated its log.
+    system.run_dir.supervisor_log.write_text(
+        "2026-11-27 04:00:01,001 WARN exited: broker (exit status 1; not expected)\n"
+    )
+    assert [exited.name for exited in system.exits()] == ["broker"]
