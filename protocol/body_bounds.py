@@ -18,8 +18,8 @@ WITH_TEXT = frozenset({b"GENERATE", b"SCORE", b"BUFFER", b"UPLOAD"})
 MAX_PLAIN_BODY_BYTES = 64 * 1024
 """Maximum number of bytes of the body of a message whose type is not in ``WITH_TEXT``."""
 MAX_STRUCTURE_BYTES = 1024 * 1024
-"""Maximum number of bytes of a body without its texts. Token ids count, for example: a client that
-has more token ids sends them as an attachment."""
+"""Maximum number of bytes of a body without its texts. The bytes of token ids count, so a client
+sends a long list of token ids as an attachment."""
 _STRINGS = frozenset((*b'"', *range(0xA0, 0xC0), *range(0xC4, 0xC7), *range(0xD9, 0xDC)))
 """The first byte of a JSON string, and the first bytes of msgpack strings and binary data."""
 

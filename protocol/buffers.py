@@ -1,8 +1,10 @@
-"""Buffers: parts of prompts that a session keeps, in the form in which the broker forwards them.
+"""Encodes buffers, which are parts of prompts, in the form in which the broker stores them for a
+session and forwards them to workers.
 
 The first byte of a stored buffer is ``t`` or ``s``. After ``t``, the buffer has token ids (u32
-little-endian each), after ``s`` text (UTF-8). A ``GENERATE`` that names k buffers reaches its
-worker with these k buffers as its last attachments.
+little-endian each), after ``s`` text (UTF-8). A ``GENERATE`` or ``SCORE`` that names k
+buffers reaches its worker with these k buffers as its last attachments; after a move, only the
+``Transcript`` follows them.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
     """``kept`` of each row: ids as u32 each, or a number, or None if the row's request did not ask
     for the field. Empty if no row has the field."""
     entries: list[Token] = []
-    """If an entry of a stream has a field that is not a column, all entries of this stream are
-    here."""
+    """If an entry of a stream cannot be a row (``is_plain``), all entries of this stream in this
+    body are here."""
 
 
 TokenBody = list[Token] | TokenColumns
@@ -252,8 +252,8 @@ def plain_entry(
 
 
 def is_plain(entry: Token, texts: bool = False) -> bool:
-    """Whether a row can represent an entry: the entry has a token, and each of its fields is a
-    column. ``texts``: whether rows may have text."""
+    """Whether a row can represent an entry: the entry has a token, each of its fields has a column,
+    and each value fits into its column. ``texts``: whether rows may have text."""
     token, logprob = entry.token, entry.logprob
     if token is None or logprob is None or entry.top_logprobs is UNSET:
         return False

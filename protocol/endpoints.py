@@ -17,7 +17,8 @@ def numbered(address: str, number: int) -> str:
     a broker is 10 higher than the port of the broker before it. The name of a socket file gets
     ``-NUMBER``, before its suffix if it has one.
 
-    Raises ValueError if the address is neither a ``tcp://`` address with a port nor ``ipc://``.
+    Raises ValueError if ``number`` is not 0, and the address is neither a ``tcp://`` address with a
+    port nor an ``ipc://`` address.
     """
     if not number:
         return address
@@ -33,7 +34,8 @@ def numbered(address: str, number: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is a loopback address, which only users of this machine can reach."""
+    """Whether ``host`` is ``localhost`` or a loopback address, which only users of this machine can
+    reach."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -41,9 +43,10 @@ def is_loopback(host: str) -> bool:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The two parts of ``127.0.0.1:8080``, ``localhost:8080`` or ``[::1]:8080``.
+    """The host and the port of an address such as ``127.0.0.1:8080``, ``localhost:8080`` or
+    ``[::1]:8080``.
 
-    Raises ValueError if ``address`` does not have one of these forms.
+    Raises ValueError if ``address`` does not consist of a host and a port above 0.
     """
     try:
         parts = urlsplit(f"//{address}")

@@ -34,7 +34,7 @@ class Code(StrEnum):
     CONTROLLER_FAILED = "controller_failed"
     CONTROLLER_TIMEOUT = "controller_timeout"
     DEADLOCK = "deadlock"
-    # A tool that the controller called failed.
+    # A call of a tool by the controller failed.
     TOOL_FAILED = "tool_failed"
     # Several workers died, one after another, while they ran the request.
     QUARANTINED = "quarantined"
@@ -113,19 +113,22 @@ def _rebuild(kind: type[TokenbusError], state: dict[str, object]) -> TokenbusErr
 
 
 class RequestError(TokenbusError):
-    """The request is invalid; it must be changed before it is sent again."""
+    """The request is invalid or quarantined; it must be changed before it is sent again."""
 
 
 class ControllerError(TokenbusError):
-    """The controller of the stream failed, exceeded a limit, or is in a deadlock."""
+    """The controller of the stream failed, exceeded a limit, is in a deadlock, or called a tool
+    that failed."""
 
 
 class UnavailableError(TokenbusError):
-    """The service is unavailable: its queue is full, it restarts, or a worker was lost."""
+    """The service cannot process the request at the moment, for example because a queue is full,
+    the service restarts, or a worker was lost."""
 
 
 class ConnectionLostError(UnavailableError):
-    """The broker does not answer, or the session has ended."""
+    """The broker does not answer, the session has ended, or another connection has taken the
+    session over."""
 
 
 class RequestTimeoutError(TokenbusError):

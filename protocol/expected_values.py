@@ -29,15 +29,16 @@ _PLAIN = {
 _WRONG = re.compile("Invalid (?:enum )?value (.*)", re.DOTALL)
 """Matches msgspec's error about a field for which only certain values are valid."""
 _STEP = re.compile(r"\.(\w+)|\[(\d*)")
-"""Matches one part of a path: the name of a field, or the index of an element of a list."""
+"""Matches one part of a path: the name of a field, or the index of an element of a list. For a
+value of a dict, the index is empty."""
 _BOUND = re.compile(r" [<>]=? ")
 """Found in msgspec's error if a number, or the length of a value, is out of bounds."""
 MAX_SHOWN = 256
 """Maximum number of characters of msgspec's error that are shown. The error repeats the client's
 invalid text, which may have any length."""
 MAX_REPEATED_BYTES = 65_536
-"""Number of bytes from the beginning of a body that are decoded again, in order to show in an error
-message the number that is out of bounds."""
+"""Maximum number of bytes from the beginning of a body that are decoded again, in order to show in
+an error message the number that is out of bounds."""
 
 
 def expected(error: msgspec.ValidationError, given: object) -> str:
@@ -48,7 +49,7 @@ def expected(error: msgspec.ValidationError, given: object) -> str:
 def parted(error: msgspec.ValidationError) -> tuple[str, str]:
     """Divides msgspec's error into its message and the path of the value. An error at the root has
     the path ``$``."""
-    # The wrong text in the message may contain " - at " too; the path follows the last one.
+    # The invalid text in the message may also contain " - at "; the path follows the last of them.
     message, _, path = str(error).rpartition(" - at ")
     if not message:
         message, path = path, "$"
@@ -89,8 +90,8 @@ def out_of_bounds(message: str, path: str, body: Callable[[], Any]) -> str:
 
 def named_values(message: str, kind: Hashable, path: str) -> str | None:
     """An error text that lists the valid values of the field at ``path`` in a body of type
-    ``kind``. None if any value of the right type is valid. ``message``: msgspec's error without its
-    path."""
+    ``kind``. None if the error does not concern such a list. ``message``: msgspec's error without
+    its path."""
     given = _WRONG.fullmatch(message)
     valid = dict.fromkeys(_valid(type_of(kind), path)) if given else {}
     if given is None or not valid:

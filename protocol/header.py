@@ -1,6 +1,7 @@
 """The fixed binary header between broker and workers, and the manifest of a step's tokens.
 
-The broker routes by the header alone. Layout, little-endian: ``request`` u64, ``address`` u64,
+The broker routes a message by its header, but a worker's ``TOKEN`` by its manifest. Layout of the
+header, little-endian: ``request`` u64, ``address`` u64,
 ``flags`` u32. In a worker's ``TOKEN``, the frame of the header also contains a manifest, after the
 header. The manifest lists the session of each body, the requests that end, and the request of each
 further frame (``Manifest.deltas``).
@@ -33,7 +34,7 @@ class Flag(IntFlag):
     COLUMNS = 4
     """The client also accepts bodies of TOKEN in columns (``columns.py``)."""
     MOVED = 8
-    """The request began at another worker: its last attachment is a ``Transcript``."""
+    """The request was at another worker before; its last attachment is a ``Transcript``."""
     TEXTS = 16
     """The client also accepts rows with text. Set only together with ``COLUMNS``."""
 
@@ -41,8 +42,8 @@ class Flag(IntFlag):
 FORM = Flag.MSGPACK | Flag.COLUMNS | Flag.TEXTS
 """The flags that say how the bodies of TOKEN are encoded for a client."""
 WAITED_SHIFT = 8
-"""The bits of the flags from this one on are the time that the request waited at the broker, in
-milliseconds."""
+"""The bits of ``Header.flags`` from this number up contain the time that the request waited at the
+broker, in milliseconds."""
 MAX_WAITED_MS = (1 << 24) - 1
 
 

@@ -1,4 +1,5 @@
-"""Makes session tokens, and ids: u64 numbers that are unique across restarts of the broker."""
+"""Makes session tokens, ids of sessions, and ids that differ between two runs of a broker. Ids are
+u64 numbers below 2^63."""
 
 from __future__ import annotations
 

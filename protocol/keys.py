@@ -11,8 +11,8 @@ key that may connect:
     clients/NAME.toml          a client's public key and its quotas
     workers/NAME.toml          a worker's public key
 
-All files have mode 0600. Each file is replaced as a whole, so that a reader never sees a part of
-it.
+All files have mode 0600. A file in ``clients/`` or ``workers/`` is replaced as a whole, so that the
+broker never reads a part of it. A key file is never overwritten.
 """
 
 from __future__ import annotations
@@ -99,16 +99,17 @@ class OwnKey(Struct, frozen=True, kw_only=True):
 
 
 class Quotas(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The quotas of a tenant. If a quota is None, the bound for clients without a quota applies."""
+    """The quotas of a tenant. If a quota is None, the tenant has no such quota; only the general
+    bounds of the broker and the workers apply."""
 
     streams: Bound | None = None
     """Maximum number of live streams of all sessions of the tenant together."""
     tokens_per_minute: Bound | None = None
     """Maximum number of generated tokens in a minute."""
     upload_bytes: Bound | None = None
-    """Maximum size of the tenant's controller modules, including their compiled forms."""
+    """Maximum size of the tenant's controller modules in bytes, including their compiled forms."""
     variable_bytes: Bound | None = None
-    """Maximum size of the variables of all live requests of the tenant together."""
+    """Maximum size of the variables of all live requests of the tenant together, in bytes."""
     sandbox_ms_per_minute: Bound | None = None
     """Maximum CPU time of the tenant's controllers in a minute, in milliseconds."""
     max_priority: Annotated[int, Meta(ge=1, le=100)] | None = None
@@ -121,7 +122,8 @@ class Allowed(Quotas, frozen=True, kw_only=True, omit_defaults=True):
 
     public: PublicKey
     operator: bool = False
-    """Whether this client may drain workers, and see the streams of all clients."""
+    """Whether this client may send the messages of operators (``OPERATOR_MESSAGES``), and see the
+    streams of all clients."""
     tools: list[str] | None = None
     """Names of the tools that the programs of this client may call; ``*`` and ``?`` match as in a
     shell. If None, the setting ``allow_tools`` applies."""
@@ -162,8 +164,8 @@ class KeyFolder:
         if (self.path / BROKER).exists():
             return False
         try:
-            # Parent folders that are created here, such as a run directory, are also accessible to
-            # this user only.
+            # The parent folder, such as a run directory, may not exist yet. It is then created with
+            # access for this user only.
             for folder in (self.path.parent, self.path, *map(self._folder, ROLES)):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -237,7 +239,8 @@ class KeyFolder:
         return found
 
     def folders(self) -> list[Path]:
-        """The folders whose modification times change whenever the allowed keys change."""
+        """The folders whose modification times change when ``allow`` or ``revoke`` changes a
+        file."""
         return [self._folder(role) for role in ROLES]
 
     def _folder(self, role: Role) -> Path:
@@ -279,7 +282,8 @@ def check_name(name: str) -> None:
     """Raises KeyFault if ``name`` is not a valid name of a key."""
     if NAME.fullmatch(name) is None:
         raise KeyFault(
-            f"{name!r} is not a valid name of a key; use up to 64 letters, digits, '.', '_' and '-'"
+            f"{name!r} is not a valid name of a key; use up to 64 letters, digits, '.', '_' and "
+            "'-', of which the first is a letter or a digit"
         )
 
 

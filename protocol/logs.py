@@ -1,4 +1,5 @@
-"""Sets up the logs of all processes. Each record is one line.
+"""Sets up the logs of all processes. Each record is one line; in the format ``human``, a traceback
+may follow.
 
 A record about a request has ``extra=about(number)``, with the number that the broker has assigned
 to the request. If the client has given the request an id (``x-request-id`` of HTTP, or a trace),
@@ -35,7 +36,7 @@ def set_up(settings: Settings, process: str) -> None:
     """Sends the log records of this process to standard error, in the format of the setting
     ``log_format``.
 
-    ``process`` is the name of this process in JSON lines: ``broker``, ``gpu``, ``gateway``.
+    ``process`` is the name of this process in JSON lines, for example ``broker`` or ``gpu``.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(
@@ -56,7 +57,8 @@ def take_over(*packages: str) -> None:
 
 
 def about(request: int) -> dict[str, int]:
-    """The ``extra`` of a log call about the request with this number of the broker."""
+    """The ``extra`` for log calls about a request. ``request``: the number that the broker has
+    assigned to the request."""
     return {"request": request}
 
 
@@ -95,11 +97,11 @@ class HumanFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one line with a JSON object. Its keys are ``time`` (UTC), ``level``,
-    ``process``, ``pid``, ``logger`` and ``message``.
+    """Formats a record as one line with a JSON object. The keys of the object are ``time`` (UTC),
+    ``level``, ``process``, ``pid``, ``logger`` and ``message``.
 
-    A record may also have ``request`` (the broker's number), ``request_id``, ``trace_id``,
-    ``exception``, and its own ``fields``.
+    The object may also have ``request`` (the broker's number), ``request_id``, ``trace_id``,
+    ``exception``, and the keys in ``fields`` of the record.
     """
 
     def __init__(self, process: str) -> None:

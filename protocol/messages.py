@@ -120,11 +120,13 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     model: ModelName = ""
     """The name of the model; if empty, the only model that is served, or else the embedded one."""
     prompt: list[TokenId] | str | None = None
-    """Token ids, or text that the worker tokenizes. If None, attachment 0 has the ids, u32 each."""
+    """Token ids, or text that the worker tokenizes. If None, attachment 0 has the ids, u32 each; if
+    there is no attachment either, the prompt consists of the buffers."""
     buffers: list[Name] = []
     """Buffers that precede the prompt, in order."""
     save: Name | None = None
-    """When the stream ends, store the prompt and the output in a buffer of this name."""
+    """When the stream ends, store the prompt and the tokens of sequence 0 in a buffer of this
+    name."""
     text: bool = False
     """Text mode: each entry with a token also has the text that the token completes."""
     controller: ControllerName | None = None
@@ -510,8 +512,9 @@ class Welcome(Struct, kw_only=True, omit_defaults=True):
     ping_s: Period = 2.0
     """Interval at which the client sends PING, in seconds."""
     expiry_s: Period = 10.0
-    """Seconds without a message from the client after which the session and its streams are
-    ended."""
+    """Seconds without a message from the client after which the broker treats the connection as
+    lost. The session and its streams end some time later, unless the client resumes the session.
+    Applies to clients with the capability ``ping``."""
     max_body_bytes: int = MAX_BODY_BYTES
 
 
@@ -519,22 +522,22 @@ class Span(Struct, kw_only=True, omit_defaults=True, frozen=True):
     """How the tokens of a sequence are computed, until its next span begins."""
 
     weights: str
-    """The version of the weights: the first half of the SHA-256 of the loaded weights, in
-    hexadecimal. If the versions are equal, the weights are equal."""
+    """The hash of the weights: the first half of the SHA-256 of the loaded weights, in hexadecimal.
+    If the hashes are equal, the weights are equal."""
     exact: str = ""
     """The arithmetic of the forwards, such as ``AVX512``, if the bits of a sequence's logits and
     log-probabilities do not depend on the batch; empty if they may. If this field is not empty,
     equal sequences get equal bits in spans with equal fields."""
     version: WeightsVersion = 0
-    """The number of the last UPDATE_WEIGHTS; 0 if the weights have not been replaced since the
-    model was loaded."""
+    """The version number that the last UPDATE_WEIGHTS gave to the weights; 0 if there was no
+    UPDATE_WEIGHTS."""
     kept_cache: bool = False
     """Whether the sequence kept keys and values of an earlier version of the weights (the mode
     ``keep`` of UPDATE_WEIGHTS). ``exact`` is then empty."""
 
 
 class Token(Struct, kw_only=True, omit_defaults=True):
-    """An entry of ``TOKEN``, whose body is a list of entries.
+    """An entry of ``TOKEN``, whose body is a list of entries, or columns (``columns.py``).
 
     The first four fields, and ``top_logprobs`` of a generation, are LMTP's, and always present.
     """
@@ -578,10 +581,11 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     is 0, the stream has ended."""
     stop: str | int | None = None
     """In an entry with a finish_reason: the element of the request's ``stop`` that ended the
-    sequence; None if an end-of-sequence token ended it."""
+    sequence; None if the sequence ended for another reason, such as an end-of-sequence token."""
     span: Span | None = None
-    """In the first entry of a sequence, and in its first entry from another worker: how the tokens
-    of the sequence are computed from this entry on."""
+    """How the tokens of the sequence are computed from this entry on. Present in the first entry of
+    a sequence, in its first entry from another worker, and in its first entry after an update of
+    the weights."""
     exact: bool | None = None
     """In the last entry of a sequence: whether each step of its stream so far was exact with the
     same arithmetic, including the steps at earlier workers of the stream. The bits of the
@@ -643,8 +647,8 @@ class ModelInfo(Struct, kw_only=True, omit_defaults=True):
     context_length: int
     eos_token_ids: list[int]
     fingerprint: str
-    """SHA-256 of the tokenizer's canonical JSON. Models with equal fingerprints give the same
-    tokens for the same text."""
+    """SHA-256 of the tokenizer's canonical JSON. Models with equal fingerprints convert a
+    text to the same tokens."""
     architecture: str = ""
     parameters: int = 0
     dtype: str = ""
@@ -747,7 +751,8 @@ class WorkerStatus(Struct, kw_only=True, omit_defaults=True):
     models: list[str]
     """The models that are loaded."""
     controllers: list[str] = []
-    """The controllers that a controller worker serves by name, without modules."""
+    """The controllers that a controller worker serves by name; uploaded modules are not
+    listed."""
     tools: list[str] = []
     """The names of the functions that a tool worker serves."""
     missing_layers: list[str] = []
@@ -835,9 +840,9 @@ class Error(Struct, kw_only=True, omit_defaults=True):
     code: str
     message: str
     stream_id: StreamId | None = None
-    """The stream that was ended; None if the message's ``stream_id`` could not be read. With
-    ``duplicate_stream``, the new request was ended, and the earlier stream of this id
-    continues."""
+    """The stream that was ended; None if the error does not concern a stream, or if the message's
+    ``stream_id`` could not be read. With ``duplicate_stream``, the new request was ended, and the
+    earlier stream of this id continues."""
     path: str | None = None
     """The path of the invalid field, such as ``$.max_tokens``."""
     retry_after_s: Pause | None = None

@@ -1,4 +1,4 @@
-"""Further names of served models: the setting ``served_model_name``."""
+"""Reads the setting ``served_model_name``: further names of served models."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
 
     The parameters are applied to a row of logits ``[vocab]`` in this order. First, ``logit_bias``
     is added. Then the three penalties, a controller's mask and ``min_tokens`` apply, and the logits
-    are divided by ``temperature``. At last ``top_k``, ``top_p`` and ``min_p`` exclude tokens, in
+    are divided by ``temperature``. Finally ``top_k``, ``top_p`` and ``min_p`` exclude tokens, in
     that order.
     The reported ``logprob`` is computed before all these steps.
     """
@@ -119,7 +119,7 @@ class Distribution(Struct, kw_only=True, omit_defaults=True):
 
 
 class Override(Struct, array_like=True, frozen=True):
-    """Sampling parameters that a controller sets for its next token. Where a field is None, the
+    """Sampling parameters that a controller sets for its next token. If a field is None, the
     request's parameter applies."""
 
     temperature: NonNegative | None = None

@@ -158,8 +158,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     wait for a thread."""
 
     join: str = ""
-    """The address for workers of a broker on another machine, as ``HOST`` or ``HOST:PORT`` (default
-    port: 5556). ``tokenbus up`` then runs only GPU and controller workers, which connect there."""
+    """The address at which a broker on another machine accepts workers, as ``HOST`` or
+    ``HOST:PORT`` (default port: 5556). ``tokenbus up`` then runs only GPU and controller workers,
+    which connect to this address."""
     gpu_workers: AtLeastZero = 1
     """Number of GPU worker processes of ``tokenbus up``."""
     controller_workers: AtLeastZero = 1
@@ -276,7 +277,7 @@ class Settings(Struct, kw_only=True, frozen=True):
 
 
 _LISTS = frozenset({"allow", "allow_tools", "cors", "served_model_name"})
-"""Settings with several values, which are separated by commas in a variable."""
+"""Settings with several values, which are separated by commas in an environment variable."""
 NAMES = frozenset(field.name for field in msgspec.structs.fields(Settings))
 
 
@@ -341,7 +342,8 @@ def _of_all(addresses: str, brokers: int) -> str:
 
 
 def load(**flags: Any) -> Settings:
-    """The settings of this process, which ``resolve`` reads from its environment and its file."""
+    """The settings of this process, from ``flags``, the environment and the settings file. Raises
+    SettingError if the file cannot be read or a setting is not valid."""
     name = os.environ.get(CONFIG, "")
     path = Path(name or "tokenbus.toml")
     file: dict[str, Any] = {}

@@ -173,9 +173,9 @@ class State(NamedTuple):
 
     In the modes ``text`` and ``value``, the position is in a phase. While all bytes of the phase so
     far may be the beginning of a tag, ``tags`` are the tags that are still possible, and ``at`` is
-    the number of these bytes. In ``begin``, the last ``at`` bytes begin the ``begin`` of each of
-    ``tags``. In ``content`` and ``end``, ``tags`` has one tag. In ``end``, ``at`` bytes of this
-    tag's ``end`` were read.
+    the number of these bytes. In ``begin``, the last ``at`` bytes are the first bytes of the
+    ``begin`` of each of ``tags``. In ``content`` and ``end``, ``tags`` has one tag. In ``end``,
+    ``at`` bytes of this tag's ``end`` were read.
     """
 
     mode: Mode
@@ -190,7 +190,7 @@ class State(NamedTuple):
     quoted: int = 0
     """0 outside of JSON strings, 1 in a JSON string, 2 after a backslash in a JSON string."""
     part: int = 0
-    """Number of parts before this one."""
+    """The number of the current part, which grows whenever a part begins."""
     last: int = -1
     """The index of the tag that was the last to begin or to end; -1 before the first tag."""
 
@@ -245,7 +245,7 @@ class Automaton:
 
     def watched(self, state: State) -> Sequence[bytes]:
         """The texts that change the state when they occur in free text or in a tag's content.
-        Outside of JSON, no other bytes change the state."""
+        Outside of JSON, and after the beginning of a phase, no other bytes change the state."""
         return (
             self._watched_inside[state.tags[0]]
             if state.mode == "content"

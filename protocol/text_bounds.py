@@ -111,7 +111,8 @@ class TextBound(NamedTuple):
         path: str = "$.prompt",
         go_on: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Counts a long text in segments; raises RequestError if it has too many tokens.
+        """Counts the tokens of a long text in segments; raises RequestError if they are more than
+        twice ``max_tokens``.
 
         ``count`` returns the number of tokens of a segment. Counting stops, without an error, when
         ``go_on`` returns false.

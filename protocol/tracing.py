@@ -29,7 +29,8 @@ NAMED_BY = (
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
     "OTEL_TRACES_EXPORTER",
 )
-"""Any of these variables turns traces on, unless ``OTEL_TRACES_EXPORTER`` is ``none``."""
+"""Any of these variables turns traces on, unless ``OTEL_TRACES_EXPORTER`` is ``none`` or
+``OTEL_SDK_DISABLED`` is ``true``."""
 PARENTS = {"broker": "", "gpu": "broker", "controller": "gpu"}
 """For each process, the process whose spans are the parents of this process's spans; "" if the
 client's spans are the parents."""

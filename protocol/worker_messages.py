@@ -1,6 +1,8 @@
-"""The messages between the broker and its workers, except the forwarded messages of clients.
+"""The messages between the broker and its workers. The messages that the broker forwards from
+clients or to clients are in ``messages.py``.
 
-Each message has a header (``header.py``) between its type and its body. Bodies are msgpack.
+Each message has a header (``header.py``) between its type and its body. The bodies of the messages
+here are msgpack.
 Sources: the worker side of ZeroMQ's Majordomo (register, heartbeat, disconnect), and the step of
 AICI.
 """
@@ -130,7 +132,8 @@ class Registered(Struct, kw_only=True, omit_defaults=True):
 
 
 class Journal(Struct, kw_only=True, omit_defaults=True):
-    """``JOURNAL``: a live request of a GPU worker, for a broker that was restarted or disconnected.
+    """``JOURNAL``: a live or recently ended request of a GPU worker, for a broker that does not
+    have all entries of the request.
 
     The header has the request, its session, and how the session's bodies are encoded. Attachment 0
     is a TOKEN body in msgpack with all entries that were sent for the request. The other
@@ -164,7 +167,7 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
     step_age_s: float | None = None
     """How long the current step has been running, in seconds; None between steps."""
     load: dict[str, float] = {}
-    """Gauges for the operator: running, waiting, pages, tokens per second."""
+    """Gauges for the operator by name, for example the number of running requests."""
     metrics: list[Series] = []
     """Counters and histograms since the worker started, for ``STATUS`` to show."""
     sandbox_ms: dict[str, int] = {}
@@ -266,8 +269,8 @@ class Pages(Struct, kw_only=True, omit_defaults=True):
 
 
 class Reregister(Struct, kw_only=True, omit_defaults=True):
-    """``REREGISTER``: the broker does not know this worker, because the broker was restarted or the
-    worker's lease has expired."""
+    """``REREGISTER``: the worker must register again, for example because the broker was restarted
+    or the worker's lease has expired."""
 
     reason: str
 
@@ -449,7 +452,7 @@ class StepResult(Struct, array_like=True):
     """Attachment that holds the mask. With neither ``row`` nor ``attachment``, every token is
     allowed."""
     children: list[int] = []
-    """``fork``: the ids of the new sequences."""
+    """``fork``: the numbers (``seq``) of the new sequences."""
     logs: str = ""
     storage: list[Any] = []
     """The writes to variables, as AICI's storage commands."""

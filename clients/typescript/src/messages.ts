@@ -253,13 +253,16 @@ export interface Generate {
    * most 1024 in length.
    */
   readonly model?: string | undefined;
-  /** Token ids, or text that the worker tokenizes. If null, attachment 0 has the ids, u32 each. */
+  /**
+   * Token ids, or text that the worker tokenizes. If null, attachment 0 has the ids, u32 each; if
+   * there is no attachment either, the prompt consists of the buffers.
+   */
   readonly prompt?: readonly number[] | string | null | undefined;
   /** Buffers that precede the prompt, in order. */
   readonly buffers?: readonly string[] | undefined;
   /**
-   * When the stream ends, store the prompt and the output in a buffer of this name. At least 1, at
-   * most 256 in length.
+   * When the stream ends, store the prompt and the tokens of sequence 0 in a buffer of this name.
+   * At least 1, at most 256 in length.
    */
   readonly save?: string | null | undefined;
   /**
@@ -705,7 +708,9 @@ export interface Welcome {
   /** Interval at which the client sends PING, in seconds. */
   readonly ping_s: number;
   /**
-   * Seconds without a message from the client after which the session and its streams are ended.
+   * Seconds without a message from the client after which the broker treats the connection as lost.
+   * The session and its streams end some time later, unless the client resumes the session. Applies
+   * to clients with the capability `ping`.
    */
   readonly expiry_s: number;
   readonly max_body_bytes: number;
@@ -743,8 +748,8 @@ export function readWelcome(
 /** How the tokens of a sequence are computed, until its next span begins. */
 export interface Span {
   /**
-   * The version of the weights: the first half of the SHA-256 of the loaded weights, in
-   * hexadecimal. If the versions are equal, the weights are equal.
+   * The hash of the weights: the first half of the SHA-256 of the loaded weights, in hexadecimal.
+   * If the hashes are equal, the weights are equal.
    */
   readonly weights: string;
   /**
@@ -754,8 +759,8 @@ export interface Span {
    */
   readonly exact: string;
   /**
-   * The number of the last UPDATE_WEIGHTS; 0 if the weights have not been replaced since the model
-   * was loaded.
+   * The version number that the last UPDATE_WEIGHTS gave to the weights; 0 if there was no
+   * UPDATE_WEIGHTS.
    */
   readonly version: number;
   /**
@@ -806,7 +811,7 @@ export function readDistribution(sent: Sent<Distribution, "top" | "scores">): Di
 }
 
 /**
- * An entry of `TOKEN`, whose body is a list of entries.
+ * An entry of `TOKEN`, whose body is a list of entries, or columns (`columns.py`).
  *
  * The first four fields, and `top_logprobs` of a generation, are LMTP's, and always present.
  */
@@ -858,12 +863,13 @@ export interface Token {
   readonly live: number;
   /**
    * In an entry with a finish_reason: the element of the request's `stop` that ended the sequence;
-   * null if an end-of-sequence token ended it.
+   * null if the sequence ended for another reason, such as an end-of-sequence token.
    */
   readonly stop: string | number | null;
   /**
-   * In the first entry of a sequence, and in its first entry from another worker: how the tokens of
-   * the sequence are computed from this entry on.
+   * How the tokens of the sequence are computed from this entry on. Present in the first entry of a
+   * sequence, in its first entry from another worker, and in its first entry after an update of the
+   * weights.
    */
   readonly span: Span | null;
   /**
@@ -1022,8 +1028,8 @@ export interface ModelInfo {
   readonly context_length: number;
   readonly eos_token_ids: readonly number[];
   /**
-   * SHA-256 of the tokenizer's canonical JSON. Models with equal fingerprints give the same tokens
-   * for the same text.
+   * SHA-256 of the tokenizer's canonical JSON. Models with equal fingerprints convert a text to the
+   * same tokens.
    */
   readonly fingerprint: string;
   readonly architecture: string;
@@ -1114,7 +1120,7 @@ export interface WorkerStatus {
   readonly state: string;
   /** The models that are loaded. */
   readonly models: readonly string[];
-  /** The controllers that a controller worker serves by name, without modules. */
+  /** The controllers that a controller worker serves by name; uploaded modules are not listed. */
   readonly controllers: readonly string[];
   /** The names of the functions that a tool worker serves. */
   readonly tools: readonly string[];
@@ -1449,8 +1455,9 @@ export interface ErrorMessage {
   readonly code: string;
   readonly message: string;
   /**
-   * The stream that was ended; null if the message's `stream_id` could not be read. With
-   * `duplicate_stream`, the new request was ended, and the earlier stream of this id continues.
+   * The stream that was ended; null if the error does not concern a stream, or if the message's
+   * `stream_id` could not be read. With `duplicate_stream`, the new request was ended, and the
+   * earlier stream of this id continues.
    */
   readonly stream_id: number | null;
   /** The path of the invalid field, such as `$.max_tokens`. */
