@@ -260,8 +260,9 @@ class _Events:
 class Peer(Protocol):
     """One side of the protocol. All methods are called on the connection's thread.
 
-    An exception in any method except ``ended`` closes the socket and opens a new one after a pause.
-    Times are seconds of the monotonic clock.
+    While a socket is open, an exception in a method closes the socket, and a new socket is opened
+    after a pause. During the pause, exceptions are only logged. Times are seconds of the monotonic
+    clock.
     """
 
     def connected(self, now: float) -> None:
@@ -269,8 +270,8 @@ class Peer(Protocol):
         the old socket."""
 
     def disconnected(self, now: float) -> None:
-        """Called when the socket has closed. Messages that the peer yields before the next
-        ``connected`` are discarded."""
+        """Called when the connection has failed and the socket is closed. A pause follows. Messages
+        that the peer yields before the next ``connected`` are discarded."""
 
     def receive(self, messages: list[Frames], now: float) -> None:
         """Called with the messages that have arrived, in order; never an empty list."""
@@ -278,12 +279,13 @@ class Peer(Protocol):
     def outgoing(self, now: float) -> Iterable[Frames]:
         """Yields the messages to send now, and checks the peer's deadlines.
 
-        Called after each wake-up and whenever ``wait_s`` has passed. The method is also called
-        during a pause between two sockets; the messages are then discarded.
+        Called after ``receive``, after each wake-up, and when ``wait_s`` has passed. The method is
+        also called during a pause between two sockets; the messages are then discarded.
         """
 
     def wait_s(self, now: float) -> float:
-        """Seconds after which ``outgoing`` is called again, unless a wake-up comes earlier."""
+        """Seconds after which ``outgoing`` is called again, unless a wake-up or a message comes
+        earlier."""
 
     def lost(self, now: float) -> bool:
         """Whether the broker was silent for so long that a new socket is needed."""
@@ -382,7 +384,8 @@ class Dealer:
             os.write(self._wake_w, b"!")
 
     def send(self, queue: deque[Frames]) -> None:
-        """Sends the messages of ``queue`` in order, on the calling thread if the socket is free.
+        """Sends the messages of ``queue`` in order, on the calling thread if no other thread uses
+        the socket.
 
         Otherwise the connection's thread soon calls the peer's ``outgoing``, which must yield the
         messages of ``queue``. May be called from any thread.

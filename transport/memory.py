@@ -46,7 +46,8 @@ _numbers = itertools.count(1)
 
 
 def listen(address: str, listener: Listener) -> None:
-    """Makes ``address`` available in this process; raises ValueError if another broker has it."""
+    """Makes ``address`` available in this process; raises ValueError if another broker has this
+    address."""
     if _listeners.setdefault(address, listener) is not listener:
         raise ValueError(f"another broker listens at {address}")
 
@@ -59,8 +60,8 @@ def unlisten(address: str) -> None:
 class Link:
     """A connection to the broker at ``address``; the broker identifies it by ``peer``.
 
-    ``notify`` is called on the broker's thread whenever a message of the broker has arrived, or the
-    broker has closed the link. Raises AddressError if no broker of this process listens at
+    ``notify`` is called, on any thread, whenever a message of the broker has arrived,
+    or the broker has closed the link. Raises AddressError if no broker of this process listens at
     ``address``.
     """
 
