@@ -32,7 +32,8 @@ class Connection:
     def send(self, line: str) -> None:
         """Sends a message. An invalid message is answered with an ``ERROR``.
 
-        Raises ConnectionLostError if the system has ended.
+        Raises ConnectionLostError if the connection is closed, by ``close`` or at the end of the
+        system.
         """
         if self._link.broken:
             raise ConnectionLostError(Code.CONNECTION_LOST, "the connection is closed")

@@ -23,7 +23,8 @@ from .broker import MemoryBroker
 from .connection import Connection
 
 START_S = 300.0
-"""Maximum time until the system is ready, in seconds. Loading the model takes most of it."""
+"""Maximum time until the system is ready, in seconds. Most of this time is for loading the
+model."""
 LOOK_EVERY_S = 0.02
 
 _numbers = itertools.count(1)
@@ -40,14 +41,14 @@ class _Worker(Protocol):
 class InProcess:
     """A system within this process. ``settings``: by default, the settings that ``load`` reads.
 
-    ``controllers`` adds a controller worker and a state worker. By default, they are added if the
-    extra ``controller`` is installed. Uploaded modules and variables are stored in the ``run_dir``
-    of the settings, or else in a folder that is deleted at the end. ``Client(system.address)`` and
-    ``AsyncClient(system.address)`` work as with any other address. The class needs the extra
-    ``gpu``.
+    ``controllers``: whether the system has a controller worker and a state worker; by default, it
+    has these workers if the extra ``controller`` is installed. Uploaded modules and variables are
+    stored in the ``run_dir`` of the settings, or else in a folder that is deleted at the end.
+    ``Client(system.address)`` and ``AsyncClient(system.address)`` work as with any other address.
+    The class needs the extra ``gpu``.
 
-    Raises UnavailableError if the system is not ready within five minutes, and ServiceError if a
-    worker cannot run.
+    ``start`` raises UnavailableError if the system is not ready within five minutes, and
+    ServiceError if a worker cannot run.
     """
 
     def __init__(
