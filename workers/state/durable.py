@@ -38,7 +38,8 @@ from .variables import MIB, SavedRequest, StorageLimits, VariableStorage
 log = logging.getLogger(__name__)
 
 COMPACT_FLOOR = 16 * MIB
-"""A log of at most this many bytes is rewritten only after a fault of the disk."""
+"""While the worker runs, a log of at most this many bytes is rewritten only if it was deleted or a
+sync failed."""
 COMPACT_FACTOR = 2
 """The log is rewritten if it has more bytes than the floor, and more than this many times the bytes
 of the state."""
@@ -195,7 +196,7 @@ class DurableVariables:
             return self._tables.read(op)
 
     def end(self, requests: Iterable[int]) -> None:
-        """Removes the variables of ended requests; ignores requests that have none.
+        """Removes the variables, inputs and answers of ended requests; ignores unknown requests.
 
         If the log cannot be written, the variables reappear after a restart, until the broker
         reports that it does not know the requests.
@@ -310,7 +311,8 @@ class DurableVariables:
         took = time.monotonic() - started
         log.info("%d records replayed, %d requests restored, in %.2f s", count, len(storage), took)
         try:
-            # Parts of the old log may be only in the kernel's memory, so a new log is synced.
+            # Parts of the old log may be only in the kernel's memory, so a new log is written and
+            # synced.
             return storage, self._new_log(storage, self._folder)
         except OSError as error:
             self._note("write", error)
@@ -399,8 +401,8 @@ class DurableVariables:
         log.info("the log was rewritten: it has %d bytes now and had %d", self._log.size, old.size)
 
     def _abandon(self, error: OSError) -> None:
-        """Continues with the old log. The next compaction begins when the log has doubled in
-        size."""
+        """Continues with the old log. The next compaction begins when the log has doubled in size,
+        or, if a sync of the log has failed, at the next call of ``maintain``."""
         if self._compaction is not None:
             self._compaction.abandon()
             self._compaction = None

@@ -40,11 +40,12 @@ class Head(Struct, array_like=True):
 
 
 class Record(NamedTuple):
-    """One record. ``request`` is the request to which the record belongs, or 0."""
+    """One record. ``request`` is the request to which the record belongs; 0 if it does not belong
+    to a request."""
 
     kind: bytes
-    """``OPERATION``: the body of a ``VARIABLE`` message. ``END``: the request id, as msgpack.
-    ``REQUEST``: a ``SavedRequest``. ``TABLE``: a ``SavedTable``, which belongs to no request.
+    """``HEAD``: a ``Head``. ``OPERATION``: the body of a ``VARIABLE`` message. ``END``: the request
+    id, as msgpack. ``REQUEST``: a ``SavedRequest``. ``TABLE``: a ``SavedTable``.
     ``TENANT``: a request and the key of its tenant, as msgpack; if the tenant has no key, there is
     no such record."""
     request: int
@@ -62,8 +63,8 @@ class Log:
         self.fault: OSError | None = None
         """The reason why records may be missing on the disk although they were synced. Set if a
         sync of the log or of its folder fails, because Linux drops pages that it cannot write, and
-        a later sync succeeds without them. Never cleared, because a new log has to replace this
-        one."""
+        a later sync succeeds without them. Also set if the file was deleted. Never cleared, because
+        a new log has to replace this one."""
         self._number = number
         self._torn = False
         self._synced = 0

@@ -38,7 +38,8 @@ ends does not recreate the request. Request ids are never reused."""
 
 class StorageLimits(Struct, frozen=True, kw_only=True):
     """Operations beyond these limits are refused. A request counts 512 bytes; each variable 256
-    plus its name and value; each stored answer 256 plus its error text. A replaced value still
+    plus its name and value; each input 256 plus its text; each stored answer 256 plus its error
+    text. A replaced value still
     counts, with 256 bytes more, while stored answers refer to the value. If several answers refer
     to it, the value counts once."""
 

@@ -280,7 +280,7 @@ class StateWorker:
 
 def _tenant_of(message: FromBus) -> Tenant | None:
     """The tenant that the broker names in a message; None if the broker does not name a tenant.
-    Raises ValueError."""
+    Raises ValueError if the tenant is not well-formed."""
     return Tenant.decode(message.attachments[-1]) if message.attachments else None
 
 
