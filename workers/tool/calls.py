@@ -137,7 +137,8 @@ class Calls:
         finally:
             self.num_running -= 1
             of_request = self._running.get(owner, {})
-            # After a cancellation, the table does not have the call, or a later attempt's call.
+            # After a cancellation, the table does not have this call any more, or it has the same
+            # call of a later attempt.
             if of_request.get((call.lineage, call.count)) is asyncio.current_task():
                 del of_request[call.lineage, call.count]
                 if not of_request:

@@ -128,7 +128,8 @@ class _McpTool:
 
 
 async def _listed(session: ClientSession) -> list[McpTool]:
-    """The tools of a server, of all pages; tools whose names are not valid are left out."""
+    """The tools of a server. Further pages of the server's list are read until there are
+    ``MAX_TOOLS`` tools. Tools whose names are not valid are left out."""
     tools: list[McpTool] = []
     cursor = None
     while len(tools) < MAX_TOOLS:
