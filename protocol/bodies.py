@@ -78,8 +78,8 @@ def decode_as(kind: Any, body: bytes, encoding: Encoding | None = None) -> Any:
 
 
 def body_type(table: Mapping[bytes, Any], message_type: bytes) -> Any:
-    """The struct of a message type in ``table``. Raises RequestError with the code ``unknown_type``
-    if the table does not have the type."""
+    """The type of the body of messages of the type ``message_type``, from ``table``. Raises
+    RequestError with the code ``unknown_type`` if the table does not have the message type."""
     kind = table.get(message_type)
     if kind is None:
         shown = message_type[:40].decode("ascii", "backslashreplace")

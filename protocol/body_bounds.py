@@ -40,7 +40,8 @@ def max_body_bytes(message_type: bytes) -> int:
 
 
 def check_body(message_type: bytes, body: bytes) -> None:
-    """Raises RequestError if the body of a client's message is too large for its type."""
+    """Raises RequestError if the body of a client's message is too large for its type, or has more
+    than ``MAX_STRUCTURE_BYTES`` without its texts."""
     if len(body) <= MAX_PLAIN_BODY_BYTES:
         return
     most = max_body_bytes(message_type)

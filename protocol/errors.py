@@ -12,7 +12,7 @@ from enum import StrEnum
 class Code(StrEnum):
     """Every reason for which Tokenbus refuses a request or ends a stream."""
 
-    # The request is invalid; sending it again unchanged fails again.
+    # The request is invalid; sending it again unchanged usually fails again.
     BAD_MESSAGE = "bad_message"
     UNKNOWN_TYPE = "unknown_type"
     UNSUPPORTED_VERSION = "unsupported_version"
@@ -36,7 +36,8 @@ class Code(StrEnum):
     DEADLOCK = "deadlock"
     # A call of a tool by the controller failed.
     TOOL_FAILED = "tool_failed"
-    # Several workers died, one after another, while they ran the request.
+    # Workers died one after another while they ran the request, or calls of the request's module
+    # ended guest processes several times.
     QUARANTINED = "quarantined"
     # The service is unavailable at the moment; the same request may succeed later.
     QUEUE_FULL = "queue_full"
@@ -45,7 +46,7 @@ class Code(StrEnum):
     NO_WORKER = "no_worker"
     WORKER_LOST = "worker_lost"
     SHUTTING_DOWN = "shutting_down"
-    # Caused by this client or its connection.
+    # Errors of this client's session or connection, or the end of a request's time.
     SLOW_CLIENT = "slow_client"
     SESSION_TAKEN = "session_taken"
     SESSION_LOST = "session_lost"
@@ -71,7 +72,7 @@ RETRYABLE = frozenset(
 
 
 class TokenbusError(Exception):
-    """The base class of all errors that Tokenbus raises to its users.
+    """The base class of all errors with a code.
 
     ``path`` names the faulty field (``$.max_tokens``), ``stream_id`` the stream that has ended.
     ``retry_after_s`` is the number of seconds to wait before another try.
@@ -113,7 +114,8 @@ def _rebuild(kind: type[TokenbusError], state: dict[str, object]) -> TokenbusErr
 
 
 class RequestError(TokenbusError):
-    """The request is invalid or quarantined; it must be changed before it is sent again."""
+    """The request is invalid or quarantined; it usually fails again if it is sent again
+    unchanged."""
 
 
 class ControllerError(TokenbusError):

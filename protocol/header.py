@@ -28,7 +28,8 @@ class Flag(IntFlag):
     """Bits of ``Header.flags``."""
 
     MSGPACK = 1
-    """The body is msgpack. Without this flag, the body is JSON."""
+    """The client's session uses msgpack, so the bodies of its messages and of the answers are
+    msgpack. Without this flag, they are JSON."""
     FINAL = 2
     """The last message of the request; the broker removes the request."""
     COLUMNS = 4

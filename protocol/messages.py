@@ -498,11 +498,11 @@ class Welcome(Struct, kw_only=True, omit_defaults=True):
     session: str
     """The token of the session. A client that has the token can take the session over."""
     resumed: bool = False
-    """Whether ``HELLO`` took over an existing session. The session's streams then wait for
-    ``ATTACH``."""
+    """Whether ``HELLO`` took over a session of this broker, with its buffers. The session's streams
+    then wait for ``ATTACH``."""
     streams: list[StreamId] = []
-    """The live streams of a resumed session; if ``recovering``, the streams that are known so
-    far."""
+    """The streams of a session that was taken over: the live streams, and the streams whose end the
+    client has not acknowledged. If ``recovering``, the streams that are known so far."""
     recovering: bool = False
     """Whether the broker was restarted and does not know the session yet. Workers may still report
     its streams: an ``ATTACH`` is answered when a worker reports the stream, or with
@@ -856,8 +856,9 @@ class Pong(Struct, kw_only=True, omit_defaults=True):
 
     n: Count = 0
     session: bool = True
-    """Whether this connection has a session that began with ``HELLO``. If false, because the broker
-    was restarted or the session has expired, the client sends ``HELLO`` again."""
+    """Whether this connection has a session that began with ``HELLO``. If false, for
+    example because the broker was restarted or the session has expired, the client sends ``HELLO``
+    again."""
     position: Count = 0
     """For a client with the capability ``ack``: the number of ends of requests that were sent on
     this connection."""

@@ -128,8 +128,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     controller_forks: AtLeastOne = 128
     """Maximum number of sequences of one request."""
     controller_idle_wakes: AtLeastOne = 10_000
-    """If all sequences of a request are suspended, they are woken every 10 ms. After this number of
-    wakes in a row, they end with ``deadlock``."""
+    """If all sequences of a request are suspended, and none of them waits for an input or a tool,
+    they are woken after 10 ms or more. After this number of wakes in a row, they end with
+    ``deadlock``."""
     controller_threads: AtLeastZero = 0
     """Number of threads that run controllers; 0: twice the number of CPUs, at least four."""
     guest_processes: AtLeastZero = 64

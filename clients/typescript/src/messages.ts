@@ -692,10 +692,14 @@ export interface Welcome {
   /** The token of the session. A client that has the token can take the session over. */
   readonly session: string;
   /**
-   * Whether `HELLO` took over an existing session. The session's streams then wait for `ATTACH`.
+   * Whether `HELLO` took over a session of this broker, with its buffers. The session's streams
+   * then wait for `ATTACH`.
    */
   readonly resumed: boolean;
-  /** The live streams of a resumed session; if `recovering`, the streams that are known so far. */
+  /**
+   * The streams of a session that was taken over: the live streams, and the streams whose end the
+   * client has not acknowledged. If `recovering`, the streams that are known so far.
+   */
   readonly streams: readonly number[];
   /**
    * Whether the broker was restarted and does not know the session yet. Workers may still report
@@ -1492,8 +1496,8 @@ export function readErrorMessage(
 export interface Pong {
   readonly n: number;
   /**
-   * Whether this connection has a session that began with `HELLO`. If false, because the broker was
-   * restarted or the session has expired, the client sends `HELLO` again.
+   * Whether this connection has a session that began with `HELLO`. If false, for example because
+   * the broker was restarted or the session has expired, the client sends `HELLO` again.
    */
   readonly session: boolean;
   /**
