@@ -75,7 +75,7 @@ class SavedRequest(Struct, array_like=True):
 
 @dataclass(slots=True, eq=False)
 class _Value:
-    """The value of a variable since it was last set."""
+    """The value of a variable since it was last set, or the text of an input."""
 
     data: bytearray = field(default_factory=bytearray)
     answered: int = 0
