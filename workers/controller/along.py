@@ -3,10 +3,11 @@ and biases for several tokens at once.
 
 A built-in constraint computes its masks along a draft in one call. Any other controller that takes
 drafts is copied, and the copy runs the rounds that the controller would run if the draft's tokens
-were sampled. The run ends before a decision that does more than sample, and also if the copy uses a
-variable or writes to the log. After its run, the copy is dropped. When tokens of the draft have
-been sampled, the controller itself runs the round of each token. So the controller receives the
-same calls as without drafts, but only after all of these tokens were sampled.
+were sampled. The run ends before a decision that does more than sample. It also ends if the copy
+uses a variable, an input or a tool, sends a text to the client, or writes to the log. After its
+run, the copy is dropped. When tokens of the draft have been sampled, the controller itself runs the
+round of each token. So the controller receives the same calls as without drafts, but only after all
+of these tokens were sampled.
 """
 
 from __future__ import annotations

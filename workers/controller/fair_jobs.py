@@ -59,9 +59,10 @@ class FairJobs:
 
     The next job is from the tenant with the earliest virtual time, which has used the least CPU
     time. When a tenant without queued jobs queues a job, the tenant's virtual time becomes at least
-    the present virtual time, so that idle time does not give the tenant an advantage. A tenant may
-    use all slots but one, so that another tenant's job starts immediately. This bound does not
-    apply to the tenant "", which stands for all clients without keys.
+    the present virtual time, so that idle time does not give the tenant an advantage. If
+    there are several slots, a single tenant cannot use all of them, so that another tenant's job
+    can start immediately. This bound does not apply to the tenant "", which stands for all clients
+    without keys.
     """
 
     def __init__(self, slots: int) -> None:

@@ -132,7 +132,7 @@ class FirstRounds:
 
 
 def note_time(results: Sequence[StepResult], seconds: float) -> None:
-    """Stores the duration of a round, ``seconds``, in the last result of each sequence of the
+    """Stores ``seconds``, the duration of a round, in the last result of each sequence of the
     round."""
     for result in {result.seq: result for result in results}.values():
         result.round_us = round(1e6 * seconds)

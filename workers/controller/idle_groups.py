@@ -21,7 +21,8 @@ from .sequence_group import SequenceGroup
 log = logging.getLogger(__name__)
 
 IDLE_WAKE_S = 0.01
-"""Seconds for which all sequences of a group are suspended before the sequences are woken."""
+"""Minimum time for which all sequences of a group are suspended before they are woken, in
+seconds."""
 MAX_IDLE_ROUNDS = 16
 """Maximum average number of rounds of one tenant's idle groups in each period of
 ``IDLE_WAKE_S``."""

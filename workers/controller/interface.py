@@ -198,7 +198,8 @@ class Program(Protocol):
     class."""
 
     def start(self, host: Host) -> Controller:
-        """A new controller for a request; raises ControllerError if none can be created."""
+        """A new controller for a request; raises TokenbusError if the controller cannot be
+        created."""
 
 
 class ConstraintProgram(Program, Protocol):

@@ -21,8 +21,8 @@ class Limits:
     post_s: float = 0.001
     fuel_per_ms: int = 0
     """Wasm instructions that a guest may execute for each millisecond of a call's limit. With this
-    bound, a call that ends on one machine ends on every machine. If 0, CPU time is limited
-    instead."""
+    bound, a call that ends on one machine ends on every machine. If 0, only CPU time is
+    limited."""
     memory_bytes: int = 64 * 1024 * 1024
     stack_bytes: int = 512 * 1024
     table_elements: int = 100_000
@@ -61,7 +61,8 @@ class Limits:
         """Maximum bytes of a text that is tokenized at once, in a call that may use ``call_s``
         seconds of CPU time.
 
-        A tokenizer cannot be interrupted, so a text is refused if it would take longer than
-        ``call_s``. The bound is a number of bytes, so it is the same on every machine.
+        A tokenizer cannot be interrupted, so a text is refused if its tokenization would take
+        longer than about ``call_s``. ``MIN_TEXT_BYTES`` are always allowed. The bound is a number
+        of bytes, so it is the same on every machine.
         """
         return min(self.text_bytes, max(MIN_TEXT_BYTES, int(TEXT_BYTES_PER_S * call_s)))

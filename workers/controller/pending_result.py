@@ -21,7 +21,8 @@ from .sequence_group import Round, SequenceGroup
 log = logging.getLogger(__name__)
 
 FLUSH_S = 0.003
-"""Maximum time that finished results wait for unfinished rounds, in seconds."""
+"""Time after the arrival of a STEP from which finished results are sent without the results of
+unfinished rounds, in seconds."""
 
 Part = tuple[SequenceGroup, list[StepResult]]
 

@@ -4,7 +4,7 @@ Tenants have equal shares of the CPU time (``fair_jobs.py``).
 
 Quick rounds run one after another on one thread, because passing Python's lock between threads
 costs more than the rounds. If a round is slow, another thread is woken for the rounds that are
-queued behind it.
+queued after it.
 
 A job that waits for another process frees its slot (``waiting``). Another thread takes the next
 job, and is started if all threads are in use. So waiting guests do not delay other rounds. A job

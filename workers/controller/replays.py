@@ -274,7 +274,8 @@ def usual_limits(limits: Limits, usual: Limits) -> Limits:
 def failed_start(
     request: int, replays: Sequence[Replay], error: str, code: str = Code.INTERNAL
 ) -> list[StepResult]:
-    """The results of a request whose controller cannot be created: errors of all its sequences."""
+    """The results of a request whose controller cannot be created: an error for each sequence that
+    has not ended."""
     live = [one.seq for one in replays if not one.ended] or [0]
     return [StepResult(request, seq, "error", error=error, code=str(code)) for seq in live]
 

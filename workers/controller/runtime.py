@@ -54,8 +54,8 @@ class GuestRuntime(Protocol):
         reads the module's compiled form."""
 
     def tick(self) -> None:
-        """Enforces time limits. Called every millisecond while rounds or starts run, and every 0.25
-        s otherwise."""
+        """Enforces time limits. Called about every millisecond while rounds or starts run, and at
+        least about every 0.25 s otherwise."""
 
     def series(self) -> list[Series]:
         """The metrics of the runtime."""

@@ -197,10 +197,10 @@ class SequenceGroup:
         has ended the sequence. Returns None if the sequence does not wait for the model (or, if
         ``ended``, is not suspended either).
 
-        ``stop``: the stop string before which the text of an ended sequence ends; empty if there is
-        none. ``draft``: tokens that the GPU worker expects next. ``distributions``: the
-        distributions of ``tokens``, if queried. Without ``wait``, raises GroupBusy if another
-        thread has the group's lock.
+        ``stop``: the stop string before which the text of an ended sequence ends; empty if no stop
+        string ended the sequence. ``draft``: tokens that the GPU worker expects next.
+        ``distributions``: the distributions of ``tokens``, if queried. Without ``wait``, raises
+        GroupBusy if another thread has the group's lock.
         """
         if not self._lock.acquire(blocking=wait):
             raise GroupBusy

@@ -184,7 +184,7 @@ class GroupTools:
 
     def begin(self, variables: SequenceVariables, tool: str, arguments: bytes) -> str:
         """Records a call of a sequence, and sends it unless it was sent before; returns the name of
-        the record. Raises TokenbusError."""
+        the record. Raises TokenbusError if the call cannot be recorded."""
         if not 0 < len(tool) <= MAX_TOOL_NAME:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,

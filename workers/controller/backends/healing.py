@@ -45,7 +45,7 @@ class HealingProgram:
         return HealingController(self, first, host, text) if text else first
 
     def begin(self, host: Host, max_tokens: int) -> Constraint:
-        """Makes the constraint's controller, for a text of at most ``max_tokens``."""
+        """Makes the constraint's controller, for a text of at most ``max_tokens`` tokens."""
         return self._begin(replace(host, max_tokens=max_tokens))
 
     def _begin(self, host: Host) -> Constraint:

@@ -27,7 +27,7 @@ KEPT_BYTES = 64 * 1024
 """If a part of a request or its answer has more than this number of bytes, the memory of both areas
 is freed after the request."""
 MAX_MESSAGE_BYTES = 512 * 1024 * 1024
-"""Maximum bytes of a message. A compiled module has up to 256 MiB."""
+"""Maximum bytes of a message to the guest process. A compiled module has up to 256 MiB."""
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 """Maximum bytes of a message from the guest process. The number of items in a batch is chosen so
 that their answers fit."""
@@ -120,7 +120,8 @@ class Channel:
         return self.receive_rest(part) if more else part
 
     def quick(self) -> bool:
-        """Whether a part arrives within ``QUICK_MS``. Raises ChannelClosed."""
+        """Whether a part arrives within ``QUICK_MS``. Raises ChannelClosed if the channel is
+        closed."""
         return self._arrives(QUICK_MS)
 
     def wait(self) -> None:
@@ -140,7 +141,7 @@ class Channel:
 
     def receive_rest(self, part: bytes) -> bytes:
         """Waits for the parts after the first one, and returns the whole message. Raises
-        ChannelClosed."""
+        ChannelClosed if the channel is closed, or if a part is not valid."""
         parts, total, more = [part], len(part), True
         while more:
             self._notify(self._theirs)

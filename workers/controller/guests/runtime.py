@@ -62,7 +62,8 @@ class RemoteProgram:
         self._place = place
 
     def start(self, host: Host) -> Controller:
-        """A controller in the tenant's process; raises TokenbusError."""
+        """A controller in the tenant's process; raises TokenbusError if its guest cannot be
+        created."""
         place = self._place
         place.table.deaths.check(place.tenant, place.module)
         controller = RemoteController(place, host)

@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 IDLE_S = 30.0
 """Seconds without controllers and without requests after which a process is ended."""
 KEEP_S = 1.0
-"""If the last call of a process with controllers ended this number of seconds ago, the process may
-be ended to make room for another process."""
+"""If the last call of a process with controllers ended at least this number of seconds ago, the
+process may be ended to make room for another process."""
 MAX_LAUNCHES = 3
 """Maximum number of zygotes (parents of guest processes) that are tried for one guest process, if
 each zygote ends before it has forked the process."""

@@ -66,8 +66,8 @@ def go_on() -> Decision:
 
 
 def suspend() -> Decision:
-    """For pre_process: suspends the sequence until another sequence of the request writes a
-    variable, samples a token or ends.
+    """For pre_process: suspends the sequence until it is woken, for example because another
+    sequence of the request writes a variable, samples a token or ends.
 
     When the sequence is woken, pre_process is called again, and may suspend again.
     """

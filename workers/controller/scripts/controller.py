@@ -224,8 +224,8 @@ class ScriptController:
     def _leave(self, answer: Answer) -> Answer:
         """Appends a token, which the next mid_process drops, so that pre_process is called. The
         client does not see the two changes."""
-        # A fork is held until the next pre_process. A guest that wants to suspend is called again
-        # instead, because variables may have changed.
+        # A fork is held until the next pre_process. A guest that has answered SUSPEND is called
+        # again instead, because variables may have changed.
         self._held = answer if answer.action is Action.FORK else None
         self._detour = 1
         return Answer(Action.SPLICE, tokens=(0,))

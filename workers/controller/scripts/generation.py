@@ -36,7 +36,7 @@ _decoder = msgspec.json.Decoder(Generate)
 
 
 def decode_generate(data: bytes) -> Generate:
-    """Decodes the arguments of ``gen``; raises ControllerError."""
+    """Decodes the arguments of ``gen``; raises ControllerError if they are not valid."""
     try:
         return _decoder.decode(data)
     except msgspec.MsgspecError as error:

@@ -55,8 +55,9 @@ class Vocabularies:
         self._waiting: dict[str, list[_Waiting]] = {}
 
     def want(self, name: VocabularyName, gpu: int, ready: Ready) -> None:
-        """Calls ``ready``: immediately if the vocabulary is cached, otherwise when the GPU worker
-        ``gpu`` has sent the tokenizer."""
+        """Calls ``ready``: immediately if the vocabulary is cached, otherwise when a GPU worker has
+        sent the tokenizer or the wait for it has failed. The tokenizer is requested from the GPU
+        worker ``gpu``."""
         special = tuple(sorted(name.special.items()))
         key = (name.fingerprint, name.size, tuple(name.eos), special)
         now = self._clock()

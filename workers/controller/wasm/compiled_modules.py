@@ -178,8 +178,8 @@ class CompiledModules:
         self, module: str, wasm: bytes, wait_s: float = 0.0, boots: bool = False
     ) -> tuple[Loaded, int]:
         """Compiles a module, or checks a script. Waits up to ``wait_s`` seconds for other
-        compilations. ``boots``: the module is an interpreter, which is booted first and compiled
-        with the resulting memory."""
+        compilations. ``boots``: whether the module is an interpreter, which ``compile_interpreter``
+        compiles."""
         source = read_source(wasm) if is_script(wasm) else None
         interpreter = self.interpreter(source.language) if source is not None else None
         if not self._free_to_compile(wait_s):

@@ -31,7 +31,7 @@ _held = ctypes.PyDLL(str(ffi.filename))
 """Wasmtime's library, loaded again for short calls. These functions keep Python's lock, because
 releasing the lock takes longer than a short call."""
 
-# The functions have no argtypes, because all arguments already have the right type.
+# Most of the functions have no argtypes, because their arguments already have the right types.
 _call = _dll.wasmtime_func_call_unchecked
 _call.restype = ctypes.c_void_p
 _data_size = _held.wasmtime_memory_data_size
@@ -57,8 +57,9 @@ KILL_S = 1.0
 """If instructions are counted, the number of instructions limits a call. Such a call also ends when
 its CPU time exceeds its time limit by ``KILL_S`` seconds."""
 WORK_S = 3e-6
-"""CPU time of a unit of host work, in seconds. If instructions are counted, a unit counts as the
-number of instructions that a guest may execute in this time."""
+"""CPU time that is charged for a unit of host work (``Guest.host_work``), in seconds. If
+instructions are counted, a unit counts as the number of instructions that a guest may execute in
+this time."""
 _madvise = ctypes.CDLL(None).madvise
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, which Linux has since 5.14. On older kernels, madvise has no effect here."""
@@ -198,8 +199,8 @@ class Guest:
         """Work of host functions since the guest's CPU time was last checked. A unit is a call of a
         host function, or ``WORK_BYTES`` copied bytes."""
         self.host_bytes = 0
-        """Bytes that the host stores for the guest. The controller sets this number before
-        ``count``."""
+        """Bytes that the host stores for the guest. The Python object that owns the guest sets this
+        number before it calls ``count``."""
         self.fault: BaseException | None = None
         self._function_names: dict[int, str] | None = None
         self._is_copy = self._dead = self._closed = False
@@ -378,7 +379,7 @@ class Guest:
     def _out_of_fuel(self) -> ControllerError:
         return ControllerError(
             Code.CONTROLLER_TIMEOUT,
-            f"it executed more than the {self._fuel:,} instructions of its "
+            f"it executed more than {self._fuel:,} instructions, the limit for a call of "
             f"{self._limit_s * 1000:g} ms",
         )
 
@@ -392,8 +393,9 @@ class Guest:
 
     def count(self) -> None:
         """Counts the guest's memory and ``host_bytes`` towards its tenant's share. Raises
-        ControllerError if the tenant exceeds its share. Called once in each round, because both
-        numbers may have grown."""
+        ControllerError if the tenant exceeds its share. Called after ``init_prompt``, after each
+        ``mid_process`` and each suspension, and for a script in Python after each of its calls,
+        because the memory and ``host_bytes`` may have grown since the last time."""
         if self._account is None:
             return
         size = _data_size(self._context, self._memory_at) + INSTANCE_BYTES + self.host_bytes

@@ -7,7 +7,8 @@ its own process.
 ``python -m tokenbus.workers.controller.wasm.module_compiler LIMITS CPU_S KIND`` reads a module from
 stdin. It writes to stdout the result of ``examine``, as a line of JSON, and then the input of
 ``wasmtime.Module.deserialize``. LIMITS is the JSON of ``Limits``. KIND is ``module``,
-``interpreter`` (which is booted before it is compiled), or ``script``. For ``script``, stdin has a
+``interpreter`` (which is booted before it is compiled if it exports ``tokenbus_boot``), or
+``script``. For ``script``, stdin has a
 line with the script's language and size, the script, and the compiled interpreter; the process only
 checks the script.
 """
@@ -79,8 +80,8 @@ def compile_module(wasm: bytes, limits: Limits) -> Compiled:
 
 
 def compile_interpreter(wasm: bytes, limits: Limits) -> Compiled:
-    """Compiles an interpreter of scripts. The compiled form contains the memory that the
-    interpreter has after it has booted."""
+    """Compiles an interpreter of scripts. If the interpreter exports ``tokenbus_boot``, the
+    compiled form contains the memory that the interpreter has after this call."""
     return _compile("interpreter", wasm, limits)
 
 

@@ -96,7 +96,7 @@ def test_an_endless_loop_is_named() -> None:
     with pytest.raises(ControllerError) as caught:
         controller.pre_process()
     assert caught.value.message == (
-        "pre_process: it executed more than the 2,000,000 instructions of its 2 ms"
+        "pre_process: it executed more than 2,000,000 instructions, the limit for a call of 2 ms"
     )
 
 

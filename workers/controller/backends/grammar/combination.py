@@ -8,7 +8,7 @@ A part is a literal text or an object of one of these forms:
     {"repetition": PART, "least": N, "most": N}   defaults: 0, and no upper bound
     {"stop_at": TEXT, "of": PART}                 default: of any text
 
-A text of ``stop_at`` is a text of the part ``of`` that ends with the first occurrence of the stop.
+A text of ``stop_at`` is a text of the part ``of`` that ends with the first occurrence of TEXT.
 
 Each object may have the field ``max_tokens``. Literal texts, ``regex``, ``choice`` and
 ``substring`` are *regular*. A part with inner parts is regular if all of them are regular and have

@@ -198,8 +198,9 @@ class GrammarController:
             self._log(f"the text is not closed: max_tokens is {most}, too few to complete the text")
 
     def _look_after(self, tokens: int) -> None:
-        """Schedules the next computation of the closing after an eighth of ``tokens``, the number
-        of tokens during which the decision cannot change."""
+        """Schedules the next computation of the closing after an eighth of ``tokens``, but after at
+        least 1 token and at most ``LOOK_EVERY`` tokens. ``tokens``: the estimated number of tokens
+        during which the decision does not change."""
         self._check_at = len(self._text) + max(1, min(LOOK_EVERY, tokens // 8))
 
     def _most_tokens(self, text: bytes, room: int) -> int | None:

@@ -30,8 +30,8 @@ for masks. When the memory is full, the cache of masks is cleared."""
 OPEN_S = 5.0
 """Limit on reading the vocabulary and the tables, in seconds of CPU time."""
 MASK_S = 2.0
-"""Limit on computing one mask, in seconds of CPU time. The first mask in a lexer state takes
-milliseconds."""
+"""Limit on every other call, for example on computing one mask, in seconds of CPU time. The first
+mask in a lexer state takes milliseconds."""
 
 ANY: Final = 1
 """Flag of ``GrammarInstance.mask``: at least one token other than the end of the sequence is

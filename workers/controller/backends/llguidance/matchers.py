@@ -48,7 +48,7 @@ KEPT_GRAMMARS = 32
 class _Wrapper:
     """A vocabulary in the form of llguidance's TokenizerWrapper.
 
-    Masks never allow a token without bytes, such as a special token.
+    Masks never allow a token without bytes, such as a special token, unless it ends the sequence.
     """
 
     is_tokenizer_wrapper = True

@@ -126,7 +126,7 @@ static inline tb_answer tb_splice(uint32_t backtrack, const uint32_t *tokens, ui
     return (tb_answer){.then = TB_SPLICE, .backtrack = backtrack};
 }
 
-// pre_process: appends these tokens, which are copied; post_process and pre_process follow.
+// pre_process: appends `tokens`, which are copied; post_process and pre_process follow.
 static inline tb_answer tb_append(const uint32_t *tokens, uint32_t n) {
     tb_answer answer = tb_splice(0, tokens, n);
     answer.then = TB_APPEND;
