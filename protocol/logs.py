@@ -63,7 +63,8 @@ def about(request: int) -> dict[str, int]:
 
 
 def begin(request: int, request_id: str, trace: str) -> None:
-    """Stores the id or the trace (``traceparent``) that the request's log lines will contain."""
+    """Stores the ids for the request's log lines: the trace id of ``trace`` (a ``traceparent``),
+    and ``request_id`` or else the trace id."""
     if request_id or trace:
         trace_id = trace.split("-")[1] if trace.count("-") >= 3 else ""
         _ids[request] = (request_id or trace_id, trace_id)

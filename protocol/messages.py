@@ -118,7 +118,9 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     stream_id: StreamId
     """Chosen by the client, unique among the live streams of its session."""
     model: ModelName = ""
-    """The name of the model; if empty, the only model that is served, or else the embedded one."""
+    """The name of the model; if empty, the default model. The default model is the one that all
+    workers have as their default. If their defaults differ, it is the embedded model, if that is
+    one of them."""
     prompt: list[TokenId] | str | None = None
     """Token ids, or text that the worker tokenizes. If None, attachment 0 has the ids, u32 each; if
     there is no attachment either, the prompt consists of the buffers."""

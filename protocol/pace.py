@@ -56,8 +56,8 @@ class Pace:
         """Seconds after which a refused client should try again, if each event makes room for one
         client.
 
-        Each refused client gets a later time than the client that was refused before it, so that
-        the clients do not all try again at the same time.
+        Each refused client gets a later time than the client that was refused before it, up to the
+        longest time of ``BOUNDS_S``. So the clients do not all try again at the same time.
         """
         rate = self.per_s(now)
         if rate is None:

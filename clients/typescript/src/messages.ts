@@ -249,8 +249,9 @@ export interface Generate {
    */
   readonly stream_id: number;
   /**
-   * The name of the model; if empty, the only model that is served, or else the embedded one. At
-   * most 1024 in length.
+   * The name of the model; if empty, the default model. The default model is the one that all
+   * workers have as their default. If their defaults differ, it is the embedded model, if that is
+   * one of them. At most 1024 in length.
    */
   readonly model?: string | undefined;
   /**
