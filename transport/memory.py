@@ -60,9 +60,8 @@ def unlisten(address: str) -> None:
 class Link:
     """A connection to the broker at ``address``; the broker identifies it by ``peer``.
 
-    ``notify`` is called, on any thread, whenever a message of the broker has arrived,
-    or the broker has closed the link. Raises AddressError if no broker of this process listens at
-    ``address``.
+    ``notify`` is called, on any thread, whenever a message of the broker has arrived, or the broker
+    has closed the link. Raises AddressError if no broker of this process listens at ``address``.
     """
 
     def __init__(self, address: str, notify: Callable[[], None]) -> None:
