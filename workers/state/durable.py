@@ -321,7 +321,8 @@ class DurableVariables:
             return storage, old
 
     def _new_log(self, storage: VariableStorage, folder: Folder) -> Log:
-        """A new log of the current state, which replaces any other log. Raises OSError."""
+        """A new log of the current state, which replaces any other log. Raises OSError if the new
+        log cannot be written."""
         compaction = Compaction(self._new_path, self._limits, storage.requests, self._tables)
         try:
             while compaction.pending:
