@@ -1,8 +1,8 @@
 """``python -m tokenbus.workers.controller [MODULE:NAME …]``: one controller worker.
 
 Environment variables configure the worker. If arguments are given, the worker serves only the
-Python controllers that they name. Otherwise it serves uploaded modules and the built-in
-constraints.
+Python controllers that they name. Otherwise it serves uploaded modules and scripts, and the
+built-in controllers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> int:
         served = _served(settings, sys.argv[1:]) if sys.argv[1:] else None
     except (SettingError, ValueError, TokenbusError) as error:
         return refuse("controller", error)
-    # Each call of a tokenizer gets one text. The threads that the tokenizers library starts for
+    # Each call of a tokenizer gets one text, so the threads that the tokenizers library starts for
     # several texts would only cost time.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def _served(settings: Settings, specs: list[str]) -> GuestRuntime:
-    """The runtime of the Python controllers that ``specs`` name, each as ``module:Name``. Raises
+    """The runtime of Python controllers. ``specs``: their names, such as ``module:Name``. Raises
     RequestError if a controller cannot be loaded."""
     limits = limits_of(settings)
     served: GuestRuntime

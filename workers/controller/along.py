@@ -76,7 +76,7 @@ def decide_along(
 ) -> int:
     """Writes the decision after each token of a draft into ``places``; returns the number of
     decisions that were written. The decisions end before the first token after which the controller
-    would do more than sample."""
+    would do more than sample, or needs a bias for which the shared file has no room."""
     if isinstance(controller, TakesDrafts):
         return controller.masks_along(draft, [place.mask for place in places])
     written = 0

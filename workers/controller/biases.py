@@ -15,7 +15,7 @@ import numpy as np
 from ...protocol.errors import Code, ControllerError
 
 HEAD = 4
-"""Bytes of the number of pairs, with which an encoded bias begins."""
+"""Size of the number of pairs at the beginning of an encoded bias, in bytes."""
 _PAIR = np.dtype([("token", "<u4"), ("value", "<f4")])
 
 
@@ -32,8 +32,8 @@ class Bias(NamedTuple):
         return self.pairs.to_bytes(HEAD, "little")
 
     def write(self, into: memoryview) -> None:
-        """Writes the bias to the beginning of ``into``, which has at least ``bias_bytes(vocab)``
-        bytes."""
+        """Writes the bias to the beginning of ``into``, which must have room for any bias of the
+        vocabulary (``bias_bytes``)."""
         into[:HEAD] = self.head
         into[HEAD : HEAD + len(self.data)] = self.data
 
@@ -56,9 +56,9 @@ def dense(values: np.ndarray, size: int) -> Bias:
 
 
 def sparse(tokens: np.ndarray, values: np.ndarray, size: int) -> Bias | None:
-    """The bias that adds ``values[i]`` to the logit of ``tokens[i]``, in any order; None if the
-    arrays are empty. Raises ControllerError for an id outside the vocabulary, for a repeated id,
-    and for a value that is NaN or plus infinity."""
+    """The bias that adds ``values[i]`` to the logit of ``tokens[i]``; None if the arrays are empty.
+    The tokens may have any order. Raises ControllerError for an id outside the vocabulary, for a
+    repeated id, and for a value that is NaN or plus infinity."""
     if not len(tokens):
         return None
     steps = tokens[1:] > tokens[:-1]

@@ -57,9 +57,9 @@ class Taken(NamedTuple):
 class FairJobs:
     """Jobs by tenant. The jobs of one tenant begin in order of arrival. Thread-safe.
 
-    The next job is from the tenant with the earliest virtual time, which has used the least CPU
-    time. When a tenant without queued jobs queues a job, the tenant's virtual time becomes at least
-    the present virtual time, so that idle time does not give the tenant an advantage. If
+    The next job is from the tenant with the earliest virtual time, among the tenants whose jobs may
+    begin. When a tenant without queued jobs queues a job, the tenant's virtual time becomes at
+    least the present virtual time, so that idle time does not give the tenant an advantage. If
     there are several slots, a single tenant cannot use all of them, so that another tenant's job
     can start immediately. This bound does not apply to the tenant "", which stands for all clients
     without keys.

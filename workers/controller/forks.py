@@ -2,7 +2,7 @@
 sequence.
 
 Simultaneous forks of several sequences are made in any order. Sampling depends on a sequence's
-number, controllers read the number, and clients count the entries of each number. So the numbers
+number, controllers read the number, and clients identify the sequence by the number. So the numbers
 must not depend on the order in which forks are made: a request that runs again has to give the same
 result.
 """

@@ -4,6 +4,8 @@ A tenant may use at most as much memory as remains free. A single tenant gets at
 total, each of two tenants a third, and so on: some memory always stays free for a later tenant.
 Source: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches"
 (1998).
+
+If clients do not have keys, each session counts as a tenant here.
 """
 
 from __future__ import annotations

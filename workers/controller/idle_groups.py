@@ -94,7 +94,7 @@ def _first_due(groups: deque[tuple[float, SequenceGroup]], now: float) -> Sequen
 class IdleGroups:
     """Wakes idle groups when they are due, on a thread that is started for the first group.
 
-    ``wake`` is called for each group, without a lock.
+    ``wake`` is called for each group, while no lock of this object is held.
     """
 
     def __init__(self, wake: Callable[[SequenceGroup], None]) -> None:

@@ -3,9 +3,9 @@
 Source: AICI's ``AiciVm`` (init_prompt, pre_process, mid_process, post_process). A round of one
 sequence calls post_process with the new tokens, then pre_process and mid_process; ``rounds`` makes
 these calls, and this module defines their meaning. Calls for one sequence are made one after
-another; calls for several sequences run at the same time, on a pool of threads.
+another; calls for several sequences may run at the same time, on a pool of threads.
 
-A call that fails raises ControllerError, which ends only the sequence of this call. The sequence's
+A call that fails raises TokenbusError, which ends only the sequence of this call. The sequence's
 client receives the error's message.
 """
 
@@ -162,7 +162,8 @@ class Batch(Protocol):
         each turn whether its round has ended.
 
         If a round has ended, its token was accepted and the next mask is written. Otherwise the
-        sequence is unchanged, and its round must run separately.
+        controller's calls for this round must be made separately: the sequence is unchanged, or its
+        controller has stored the answers to these calls.
         """
 
 
@@ -180,8 +181,8 @@ class Batched(Controller, Protocol):
 
 @runtime_checkable
 class DecidesAhead(Controller, Protocol):
-    """A controller whose guest process runs post_process, pre_process and mid_process on a single
-    message, because each message costs time."""
+    """A controller whose guest process runs post_process, pre_process and mid_process after a
+    single message, because each message costs time."""
 
     @property
     def has_decided(self) -> bool:
