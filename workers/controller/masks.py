@@ -64,7 +64,7 @@ class MaskRows:
         return self._view[first : first + self.bias_bytes]
 
     def give_back(self, row: int) -> None:
-        """Frees the row of a sequence that has ended."""
+        """Frees a row of a sequence that has ended."""
         self._free.append(row)
 
 

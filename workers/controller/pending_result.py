@@ -21,8 +21,8 @@ from .sequence_group import Round, SequenceGroup
 log = logging.getLogger(__name__)
 
 FLUSH_S = 0.003
-"""Time after the arrival of a STEP from which finished results are sent without the results of
-unfinished rounds, in seconds."""
+"""Time after the beginning of the rounds from which finished results are sent without the results
+of unfinished rounds, in seconds."""
 
 Part = tuple[SequenceGroup, list[StepResult]]
 
@@ -77,7 +77,8 @@ class PendingResult:
         self.add_all([(group, results)])
 
     def add_all(self, parts: Sequence[Part]) -> None:
-        """Adds the results of several rounds that have ended."""
+        """Adds the results of several rounds that have ended. When the last round has ended, the
+        results are sent."""
         with self._lock:
             self._parts += parts
             self._missing -= len(parts)

@@ -1,5 +1,5 @@
-"""The programs that a request can name: controllers that the operator serves, built-ins, and stored
-modules."""
+"""The programs that a request can name: controllers that the operator serves, built-ins, and
+uploaded modules and scripts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _no_constraint(name: str) -> None:
 
 class Programs:
     """Looks up programs by name: first controllers of the operator, then built-ins, then a tenant's
-    modules."""
+    modules and scripts."""
 
     def __init__(
         self,

@@ -56,8 +56,8 @@ class _Past:
     logs: str = ""
     messages: list[str] = field(default_factory=list)
     storage: list[Any] = field(default_factory=list)
-    """The writes to variables in the results that ``forked`` has dropped. ``keep`` adds these
-    writes to the next result."""
+    """The writes to variables in the results that ``forked`` has dropped. ``logs`` and ``messages``
+    are from these results too. ``keep`` adds all three to the next result."""
     failure: str = ""
     """The reason why the sequence cannot be replayed; empty while it can."""
 

@@ -166,7 +166,7 @@ class GroupTools:
     ) -> None:
         """``perform`` does an operation on a variable of the request. ``submit`` runs a function on
         a thread that may wait. ``answered`` is called when an answer was written into the record of
-        its call."""
+        its call, or could not be written."""
         self._calls = calls
         self._link = link
         self._perform = perform

@@ -313,7 +313,7 @@ _USUAL = Outcome(
 
 def _called(handle: int, log: Log, call: Callable[[Outcome], None]) -> Outcome:
     """Runs ``call``, which makes calls of a controller and adds their answers to an outcome.
-    Returns the outcome, with the log and an error if a call fails."""
+    Returns the outcome, with the log, and with an error if a call fails."""
     _this_thread.handle = handle
     outcome = Outcome()
     try:

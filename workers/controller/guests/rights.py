@@ -167,7 +167,7 @@ def _landlock() -> str:
 
 
 def _seccomp() -> str:
-    """Makes system calls fail with EPERM, except those in ``system_calls.py``."""
+    """Makes the kernel check each system call with the program of ``system_calls.py``."""
     if not ARCHITECTURE:
         return "seccomp (no list of system calls for this architecture)"
     code = program(os.getpid())

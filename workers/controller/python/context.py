@@ -52,7 +52,8 @@ class Context:
         self.unawaited: list[AwaitableCall[Any]] = []
         """Calls that the script has not awaited yet."""
         self.vars = Vars(_RecordedVariables(host.variables, transcript))
-        """The variables of the request: ``ctx.vars["name"]``, ``get``, ``set``, ``append``."""
+        """The variables of the request: ``ctx.vars["name"]``, ``get``, ``has``, ``set``,
+        ``append``."""
 
     # --- waiting --------------------------------------------------------------------------------
 

@@ -122,8 +122,8 @@ class Generate(Operation):
         self._tokens: list[int] = []
         self._text = bytearray()
         self._repair: Answer | None = None
-        """The splice that drops all tokens and bytes after the end of the text; None while the text
-        has not ended."""
+        """The splice that drops all tokens and bytes after the end of the text; None if there
+        are none to drop."""
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
         """Samples the next token, or drops the bytes after the end of the text."""

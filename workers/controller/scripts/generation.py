@@ -59,8 +59,8 @@ class Generation:
         self._text = bytearray()
         """The text, which is only collected if there are stop texts."""
         self._repair: Answer | None = None
-        """The splice that drops all tokens and bytes after the end of the text; None while the text
-        has not ended."""
+        """The splice that drops all tokens and bytes after the end of the text; None if there
+        are none to drop."""
         self.tokens: list[int] = []
         self.ended = False
 

@@ -104,7 +104,8 @@ def check_script(source: Source, interpreter: bytes, limits: Limits) -> None:
 
 def _run_apart(kind: str, given: bytes, limits: Limits) -> bytes:
     """Runs this file as a process, and returns the output of the process. Raises RequestError if
-    the process refuses its input, and WasmError if the process exceeds the bounds above."""
+    the process refuses its input, WasmError if the module is not valid or the process exceeds the
+    bounds above, and ServiceError if the process fails."""
     encoded = msgspec.json.encode(limits).decode()
     command = python_command(__name__, encoded, str(CPU_S), kind)
     pipe = subprocess.PIPE

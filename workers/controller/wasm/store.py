@@ -213,13 +213,13 @@ class ModuleStore:
         """The id of the module that a tenant denotes by a tag, an id or the beginning of an id.
 
         Raises ``unknown_controller``, whose message lists the existing names. Raises
-        UnavailableError if the local copy does not have the name and the state worker does not
-        answer.
+        UnavailableError if the state worker does not answer, unless ``name`` is a tag or a whole id
+        that the local copy has.
 
         If the state worker does not answer, a name in the local copy denotes the module that the
         copy has for it. An id always denotes the same module, so a stream that names an id waits
         only for ``SHORT_S``. The first stream that names a tag waits for ``PATIENCE_S``, and later
-        streams for ``SHORT_S``.
+        streams for ``SHORT_S``, until the state worker answers again.
         """
         copy = self._copy(tenant)
         short = name in copy.modules or (self._silent and name in copy.tags)
@@ -290,7 +290,7 @@ class ModuleStore:
 
     def _current(self, copy: Table, patience_s: float = PATIENCE_S) -> Table:
         """The state worker's table of the tenant of ``copy``, the local copy. Returns ``copy``
-        itself if it is current.
+        itself if it is current, or if the store has no other workers.
 
         If the state worker does not have the table, this worker sends its local copy to the state
         worker.

@@ -30,8 +30,9 @@ class TableCopies:
         """By tenant: the content of the tenant's file."""
 
     def read(self, tenant: str) -> Table:
-        """The copy of a tenant's table. If the file cannot be read, the cached content is used.
-        Raises OSError if no content is cached either."""
+        """The copy of a tenant's table; an empty table if the file does not exist. If the file
+        cannot be read, the cached content is used. Raises OSError if no content is cached
+        either."""
         try:
             content = self._file(tenant).read_bytes()
         except FileNotFoundError:

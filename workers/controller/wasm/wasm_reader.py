@@ -19,7 +19,7 @@ _REFERENCES = {0x70: "funcref", 0x6F: "externref"}
 
 
 class WasmError(RequestError):
-    """The bytes are not a Wasm module, or the module cannot be read."""
+    """The bytes are not a Wasm module, or the module cannot be read or compiled."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Code.INVALID_FIELD, message, path="$.data")
