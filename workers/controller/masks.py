@@ -89,7 +89,7 @@ class MaskFiles:
         try:
             found = self._by_path[path] = MaskRows(path, rows, row_bytes, bias_bytes)
         except (OSError, ValueError) as error:
-            log.warning("masks are sent in messages, as %s cannot be mapped: %s", path, error)
+            log.warning("masks are sent in messages, because %s cannot be mapped: %s", path, error)
             self._refused[path] = None
             if len(self._refused) > MAX_REFUSED:
                 self._refused.popitem(last=False)

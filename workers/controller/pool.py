@@ -192,7 +192,7 @@ class Pool:
             Code.QUEUE_FULL,
             f"{own if tenant else total} controllers of this "
             f"{'key' if tenant else 'worker'} are waiting for another process, "
-            "which is the maximum; try again, or start more controller workers",
+            "and no more may wait; try again, or start more controller workers",
             retry_after_s=1.0,
         )
 

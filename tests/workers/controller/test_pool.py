@@ -91,7 +91,7 @@ def test_more_waits_than_the_bound_are_refused() -> None:
     pool.submit([job] * 4)
     until(lambda: len(outcomes) == 4, BOUND_S, "all four ended")
     assert outcomes == [
-        "3 controllers of this worker are waiting for another process, which is the maximum; "
+        "3 controllers of this worker are waiting for another process, and no more may wait; "
         "try again, or start more controller workers",
         *["waited"] * 3,
     ]

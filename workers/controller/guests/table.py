@@ -214,7 +214,7 @@ class ProcessTable:
         if not unused or (unused[0].controllers and unused[0].last_used_s > recent_s):
             raise UnavailableError(
                 Code.QUEUE_FULL,
-                f"the controllers of {self._max} tenants run on this worker, which is the maximum; "
+                f"this worker runs {self._max} guest processes, and no more may run; "
                 "try again, or start more controller workers",
                 retry_after_s=KEEP_S,
             )

@@ -253,6 +253,6 @@ def _key(file: Path) -> bytes:
     key = file.read_bytes()
     if len(key) != _KEY_BYTES:
         raise ValueError(
-            f"the key file {file} has {len(key)} bytes; expected {_KEY_BYTES}. Remove the file"
+            f"the key file {file} has {len(key)} bytes; expected {_KEY_BYTES}; remove the file"
         )
     return key
