@@ -181,7 +181,7 @@ class VariableStorage:
             )
         if self.bytes + ahead + self.cost(op) > limits.total_bytes:
             return (
-                f"the state worker is full: the variables of all requests take {self.bytes} bytes, "
+                f"the state worker is full: the variables of all requests take {self.bytes} bytes; "
                 f"at most {limits.total_bytes} are allowed; "
                 "try again when other requests have ended"
             )
@@ -366,7 +366,7 @@ class VariableStorage:
         if held.bytes + grows > limits.request_bytes:
             return (
                 f"{len(op.value)} bytes for {_shown(op.name)} are too many: the request's "
-                f"variables and the stored answers take {held.bytes} bytes, "
+                f"variables and the stored answers take {held.bytes} bytes; "
                 f"at most {limits.request_bytes} are allowed"
             )
         return None
