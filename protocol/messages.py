@@ -132,14 +132,14 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     text: bool = False
     """Text mode: each entry with a token also has the text that the token completes."""
     controller: ControllerName | None = None
-    """The id or the tag of a module, or the name of a built-in constraint or of another controller
-    of the controller workers."""
+    """The tag or the id of a module, the first characters of the id (at least 8), or the name of a
+    built-in constraint or of another controller of the controller workers."""
     controller_arg: str | dict[str, Any] | list[Any] | None = None
     """The argument of the controller. A text is passed unchanged, any other value as JSON."""
     heal_prompt: bool = False
     """Remove the last token of the prompt, and force the first sampled token to begin with the text
-    of the removed token. The text of the stream begins after that text. This is not possible if
-    ``controller`` is a module."""
+    of the removed token. The text of the stream begins after that text. Only possible without a
+    controller or with a built-in constraint."""
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     """Higher priorities are served first."""
     timeout_s: Timeout | None = None
@@ -344,7 +344,7 @@ def module_too_large(size: int) -> RequestError | None:
 
 
 class Upload(Struct, kw_only=True, omit_defaults=True):
-    """``UPLOAD``: store a controller module, given as ``data`` or as attachment 0.
+    """``UPLOAD``: store a controller module or a script, given as ``data`` or as attachment 0.
 
     The answer is ``MSG`` with a ``StoredModule`` as its result.
     """
@@ -672,7 +672,7 @@ class Tagged(Struct, kw_only=True, omit_defaults=True):
 
 
 class StoredModule(Struct, kw_only=True, omit_defaults=True):
-    """A controller module in the store of a tenant."""
+    """A controller module or a script in the store of a tenant."""
 
     module: str
     """The id of the module: SHA-256 of the uploaded bytes, hexadecimal."""
@@ -682,7 +682,8 @@ class StoredModule(Struct, kw_only=True, omit_defaults=True):
     uploaded: float = 0.0
     """When the module was uploaded, in seconds since 1970."""
     abi: str = ""
-    """The interface that the module implements: ``native`` or ``aici``."""
+    """The interface that the module implements, ``native`` or ``aici``; for a script, its
+    language."""
     forks: bool = True
     """Whether the sequences that the module steers may fork."""
     why_no_fork: str = ""

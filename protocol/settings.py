@@ -134,8 +134,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     controller_threads: AtLeastZero = 0
     """Number of threads that run controllers; 0: twice the number of CPUs, at least four."""
     guest_processes: AtLeastZero = 64
-    """Maximum number of processes of one controller worker in which uploaded modules run, one
-    process for the modules of each key. If 0, modules run on the worker's threads."""
+    """Maximum number of processes of one controller worker in which uploaded modules run. A
+    process runs the modules of one key, or of one session if clients do not have keys, for one
+    tokenizer. If 0, modules run on the worker's threads."""
     guest_user: str = ""
     """The user under which guest processes run. The worker needs the right to change users. If
     empty, guest processes run under the worker's own user."""

@@ -271,16 +271,16 @@ export interface Generate {
    */
   readonly text?: boolean | undefined;
   /**
-   * The id or the tag of a module, or the name of a built-in constraint or of another controller of
-   * the controller workers. At most 256 in length.
+   * The tag or the id of a module, the first characters of the id (at least 8), or the name of a
+   * built-in constraint or of another controller of the controller workers. At most 256 in length.
    */
   readonly controller?: string | null | undefined;
   /** The argument of the controller. A text is passed unchanged, any other value as JSON. */
   readonly controller_arg?: string | Readonly<Record<string, Json>> | readonly Json[] | null | undefined;
   /**
    * Remove the last token of the prompt, and force the first sampled token to begin with the text
-   * of the removed token. The text of the stream begins after that text. This is not possible if
-   * `controller` is a module. Default: false.
+   * of the removed token. The text of the stream begins after that text. Only possible without a
+   * controller or with a built-in constraint. Default: false.
    */
   readonly heal_prompt?: boolean | undefined;
   /** Higher priorities are served first. At least -100, at most 100. Default: 0. */
@@ -474,7 +474,7 @@ export interface StatusRequest {
 }
 
 /**
- * `UPLOAD`: store a controller module, given as `data` or as attachment 0.
+ * `UPLOAD`: store a controller module or a script, given as `data` or as attachment 0.
  *
  * The answer is `MSG` with a `StoredModule` as its result.
  */
@@ -1536,7 +1536,7 @@ export function readTagged(sent: Sent<Tagged, "at" | "by">): Tagged {
   };
 }
 
-/** A controller module in the store of a tenant. */
+/** A controller module or a script in the store of a tenant. */
 export interface StoredModule {
   /** The id of the module: SHA-256 of the uploaded bytes, hexadecimal. */
   readonly module: string;
@@ -1545,7 +1545,7 @@ export interface StoredModule {
   readonly size: number;
   /** When the module was uploaded, in seconds since 1970. */
   readonly uploaded: number;
-  /** The interface that the module implements: `native` or `aici`. */
+  /** The interface that the module implements, `native` or `aici`; for a script, its language. */
   readonly abi: string;
   /** Whether the sequences that the module steers may fork. */
   readonly forks: boolean;
