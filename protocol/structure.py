@@ -46,7 +46,7 @@ class Tag(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     ``json`` content where the JSON value ends."""
     content: Literal["text", "json", "none"] = "text"
     schema: dict[str, Any] | bool | None = None
-    """The schema of ``json`` content; None if every value is valid."""
+    """The schema of ``json`` content; None if every JSON object is valid."""
     excludes: list[str] = []
     """Texts that the content may not contain."""
     kind: Kind = "text"
