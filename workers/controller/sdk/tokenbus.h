@@ -46,7 +46,7 @@
 // Define the calls that you need. By default pre_process continues, mid_process allows every token
 // and post_process continues. After tb_use_recognizer, the recognizer answers mid_process and
 // post_process if you do not define them. Arguments are valid during the call only. Limits are CPU
-// time.
+// time, and the operator can change them.
 
 // Called once, before all other calls, with the tokens of the prompt and the user's argument. A 0
 // byte, which arg_len does not count, follows the argument. Prepare your data here. Limit: 1000 ms.
@@ -64,7 +64,7 @@ __attribute__((weak)) tb_answer tb_mid_process(const uint32_t *fork_group, uint3
 
 // Called after `backtrack` tokens were dropped and `tokens` were appended. Returns tb_go_on or
 // tb_stop. After a sampled end-of-sequence token the sequence ends, unless the controller then
-// splices, forks or suspends. Limit: 1 ms.
+// appends, splices, forks or suspends, or the request has ignore_eos. Limit: 1 ms.
 __attribute__((weak)) tb_answer tb_post_process(const uint32_t *tokens, uint32_t n,
                                                 uint32_t backtrack);
 

@@ -102,8 +102,9 @@ static inline tb_answer tb_go_on(void) { return (tb_answer){.then = TB_GO_ON}; }
 
 // pre_process: suspends the sequence. pre_process is called again when another sequence of the
 // request has sampled a token, has written a variable or has ended. If all sequences are suspended,
-// pre_process is called again after 10 ms or later. After a tb_receive that found no input,
-// pre_process is called again only when an input arrives.
+// pre_process is called again after 10 ms or later, unless one of them waits for an input or a
+// tool. After a tb_receive that found no input, pre_process is called again only when an input
+// arrives.
 static inline tb_answer tb_suspend(void) { return (tb_answer){.then = TB_SUSPEND}; }
 
 // pre_process: forks into `in_all` sequences, including this sequence. Each of them continues with
