@@ -103,6 +103,7 @@ class Broker:
             b"RELEASED": adoption.on_released,
             b"REFUSED": dispatcher.on_refused,
             b"ORDER_DONE": rollouts.on_done,
+            b"FETCH_WEIGHTS": rollouts.on_fetch,
             b"PAGES": prefixes.on_pages,
             b"BUFFER": buffers.on_save,
             b"START": controllers.on_start,

@@ -242,7 +242,7 @@ class Leases:
             pid=message.pid,
             host=message.host,
             capacity=message.capacity,
-            models={m.name: m for m in message.models},
+            models=self._rollouts.current(message),
             patterns=message.patterns,
             default=message.default,
             tools={tool.name: tool for tool in message.tools},
@@ -295,7 +295,7 @@ class Leases:
         """Handles a changed registration: other models, patterns or tools, or another capacity."""
         pools = self._state.pools
         pools.remove(worker)
-        worker.models = {m.name: m for m in message.models}
+        worker.models = self._rollouts.current(message)
         worker.patterns = message.patterns
         worker.tools = {tool.name: tool for tool in message.tools}
         worker.default = message.default

@@ -25,6 +25,7 @@ RELAYED = frozenset(
         b"MODULE_TABLE_ANSWER",
         b"FETCH_MODULE",
         b"MODULE_BYTES",
+        b"WEIGHTS_PART",
     )
 )
 """The types of the messages that workers send to each other."""

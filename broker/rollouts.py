@@ -4,7 +4,7 @@ collects their answers.
 An update has two phases. First, all workers that have loaded the model read the new weights. If a
 worker cannot read the new weights, no worker uses them. Then the broker records the version and
 orders all workers to use it. A worker that is lost meanwhile receives the current version when it
-registers again.
+registers again. If this worker cannot read the weights, it receives them from another worker.
 """
 
 from __future__ import annotations
@@ -17,8 +17,17 @@ from msgspec.structs import replace
 
 from ..protocol.bodies import decode_as, error_body
 from ..protocol.errors import Code, RequestError, ServiceError, TokenbusError, UnavailableError
-from ..protocol.messages import Msg, PauseModel, ResumeModel, Rollout, UpdateWeights
-from ..protocol.worker_messages import ModelState, Order, OrderDone
+from ..protocol.header import encode_header
+from ..protocol.messages import ModelInfo, Msg, PauseModel, ResumeModel, Rollout, UpdateWeights
+from ..protocol.worker_messages import (
+    FetchWeights,
+    ModelState,
+    Order,
+    OrderDone,
+    Register,
+    WeightsPart,
+)
+from .outgoing import Outgoing, Side
 from .placement import Placement
 from .session import Session
 from .state import BrokerState
@@ -111,17 +120,10 @@ class Rollouts:
                 f"the weights of {model} are being updated; try again when that update has ended",
                 retry_after_s=RETRY_AFTER_S,
             )
-        workers = [w for w in self._serving(model) if model in w.models]
-        if not workers:
-            raise UnavailableError(
-                Code.NO_WORKER,
-                f"no worker has loaded the model {model!r}; send a request for the model first",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        new = replace(state, version=version, folder=message.folder)
+        new = replace(state, version=version, folder=message.folder, hashes={})
         order = self._order("prepare", new)
         order.update = message.mode
-        one = self._begin(session, message.stream_id, order, workers)
+        one = self._begin(session, message.stream_id, order, self._serving(model))
         one.give_up_at = self._state.now + message.timeout_s
 
     # --- messages of workers --------------------------------------------------------------------
@@ -152,6 +154,32 @@ class Rollouts:
             result.weights = result.weights or done.weights
         self._go_on(one)
 
+    def on_fetch(self, worker: Worker, frames: list[bytes]) -> None:
+        """Handles FETCH_WEIGHTS: passes the request to a worker that has the weights."""
+        fetch: FetchWeights = decode_as(FetchWeights, frames[2], "msgpack")
+        peers = [
+            other
+            for other in self._serving(fetch.model, worker)
+            if (info := other.models.get(fetch.model)) and info.path.weights == fetch.weights
+        ]
+        if peers:
+            peer = peers[fetch.turn % len(peers)]
+            sent = (b"FETCH_WEIGHTS", encode_header(0, worker.id), *frames[2:])
+            self._out.append(Outgoing(Side.BACK, peer.peer, sent, True))
+            return
+        error = f"no worker has the weights {fetch.weights} of {fetch.model}"
+        part = WeightsPart(model=fetch.model, weights=fetch.weights, error=error)
+        self._out.to_worker(worker, b"WEIGHTS_PART", part)
+
+    def current(self, message: Register) -> dict[str, ModelInfo]:
+        """The loaded models of a worker, by name. A model without its current weights is left out,
+        because its requests should go to other workers."""
+        return {
+            model.name: model
+            for model in message.models
+            if model.path.version >= self._state_of(model.name).version
+        }
+
     def on_lost(self, worker: Worker) -> None:
         """Handles the loss of a worker: its answers are not awaited any more. The worker receives
         the current states when it registers again."""
@@ -171,8 +199,7 @@ class Rollouts:
             if known is None:
                 self._states[reported.model] = reported
             elif reported.version > known.version:
-                new = replace(known, version=reported.version, folder=reported.folder)
-                self._states[reported.model] = new
+                self._states[reported.model] = replace(reported, paused=known.paused)
             if reported.version > (known.version if known is not None else 0):
                 self._send(self._order("commit", reported), self._serving(reported.model, worker))
 
@@ -222,6 +249,10 @@ class Rollouts:
             why = f"all workers of {order.model} were lost; the weights have not changed"
             self._give_up(one, UnavailableError(Code.WORKER_LOST, why, retry_after_s=RETRY_AFTER_S))
             return
+        if not one.read:
+            why = f"no worker has loaded the model {order.model!r}; send a request for it first"
+            self._give_up(one, UnavailableError(Code.NO_WORKER, why, retry_after_s=RETRY_AFTER_S))
+            return
         if order.version <= current.version:
             why = (
                 f"no worker has new weights, because {order.model} has version {current.version} "
@@ -229,8 +260,11 @@ class Rollouts:
             )
             self._give_up(one, RequestError(Code.CONFLICT, why, path="$.version"))
             return
-        self._states[order.model] = replace(current, version=order.version, folder=order.folder)
-        one.order = order = replace(order, action="commit")
+        hashes = {dtype: weights for dtype, (weights, _) in one.read.items()}
+        self._states[order.model] = replace(
+            current, version=order.version, folder=order.folder, hashes=hashes
+        )
+        one.order = order = replace(order, action="commit", hashes=hashes)
         workers = self._serving(order.model)
         one.awaited = {worker.id: worker for worker in workers}
         log.info("the weights of %s have version %d: %s", order.model, order.version, order.folder)
@@ -266,6 +300,7 @@ class Rollouts:
             model=state.model,
             version=state.version,
             folder=state.folder,
+            hashes=state.hashes,
         )
 
     def _send(self, order: Order, workers: Iterable[Worker]) -> None:

@@ -67,6 +67,9 @@ class ModelState(Struct, kw_only=True, omit_defaults=True):
     version: WeightsVersion = 0
     folder: str = ""
     """The folder of the weights; empty for version 0."""
+    hashes: dict[str, str] = {}
+    """``Span.weights`` of the current weights in each dtype in which a worker has read them. A
+    worker that cannot read the folder receives weights with this hash from another worker."""
     paused: PauseMode | None = None
 
 
@@ -235,6 +238,8 @@ class Order(Struct, kw_only=True, omit_defaults=True):
     model: str
     version: WeightsVersion = 0
     folder: str = ""
+    hashes: dict[str, str] = {}
+    """With ``commit``: ``ModelState.hashes``."""
     update: UpdateMode = "recompute"
     pause: PauseMode = "keep"
 
@@ -254,6 +259,37 @@ class OrderDone(Struct, kw_only=True, omit_defaults=True):
     """``Span.weights`` of the prepared weights."""
     dtype: str = ""
     """The dtype of the prepared weights. Weights of different dtypes cannot be compared."""
+
+
+class FetchWeights(Struct, kw_only=True, omit_defaults=True):
+    """``FETCH_WEIGHTS``: a GPU worker requests a part of the current weights of a model. The broker
+    passes the message to a GPU worker that has these weights, which answers with WEIGHTS_PART.
+
+    The worker requests the next part when it has received the previous part, so that at most one
+    part waits in the queues to the worker.
+    """
+
+    model: str
+    weights: Annotated[str, Meta(min_length=1)]
+    """The hash of the weights (``Span.weights``)."""
+    offset: Id = 0
+    """The first byte of the part in a safetensors file of the weights. All workers with these
+    weights make equal files."""
+    turn: Id = 0
+    """Selects one of the workers that have the weights. It is raised when a part does not
+    arrive."""
+
+
+class WeightsPart(Struct, kw_only=True, omit_defaults=True):
+    """``WEIGHTS_PART``: the answer to FETCH_WEIGHTS. Attachment 0 has the bytes of the part."""
+
+    model: str
+    weights: str
+    offset: Id = 0
+    size: Id = 0
+    """Number of bytes of the whole file."""
+    error: str = ""
+    """The reason why the attachment is missing."""
 
 
 class Pages(Struct, kw_only=True, omit_defaults=True):
@@ -754,6 +790,8 @@ _BETWEEN_WORKERS: dict[bytes, Any] = {
     b"MODULE_TABLE_ANSWER": ModuleTableAnswer,
     b"FETCH_MODULE": FetchModule,
     b"MODULE_BYTES": ModuleBytes,
+    b"FETCH_WEIGHTS": FetchWeights,
+    b"WEIGHTS_PART": WeightsPart,
 }
 """The messages that the broker forwards from one worker to another."""
 

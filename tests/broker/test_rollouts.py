@@ -7,8 +7,16 @@ from typing import Any
 import msgspec
 import pytest
 from tokenbus.broker.outgoing import Side
-from tokenbus.protocol.messages import ModelInfo
-from tokenbus.protocol.worker_messages import ModelState, Order, OrderDone, Unregister
+from tokenbus.protocol.header import Header
+from tokenbus.protocol.messages import ForwardPath, ModelInfo
+from tokenbus.protocol.worker_messages import (
+    FetchWeights,
+    ModelState,
+    Order,
+    OrderDone,
+    Unregister,
+    WeightsPart,
+)
 
 from ..worlds.broker import Bench, peer_of
 
@@ -102,8 +110,56 @@ def test_a_worker_that_is_lost_between_the_phases_returns_with_the_new_version(
     commit = the_order(bench, "a", "commit")
     [state] = bench.worker("b", models=[MODEL]).states
     assert (state.model, state.version, state.folder) == ("m", 1, "/weights/1")
+    assert state.hashes == commit.hashes == {"f": "w"}
     answer(bench, "a", commit)
     assert operator(bench)[1]["result"]["workers"] == 1
+
+
+def test_an_update_without_a_loaded_model_changes_nothing(bench: Bench) -> None:
+    for name in ("a", "b"):
+        bench.send(name, "UNREGISTER", Unregister())
+    bench.worker("c")
+    bench.client("operator", "UPDATE_WEIGHTS", UPDATE)
+    answer(bench, "c", the_order(bench, "c", "prepare"))
+    kind, error = operator(bench)
+    assert (kind, error["code"]) == ("ERROR", "no_worker")
+    assert "no worker has loaded the model 'm'" in error["message"]
+
+
+def with_weights(weights: str, version: int) -> ModelInfo:
+    return msgspec.structs.replace(MODEL, path=ForwardPath(weights=weights, version=version))
+
+
+def test_a_worker_gets_the_weights_from_the_workers_that_have_them(bench: Bench) -> None:
+    state = ModelState(model="m", version=1, hashes={"f": "w"})
+    for name in ("a", "b"):
+        bench.worker(name, models=[with_weights("w", 1)], states=[state])
+    registered = bench.worker("c", models=[MODEL])
+    assert registered.states == [state]
+    for turn, peer in ((0, "a"), (1, "b"), (2, "a")):
+        bench.send("c", "FETCH_WEIGHTS", FetchWeights(model="m", weights="w", turn=turn))
+        [(_, to)] = [m for m in bench.to_worker(peer) if m[0] == "FETCH_WEIGHTS"]
+        assert to.address == registered.worker
+        part = WeightsPart(model="m", weights="w", size=3)
+        bench.send(peer, "WEIGHTS_PART", part, Header(0, to.address))
+        assert [kind for kind, _ in bench.to_worker("c")] == ["WEIGHTS_PART"]
+    for name in ("a", "b"):
+        bench.send(name, "UNREGISTER", Unregister())
+    bench.send("c", "FETCH_WEIGHTS", FetchWeights(model="m", weights="w"))
+    assert [(kind, to.address) for kind, to in bench.to_worker("c")] == [("WEIGHTS_PART", 0)]
+
+
+def test_a_worker_with_outdated_weights_counts_as_one_that_has_not_loaded_the_model(
+    bench: Bench,
+) -> None:
+    state = ModelState(model="m", version=1, hashes={"f": "w"})
+    bench.worker("c", models=[with_weights("w", 1)], states=[state])
+    bench.worker("d", models=[MODEL])
+    loaded = {w.name: list(w.models) for w in bench.broker.state.workers.values()}
+    assert (loaded["c"], loaded["d"]) == (["m"], [])
+    bench.worker("d", models=[with_weights("w", 1)], update=True)
+    loaded = {w.name: list(w.models) for w in bench.broker.state.workers.values()}
+    assert loaded["d"] == ["m"]
 
 
 def test_an_update_whose_workers_are_all_lost_changes_nothing(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -15,6 +16,8 @@ from ..workers.gpu.changed_weights import write_embedded
 
 pytestmark = pytest.mark.process
 
+WAITS = "another worker may have version 1"
+"""A part of the log of a worker that cannot read the current weights from their folder."""
 WAIT_S = 300.0
 """Time limit of a wait, in seconds. It only bounds a hang."""
 
@@ -71,3 +74,35 @@ def test_weights_change_at_all_workers_or_at_none(tmp_path: Path) -> None:
         bus.workers.remove(stopped)
         bus.start_worker()
         until(lambda: versions(client) == [2, 2], WAIT_S, "two workers with version 2")
+
+
+def test_a_new_worker_gets_weights_that_are_no_longer_on_the_disk(tmp_path: Path) -> None:
+    """The worker is killed while it waits for the weights, and later the worker that should send
+    them."""
+    folder = write_embedded(tmp_path / "1")
+    with Bus(recover_s=0.1, allow=f"{tmp_path}/*") as bus, bus.client() as client:
+        first, second = bus.start_worker(), bus.start_worker()
+        bus.wait_for_models("embedded", workers=2)
+        done = Operator(client).update_weights(folder, timeout_s=WAIT_S)
+        wanted = list(client.generate([5, 6, 7], max_tokens=8, ignore_eos=True))
+        shutil.rmtree(folder)
+        for peer in (first, second):
+            peer.send(signal.SIGSTOP)
+        for kills in (True, False):
+            new = bus.start_worker()
+            until(lambda: WAITS in new.log, WAIT_S, "a worker that waits for weights")  # noqa: B023
+            if kills:
+                new.kill()
+                bus.workers.remove(new)
+        assert versions(client) == [1, 1]
+        first.kill()
+        bus.workers.remove(first)
+        until(lambda: versions(client) == [1], WAIT_S, "the loss of a worker")
+        second.send(signal.SIGCONT)
+        until(lambda: versions(client) == [1, 1], WAIT_S, "a worker with the weights of another")
+        second.kill()
+        bus.workers.remove(second)
+        stream = client.generate([5, 6, 7], max_tokens=8, ignore_eos=True)
+        assert [e.token for e in stream] == [e.token for e in wanted]
+        [(_, span)] = stream.sequences[0].spans
+        assert (span.version, span.weights) == (1, done.weights)

@@ -31,6 +31,7 @@ from ...protocol.worker_messages import (
     Claim,
     Claimed,
     FetchTokenizer,
+    FetchWeights,
     LiveRequest,
     Lost,
     Order,
@@ -39,6 +40,7 @@ from ...protocol.worker_messages import (
     Registered,
     Released,
     TokenizerAnswer,
+    WeightsPart,
 )
 from .. import bus
 from ..bus import Bus, FromBus, refused_frames
@@ -108,6 +110,7 @@ class GpuWorker:
             post=self._bus.post,
             changed=self._bus.changed,
             wake=self._bus.interrupt,
+            fetch=self._bus.post_to_any,
             cancel=self._cancel,
             held=self._steering.kept_ends,
         )
@@ -392,6 +395,12 @@ class GpuWorker:
                 self.stop("the broker has sent DRAIN")
             case b"ORDER":
                 self._rollouts.on_order(decode_as(Order, message.body, "msgpack"), message.link)
+            case b"FETCH_WEIGHTS":
+                fetch = decode_as(FetchWeights, message.body, "msgpack")
+                self._rollouts.on_fetch(fetch, message.header.address, message.link)
+            case b"WEIGHTS_PART":
+                part = decode_as(WeightsPart, message.body, "msgpack")
+                self._rollouts.on_part(part, message.attachments, message.header.address)
             case b"REGISTERED":
                 self._registered(decode_as(Registered, message.body, "msgpack"), message.link)
             case b"CLAIM":

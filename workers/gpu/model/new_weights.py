@@ -1,6 +1,7 @@
-"""New weights for a loaded model, read from a folder of safetensors files.
+"""New weights for a loaded model, read from safetensors files.
 
-``read_weights`` reads and checks all weights into host memory, on any thread, while the model runs.
+``read_weights`` reads and checks all weights of a folder into host memory, on any thread, while the
+model runs. ``read_received`` does so with a file that has arrived over the bus.
 ``NewWeights.copy_into`` then copies them into the model, between two steps. The model's tensors
 keep their addresses, so that native code and CUDA graphs read the new weights.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
 class WeightsError(Exception):
-    """The weights of a folder cannot replace those of the model; the message says why."""
+    """New weights do not fit the model, or cannot be read; the message names the tensor."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,7 +39,8 @@ class NewWeights:
     """Weights that fit a model, in host memory."""
 
     version: int
-    folder: str
+    source: str
+    """The folder, or another origin of the weights."""
     tensors: Mapping[str, torch.Tensor]
     """The weights by name, in the model's types. If several weights are tied, only one of them is
     included."""
@@ -56,18 +58,42 @@ class NewWeights:
         loaded.weights, loaded.version = self.weights, self.version
 
 
+@dataclass(slots=True, frozen=True)
+class _File:
+    """A safetensors file."""
+
+    path: Path
+    name: str
+    """The name of the file in errors."""
+    private: bool = False
+    """Whether no other process can change the file, so that its tensors need not be copied."""
+
+
 def read_weights(loaded: LoadedModel, folder: str, version: int) -> NewWeights:
     """Reads the weights of a folder, and checks their names, shapes, types and values against the
     loaded model, which does not change.
 
     Raises WeightsError.
     """
-    own = _own_tensors(loaded)
-    files = _files(Path(folder))
-    _check_names(own, files, folder)
+    own = own_tensors(loaded)
+    return _read_files(own, _files(Path(folder)), folder, version)
+
+
+def read_received(loaded: LoadedModel, path: Path, version: int, source: str) -> NewWeights:
+    """Like ``read_weights``, for one file that only this process can change. ``source``: the origin
+    of the weights, for errors and the log."""
+    file = _File(path, source, private=True)
+    return _read_files(own_tensors(loaded), _tensors_of([file]), source, version)
+
+
+def _read_files(
+    own: Mapping[str, torch.Tensor], files: Mapping[str, _File], source: str, version: int
+) -> NewWeights:
+    """Reads the tensors of the files. ``source``: a name for all files together."""
+    _check_names(own, files, source)
     size = sum(tensor.numel() * tensor.element_size() for tensor in own.values())
     available = psutil.virtual_memory().available
-    if size > available:
+    if size > available and not all(file.private for file in files.values()):
         raise WeightsError(
             f"the weights have {size} bytes, but only {available} bytes of memory are available on "
             "the worker's machine"
@@ -75,19 +101,19 @@ def read_weights(loaded: LoadedModel, folder: str, version: int) -> NewWeights:
     tensors: dict[str, torch.Tensor] = {}
     by_address: dict[Any, str] = {}
     for name, read in _read(own, files):
-        tied = by_address.setdefault(_place(own[name]), name)
+        tied = by_address.setdefault(place(own[name]), name)
         if tied == name:
             tensors[name] = read
         elif not torch.equal(tensors[tied], read):
             raise WeightsError(
                 f"the tensor {name!r} is tied to {tied!r} in the model, but has other values"
             )
-    whole = {name: tensors[by_address[_place(tensor)]] for name, tensor in own.items()}
-    return NewWeights(version, folder, tensors, version_of(whole))
+    whole = {name: tensors[by_address[place(tensor)]] for name, tensor in own.items()}
+    return NewWeights(version, source, tensors, version_of(whole))
 
 
-def _own_tensors(loaded: LoadedModel) -> dict[str, torch.Tensor]:
-    """The weights of the loaded model, by name."""
+def own_tensors(loaded: LoadedModel) -> dict[str, torch.Tensor]:
+    """The weights of the loaded model, by name. Raises WeightsError if they cannot be replaced."""
     if loaded.ranks is not None:
         raise WeightsError(
             f"{loaded.name} is spread over several devices (tp), and its weights cannot be "
@@ -108,7 +134,7 @@ def _own_tensors(loaded: LoadedModel) -> dict[str, torch.Tensor]:
     return own
 
 
-def _files(folder: Path) -> dict[str, Path]:
+def _files(folder: Path) -> dict[str, _File]:
     """The file of each tensor of a folder, by the tensor's name."""
     if not folder.is_dir():
         raise WeightsError(f"{str(folder)!r} is not a folder of this worker's machine")
@@ -129,20 +155,25 @@ def _files(folder: Path) -> dict[str, Path]:
         raise WeightsError(
             f"{str(folder)!r} has {len(paths)} safetensors files; expected 1 to {MAX_FILES}"
         )
-    found: dict[str, Path] = {}
-    for path in paths:
+    return _tensors_of([_File(path, path.name) for path in paths])
+
+
+def _tensors_of(files: Iterable[_File]) -> dict[str, _File]:
+    """The file of each tensor, by the tensor's name."""
+    found: dict[str, _File] = {}
+    for file in files:
         try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                names = list(file.keys())
+            with safe_open(file.path, framework="pt", device="cpu") as opened:
+                names = list(opened.keys())
         except (OSError, SafetensorError) as error:
-            raise WeightsError(f"cannot read {str(path)!r}: {error}") from None
+            raise WeightsError(f"cannot read {file.name!r}: {error}") from None
         for name in names:
             if name in found:
                 raise WeightsError(
-                    f"the tensor {name!r} is in {found[name].name} and in {path.name}; write it "
+                    f"the tensor {name!r} is in {found[name].name} and in {file.name}; write it "
                     "to one file"
                 )
-            found[name] = path
+            found[name] = file
     return found
 
 
@@ -153,70 +184,69 @@ def _plain(name: str) -> str:
     return name
 
 
-def _check_names(own: Mapping[str, torch.Tensor], files: Mapping[str, Path], folder: str) -> None:
-    """Raises WeightsError unless the files have each tensor of the model and no other. One of
-    several tied tensors is enough."""
-    there = {_place(own[name]) for name in files if name in own}
+def _check_names(own: Mapping[str, torch.Tensor], files: Mapping[str, _File], source: str) -> None:
+    """Raises WeightsError unless the files have each tensor of the model and no other."""
+    there = {place(own[name]) for name in files if name in own}
     for name, tensor in own.items():
-        if _place(tensor) not in there:
+        if place(tensor) not in there:
             raise WeightsError(
-                f"the tensor {name!r} of the model is missing in {folder!r}; expected all tensors "
+                f"the tensor {name!r} of the model is missing in {source!r}; expected all tensors "
                 "of the model, under its own names"
             )
-    for name, path in files.items():
+    for name, file in files.items():
         if name not in own:
             raise WeightsError(
-                f"{path.name} has a tensor {name!r}, which the model does not have; expected only "
+                f"{file.name} has a tensor {name!r}, which the model does not have; expected only "
                 "tensors of the model, under its own names"
             )
 
 
 def _read(
-    own: Mapping[str, torch.Tensor], files: Mapping[str, Path]
+    own: Mapping[str, torch.Tensor], files: Mapping[str, _File]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of the files, as copies in host memory. All shapes and types are checked before
-    the first tensor is read."""
-    by_file: dict[Path, list[str]] = {}
-    for name, path in files.items():
-        by_file.setdefault(path, []).append(name)
+    """The tensors of the files, in host memory. All shapes and types are checked before the first
+    tensor is read."""
+    by_file: dict[_File, list[str]] = {}
+    for name, file in files.items():
+        by_file.setdefault(file, []).append(name)
     for reads in (False, True):
-        for path, names in by_file.items():
+        for file, names in by_file.items():
             try:
-                with safe_open(path, framework="pt", device="cpu") as file:
+                with safe_open(file.path, framework="pt", device="cpu") as opened:
                     for name in names:
-                        part = file.get_slice(name)
-                        _check_form(name, own[name], part.get_shape(), part.get_dtype(), path)
+                        part = opened.get_slice(name)
+                        _check_form(name, own[name], part.get_shape(), part.get_dtype(), file)
                         if reads:
-                            yield name, _copied(name, file.get_tensor(name), own[name], path)
+                            yield name, _checked(name, opened.get_tensor(name), own[name], file)
             except (OSError, SafetensorError) as error:
-                raise WeightsError(f"cannot read {str(path)!r}: {error}") from None
+                raise WeightsError(f"cannot read {file.name!r}: {error}") from None
 
 
-def _check_form(name: str, own: torch.Tensor, shape: Any, dtype: str, path: Path) -> None:
+def _check_form(name: str, own: torch.Tensor, shape: Any, dtype: str, file: _File) -> None:
     if list(shape) != list(own.shape):
         raise WeightsError(
-            f"the tensor {name!r} in {path.name} has the shape {list(shape)}; the model's has "
+            f"the tensor {name!r} in {file.name} has the shape {list(shape)}; the model's has "
             f"{list(own.shape)}"
         )
     if dtype not in DTYPES:
         raise WeightsError(
-            f"the tensor {name!r} in {path.name} has the type {dtype}; expected one of "
+            f"the tensor {name!r} in {file.name} has the type {dtype}; expected one of "
             f"{', '.join(sorted(DTYPES))}"
         )
 
 
-def _copied(name: str, read: torch.Tensor, own: torch.Tensor, path: Path) -> torch.Tensor:
-    """A copy of a tensor in the model's type. The tensor is copied because the file may change
-    later."""
-    copied = torch.empty(read.shape, dtype=own.dtype)
-    copied.copy_(read)
-    if not torch.isfinite(copied).all():
+def _checked(name: str, read: torch.Tensor, own: torch.Tensor, file: _File) -> torch.Tensor:
+    """A tensor in the model's type. The tensor is copied if its file may change later."""
+    if not (file.private and read.dtype == own.dtype):
+        copied = torch.empty(read.shape, dtype=own.dtype)
+        read = copied.copy_(read)
+    if not torch.isfinite(read).all():
         raise WeightsError(
-            f"the tensor {name!r} in {path.name} has values that are not finite in {own.dtype}"
+            f"the tensor {name!r} in {file.name} has values that are not finite in {own.dtype}"
         )
-    return copied
+    return read
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+def place(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Identifies the memory of a tensor. Tied weights have the same memory."""
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()

@@ -2,7 +2,8 @@
 
 The broker sends each of these requests as ORDERs. New weights are read on a thread, while streams
 run, and replace the old ones between two steps. A new stream of a model waits until the worker has
-the model's current weights and the model is not paused.
+the model's current weights and the model is not paused. If the worker cannot read the current
+weights from their folder, it receives them from another worker.
 """
 
 from __future__ import annotations
@@ -20,14 +21,22 @@ from ....protocol.bodies import encode_body
 from ....protocol.errors import Code, RequestError
 from ....protocol.header import encode_header
 from ....protocol.messages import Cancel, UpdateMode
-from ....protocol.worker_messages import ModelState, Order, OrderDone
+from ....protocol.worker_messages import (
+    FetchWeights,
+    ModelState,
+    Order,
+    OrderDone,
+    WeightsPart,
+)
 from ..engine.engine import Engine, TokenOutput
 from ..model.allow_list import is_allowed
 from ..model.models import Models
-from ..model.new_weights import NewWeights, WeightsError, read_weights
+from ..model.new_weights import NewWeights, WeightsError, read_received, read_weights
+from ..model.weights_file import ReceivedFile
 from .arrivals import Arrivals
 from .live_streams import LiveStreams
 from .streams import Frames, Stream
+from .weights_exchange import Incoming, Sender
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +53,7 @@ class _Reading:
     engine: Engine
     version: int
     folder: str
+    """The folder of the weights; empty if the weights are not in a folder."""
     mode: UpdateMode = "recompute"
     prepare: tuple[Order, int] | None = None
     """The order that waits for the weights to be read, and the link over which it arrived."""
@@ -55,6 +65,29 @@ class _Reading:
     read: NewWeights | None = None
     link: int = -1
     """The link of ``prepare``."""
+    weights: str = ""
+    """The hash that the weights must have; empty if it is not known."""
+    incoming: Incoming | None = None
+    """The transfer from another worker; None if no transfer runs."""
+    attempts: int = 0
+    """Number of times that the worker has begun to receive the weights after an error."""
+    received: ReceivedFile | None = None
+    """The file that has arrived from another worker."""
+
+    def load(self) -> NewWeights:
+        """Reads the weights. Raises WeightsError."""
+        loaded = self.engine.loaded
+        if self.received is not None:
+            path, source = self.received.path, "another worker"
+            found = read_received(loaded, path, self.version, source)
+        else:
+            found = read_weights(loaded, self.folder, self.version)
+        if self.weights and found.weights != self.weights:
+            raise WeightsError(
+                f"the weights from {found.source} have the hash {found.weights}; expected "
+                f"{self.weights}, the hash of version {self.version}"
+            )
+        return found
 
 
 class Rollouts:
@@ -77,6 +110,7 @@ class Rollouts:
         self._streams = streams
         self._allow = allow
         self._calls = calls
+        self._sender = Sender(models, calls.post, calls.wake)
         self._states: dict[str, ModelState] = {}
         """By model: the version of the weights and the pause that the broker has ordered. The
         engine may not have these weights yet."""
@@ -124,6 +158,30 @@ class Rollouts:
             self._catch_up(state.model)
             self._settle(state.model)
 
+    def on_fetch(self, fetch: FetchWeights, address: int, link: int) -> None:
+        """Receives the request of another worker for a part of a model's weights."""
+        self._sender.add(fetch, address, link)
+
+    def on_part(self, part: WeightsPart, content: list[bytes], sender: int) -> None:
+        """Receives a part of the current weights of a model. ``sender``: the worker that has sent
+        the part; 0 if the broker knows no worker with these weights."""
+        reading = self._readings.get(part.model)
+        if reading is None or reading.incoming is None or reading.weights != part.weights:
+            return
+        try:
+            if part.error and not sender and (reading.folder or self._streams_of(part.model)):
+                raise WeightsError(part.error)
+            # Without a folder and streams, the worker waits until another worker registers with
+            # the weights, or until the next update.
+            if not reading.incoming.take(part, content):
+                return
+        except WeightsError as error:
+            del self._readings[part.model]
+            self._outdated(reading, str(error))
+            return
+        reading.received, reading.incoming = reading.incoming.file, None
+        self._read_soon(reading)
+
     def on_lease(self, link: int) -> None:
         """Called when a new lease begins at the broker of a link. Discards weights that this broker
         has ordered but not made the current ones."""
@@ -150,6 +208,10 @@ class Rollouts:
         read. Called between two steps."""
         while not self._read.empty():
             self._take_read(*self._read.get())
+        for reading in self._readings.values():
+            if reading.incoming is not None:
+                reading.incoming.ask_again()
+        self._sender.act()
         orders, self._orders = self._orders, []
         for order, link in orders:
             match order.action:
@@ -189,16 +251,17 @@ class Rollouts:
             self._begin(reading)
 
     def _reads_current(self, model: str) -> bool:
-        """Whether the current weights of a model are being read."""
+        """Whether the current weights of a model are being read. While they arrive from another
+        worker, an update may replace them by its own weights."""
         reading = self._readings.get(model)
-        return reading is not None and reading.committed
+        return reading is not None and reading.committed and reading.incoming is None
 
     def _commit(self, order: Order, link: int) -> None:
         """Records that a version of the weights is now a model's current version. The weights
         replace the old ones as soon as they have been read."""
         state = self._states.get(order.model) or ModelState(model=order.model)
         if order.version > state.version:
-            state = replace(state, version=order.version, folder=order.folder)
+            state = replace(state, version=order.version, folder=order.folder, hashes=order.hashes)
             self._states[order.model] = state
         self._catch_up(order.model, order.update)
         reading = self._readings.get(order.model)
@@ -215,27 +278,55 @@ class Rollouts:
         reading = self._readings.get(order.model)
         if reading is not None and not reading.committed and reading.version == order.version:
             del self._readings[order.model]
+            self._catch_up(order.model)
 
     def _catch_up(self, model: str, mode: UpdateMode = "recompute") -> None:
         """Begins to read the current weights of a loaded model that does not have them yet."""
-        engine, state = self._models.engines.get(model), self._states.get(model)
-        if engine is None or state is None or engine.loaded.version >= state.version:
+        if not self._lags(model):
             return
+        engine, state = self._models.engines[model], self._states[model]
         reading = self._readings.get(model)
+        weights = state.hashes.get(str(engine.loaded.dtype), "")
         if reading is None or (reading.engine, reading.version) != (engine, state.version):
             commits = reading.commits if reading is not None else []
-            reading = _Reading(model, engine, state.version, state.folder, commits=commits)
+            reading = _Reading(
+                model, engine, state.version, state.folder, commits=commits, weights=weights
+            )
             self._begin(reading)
-        reading.mode, reading.committed = mode, True
+        reading.mode, reading.committed, reading.weights = mode, True, weights
+
+    def _lags(self, model: str) -> bool:
+        """Whether a model is loaded with weights that are not the current ones."""
+        engine, state = self._models.engines.get(model), self._states.get(model)
+        return engine is not None and state is not None and engine.loaded.version < state.version
 
     def _begin(self, reading: _Reading) -> None:
         """Begins to read weights. If other weights of the model are being read, they are
         discarded."""
         before = self._readings.get(reading.model)
-        if before is not None and before.prepare is not None:
-            order, link = before.prepare
-            self._done(order, link, error="another update of the model has begun")
+        if before is not None:
+            replaced = [before.prepare] if before.prepare is not None else []
+            if before.commits is not reading.commits:
+                replaced += before.commits
+            for order, link in replaced:
+                self._done(order, link, error="another update of the model has begun")
         self._readings[reading.model] = reading
+        if reading.weights and not reading.folder:
+            self._receive(reading)
+        else:
+            self._read_soon(reading)
+
+    def _receive(self, reading: _Reading, turn: int = 0) -> None:
+        """Begins to receive weights from another worker. After a failed attempt, with ``turn``
+        above 0, the first part is requested later."""
+        model, loaded = reading.model, reading.engine.loaded
+        reading.received = None
+        reading.incoming = Incoming(model, loaded, reading.weights, self._calls.fetch, turn)
+        if not turn:
+            reading.incoming.ask()
+
+    def _read_soon(self, reading: _Reading) -> None:
+        """Reads weights on the thread of this object."""
         self._wanted.put(reading)
         if self._reader is None:
             self._reader = threading.Thread(target=self._read_all, name="weights", daemon=True)
@@ -247,7 +338,7 @@ class Rollouts:
             reading = self._wanted.get()
             found: NewWeights | WeightsError
             try:
-                found = read_weights(reading.engine.loaded, reading.folder, reading.version)
+                found = reading.load()
             except WeightsError as error:
                 found = error
             except Exception as error:
@@ -268,10 +359,16 @@ class Rollouts:
             weights = found.weights if isinstance(found, NewWeights) else ""
             dtype = str(reading.engine.loaded.dtype)
             self._done(order, link, error=error, weights=weights, dtype=dtype)
-        if error:
+        if error and reading.committed and reading.weights:
+            log.warning("%s; another worker may have version %d", error, reading.version)
+            self._receive(reading, reading.attempts)
+            reading.attempts += 1
+        elif error:
             del self._readings[reading.model]
             if reading.committed:
                 self._outdated(reading, error)
+            else:
+                self._catch_up(reading.model)
         elif reading.committed:
             self._replace(reading)
         self._settle(reading.model)
@@ -298,7 +395,7 @@ class Rollouts:
         self._arrivals.embeddings.restart(engine)
         log.info(
             "%s has version %d of its weights (%s) from %s: %d streams, %.1f ms, %s",
-            *(model, new.version, new.weights, new.folder, streams, pause_ms, reading.mode),
+            *(model, new.version, new.weights, new.source, streams, pause_ms, reading.mode),
         )
         self._calls.changed()
         for order, link in reading.commits:
@@ -350,11 +447,10 @@ class Rollouts:
     # --- details --------------------------------------------------------------------------------
 
     def _settle(self, model: str) -> None:
-        """Holds the new requests of a model if it is paused or gets new weights; otherwise begins
-        the requests that were held."""
-        state, reading = self._states.get(model), self._readings.get(model)
-        paused = state is not None and state.paused is not None
-        if paused or (reading is not None and reading.committed):
+        """Holds the new requests of a model if it is paused or does not have its current weights;
+        otherwise begins the requests that were held."""
+        state = self._states.get(model)
+        if (state is not None and state.paused is not None) or self._lags(model):
             self._arrivals.held.add(model)
         elif model in self._arrivals.held and self.failed is None:
             self._arrivals.held.discard(model)
@@ -395,7 +491,9 @@ class Calls:
     changed: Callable[[], None]
     """Called when the worker's registration (its models and their weights) has changed."""
     wake: Callable[[], None]
-    """Called on another thread when ``act`` has work."""
+    """Makes the loop call ``act`` soon; also called on another thread."""
+    fetch: Callable[[Frames, int], None]
+    """Sends frames to one of the brokers, which a number selects."""
     cancel: Callable[[Stream, Cancel], None]
     """Ends a stream."""
     held: Callable[[int], list[TokenOutput]]
