@@ -91,6 +91,7 @@ class Broker:
             b"PAUSE": rollouts.pause,
             b"RESUME": rollouts.resume,
             b"UPDATE_WEIGHTS": rollouts.update,
+            b"WEIGHTS": rollouts.send,
         }
         self._front = Front(state, sessions, dispatcher, ends, from_clients)
         self._leases = leases = Leases(state, dispatcher, adoption, drains, quotas, rollouts)

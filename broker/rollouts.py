@@ -1,5 +1,5 @@
-"""Handles PAUSE, RESUME and UPDATE_WEIGHTS: sends orders to all GPU workers of a model, and
-collects their answers.
+"""Handles PAUSE, RESUME, UPDATE_WEIGHTS and WEIGHTS: sends orders to all GPU workers of a model,
+and collects their answers.
 
 An update has two phases. First, all workers that have loaded the model read the new weights. If a
 worker cannot read the new weights, no worker uses them. Then the broker records the version and
@@ -18,7 +18,15 @@ from msgspec.structs import replace
 from ..protocol.bodies import decode_as, error_body
 from ..protocol.errors import Code, RequestError, ServiceError, TokenbusError, UnavailableError
 from ..protocol.header import encode_header
-from ..protocol.messages import ModelInfo, Msg, PauseModel, ResumeModel, Rollout, UpdateWeights
+from ..protocol.messages import (
+    ModelInfo,
+    Msg,
+    PauseModel,
+    ResumeModel,
+    Rollout,
+    SendWeights,
+    UpdateWeights,
+)
 from ..protocol.worker_messages import (
     FetchWeights,
     ModelState,
@@ -31,6 +39,7 @@ from .outgoing import Outgoing, Side
 from .placement import Placement
 from .session import Session
 from .state import BrokerState
+from .upload import Upload, check_source
 from .worker import RETRY_AFTER_S, Worker
 
 log = logging.getLogger(__name__)
@@ -56,6 +65,8 @@ class _Running:
     read: dict[str, tuple[str, str]] = field(default_factory=dict)
     """By dtype: the hash of the weights, and the name of the first worker that reported this
     hash."""
+    upload: Upload | None = None
+    """The weights that the operator sends; None if they are in a folder or in shared memory."""
     give_up_at: float = float("inf")
     """The time at which an update ends with the error ``timeout`` if a worker has not read the
     weights by then, in seconds."""
@@ -99,13 +110,7 @@ class Rollouts:
         message: UpdateWeights = decode_as(UpdateWeights, frames[1])
         model = self._model(message.model)
         state = self._state_of(model)
-        if not message.folder.startswith("/"):
-            raise RequestError(
-                Code.INVALID_FIELD,
-                f"the folder {message.folder!r} is a relative path; expected an absolute path on "
-                "the workers' machines",
-                path="$.folder",
-            )
+        check_source(message)
         version = message.version or state.version + 1
         if version <= state.version:
             raise RequestError(
@@ -123,8 +128,33 @@ class Rollouts:
         new = replace(state, version=version, folder=message.folder, hashes={})
         order = self._order("prepare", new)
         order.update = message.mode
+        order.shared, order.size, order.sha256 = message.shared, message.size, message.sha256
+        upload = None
+        if not message.folder and not message.shared:
+            upload = Upload(message.size, message.sha256)
         one = self._begin(session, message.stream_id, order, self._serving(model))
+        one.upload = upload
         one.give_up_at = self._state.now + message.timeout_s
+
+    def send(self, session: Session, frames: list[bytes]) -> None:
+        """Handles WEIGHTS: passes the next part of new weights to the workers that read them."""
+        message: SendWeights = decode_as(SendWeights, frames[1])
+        part = frames[2] if len(frames) > 2 else b""
+        uploads = (
+            (one, one.upload)
+            for one in self._running.values()
+            if one.session is session and one.upload is not None
+        )
+        one, upload = next((o for o in uploads if o[1].sha256 == message.sha256), (None, None))
+        if one is None or upload is None or one.order.action != "prepare":
+            raise RequestError(
+                Code.CONFLICT,
+                "no update of this session waits for weights with this sha256; send "
+                "UPDATE_WEIGHTS with their size and sha256 first",
+                path="$.sha256",
+            )
+        upload.add(message, part)
+        self._pass_on(one, upload)
 
     # --- messages of workers --------------------------------------------------------------------
 
@@ -157,6 +187,13 @@ class Rollouts:
     def on_fetch(self, worker: Worker, frames: list[bytes]) -> None:
         """Handles FETCH_WEIGHTS: passes the request to a worker that has the weights."""
         fetch: FetchWeights = decode_as(FetchWeights, frames[2], "msgpack")
+        if fetch.order:
+            one = self._running.get(fetch.order)
+            if one is not None and one.upload is not None and worker.id in one.awaited:
+                if fetch.offset == one.upload.offset:
+                    one.upload.ready.add(worker.id)
+                self._pass_on(one, one.upload)
+            return
         peers = [
             other
             for other in self._serving(fetch.model, worker)
@@ -206,7 +243,11 @@ class Rollouts:
     def tick(self, now: float) -> None:
         """Gives up updates that are still in the first phase when their time is over."""
         for one in list(self._running.values()):
-            if one.order.action == "prepare" and now > one.give_up_at:
+            if one.upload is not None and not one.session.alive:
+                why = "no worker has new weights, because the session that sent them has ended"
+                if one.order.action == "prepare":
+                    self._give_up(one, ServiceError(Code.TIMEOUT, why))
+            elif one.order.action == "prepare" and now > one.give_up_at:
                 names = ", ".join(sorted(w.name for w in one.awaited.values()))
                 why = f"no worker has new weights, because they were not read in time by: {names}"
                 self._give_up(one, ServiceError(Code.TIMEOUT, why))
@@ -235,12 +276,23 @@ class Rollouts:
     def _go_on(self, one: _Running) -> None:
         """Continues with the next phase if all workers have answered."""
         if one.awaited:
+            if one.upload is not None and one.order.action == "prepare":
+                self._pass_on(one, one.upload)
             return
         if one.order.action == "prepare":
             self._commit(one)
             return
         del self._running[one.order.number]
         self._out.to_session(one.session, b"MSG", Msg(stream_id=one.stream_id, result=one.result))
+
+    def _pass_on(self, one: _Running, upload: Upload) -> None:
+        """Passes the part that waits to the workers, if all of them have requested it."""
+        if not upload.part or not one.awaited.keys() <= upload.ready:
+            return
+        for worker in one.awaited.values():
+            self._out.append(Outgoing(Side.BACK, worker.peer, upload.frames(one.order), True))
+        answer = Msg(stream_id=upload.stream_id, result={"sent": upload.passed_on()})
+        self._out.to_session(one.session, b"MSG", answer)
 
     def _commit(self, one: _Running) -> None:
         """Begins the second phase. From now on, the new weights are the model's current weights."""
@@ -279,6 +331,9 @@ class Rollouts:
         self._out.count_error(error)
         body = error_body(error, one.stream_id, b"UPDATE_WEIGHTS")
         self._out.to_session(one.session, b"ERROR", body)
+        if one.upload is not None and one.upload.part:
+            body = error_body(error, one.upload.stream_id, b"WEIGHTS")
+            self._out.to_session(one.session, b"ERROR", body)
 
     # --- parts of the phases --------------------------------------------------------------------
 

@@ -226,9 +226,11 @@ class AsyncClient(BaseClient):
     async def ask(self, call: Call) -> Msg:
         """The answer to a call that is not a stream. Other modules of the package use this
         method."""
-        stream = self._stream(call, None)
-        await stream.wait()
-        return stream.answer or Msg(stream_id=0)
+        return await answer_to(self.begin(call))
+
+    def begin(self, call: Call) -> AsyncStream:
+        """Sends a call that is not a stream; ``answer_to`` waits for the answer."""
+        return self._stream(call, None)
 
     def _stream(
         self, call: Call, on_system: OnSystem | None, recorder: Recorder | None = None
@@ -243,3 +245,9 @@ def _model_info(stream: AsyncStream) -> ModelInfo | None:
     stream.read_arrived()
     info = stream.answer.model_info if stream.answer is not None else None
     return info if isinstance(info, ModelInfo) else None
+
+
+async def answer_to(begun: AsyncStream) -> Msg:
+    """The answer to a call that was sent by ``AsyncClient.begin``."""
+    await begun.wait()
+    return begun.answer or Msg(stream_id=0)

@@ -21,6 +21,7 @@ from ..protocol.messages import (
     PauseModel,
     ResumeModel,
     Score,
+    SendWeights,
     StatusRequest,
     System,
     Tag,
@@ -49,6 +50,7 @@ Request = (
     | PauseModel
     | ResumeModel
     | UpdateWeights
+    | SendWeights
 )
 
 

@@ -225,6 +225,14 @@ class Client(BaseClient):
     def ask(self, call: Call) -> Msg:
         """The answer to a call that is not a stream. Other modules of the package use this
         method."""
-        stream = Stream(self, self._connection, call, None)
-        stream.wait()
-        return stream.answer or Msg(stream_id=0)
+        return answer_to(self.begin(call))
+
+    def begin(self, call: Call) -> Stream:
+        """Sends a call that is not a stream; ``answer_to`` waits for the answer."""
+        return Stream(self, self._connection, call, None)
+
+
+def answer_to(begun: Stream) -> Msg:
+    """The answer to a call that was sent by ``Client.begin``."""
+    begun.wait()
+    return begun.answer or Msg(stream_id=0)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import ExitStack
 from pathlib import Path
 
 from ..protocol.messages import PauseMode, Rollout, UpdateMode
 from .async_client import AsyncClient
-from .client import Client
+from .async_client import answer_to as async_answer_to
+from .client import Client, answer_to
 from .request_options import (
     DRAIN_S,
     drain_call,
     drained_requests,
+    file_call,
+    part_call,
     pause_call,
     resume_call,
     rollout_of,
     update_call,
 )
+from .weights_content import SHARED, Weights, opened
 
 
 class Operator:
@@ -63,6 +69,40 @@ class Operator:
         the update fails if a worker has not read the files."""
         return rollout_of(self._client.ask(update_call(folder, model, version, mode, timeout_s)))
 
+    def send_weights(
+        self,
+        weights: Weights,
+        model: str = "",
+        *,
+        version: int = 0,
+        mode: UpdateMode = "recompute",
+        timeout_s: float = DRAIN_S,
+    ) -> Rollout:
+        """Like ``update_weights``, but sends the weights over the bus. ``weights``: the content of
+        a safetensors file, for example of ``safetensors.torch.save``, or the path of such a file on
+        this machine. It must not change meanwhile."""
+        with opened(weights) as content:
+            update = self._client.begin(file_call(content, model, version, mode, timeout_s))
+            for offset, part in content.parts():
+                self._client.ask(part_call(content, offset, part, timeout_s))
+        return rollout_of(answer_to(update))
+
+    def share_weights(
+        self,
+        name: str,
+        model: str = "",
+        *,
+        version: int = 0,
+        mode: UpdateMode = "recompute",
+        timeout_s: float = DRAIN_S,
+    ) -> Rollout:
+        """Like ``update_weights``, but the weights are in shared memory of POSIX with this name, as
+        one safetensors file. This program and all workers of the model must run on one machine. The
+        memory may be removed after this call."""
+        with opened(SHARED / name) as content:
+            call = file_call(content, model, version, mode, timeout_s, shared=name)
+            return rollout_of(self._client.ask(call))
+
 
 class AsyncOperator:
     """The operator's calls of an asyncio client; see ``Operator``."""
@@ -96,3 +136,35 @@ class AsyncOperator:
         """Replaces the weights of a model; see ``Operator.update_weights``."""
         call = update_call(folder, model, version, mode, timeout_s)
         return rollout_of(await self._client.ask(call))
+
+    async def send_weights(
+        self,
+        weights: Weights,
+        model: str = "",
+        *,
+        version: int = 0,
+        mode: UpdateMode = "recompute",
+        timeout_s: float = DRAIN_S,
+    ) -> Rollout:
+        """Sends new weights over the bus; see ``Operator.send_weights``."""
+        with ExitStack() as stack:
+            content = await asyncio.to_thread(stack.enter_context, opened(weights))
+            update = self._client.begin(file_call(content, model, version, mode, timeout_s))
+            for offset, part in content.parts():
+                await self._client.ask(part_call(content, offset, part, timeout_s))
+        return rollout_of(await async_answer_to(update))
+
+    async def share_weights(
+        self,
+        name: str,
+        model: str = "",
+        *,
+        version: int = 0,
+        mode: UpdateMode = "recompute",
+        timeout_s: float = DRAIN_S,
+    ) -> Rollout:
+        """Uses new weights in shared memory; see ``Operator.share_weights``."""
+        with ExitStack() as stack:
+            content = await asyncio.to_thread(stack.enter_context, opened(SHARED / name))
+            call = file_call(content, model, version, mode, timeout_s, shared=name)
+            return rollout_of(await self._client.ask(call))

@@ -27,6 +27,7 @@ from ..protocol.messages import (
     ResumeModel,
     Rollout,
     Score,
+    SendWeights,
     StatusRequest,
     StoredModule,
     System,
@@ -39,6 +40,7 @@ from ..protocol.messages import (
 )
 from .calls import Call
 from .tracing import identify
+from .weights_content import WeightsContent
 
 Prompt = str | Sequence[int]
 """Text, which the worker tokenizes, or token ids."""
@@ -253,6 +255,35 @@ def update_call(
         timeout_s=timeout_s,
     )
     return Call(b"UPDATE_WEIGHTS", message, timeout_s=2 * timeout_s)
+
+
+def file_call(
+    weights: WeightsContent,
+    model: str,
+    version: int,
+    mode: UpdateMode,
+    timeout_s: float,
+    shared: str = "",
+) -> Call:
+    """The call of an UPDATE_WEIGHTS whose weights are sent over the bus, or are in the shared
+    memory ``shared``."""
+    message = UpdateWeights(
+        stream_id=0,
+        shared=shared,
+        size=weights.size,
+        sha256=weights.sha256,
+        model=model,
+        version=version,
+        mode=mode,
+        timeout_s=timeout_s,
+    )
+    return Call(b"UPDATE_WEIGHTS", message, timeout_s=2 * timeout_s)
+
+
+def part_call(weights: WeightsContent, offset: int, part: bytes, timeout_s: float) -> Call:
+    """The call of a WEIGHTS."""
+    message = SendWeights(stream_id=0, sha256=weights.sha256, offset=offset)
+    return Call(b"WEIGHTS", message, (part,), timeout_s=timeout_s)
 
 
 def rollout_of(answer: Msg) -> Rollout:

@@ -238,6 +238,11 @@ class Order(Struct, kw_only=True, omit_defaults=True):
     model: str
     version: WeightsVersion = 0
     folder: str = ""
+    shared: str = ""
+    size: Id = 0
+    sha256: str = ""
+    """With ``prepare``: the fields of UPDATE_WEIGHTS. If the weights are neither in a folder nor in
+    shared memory, the worker requests them with FETCH_WEIGHTS."""
     hashes: dict[str, str] = {}
     """With ``commit``: ``ModelState.hashes``."""
     update: UpdateMode = "recompute"
@@ -262,8 +267,9 @@ class OrderDone(Struct, kw_only=True, omit_defaults=True):
 
 
 class FetchWeights(Struct, kw_only=True, omit_defaults=True):
-    """``FETCH_WEIGHTS``: a GPU worker requests a part of the current weights of a model. The broker
-    passes the message to a GPU worker that has these weights, which answers with WEIGHTS_PART.
+    """``FETCH_WEIGHTS``: a GPU worker requests a part of the weights of a model. The broker passes
+    the message to a GPU worker that has these weights, which answers with WEIGHTS_PART. With
+    ``order``, the broker answers when the operator has sent the part.
 
     The worker requests the next part when it has received the previous part, so that at most one
     part waits in the queues to the worker.
@@ -271,7 +277,9 @@ class FetchWeights(Struct, kw_only=True, omit_defaults=True):
 
     model: str
     weights: Annotated[str, Meta(min_length=1)]
-    """The hash of the weights (``Span.weights``)."""
+    """The hash of the weights (``Span.weights``), or ``Order.sha256``."""
+    order: Id = 0
+    """``Order.number`` of the order that the worker follows; 0 for the current weights."""
     offset: Id = 0
     """The first byte of the part in a safetensors file of the weights. All workers with these
     weights make equal files."""

@@ -208,7 +208,7 @@ def test_a_pause_is_answered_by_all_workers_and_holds_for_later_ones(bench: Benc
     assert [s.paused for s in bench.worker("d").states] == [None]
 
 
-@pytest.mark.parametrize("kind", ["PAUSE", "RESUME", "UPDATE_WEIGHTS"])
+@pytest.mark.parametrize("kind", ["PAUSE", "RESUME", "UPDATE_WEIGHTS", "WEIGHTS"])
 def test_only_the_operator_may_change_a_model(bench: Bench, kind: str) -> None:
     bench.client("g", "HELLO", {"capabilities": ["gateway"]})
     for name, key in (("g", ""), ("k", "a tenant")):
@@ -221,6 +221,10 @@ def test_only_the_operator_may_change_a_model(bench: Bench, kind: str) -> None:
     ("change", "code", "said"),
     [
         ({"folder": "weights"}, "invalid_field", "is a relative path"),
+        ({"folder": ""}, "invalid_field", "this update names no weights; expected a folder, or"),
+        ({"size": 5}, "invalid_field", "has a folder and also the name, size or sha256"),
+        ({"folder": "", "shared": "../x"}, "invalid_field", "is not the name of shared memory"),
+        ({"folder": "", "size": 5, "sha256": "A" * 64}, "invalid_field", "is not a SHA-256"),
         ({"model": "other"}, "unknown_model", "served are: m"),
         ({"mode": "fast"}, "invalid_field", "expected 'keep' or 'recompute', not 'fast' at $.mode"),
     ],
@@ -245,3 +249,101 @@ def test_a_model_has_one_update_at_a_time(bench: Bench) -> None:
     bench.client("operator", "UPDATE_WEIGHTS", UPDATE)
     [(kind, error)] = bench.client("operator", "UPDATE_WEIGHTS", UPDATE | {"stream_id": 6})
     assert (kind, error["code"]) == ("ERROR", "queue_full")
+
+
+SENT = {"stream_id": 5, "model": "m", "size": 5, "sha256": "a" * 64}
+
+
+def send(bench: Bench, offset: int, part: bytes, stream: int = 6) -> list[tuple[str, Any]]:
+    """The operator sends a part of the weights; returns the immediate answers."""
+    body = {"stream_id": stream, "sha256": "a" * 64, "offset": offset}
+    frames = [b"WEIGHTS", msgspec.json.encode(body), part]
+    out = bench.broker.on_client(peer_of("operator"), frames, bench.now)
+    bench.sent += out
+    return bench.to_client("operator")
+
+
+def fetch(bench: Bench, name: str, order: Order, offset: int) -> None:
+    request = FetchWeights(model="m", weights="a" * 64, order=order.number, offset=offset)
+    bench.send(name, "FETCH_WEIGHTS", request)
+
+
+def received(bench: Bench, name: str) -> list[tuple[int, bytes]]:
+    """The parts that were passed to a worker since the last call."""
+    mine = [m for m in bench.sent if m.side is Side.BACK and m.peer == peer_of(name)]
+    bench.sent = [m for m in bench.sent if m not in mine]
+    parts = [m.frames for m in mine if m.frames[0] == b"WEIGHTS_PART"]
+    return [(msgspec.msgpack.decode(f[2], type=WeightsPart).offset, f[3]) for f in parts]
+
+
+def test_a_part_is_passed_on_when_all_workers_have_requested_it(bench: Bench) -> None:
+    assert bench.client("operator", "UPDATE_WEIGHTS", SENT) == []
+    first, second = (the_order(bench, name, "prepare") for name in ("a", "b"))
+    assert (first.folder, first.size, first.sha256) == ("", 5, "a" * 64)
+    fetch(bench, "a", first, 0)
+    assert send(bench, 0, b"abc") == []
+    assert received(bench, "a") == []
+    fetch(bench, "b", second, 0)
+    assert bench.to_client("operator") == [("MSG", {"stream_id": 6, "result": {"sent": 3}})]
+    assert [received(bench, name) for name in ("a", "b")] == [[(0, b"abc")]] * 2
+    fetch(bench, "a", first, 0)  # A request that was repeated before the part arrived.
+    fetch(bench, "a", first, 3)
+    assert send(bench, 3, b"de") == []
+    bench.send("b", "UNREGISTER", Unregister())
+    assert bench.to_client("operator")[0][1]["result"] == {"sent": 5}
+    assert received(bench, "a") == [(3, b"de")]
+    answer(bench, "a", first, weights="w", dtype="f")
+    commit = the_order(bench, "a", "commit")
+    assert commit.hashes == {"f": "w"}
+    answer(bench, "a", commit)
+    assert operator(bench)[1]["result"]["version"] == 1
+
+
+def test_a_part_that_waits_ends_with_its_update(bench: Bench) -> None:
+    bench.client("operator", "UPDATE_WEIGHTS", SENT)
+    first, second = (the_order(bench, name, "prepare") for name in ("a", "b"))
+    fetch(bench, "a", first, 0)
+    assert send(bench, 0, b"abc") == []
+    answer(bench, "b", second, error="too large")
+    errors = bench.to_client("operator")
+    assert [(kind, e["stream_id"], e["code"]) for kind, e in errors] == [
+        ("ERROR", 5, "invalid_field"),
+        ("ERROR", 6, "invalid_field"),
+    ]
+    assert "b cannot have them: too large" in errors[1][1]["message"]
+
+
+def test_an_update_ends_with_the_session_that_sends_its_weights(bench: Bench) -> None:
+    bench.client("operator", "UPDATE_WEIGHTS", SENT)
+    the_order(bench, "a", "prepare")
+    bench.client("operator", "BYE")
+    bench.pass_time(0.5)
+    the_order(bench, "a", "drop")
+
+
+@pytest.mark.parametrize(
+    ("offset", "part", "code", "said"),
+    [
+        (1, b"a", "invalid_field", "expected the part from byte 0 on"),
+        (0, b"", "too_large", "has 0 bytes; expected 1 to 5"),
+        (0, b"abcdef", "too_large", "has 6 bytes; expected 1 to 5"),
+    ],
+)
+def test_a_wrong_part_is_refused(
+    bench: Bench, offset: int, part: bytes, code: str, said: str
+) -> None:
+    bench.client("operator", "UPDATE_WEIGHTS", SENT)
+    [(kind, error)] = send(bench, offset, part)
+    assert (kind, error["code"]) == ("ERROR", code)
+    assert said in error["message"]
+    [(kind, error)] = bench.client("operator", "WEIGHTS", {"stream_id": 6, "sha256": "b" * 64})
+    assert (kind, error["code"]) == ("ERROR", "conflict")
+    assert "send UPDATE_WEIGHTS with their size and sha256 first" in error["message"]
+    received(bench, "a")
+
+
+def test_only_one_part_waits_at_the_broker(bench: Bench) -> None:
+    bench.client("operator", "UPDATE_WEIGHTS", SENT)
+    assert send(bench, 0, b"ab") == []
+    [(kind, error)] = send(bench, 2, b"cd", stream=7)
+    assert (kind, error["stream_id"], error["code"]) == ("ERROR", 7, "invalid_field")

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import shutil
+import asyncio
 import signal
 import threading
+from functools import partial
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
-from tokenbus.clients import Client, RequestError, Rollout, Stream
-from tokenbus.clients.operator import Operator
+from tokenbus.clients import AsyncClient, Client, RequestError, Rollout, Stream
+from tokenbus.clients.operator import AsyncOperator, Operator
 
 from ..processes import Bus, until
 from ..workers.gpu.changed_weights import write_embedded
 
 pytestmark = pytest.mark.process
 
-WAITS = "another worker may have version 1"
-"""A part of the log of a worker that cannot read the current weights from their folder."""
+WAITS = "embedded gets version 2 from another worker"
+"""A part of the log of a worker that waits for the current weights."""
 WAIT_S = 300.0
 """Time limit of a wait, in seconds. It only bounds a hang."""
 
@@ -76,16 +78,33 @@ def test_weights_change_at_all_workers_or_at_none(tmp_path: Path) -> None:
         until(lambda: versions(client) == [2, 2], WAIT_S, "two workers with version 2")
 
 
-def test_a_new_worker_gets_weights_that_are_no_longer_on_the_disk(tmp_path: Path) -> None:
-    """The worker is killed while it waits for the weights, and later the worker that should send
-    them."""
-    folder = write_embedded(tmp_path / "1")
-    with Bus(recover_s=0.1, allow=f"{tmp_path}/*") as bus, bus.client() as client:
-        first, second = bus.start_worker(), bus.start_worker()
+def test_workers_get_weights_over_the_bus_and_from_each_other(tmp_path: Path) -> None:
+    """Three processes are killed: a worker to which the operator sends weights, a worker that gets
+    weights from another worker, and the other worker."""
+    files = [Path(write_embedded(tmp_path / n, int(n))) / "model.safetensors" for n in ("1", "2")]
+    with Bus(recover_s=0.1) as bus, bus.client() as client:
+        first, stopped = bus.start_worker(), bus.start_worker()
         bus.wait_for_models("embedded", workers=2)
-        done = Operator(client).update_weights(folder, timeout_s=WAIT_S)
-        wanted = list(client.generate([5, 6, 7], max_tokens=8, ignore_eos=True))
-        shutil.rmtree(folder)
+        stream = begun(client, 1)
+        stopped.send(signal.SIGSTOP)
+        results: list[Rollout] = []
+        sends = partial(Operator(client).send_weights, files[0], timeout_s=WAIT_S)
+        sending = threading.Thread(target=lambda: results.append(sends()))
+        sending.start()
+        stopped.kill()
+        bus.workers.remove(stopped)
+        sending.join(WAIT_S)
+        assert [(one.version, one.workers) for one in results] == [(1, 1)]
+        assert sum(1 for _ in stream)
+        second = bus.start_worker()
+        until(lambda: versions(client) == [1, 1], WAIT_S, "two workers with version 1")
+
+        done = asyncio.run(shared(bus.front, files[1]))
+        assert (done.version, done.workers) == (2, 2)
+        with pytest.raises(RequestError, match="cannot read 'the bus'"):
+            Operator(client).send_weights(b"no safetensors file", timeout_s=WAIT_S)
+        assert versions(client) == [2, 2]
+
         for peer in (first, second):
             peer.send(signal.SIGSTOP)
         for kills in (True, False):
@@ -94,15 +113,28 @@ def test_a_new_worker_gets_weights_that_are_no_longer_on_the_disk(tmp_path: Path
             if kills:
                 new.kill()
                 bus.workers.remove(new)
-        assert versions(client) == [1, 1]
         first.kill()
         bus.workers.remove(first)
-        until(lambda: versions(client) == [1], WAIT_S, "the loss of a worker")
+        until(lambda: versions(client) == [2], WAIT_S, "the loss of a worker")
         second.send(signal.SIGCONT)
-        until(lambda: versions(client) == [1, 1], WAIT_S, "a worker with the weights of another")
+        until(lambda: versions(client) == [2, 2], WAIT_S, "a worker with the weights of another")
         second.kill()
         bus.workers.remove(second)
-        stream = client.generate([5, 6, 7], max_tokens=8, ignore_eos=True)
-        assert [e.token for e in stream] == [e.token for e in wanted]
+        stream = client.generate([5, 6, 7], max_tokens=4, ignore_eos=True)
+        assert sum(1 for _ in stream) == 4
         [(_, span)] = stream.sequences[0].spans
-        assert (span.version, span.weights) == (1, done.weights)
+        assert (span.version, span.weights) == (2, done.weights)
+
+
+async def shared(front: str, file: Path) -> Rollout:
+    """Updates the weights with a file's content in shared memory, which is then removed."""
+    memory = SharedMemory(create=True, size=file.stat().st_size)
+    try:
+        content, buffer = file.read_bytes(), memory.buf
+        assert buffer is not None
+        buffer[: len(content)] = content
+        async with AsyncClient(front) as client:
+            return await AsyncOperator(client).share_weights(memory.name, timeout_s=WAIT_S)
+    finally:
+        memory.close()
+        memory.unlink()

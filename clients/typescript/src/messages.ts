@@ -580,6 +580,10 @@ export interface ResumeModel {
 /**
  * `UPDATE_WEIGHTS`: the workers of a model replace the model's weights while streams run.
  *
+ * The weights are in `folder`, or in one safetensors file with `size` and `sha256`. This file is in
+ * the shared memory `shared` of the workers' machine or, without `shared`, arrives in the WEIGHTS
+ * that follow this message.
+ *
  * Each worker first reads and checks the new weights. If all of these checks succeed, each worker
  * replaces its weights between two steps. Otherwise the answer is an `ERROR`, and no worker has
  * changed its weights.
@@ -589,9 +593,20 @@ export interface UpdateWeights {
   readonly stream_id: number;
   /**
    * The folder of the safetensors files, an absolute path on the workers' machines that their
-   * setting `allow` admits. At least 1, at most 4096 in length.
+   * setting `allow` admits. At most 4096 in length.
    */
-  readonly folder: string;
+  readonly folder?: string | undefined;
+  /**
+   * The name of the shared memory that begins with the file, as for `shm_open`. At most 255 in
+   * length.
+   */
+  readonly shared?: string | undefined;
+  /** Number of bytes of the file. At least 0. Default: 0. */
+  readonly size?: number | undefined;
+  /**
+   * SHA-256 of the file, hexadecimal. Weights with another hash are not used. At most 64 in length.
+   */
+  readonly sha256?: string | undefined;
   /** The name of the model; if empty, the default model. At most 1024 in length. */
   readonly model?: string | undefined;
   /**
@@ -609,6 +624,24 @@ export interface UpdateWeights {
    * than 0, at most 86400. Default: 600.
    */
   readonly timeout_s?: number | undefined;
+}
+
+/**
+ * `WEIGHTS`: the next part of the file of an UPDATE_WEIGHTS. The bytes are attachment 0.
+ *
+ * The answer, a `MSG` with `{"sent": number}` as its result, comes when the broker has passed the
+ * part to all workers that read the weights. It has the number of bytes that were passed so far.
+ * Only the operator may send WEIGHTS.
+ */
+export interface SendWeights {
+  /** At least 0, at most 9223372036854775807. */
+  readonly stream_id: number;
+  /**
+   * `UpdateWeights.sha256` of the update, which the same session has sent. At most 64 in length.
+   */
+  readonly sha256: string;
+  /** Number of bytes of all earlier parts. At least 0. Default: 0. */
+  readonly offset?: number | undefined;
 }
 
 /** `PING`: answered by `PONG` with the same number. PINGs keep the session from expiring. */
@@ -1611,6 +1644,7 @@ export interface ClientMessages {
   readonly PAUSE: PauseModel;
   readonly RESUME: ResumeModel;
   readonly UPDATE_WEIGHTS: UpdateWeights;
+  readonly WEIGHTS: SendWeights;
   readonly PING: Ping;
   readonly BYE: Bye;
 }

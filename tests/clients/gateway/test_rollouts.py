@@ -262,7 +262,7 @@ def test_a_tunnel_never_sends_the_operator_s_messages(trainer: Trainer) -> None:
         with connect(gateway.ws_url, additional_headers=headers) as websocket:
             websocket.send("HELLO {}")
             assert str(websocket.recv(WAIT_S)).startswith("WELCOME")
-            for kind in ("PAUSE", "RESUME", "UPDATE_WEIGHTS"):
+            for kind in ("PAUSE", "RESUME", "UPDATE_WEIGHTS", "WEIGHTS"):
                 websocket.send(f'{kind} {{"stream_id": 1, "folder": "/weights"}}')
                 answered, _, error = str(websocket.recv(WAIT_S)).partition(" ")
                 assert (answered, json.loads(error)["code"]) == ("ERROR", "not_allowed")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +22,8 @@ from tokenbus.protocol.worker_messages import (
 from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model, wrap_model
 from tokenbus.workers.gpu.model.new_weights import WeightsError, read_received
-from tokenbus.workers.gpu.model.weights_file import ReceivedFile, WeightsFile
+from tokenbus.workers.gpu.model.weights import weights_version
+from tokenbus.workers.gpu.model.weights_file import SHARED, ReceivedFile, WeightsFile
 from tokenbus.workers.gpu.serving import weights_exchange
 
 from ...worlds.gpu_worker_loop import Loop
@@ -212,7 +215,7 @@ def test_requests_wait_for_an_update_if_no_worker_has_the_weights(
     assert not receiver.sent(b"ERROR")
     for number, action in ((1, "drop"), (3, "commit")):
         order(receiver, "prepare", number=number, version=5, folder=folder)
-        until(receiver, lambda _, n=number: n in done(receiver))
+        until(receiver, lambda loop: number in done(loop))  # noqa: B023
         assert done(receiver)[number].error == ""
         assert receiver.entries(9) == []
         order(receiver, action, number=number + 1, version=5, folder=folder)
@@ -249,3 +252,73 @@ def test_a_worker_without_the_weights_says_so(
     deliver(receiver, part, content)
     assert receiver.worker._models.engines
     assert not receiver.sent(b"ERROR")
+
+
+def arrives(loop: Loop, content: bytes, number: int, sha256: str = "") -> OrderDone:
+    """The worker receives the file of an update from the operator; returns its answer."""
+    sha256 = sha256 or hashlib.sha256(content).hexdigest()
+    order(loop, "prepare", number=number, version=1, size=len(content), sha256=sha256)
+    loop.turn()
+    for offset in range(0, len(content), 2**20):
+        assert (asked(loop)[-1].order, asked(loop)[-1].offset) == (number, offset)
+        part = WeightsPart(model="m", weights=sha256, offset=offset, size=len(content))
+        deliver(loop, part, [content[offset : offset + 2**20]], sender=0)
+    until(loop, lambda _: number in done(loop))
+    return done(loop)[number]
+
+
+def test_weights_that_the_operator_sends_replace_the_old_ones(
+    tmp_path: Path, folder: str, renewed: LoadedModel
+) -> None:
+    loop = Loop(tmp_path, load_model("embedded"))
+    content = Path(folder, "model.safetensors").read_bytes()
+    assert "do not have the sha256" in arrives(loop, content, 1, sha256="0" * 64).error
+    assert "at most" in too_large(loop, 2).error
+    changed = b"\xff" * 8 + content[8:]
+    assert "cannot read 'the bus'" in arrives(loop, changed, 3).error
+    assert arrives(loop, content, 4).weights == renewed.weights
+    begun(loop)
+    order(loop, "commit", number=5, version=1, hashes={str(renewed.dtype): renewed.weights})
+    assert answer(loop, "commit").streams == 1
+    until(loop, lambda _: any(s.version for _, s in spans(token_messages(loop))))
+    assert spans(token_messages(loop))[-1][1].weights == renewed.weights
+    [state] = loop.worker._registration().states
+    assert (state.folder, state.hashes) == ("", {str(renewed.dtype): renewed.weights})
+
+
+def too_large(loop: Loop, number: int) -> OrderDone:
+    """The answer to an update whose file is larger than the model can be."""
+    order(loop, "prepare", number=number, version=1, size=2**40, sha256="0" * 64)
+    until(loop, lambda _: number in done(loop))
+    return done(loop)[number]
+
+
+def test_weights_in_shared_memory_are_copied(
+    tmp_path: Path, folder: str, renewed: LoadedModel
+) -> None:
+    loop = Loop(tmp_path, load_model("embedded"))
+    content = Path(folder, "model.safetensors").read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    shared = SHARED / f"tokenbus-test-{os.getpid()}"
+    try:
+        shared.write_bytes(content + b"rest!")
+
+        def prepared(number: int, name: str, size: int, sha256: str) -> OrderDone:
+            given = {"shared": name, "size": size, "sha256": sha256}
+            order(loop, "prepare", number=number, version=1, **given)
+            until(loop, lambda _: number in done(loop))
+            return done(loop)[number]
+
+        assert "cannot read the shared memory" in prepared(1, "gone", 5, sha256).error
+        assert "bytes; expected" in prepared(2, shared.name, len(content) + 6, sha256).error
+        assert "do not have the sha256" in prepared(3, shared.name, len(content), "0" * 64).error
+        assert prepared(4, shared.name, len(content), sha256).weights == renewed.weights
+        shared.write_bytes(bytes(len(content)))
+    finally:
+        shared.unlink()
+    order(loop, "commit", number=5, version=1, hashes={str(renewed.dtype): renewed.weights})
+    answer(loop, "commit")
+    loop.generate(9, max_tokens=2)
+    until(loop, lambda _: loop.entries(9))
+    assert loop.entries(9)[0]["span"]["weights"] == renewed.weights
+    assert weights_version(loop.loaded.model) == renewed.weights

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 from msgspec.structs import replace
@@ -28,13 +28,14 @@ from ....protocol.worker_messages import (
     OrderDone,
     WeightsPart,
 )
-from ..engine.engine import Engine, TokenOutput
+from ..engine.engine import TokenOutput
 from ..model.allow_list import is_allowed
 from ..model.models import Models
-from ..model.new_weights import NewWeights, WeightsError, read_received, read_weights
+from ..model.new_weights import NewWeights, WeightsError
 from ..model.weights_file import ReceivedFile
 from .arrivals import Arrivals
 from .live_streams import LiveStreams
+from .reading import Reading
 from .streams import Frames, Stream
 from .weights_exchange import Incoming, Sender
 
@@ -43,51 +44,6 @@ log = logging.getLogger(__name__)
 MAX_READ = 4
 """Maximum number of models whose new weights are being read, or wait to be used, at the same
 time."""
-
-
-@dataclass(slots=True, eq=False)
-class _Reading:
-    """Weights that are being read, or that have been read and wait to replace the old weights."""
-
-    model: str
-    engine: Engine
-    version: int
-    folder: str
-    """The folder of the weights; empty if the weights are not in a folder."""
-    mode: UpdateMode = "recompute"
-    prepare: tuple[Order, int] | None = None
-    """The order that waits for the weights to be read, and the link over which it arrived."""
-    commits: list[tuple[Order, int]] = field(default_factory=list)
-    """The orders that wait for the weights to replace the old ones, each with its link."""
-    committed: bool = False
-    """Whether the weights replace the old ones as soon as they have been read. The broker has then
-    made them the model's current weights."""
-    read: NewWeights | None = None
-    link: int = -1
-    """The link of ``prepare``."""
-    weights: str = ""
-    """The hash that the weights must have; empty if it is not known."""
-    incoming: Incoming | None = None
-    """The transfer from another worker; None if no transfer runs."""
-    attempts: int = 0
-    """Number of times that the worker has begun to receive the weights after an error."""
-    received: ReceivedFile | None = None
-    """The file that has arrived from another worker."""
-
-    def load(self) -> NewWeights:
-        """Reads the weights. Raises WeightsError."""
-        loaded = self.engine.loaded
-        if self.received is not None:
-            path, source = self.received.path, "another worker"
-            found = read_received(loaded, path, self.version, source)
-        else:
-            found = read_weights(loaded, self.folder, self.version)
-        if self.weights and found.weights != self.weights:
-            raise WeightsError(
-                f"the weights from {found.source} have the hash {found.weights}; expected "
-                f"{self.weights}, the hash of version {self.version}"
-            )
-        return found
 
 
 class Rollouts:
@@ -114,14 +70,14 @@ class Rollouts:
         self._states: dict[str, ModelState] = {}
         """By model: the version of the weights and the pause that the broker has ordered. The
         engine may not have these weights yet."""
-        self._readings: dict[str, _Reading] = {}
+        self._readings: dict[str, Reading] = {}
         self._orders: list[tuple[Order, int]] = []
         """The orders that ``act`` will carry out, and their links."""
         self._waits: dict[str, list[tuple[Order, int, int]]] = {}
         """By model: the PAUSEs that wait for the end of streams, each with its link and the number
         of these streams."""
-        self._wanted: SimpleQueue[_Reading] = SimpleQueue()
-        self._read: SimpleQueue[tuple[_Reading, NewWeights | WeightsError]] = SimpleQueue()
+        self._wanted: SimpleQueue[Reading] = SimpleQueue()
+        self._read: SimpleQueue[tuple[Reading, NewWeights | WeightsError]] = SimpleQueue()
         self._reader: threading.Thread | None = None
         self.failed: str | None = None
         """The reason why the worker must exit: a model may have outdated weights, or a mixture of
@@ -163,23 +119,27 @@ class Rollouts:
         self._sender.add(fetch, address, link)
 
     def on_part(self, part: WeightsPart, content: list[bytes], sender: int) -> None:
-        """Receives a part of the current weights of a model. ``sender``: the worker that has sent
+        """Receives a part of the weights of a model. ``sender``: the worker that has sent
         the part; 0 if the broker knows no worker with these weights."""
         reading = self._readings.get(part.model)
-        if reading is None or reading.incoming is None or reading.weights != part.weights:
+        incoming = reading.incoming if reading is not None else None
+        if reading is None or incoming is None or incoming.weights != part.weights:
             return
         try:
             if part.error and not sender and (reading.folder or self._streams_of(part.model)):
                 raise WeightsError(part.error)
             # Without a folder and streams, the worker waits until another worker registers with
             # the weights, or until the next update.
-            if not reading.incoming.take(part, content):
+            if not incoming.take(part, content):
                 return
         except WeightsError as error:
+            if not reading.committed:
+                self._take_read(reading, error)
+                return
             del self._readings[part.model]
             self._outdated(reading, str(error))
             return
-        reading.received, reading.incoming = reading.incoming.file, None
+        reading.received, reading.incoming = incoming.file, None
         self._read_soon(reading)
 
     def on_lease(self, link: int) -> None:
@@ -238,7 +198,7 @@ class Rollouts:
         engine = self._models.engines.get(order.model)
         if engine is None:
             self._done(order, link)
-        elif not is_allowed(order.folder, self._allow):
+        elif order.folder and not is_allowed(order.folder, self._allow):
             shown = ", ".join(self._allow) or "empty"
             error = f"the folder {order.folder!r} is not in the allow-list ({shown})"
             self._done(order, link, error=error)
@@ -246,8 +206,9 @@ class Rollouts:
             error = "the worker still reads other weights; try again when it has read them"
             self._done(order, link, error=error)
         else:
-            reading = _Reading(order.model, engine, order.version, order.folder, order.update)
+            reading = Reading(order.model, engine, order.version, order.folder, order.update)
             reading.prepare, reading.link = (order, link), link
+            reading.sha256, reading.shared, reading.size = order.sha256, order.shared, order.size
             self._begin(reading)
 
     def _reads_current(self, model: str) -> bool:
@@ -289,7 +250,7 @@ class Rollouts:
         weights = state.hashes.get(str(engine.loaded.dtype), "")
         if reading is None or (reading.engine, reading.version) != (engine, state.version):
             commits = reading.commits if reading is not None else []
-            reading = _Reading(
+            reading = Reading(
                 model, engine, state.version, state.folder, commits=commits, weights=weights
             )
             self._begin(reading)
@@ -300,7 +261,7 @@ class Rollouts:
         engine, state = self._models.engines.get(model), self._states.get(model)
         return engine is not None and state is not None and engine.loaded.version < state.version
 
-    def _begin(self, reading: _Reading) -> None:
+    def _begin(self, reading: Reading) -> None:
         """Begins to read weights. If other weights of the model are being read, they are
         discarded."""
         before = self._readings.get(reading.model)
@@ -311,21 +272,42 @@ class Rollouts:
             for order, link in replaced:
                 self._done(order, link, error="another update of the model has begun")
         self._readings[reading.model] = reading
-        if reading.weights and not reading.folder:
+        if reading.folder or reading.shared:
+            self._read_soon(reading)
+        elif reading.prepare is not None:
+            self._receive_new(reading, *reading.prepare)
+        elif reading.weights:
             self._receive(reading)
         else:
             self._read_soon(reading)
 
-    def _receive(self, reading: _Reading, turn: int = 0) -> None:
+    def _receive(self, reading: Reading, turn: int = 0) -> None:
         """Begins to receive weights from another worker. After a failed attempt, with ``turn``
         above 0, the first part is requested later."""
-        model, loaded = reading.model, reading.engine.loaded
+        fetch = FetchWeights(model=reading.model, weights=reading.weights, turn=turn)
+        log.info("%s gets version %d from another worker", reading.model, reading.version)
         reading.received = None
-        reading.incoming = Incoming(model, loaded, reading.weights, self._calls.fetch, turn)
+        reading.incoming = Incoming(reading.engine.loaded, fetch, self._calls.fetch)
         if not turn:
             reading.incoming.ask()
 
-    def _read_soon(self, reading: _Reading) -> None:
+    def _receive_new(self, reading: Reading, order: Order, link: int) -> None:
+        """Begins to receive the weights that the operator sends to the broker of a link."""
+        loaded = reading.engine.loaded
+        fetch = FetchWeights(model=order.model, weights=order.sha256, order=order.number)
+        try:
+            file = ReceivedFile(loaded, order.size)
+        except WeightsError as error:
+            self._take_read(reading, error)
+            return
+
+        def send(frames: Frames, turn: int) -> None:
+            self._calls.post(frames, link)
+
+        reading.incoming = Incoming(loaded, fetch, send, file)
+        reading.incoming.ask()
+
+    def _read_soon(self, reading: Reading) -> None:
         """Reads weights on the thread of this object."""
         self._wanted.put(reading)
         if self._reader is None:
@@ -343,11 +325,11 @@ class Rollouts:
                 found = error
             except Exception as error:
                 log.exception("reading the weights of %s failed", reading.model)
-                found = WeightsError(f"reading {reading.folder!r} failed: {error}")
+                found = WeightsError(f"reading the weights failed: {error}")
             self._read.put((reading, found))
             self._calls.wake()
 
-    def _take_read(self, reading: _Reading, found: NewWeights | WeightsError) -> None:
+    def _take_read(self, reading: Reading, found: NewWeights | WeightsError) -> None:
         if self._readings.get(reading.model) is not reading:
             return
         error = str(found) if isinstance(found, WeightsError) else ""
@@ -373,7 +355,7 @@ class Rollouts:
             self._replace(reading)
         self._settle(reading.model)
 
-    def _replace(self, reading: _Reading) -> None:
+    def _replace(self, reading: Reading) -> None:
         """Replaces the weights of a model. The worker exits if this fails."""
         assert reading.read is not None
         model, engine, new = reading.model, reading.engine, reading.read
@@ -401,7 +383,7 @@ class Rollouts:
         for order, link in reading.commits:
             self._done(order, link, streams=streams, pause_ms=pause_ms, weights=new.weights)
 
-    def _outdated(self, reading: _Reading, error: str) -> None:
+    def _outdated(self, reading: Reading, error: str) -> None:
         """Handles a model whose current weights cannot be read. If the model has streams or is the
         default model, the worker exits and the streams move. Otherwise the model is unloaded."""
         model = reading.model

@@ -1,4 +1,5 @@
-"""The transfer of a model's current weights from one GPU worker to another, through the broker.
+"""The transfer of a model's weights to a GPU worker, through the broker. The current weights come
+from another worker, and new weights come from the operator.
 
 The receiving worker requests one part at a time, and the sending worker sends at most one part in
 each pass of its loop. So a transfer delays the tokens of a step by at most the time of one part.
@@ -12,11 +13,12 @@ from collections.abc import Callable, Sequence
 
 from ....protocol.bodies import encode_body
 from ....protocol.header import encode_header
+from ....protocol.messages import WEIGHTS_PART_BYTES
 from ....protocol.worker_messages import FetchWeights, WeightsPart
 from ..model.loader import LoadedModel
 from ..model.models import Models
 from ..model.new_weights import WeightsError
-from ..model.weights_file import PART_BYTES, ReceivedFile, WeightsFile
+from ..model.weights_file import ReceivedFile, WeightsFile
 from .streams import Frames
 
 log = logging.getLogger(__name__)
@@ -63,7 +65,7 @@ class Sender:
             part.error = f"the worker does not have these weights of {fetch.model}"
         else:
             part.size = file.size
-            content = [file.read(fetch.offset, PART_BYTES)]
+            content = [file.read(fetch.offset, WEIGHTS_PART_BYTES)]
         body = encode_body(part, "msgpack")
         self._post([b"WEIGHTS_PART", encode_header(0, address), body, *content], link)
         if self._asked:
@@ -80,29 +82,29 @@ class Sender:
 
 
 class Incoming:
-    """The weights of a model that arrive from another worker. ``send`` sends frames to a broker
-    that a number selects."""
+    """The weights of a model that arrive in parts. ``fetch``: the request for the first part.
+    ``send`` sends frames to a broker that a number selects. ``file``: the file for the weights, if
+    their size is known."""
 
     def __init__(
         self,
-        model: str,
         loaded: LoadedModel,
-        weights: str,
+        fetch: FetchWeights,
         send: Callable[[Frames, int], None],
-        turn: int = 0,
+        file: ReceivedFile | None = None,
     ) -> None:
         self._loaded = loaded
         self._send = send
-        self._fetch = FetchWeights(model=model, weights=weights, turn=turn)
+        self._fetch = fetch
         self._asked_at = time.monotonic()
         self._logged = ""
-        self.file: ReceivedFile | None = None
+        self.file = file
         """The file, as far as it has arrived."""
 
     @property
-    def turn(self) -> int:
-        """``FetchWeights.turn`` of the last request."""
-        return self._fetch.turn
+    def weights(self) -> str:
+        """``FetchWeights.weights`` of all requests."""
+        return self._fetch.weights
 
     def ask(self) -> None:
         """Requests the next part."""
@@ -133,7 +135,7 @@ class Incoming:
         if self.file is None:
             self.file = ReceivedFile(self._loaded, part.size)
         if len(content) != 1 or not content[0] or part.size != self.file.size:
-            raise WeightsError("another worker has sent a part of another file")
+            raise WeightsError("a part of another file has arrived")
         self.file.add(content[0])
         if self.file.complete:
             return True
