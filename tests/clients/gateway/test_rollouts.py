@@ -287,3 +287,21 @@ def test_commands_pause_and_update(trainer: Trainer, capsys: pytest.CaptureFixtu
     assert trainer.versions == [version, version]
     assert main(["weights", "update", "embedded", "/nowhere", *front]) == 4
     assert "no worker has new weights" in capsys.readouterr().err
+
+
+def test_the_example_of_a_trainer_changes_both_workers(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = Path(__file__).parents[3]
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    monkeypatch.chdir(root)
+    monkeypatch.setenv("TOKENBUS_FRONT", trainer.bus.front)
+    import _rollouts_example  # type: ignore[import-not-found]
+
+    monkeypatch.setattr(_rollouts_example, "STEPS", 2)
+    before = max(trainer.versions)
+    _rollouts_example.main()
+    assert trainer.versions == [before + 2, before + 2]
+    shown = capsys.readouterr().out
+    assert f"version {before + 1}: reward " in shown
+    assert shown.count("2 workers changed in ") == 2

@@ -1,0 +1,133 @@
+"""A trainer by GRPO in plain torch, for the embedded model.
+
+Source: Shao et al., "DeepSeekMath", 2024: the advantage of a sample is its reward compared with the
+rewards of its group. The ratio of probabilities is that of the trainer to the sampler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from tokenbus.clients.results import GeneratedSequence
+from tokenbus.workers.gpu.model.cpu_native.functions import exact_functions
+from tokenbus.workers.gpu.model.loader import load_model
+from tokenbus.workers.gpu.sampling.sampler import score
+
+CLIP = 0.2
+"""The ratio of probabilities is clipped to 1 - CLIP and 1 + CLIP."""
+RATE = 1e-3
+"""The step size of Adam."""
+
+
+def reward_of(text: str) -> float:
+    """The verifier: the share of a text's characters that are brackets with a partner."""
+    depth = pairs = 0
+    for character in text:
+        if character == "(":
+            depth += 1
+        elif character == ")" and depth:
+            depth -= 1
+            pairs += 1
+    return 2 * pairs / max(1, len(text))
+
+
+@dataclass(slots=True)
+class Group:
+    """The samples of one prompt."""
+
+    prompt: list[int]
+    samples: list[GeneratedSequence]
+    rewards: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Compared:
+    """The comparison of the sampler's log-probabilities with those of the trainer."""
+
+    tokens: int = 0
+    differing: int = 0
+    """Number of tokens whose log-probabilities differ in any bit."""
+    kl: float = 0.0
+    """The sum of the estimates of the KL divergence of each token (k3 of Schulman)."""
+
+
+class Trainer:
+    """The model that is trained, and its versions so far."""
+
+    def __init__(self) -> None:
+        loaded = load_model("embedded")
+        self._model: Any = loaded.model
+        self._reference: Any = load_model("embedded").model
+        self._tokenizer = loaded.tokenizer
+        self._optimizer = torch.optim.Adam(self._model.parameters(), lr=RATE)
+        self._versions = [self._weights()]
+        self.compared = Compared()
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens of a prompt."""
+        ids: list[int] = self._tokenizer.encode(text)
+        return ids
+
+    def verify(self, group: Group) -> None:
+        """Computes the rewards of a group."""
+        texts = self._tokenizer.batch_decode([sample.tokens for sample in group.samples])
+        group.rewards = [reward_of(text) for text in texts]
+
+    def step(self, groups: list[Group]) -> None:
+        """One step of the optimizer over all samples of the groups. The result is a version."""
+        count = sum(len(group.samples) for group in groups)
+        self._optimizer.zero_grad()
+        for group in groups:
+            (self._loss(group) * (len(group.samples) / count)).backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._versions.append(self._weights())
+
+    def file(self) -> bytes:
+        """The weights of the last version, as a safetensors file."""
+        return save(self._versions[-1])
+
+    def compare(self, group: Group) -> None:
+        """Compares the log-probability of each token with a plain forward over the whole text,
+        under the version of the weights that the token's span names."""
+        for sample in group.samples:
+            starts = [start for start, _ in sample.spans] + [len(sample.tokens)]
+            for number, (start, span) in enumerate(sample.spans):
+                end = starts[number + 1]
+                self._reference.load_state_dict(self._versions[span.version], strict=False)
+                text = torch.tensor([group.prompt + sample.tokens[:end]])
+                with exact_functions(self._reference):
+                    logits = self._reference(text, use_cache=False).logits[0]
+                first = len(group.prompt) + start - 1
+                tokens = sample.tokens[start:end]
+                values, _ = score(logits[first:-1].contiguous(), tokens).fetch()
+                self._count(values, sample.logprobs[start:end])
+
+    def _count(self, trainer: list[float], sampler: list[float]) -> None:
+        for ours, theirs in zip(trainer, sampler, strict=True):
+            distance = torch.tensor(ours - theirs, dtype=torch.float64)
+            self.compared.tokens += 1
+            self.compared.differing += ours != theirs
+            self.compared.kl += float(torch.expm1(distance) - distance)
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """A copy of the weights. The output layer is left out, because it is the embedding."""
+        named = self._model.named_parameters()
+        return {name: tensor.detach().clone() for name, tensor in named}
+
+    def _loss(self, group: Group) -> torch.Tensor:
+        """The clipped loss of a group, averaged over its tokens."""
+        rewards = torch.tensor(group.rewards)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        tokens = torch.tensor([sample.tokens for sample in group.samples])
+        sampled = torch.tensor([sample.logprobs for sample in group.samples])
+        prompt = torch.tensor(group.prompt).expand(len(tokens), -1)
+        logits = self._model(torch.cat([prompt, tokens], 1), use_cache=False).logits
+        logits = logits[:, len(group.prompt) - 1 : -1].float().log_softmax(-1)
+        ratio = (logits.gather(-1, tokens[..., None])[..., 0] - sampled).exp()
+        clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+        each = advantages[:, None]
+        return -torch.minimum(ratio * each, clipped * each).mean()

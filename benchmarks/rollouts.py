@@ -1,0 +1,237 @@
+"""Trains the embedded model by GRPO with rollouts from two GPU workers. One of them is killed every
+ten seconds.
+
+64 rollouts are always live: eight groups, each of which forks one prompt into eight samples. After
+eight finished groups, the trainer makes a step and sends its weights over the bus while the other
+rollouts run. Restarted workers receive the weights from the remaining worker. The log-probability
+of each token is compared with a plain forward of the trainer, under the weights of its span.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+from _report import arguments, report
+from _rollouts_trainer import Group, Trainer
+from _served import GPU, System
+from tokenbus.clients import AsyncClient, TokenbusError
+from tokenbus.clients.operator import AsyncOperator
+from tokenbus.protocol.messages import WorkerStatus
+
+GROUPS = 8
+"""Number of live groups, and of groups of a step of the trainer."""
+SAMPLES = 8
+"""Number of samples of a group."""
+NEW = 64
+"""Number of tokens of a sample."""
+KILL_EVERY_S = 10.0
+PATIENCE_S = 300.0
+PROMPTS = ("print((a + b) * (c", "x = f(g(h(1)), (2", "return (((n - 1)", "if (len(items) > (k")
+SETTINGS = {
+    "exact": "on",
+    "speculation": "off",
+    "threads": "1",
+    "kv_cache_bytes": str(2**26),
+    "move_wait_s": str(PATIENCE_S),
+}
+
+
+class Rollouts:
+    """The live groups. Each group that ends is put into ``finished``, and another one begins."""
+
+    def __init__(self, client: AsyncClient, trainer: Trainer, counts: Counter[str]) -> None:
+        self._client = client
+        self._trainer = trainer
+        self._counts = counts
+        self._seed = 0
+        self.finished: asyncio.Queue[Group] = asyncio.Queue()
+        self.intervals_s: list[float] = []
+        """Times between two tokens of the first sample of a group."""
+
+    async def run(self) -> None:
+        """Runs groups one after the other, until the task is cancelled."""
+        while True:
+            self._seed += 1
+            prompt = self._trainer.prompt(PROMPTS[self._seed % len(PROMPTS)])
+            group = await self.sample(prompt, self._seed)
+            if group is not None:
+                self.finished.put_nowait(group)
+
+    async def newest(self) -> list[Group]:
+        """The groups of the next step. If the trainer is slower than the sampler, older groups are
+        not used."""
+        while self.finished.qsize() > GROUPS:
+            self.finished.get_nowait()
+        return [await self.finished.get() for _ in range(GROUPS)]
+
+    async def sample(self, prompt: list[int], seed: int) -> Group | None:
+        """Draws the samples of a prompt. Returns None, and counts the samples as lost, if the
+        stream fails."""
+        last = 0.0
+        stream = self._client.generate(
+            prompt, n=SAMPLES, max_tokens=NEW, temperature=1.0, ignore_eos=True, seed=seed
+        )
+        try:
+            async for entry in stream:
+                if entry.seq == 0:
+                    now = time.perf_counter()
+                    if last:
+                        self.intervals_s.append(now - last)
+                    last = now
+        except TokenbusError as error:
+            print(error, file=sys.stderr, flush=True)
+            self._counts["lost"] += SAMPLES
+            return None
+        samples = stream.sequences
+        self._counts["lost"] += SAMPLES - len(samples)
+        for one in samples:
+            self._counts["rollouts"] += 1
+            self._counts["lost"] += one.finish_reason != "length" or len(one.tokens) < NEW
+            self._counts["doubled"] += len(one.tokens) > NEW
+            self._counts["not_exact"] += one.exact is not True
+            self._counts["spans"] += len(one.spans)
+        return Group(prompt, samples)
+
+
+class Killer:
+    """Kills a GPU worker every ``KILL_EVERY_S``, if another worker has the current weights."""
+
+    def __init__(self, system: System, client: AsyncClient) -> None:
+        self._system = system
+        self._client = client
+        self.kills = 0
+
+    async def ready(self) -> list[WorkerStatus]:
+        """The GPU workers with the current weights."""
+        status = await self._client.status(timeout_s=PATIENCE_S)
+        return [worker for worker in status.workers if worker.role == "gpu" and worker.models]
+
+    async def run(self) -> None:
+        """Kills workers until the task is cancelled."""
+        rng = random.Random(1)
+        while True:
+            await asyncio.sleep(KILL_EVERY_S)
+            while len(workers := await self.ready()) < 2:
+                await asyncio.sleep(0.2)
+            chosen = rng.choice(workers).pid
+            [process] = [p for p in self._system.processes if p.pid == chosen]
+            process.kill()
+            process.wait()
+            self._system.processes.remove(process)
+            self._system.start(GPU)
+            self.kills += 1
+
+
+async def computed_tokens(client: AsyncClient) -> float:
+    """Number of tokens that the workers have computed, prefill and decode together."""
+    status = await client.status(timeout_s=PATIENCE_S, metrics=True)
+    series = [one for worker in status.workers for one in worker.metrics]
+    return sum(
+        one.histogram.total
+        for one in series
+        if one.histogram and one.name == "iteration_tokens_total"
+    )
+
+
+async def prefill_saved(client: AsyncClient, rollouts: Rollouts, prompt: list[int]) -> float:
+    """The share of the prompt's tokens that the workers do not compute for a group, compared with
+    one prefill for each sample."""
+    before = await computed_tokens(client)
+    await rollouts.sample(prompt, 0)
+    wanted = before + SAMPLES * (NEW - 1) + len(prompt)
+    while (after := await computed_tokens(client)) < wanted:
+        await asyncio.sleep(0.2)  # The workers report with their next heartbeat.
+    prefill = after - before - SAMPLES * (NEW - 1)
+    return 1 - prefill / (SAMPLES * len(prompt))
+
+
+async def measure(system: System, updates: int) -> dict[str, float]:
+    """Runs the loop of training; returns the results."""
+    trainer, counts = Trainer(), Counter(lost=0, doubled=0, not_exact=0)
+    rewards, pauses_ms, moved = [], [], 0
+    trained: list[Group] = []
+    async with AsyncClient(system.front, patience_s=PATIENCE_S) as client:
+        operator, killer = AsyncOperator(client), Killer(system, client)
+        rollouts = Rollouts(client, trainer, counts)
+        while len(await killer.ready()) < 2:
+            await asyncio.sleep(0.2)
+        saved = await prefill_saved(client, rollouts, trainer.prompt("def measured(first, second"))
+        rollouts.intervals_s.clear()
+        began = time.monotonic()
+        tasks = [asyncio.create_task(rollouts.run()) for _ in range(GROUPS)]
+        tasks.append(asyncio.create_task(killer.run()))
+        for number in range(updates + 1):
+            groups = await rollouts.newest()
+            for group in groups:
+                trainer.verify(group)
+            trained += groups
+            rewards.append(statistics.fmean(r for group in groups for r in group.rewards))
+            print(f"update {number}: reward {rewards[-1]:.3f}, {killer.kills} kills",
+                  file=sys.stderr, flush=True)  # fmt: skip
+            if number < updates:
+                await asyncio.to_thread(trainer.step, groups)
+                done = await operator.send_weights(trainer.file(), timeout_s=PATIENCE_S)
+                assert done.version == number + 1
+                pauses_ms.append(done.update_pause_ms)
+                moved += done.streams
+        seconds = time.monotonic() - began
+        for task in tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+    for group in trained:
+        trainer.compare(group)
+    step_ms = 1000 * statistics.median(rollouts.intervals_s)
+    compared = trainer.compared
+    return {
+        **counts,
+        "kl_sampler_trainer": compared.kl / compared.tokens,
+        "differing_tokens": compared.differing,
+        "compared_tokens": compared.tokens,
+        "updates": updates,
+        "kills": killer.kills,
+        "live_streams_per_update": moved / updates,
+        "reward_first": rewards[0],
+        "reward_last": rewards[-1],
+        "update_pause_ms": statistics.median(pauses_ms),
+        "update_pause_steps": statistics.median(pauses_ms) / step_ms,
+        "step_ms": step_ms,
+        "group_prefill_saved": saved,
+        "seconds": seconds,
+    }
+
+
+def main() -> None:
+    """Measures and reports."""
+    given = arguments(__doc__, updates=8)
+    torch.manual_seed(1)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        system = System(Path(folder) / "run", Path("embedded"), **SETTINGS)
+        with system:
+            system.wait(PATIENCE_S)
+            system.start(GPU)
+            results = asyncio.run(measure(system, 2 if given.quick else given.updates))
+    notes = dict.fromkeys(("lost", "doubled", "not_exact", "differing_tokens"), "0")
+    notes |= {
+        "kl_sampler_trainer": "0",
+        "reward_last": "above reward_first",
+        "update_pause_steps": "p50 at most 3",
+        "group_prefill_saved": "at least 0.8",
+    }
+    report(results, notes, given.json)
+    failed = any(results[name] for name in ("lost", "doubled", "not_exact", "differing_tokens"))
+    sys.exit(failed or results["reward_last"] <= results["reward_first"])
+
+
+if __name__ == "__main__":
+    main()
