@@ -33,6 +33,8 @@ from . import (
     weights,
 )
 from .exits import INTERRUPTED, WRONG_USAGE, report
+from .hub import models, pull, rm
+from .hub.faults import HubFault
 from .module_files import FileFault
 from .usage import Parser
 
@@ -41,6 +43,7 @@ Command = Callable[[argparse.Namespace, Settings], int]
 FIRST = """\
 first steps:
   tokenbus up                                 run a whole system here, until Ctrl-C
+  tokenbus pull Qwen/Qwen3-0.6B               download a model, for up --model NAME
   tokenbus generate 'def add(a, b):'          stream the continuation of a prompt
   tokenbus client                             read prompts from the terminal
   tokenbus score 'import ' 'os'               print the log-probabilities of a text
@@ -68,11 +71,13 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_system_commands(commands)
     streams = (interactive, generate, score, record, replay, lmtp)
+    hub = (pull, models, rm)
     for module in (
         status,
         top,
         drain,
         weights,
+        *hub,
         *streams,
         controller,
         tool,
@@ -110,6 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except TokenbusError as error:
         return report(error)
+    except HubFault as fault:
+        print(f"tokenbus: {fault}", file=sys.stderr)
+        return fault.exit_code
     except (AddressError, FileFault, KeyFault) as error:
         print(f"tokenbus: {error}", file=sys.stderr)
         return WRONG_USAGE

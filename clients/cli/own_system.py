@@ -39,15 +39,26 @@ def broker_answers(settings: Settings) -> bool:
     """Whether a broker answers at the TCP address in the settings. Returns immediately if no
     process listens on that address."""
     front, timeout_s = settings.front_endpoint, settings.command_timeout_s
-    parts = urlsplit(front)
-    try:
-        socket.create_connection((parts.hostname or "", parts.port or 0), timeout=1.0).close()
-    except OSError:
+    if not listens(front):
         return False
     with Client(front, patience_s=timeout_s) as client, suppress(TokenbusError):
         client.status(timeout_s=timeout_s)
         return True
     return False
+
+
+def listens(front: str) -> bool:
+    """Whether a process listens on an address, ``tcp://…`` or ``ipc://…``."""
+    parts = urlsplit(front)
+    try:
+        if parts.scheme == "ipc":
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(front.removeprefix("ipc://"))
+        else:
+            socket.create_connection((parts.hostname or "", parts.port or 0), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ...protocol.hub_names import GGUF
 from ...protocol.keys import KeyFolder
 from ...protocol.settings import Settings
 from .faults import NOT_RUNNING, WRONG_SETTING, SystemFault
@@ -37,7 +38,10 @@ def add_commands(subparsers: Subparsers) -> None:
         help="run a broker and its workers in the foreground",
         description="Runs a broker, workers and gateways under supervisord until Ctrl-C.",
     )
-    up.add_argument("--model", help="model: path, hub id, 'embedded' (default), or 'auto'")
+    up.add_argument(
+        "--model",
+        help="model: folder, GGUF file, name on a hub, 'embedded' (default), or 'auto'",
+    )
     up.add_argument("--front", metavar="ADDRESS", help="broker's address for clients")
     up.add_argument("--back", metavar="ADDRESS", help="broker's address for workers")
     up.add_argument("--brokers", metavar="N", help="number of brokers (default: 1)")
@@ -97,7 +101,8 @@ def add_commands(subparsers: Subparsers) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="path, hub id, 'embedded' (default), or 'auto' (load the models of --allow on demand)",
+        help="folder, GGUF file, name on a hub, 'embedded' (default), or 'auto' (load the models "
+        "of --allow on demand)",
     )
     serve.add_argument("--cuda", action="store_true", help="short for --device cuda")
     serve.add_argument(
@@ -381,8 +386,12 @@ def _check_model(settings: Settings) -> None:
         )
     for name in ("model", "draft_model"):
         model = getattr(settings, name)
-        looks_like_a_path = model.startswith(("/", "./", "../", "~"))
-        if looks_like_a_path and not Path(model).is_dir():
+        if not model.startswith(("/", "./", "../", "~")):
+            continue
+        path = Path(model)
+        if model.endswith(GGUF) and not path.is_file():
+            raise SystemFault(f"{name}: the file {model} does not exist", WRONG_SETTING)
+        if not path.is_dir() and not model.endswith(GGUF):
             raise SystemFault(f"{name}: the folder {model} does not exist", WRONG_SETTING)
 
 

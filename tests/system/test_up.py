@@ -248,6 +248,7 @@ def test_serve_model_says_what_lmtp_s_does(start: Start) -> None:
     [
         (("up", "--model", "auto"), 2, "--allow"),
         (("up", "--model", "/no/such/model"), 2, "/no/such/model"),
+        (("up", "--model", "/no/such.gguf"), 2, "model: the file /no/such.gguf does not exist"),
         (
             ("up", "--draft-model", "/no/such/draft"),
             2,

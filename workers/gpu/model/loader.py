@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from ....protocol.text_bounds import TokenSize, size_of_tokenizer, token_size
-from .. import embedded
+from . import checkpoint
 from .cpu_native.decoder import Unsupported, check_supported
 from .cpu_native.library import library
 from .fused.decoder import AttentionOptions, FusedDecoder
@@ -117,27 +117,32 @@ def load_model(
     parallel: bool = False,
     progress: OnProgress = lambda part, stage: None,
 ) -> LoadedModel:
-    """Loads a causal language model or an encoder by path or hub id; ``embedded`` is the model in
-    this package.
+    """Loads a causal language model or an encoder by path or name on a hub (``checkpoint.py``);
+    ``embedded`` is the model in this package.
 
     ``dtype`` ``auto`` is float32 on a CPU, and the checkpoint's own type on a GPU. Quantized
     checkpoints load as in transformers. ``parallel``: this process is one of several ranks, and
     loads its part. Raises ModelLoadError.
     """
     where = _device(device)
-    place = str(embedded.path()) if name == embedded.NAME else name
+    found = checkpoint.find(name)
     common = {"trust_remote_code": trust_remote_code}
     try:
         progress(0.0, "reading the configuration")
-        config = AutoConfig.from_pretrained(place, **common)
+        config = AutoConfig.from_pretrained(found.place, **found.options, **common)
         progress(0.05, "loading the tokenizer")
-        tokenizer = _load_tokenizer(place, common)
+        tokenizer = _load_tokenizer(found.place, found.options | common)
         progress(0.1, "loading the weights")
         kind = _class_of(name, config, parallel)
         with _weights_progress(progress):
             spread = {"tp_plan": "auto"} if parallel else {"device_map": {"": where}}
             model: Any = kind.from_pretrained(
-                place, config=config, dtype=_dtype(dtype, where), **spread, **common
+                found.place,
+                config=config,
+                dtype=_dtype(dtype, where),
+                **spread,
+                **found.weights_options,
+                **common,
             )
         model = model.eval()
     except ModelLoadError:

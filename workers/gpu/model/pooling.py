@@ -10,12 +10,14 @@ from pathlib import Path
 import torch
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
+from transformers.utils.hub import cached_file
 
 from ....protocol.errors import Code, RequestError
 from ....protocol.messages import Pooling
+from . import checkpoint
 from .loader import LoadedModel
 
-CONFIG = Path("1_Pooling", "config.json")
+CONFIG = "1_Pooling/config.json"
 """The file in which sentence-transformers stores a checkpoint's pooling."""
 _NAMES: dict[str, Pooling] = {
     "pooling_mode_cls_token": "first",
@@ -28,7 +30,10 @@ def pooling_of(loaded: LoadedModel) -> Pooling:
     """The pooling that the checkpoint names. By default, the mean for an encoder, and the last
     state for a causal model, because its earlier states do not depend on the whole text."""
     with suppress(OSError, ValueError):
-        modes = json.loads((Path(loaded.model.name_or_path) / CONFIG).read_text())
+        revision = checkpoint.find(loaded.name).options.get("revision")
+        place = loaded.model.name_or_path
+        path = cached_file(place, CONFIG, revision=revision, local_files_only=True)
+        modes = json.loads(Path(path or CONFIG).read_text())
         for name, pooling in _NAMES.items():
             if modes.get(name):
                 return pooling

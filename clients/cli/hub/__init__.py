@@ -1,0 +1,2 @@
+"""The commands ``tokenbus pull``, ``models`` and ``rm``: models of a hub in the cache of
+huggingface_hub."""

@@ -1,0 +1,48 @@
+"""The models that a running system serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ....protocol.endpoints import separate
+from ....protocol.hub_names import HubName, HubNameError
+from ....protocol.settings import Settings
+from ..brokers import Brokers
+from ..own_system import listens
+
+if TYPE_CHECKING:
+    from .cache import CachedModel
+
+
+class Served:
+    """The loaded models of the workers of a system; none if no system runs."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises TokenbusError if a system runs and does not answer."""
+        self.by_model: dict[str, list[str]] = {}
+        """The names of the workers that serve a model, by the model."""
+        if not any(map(listens, separate(settings.front_endpoint))):
+            return
+        with Brokers(settings) as brokers:
+            for worker in brokers.status().workers:
+                for model in worker.models if worker.role == "gpu" else ():
+                    self.by_model.setdefault(model, []).append(worker.name)
+
+    def names_of(self, model: CachedModel) -> list[str]:
+        """The names under which a revision of a model is served."""
+        return [name for name in self.by_model if _is(name, model)]
+
+    def workers_of(self, model: CachedModel) -> list[str]:
+        """The workers that serve a revision of a model."""
+        return [worker for name in self.names_of(model) for worker in self.by_model[name]]
+
+
+def _is(name: str, model: CachedModel) -> bool:
+    """Whether the name under which a model is served means a revision in the cache."""
+    if Path(name).is_relative_to(model.folder):
+        return True
+    try:
+        return model.is_named(HubName.parse(name))
+    except HubNameError:
+        return False
