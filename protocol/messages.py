@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from .errors import Code, RequestError
 from .metrics import Series
-from .sampling import Distribution, Sampling, TokenId, TopLogprobs
+from .sampling import Distribution, Sampling, Scores, TokenId, TopLogprobs
 
 PROTOCOL_VERSION = 1
 ENCODINGS = ("json", "msgpack")
@@ -648,6 +648,9 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     wakes: int = 0
     """How often the sequence was woken from suspension since its last sampled token, for replays of
     the controller."""
+    scores: Scores = []
+    """The scores of the texts that the program of the stream has scored after the sequence, for
+    replays of the controller."""
 
 
 class ForwardPath(Struct, kw_only=True, omit_defaults=True):

@@ -118,6 +118,15 @@ class Distribution(Struct, kw_only=True, omit_defaults=True):
     """Log-probabilities of the tokens that ``Query.tokens`` names, by id."""
 
 
+MAX_SCORED_TEXTS = 64
+MAX_SCORED_TOKENS = 4096
+"""Maximum number of tokens of all texts that a program scores at once. Each token needs a row of
+logits, and its log-probability is stored in the log of the stream."""
+Scores = list[list[float]]
+"""The natural log-probability of each token of each scored text, under the model's own
+distribution. Minus infinity is sent as the lowest float32."""
+
+
 class Override(Struct, array_like=True, frozen=True):
     """Sampling parameters that a controller sets for its next token. If a field is None, the
     request's parameter applies."""

@@ -43,7 +43,7 @@ from .messages import (
     WeightsVersion,
 )
 from .metrics import Series
-from .sampling import Distribution, Override, Query, TokenId
+from .sampling import MAX_SCORED_TEXTS, Distribution, Override, Query, Scores, TokenId
 
 Role = Literal["gpu", "controller", "state", "tool"]
 Id = Annotated[int, Meta(ge=0)]
@@ -400,6 +400,9 @@ class Replay(Struct, array_like=True):
     wakes: dict[Id, int] = {}
     """How often the sequence was woken from suspension before a token was sampled, by the token's
     index in ``tokens``."""
+    scores: dict[Id, Scores] = {}
+    """The scores that the sequence's controller received, by their place among ``tokens``, where
+    token 0 stands for them."""
 
 
 class Start(Struct, kw_only=True, omit_defaults=True):
@@ -459,6 +462,8 @@ class StepSequence(Struct, array_like=True):
     distributions: list[Distribution] = []
     """The distributions that ``tokens`` were sampled from. Empty if the decision before the tokens
     did not have a query."""
+    scores: Scores = []
+    """The answer to the action ``score``. ``tokens`` is then empty."""
 
 
 class Step(Struct, kw_only=True, omit_defaults=True):
@@ -475,16 +480,18 @@ class Step(Struct, kw_only=True, omit_defaults=True):
 
 
 class StepResult(Struct, array_like=True):
-    """The decision of a controller: drop tokens, append tokens, and then sample, fork, suspend or
-    stop.
+    """The decision of a controller: drop tokens, append tokens, and then sample, score texts, fork,
+    suspend or stop.
 
     GPU workers of earlier releases ignore the bias.
     """
 
     request: Id
     seq: int
-    action: Literal["sample", "fork", "suspend", "stop", "error"]
-    """``fork``: the results of the sequence and of its children follow."""
+    action: Literal["sample", "fork", "suspend", "stop", "error", "score"]
+    """``fork``: the results of the sequence and of its children follow. ``score``: a STEP with the
+    scores of ``texts`` follows, without a token. A GPU worker of an earlier release ends the
+    sequence with an error."""
     backtrack: int = 0
     """Number of tokens to drop from the end of the sequence, not counting the token that is about
     to be sampled."""
@@ -536,6 +543,8 @@ class StepResult(Struct, array_like=True):
     has a bias."""
     messages: list[str] = []
     """The texts that the program has sent to its client."""
+    texts: Annotated[list[list[TokenId]], Meta(max_length=MAX_SCORED_TEXTS)] = []
+    """``score``: the tokens of the texts. Each text follows the sequence directly."""
 
     @property
     def biased(self) -> bool:

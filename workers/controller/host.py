@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from ...protocol.sampling import Distribution
+from ...protocol.sampling import Distribution, Scores
 from ...protocol.special_tokens import SpecialToken
 from .guest_memory import TenantMemory
 from .limits import Limits
@@ -154,6 +154,9 @@ class Host:
     """The distribution from which each token of the last post_process was sampled; empty if the
     tokens were appended, or if the controller did not query the distribution. ``Rounds`` sets this
     field before each post_process."""
+    scores: Scores = field(default_factory=list)
+    """In the post_process after SCORE: the scores of the texts; otherwise empty. ``Rounds`` sets
+    this field before each post_process."""
 
 
 def allowed(mask: memoryview | bytes, size: int) -> Sequence[int]:

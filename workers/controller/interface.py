@@ -42,6 +42,10 @@ class Action(IntEnum):
     """In mid_process of a script's guest: the worker lets the model generate a text, as
     ``Answer.generate`` describes, and passes all tokens of this text to post_process.
     ``scripts.controller`` handles this action."""
+    SCORE = 6
+    """In mid_process: compute the log-probabilities of ``texts``, each as the continuation of the
+    sequence, and do not sample. The next post_process gets no tokens, and ``Host.scores`` has the
+    result."""
 
 
 class Answer(NamedTuple):
@@ -68,6 +72,8 @@ class Answer(NamedTuple):
     has stopped the sequence early."""
     generate: bytes = b""
     """With GENERATE: the JSON of ``scripts.generation.Generate``."""
+    texts: Sequence[Sequence[int]] = ()
+    """With SCORE: the tokens of each text (``scoring``)."""
 
 
 STOP = Answer(Action.STOP)
@@ -86,7 +92,7 @@ class Controller(Protocol):
         """May stop, continue, suspend, fork, or append tokens. Limit: ``Limits.pre_s``."""
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """May stop, sample or splice. Limit: ``Limits.mid_s``.
+        """May stop, sample, splice or score. Limit: ``Limits.mid_s``.
 
         ``fork_group``: the sequences after the fork of this round, including this one; without a
         fork, only this sequence. ``mask``: bytes ``[4 * ceil(vocab / 32)]`` for the mask; bit i of

@@ -5,7 +5,8 @@ operations on variables, which the state worker stores. If the decisions of a co
 on these inputs, the replay restores its earlier state.
 
 The replay returns only the results that the GPU worker may not have applied yet. For each sequence,
-these are the results since its last sampled token or its last applied fork, whichever is later.
+these are the results since its last sampled token, its last scores or its last applied fork,
+whichever is the latest.
 
 The children of a fork are replayed before their parent continues. So all earlier children of a
 sequence have been replayed before the sequence forks again.
@@ -174,6 +175,14 @@ class GroupReplay:
             past.failure = f"{_where(past)} it stops, but the first time it continued"
         elif not left:
             past.failure = f"{_where(past)} it samples, but the first time it forked"
+        elif (scores := replay.scores.get(past.tokens)) is not None:
+            if [*map(len, last.texts)] == [*map(len, scores)]:
+                past.tokens += 1
+                past.sampled()
+                return self._rounds.scored(sequence, scores)
+            past.failure = f"{_where(past)} it does not score the same texts as the first time"
+        elif last.action == "score":
+            past.failure = f"{_where(past)} it scores texts, but the first time it sampled"
         else:
             token = replay.tokens[past.tokens]
             if _may_sample(sequence, last, token):

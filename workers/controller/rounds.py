@@ -2,8 +2,8 @@
 
 A round calls post_process with the sampled tokens, then pre_process and mid_process. If pre_process
 or mid_process appends tokens, post_process and pre_process follow for these tokens. The result of
-every round has one form: drop tokens, append tokens, and then do one of four things: sample under a
-mask and a bias, fork, suspend or stop.
+every round has one form: drop tokens, append tokens, and then do one of five things: sample under a
+mask and a bias, score texts, fork, suspend or stop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import Enum
 
 from ...protocol.errors import Code, ControllerError, TokenbusError
 from ...protocol.logs import about
-from ...protocol.sampling import Distribution
+from ...protocol.sampling import Distribution, Scores
 from ...protocol.worker_messages import StepResult
 from .along import Place, allow_all, decide_along, goes_on, runs_ahead, takes_drafts
 from .biases import Bias
@@ -135,7 +135,7 @@ class Rounds:
         sequence.variables.repeated = sequence.woken = False
         sequence.variables.awaited_input = None
         sequence.wakes = 0
-        sequence.host.distributions = distributions
+        sequence.host.distributions, sequence.host.scores = distributions, []
         return self._guarded(sequence, lambda: self._sampled(sequence, tokens, draft))
 
     def batched(self, sequence: ControlledSequence, token: int) -> list[StepResult]:
@@ -148,6 +148,14 @@ class Rounds:
         assert sequence.batched is not None
         sequence.batched.batched(token)
         return [_result(sequence, "sample", masked=True)]
+
+    def scored(self, sequence: ControlledSequence, scores: Scores) -> list[StepResult]:
+        """The round after the texts of the last round were scored."""
+        sequence.variables.repeated = sequence.woken = False
+        sequence.variables.awaited_input = None
+        sequence.wakes = 0
+        sequence.host.scores = scores
+        return self._guarded(sequence, lambda: self._scored(sequence))
 
     def again(self, sequence: ControlledSequence) -> list[StepResult]:
         """The round of a sequence that was woken."""
@@ -166,7 +174,7 @@ class Rounds:
     ) -> list[StepResult]:
         """The last post_process of a sequence that the GPU worker has ended. ``stop``: the stop
         string before which the sequence's text ends."""
-        sequence.host.distributions = distributions
+        sequence.host.distributions, sequence.host.scores = distributions, []
         return self._guarded(sequence, lambda: self._ended(sequence, tokens, stop))
 
     def see_changes(self, sequence: ControlledSequence) -> None:
@@ -208,6 +216,12 @@ class Rounds:
         if draft:
             _look_along(sequence, results, draft)
         return results
+
+    def _scored(self, sequence: ControlledSequence) -> list[StepResult]:
+        self.see_changes(sequence)
+        if sequence.controller.post_process((), 0).action is Action.STOP:
+            return [_stopped(sequence)]
+        return self._decide(sequence)
 
     def _ended(
         self, sequence: ControlledSequence, tokens: Sequence[int], stop: bytes
@@ -274,6 +288,10 @@ class Rounds:
                 if answer.bias is not None or sequence.bias:
                     _give_bias(sequence, result, answer.bias)
                 return [result]
+            if answer.action is Action.SCORE:
+                result = _result(sequence, "score", change)
+                result.texts = [list(text) for text in answer.texts]
+                return [result]
             if answer.action is Action.STOP:
                 stopped = _stopped(sequence, change)
                 if answer.complete:
@@ -317,7 +335,7 @@ class Rounds:
                 )
         change.splice(drop, tokens)
         sequence.length += len(tokens) - drop
-        sequence.host.distributions = ()
+        sequence.host.distributions, sequence.host.scores = (), []
         self.see_changes(sequence)
         return sequence.controller.post_process(tokens, drop).action is Action.STOP
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 
 from ...protocol.errors import Code, ControllerError
-from ...protocol.sampling import Distribution
+from ...protocol.sampling import Distribution, Scores
 from ...protocol.worker_messages import Replay, StepResult, Variable, VariableAnswer
 from .along import Place
 from .forks import lineage_of_fork, number_of_fork
@@ -52,6 +52,7 @@ sequence."""
 
 _STAGES = {
     "sample": Stage.WAITING,
+    "score": Stage.WAITING,
     "fork": Stage.RUNNING,
     "suspend": Stage.SUSPENDED,
     "stop": Stage.FINISHED,
@@ -192,10 +193,11 @@ class SequenceGroup:
         draft: Sequence[int] = (),
         wait: bool = True,
         distributions: Sequence[Distribution] = (),
+        scores: Scores | None = None,
     ) -> tuple[ControlledSequence, Round] | None:
-        """The round of a sequence after the model has sampled ``tokens``, or after the GPU worker
-        has ended the sequence. Returns None if the sequence does not wait for the model (or, if
-        ``ended``, is not suspended either).
+        """The round of a sequence after the model has sampled ``tokens`` or computed ``scores``, or
+        after the GPU worker has ended the sequence. Returns None if the sequence does not wait for
+        the model (or, if ``ended``, is not suspended either).
 
         ``stop``: the stop string before which the text of an ended sequence ends; empty if no stop
         string ended the sequence. ``draft``: tokens that the GPU worker expects next.
@@ -226,6 +228,8 @@ class SequenceGroup:
         if ended:
             end = partial(self._rounds.ended, sequence, tokens, stop.encode(), distributions)
             return sequence, end
+        if scores:
+            return sequence, partial(self._rounds.scored, sequence, scores)
         return sequence, partial(self._rounds.sampled, sequence, tokens, draft, distributions)
 
     def see_changes(self, sequence: ControlledSequence) -> None:

@@ -451,6 +451,7 @@ class ControllerWorker:
                     stepped.draft,
                     wait,
                     stepped.distributions,
+                    stepped.scores,
                 )
             except GroupBusy:
                 busy.append((stepped, group))

@@ -943,6 +943,11 @@ export interface Token {
    * the controller.
    */
   readonly wakes: number;
+  /**
+   * The scores of the texts that the program of the stream has scored after the sequence, for
+   * replays of the controller.
+   */
+  readonly scores: readonly (readonly number[])[];
 }
 
 /** Adds the defaults of absent fields to a received `Token`. */
@@ -970,6 +975,7 @@ export function readToken(
       | "bias"
       | "distribution"
       | "wakes"
+      | "scores"
   >,
 ): Token {
   const read: Made<Token> = {
@@ -998,6 +1004,7 @@ export function readToken(
     bias: sent.bias ?? {},
     distribution: sent.distribution == null ? null : readDistribution(sent.distribution),
     wakes: sent.wakes ?? 0,
+    scores: sent.scores ?? [],
   };
   if (sent.top_logprobs !== undefined) read.top_logprobs = sent.top_logprobs;
   if (sent.processed !== undefined) read.processed = sent.processed;

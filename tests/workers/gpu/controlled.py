@@ -128,6 +128,7 @@ class Controllers:
                 one.stop,
                 one.draft,
                 distributions=one.distributions,
+                scores=one.scores,
             )
             if stepped is not None:
                 self._rounds.append((group, stepped[1]))

@@ -11,6 +11,7 @@ from .. import biases
 from ..biases import Bias
 from ..interface import CONTINUE, STOP, Action, Answer
 from ..queries import checked_override, checked_query
+from ..scoring import checked_texts
 from .messages import Outcome
 
 
@@ -35,6 +36,7 @@ def answers_of(outcome: Outcome, size: int) -> Iterator[Answer | TokenbusError]:
             None if mid.override is None else checked_override(mid.override),
             mid.complete,
             mid.generate,
+            checked_texts(mid.texts, size) if mid.action == Action.SCORE else (),
         )
     if outcome.fault is not None:
         yield outcome.fault.error()

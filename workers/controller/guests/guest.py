@@ -331,7 +331,7 @@ def _run(
     CONTINUE. ``rooms``: the shared memory for the mask, and for a large bias."""
     controller = seated.controller
     if item.tokens is not None:
-        seated.host.distributions = item.distributions
+        seated.host.distributions, seated.host.scores = item.distributions, item.scores
         after = controller.post_process(item.tokens, item.backtrack)
         outcome.post = int(after.action)
         if after.action is not Action.CONTINUE or item.last:
@@ -357,6 +357,7 @@ def _mid_answer(
         override=answer.override,
         complete=answer.complete,
         generate=answer.generate,
+        texts=[list(text) for text in answer.texts],
     )
     if answer.bias is not None:
         made.pairs, data = answer.bias

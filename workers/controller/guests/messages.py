@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ....protocol.errors import Code, ControllerError, TokenbusError
-from ....protocol.sampling import Distribution, Override, Query, TokenId
+from ....protocol.sampling import MAX_SCORED_TEXTS, Distribution, Override, Query, Scores, TokenId
 from ..limits import Limits
 from ..wasm.aici_storage import NAME_BYTES
 from ..wasm.compiled_modules import Abi
@@ -88,6 +88,8 @@ class Item(Struct, array_like=True):
     distributions: list[Distribution] = []
     limits: Limits | None = None
     """The new limits; None if the limits have not changed."""
+    scores: Scores = []
+    """The scores of the texts that the controller has scored. ``tokens`` is then empty."""
 
 
 class Advance(Message):
@@ -176,6 +178,7 @@ class MidAnswer(Struct, array_like=True):
     override: Override | None = None
     complete: bool = False
     generate: bytes = b""
+    texts: Annotated[list[Tokens], Meta(max_length=MAX_SCORED_TEXTS)] = []
 
 
 class Outcome(Struct, array_like=True, omit_defaults=True):

@@ -74,5 +74,11 @@ def addressed(item: Item, handle: int, limits: Limits | None = None) -> Item:
     """A copy of an item, addressed to the controller ``handle``. ``limits``: the controller's new
     limits if they have changed."""
     return Item(
-        handle, item.tokens, item.backtrack, item.last, item.distributions, limits or item.limits
+        handle,
+        item.tokens,
+        item.backtrack,
+        item.last,
+        item.distributions,
+        limits or item.limits,
+        item.scores,
     )

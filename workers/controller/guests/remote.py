@@ -132,8 +132,9 @@ class RemoteController:
         """Makes the calls post_process, pre_process and mid_process in one request, and stores the
         answers of the last two (``interface.DecidesAhead``)."""
         if not self._ahead:
-            distributions = list(self._host.distributions)
-            self._advance(Item(0, list(tokens), backtrack, self._ending, distributions))
+            item = Item(0, list(tokens), backtrack, self._ending, list(self._host.distributions))
+            item.scores = self._host.scores
+            self._advance(item)
         return self._next("post_process")
 
     def ends(self) -> None:

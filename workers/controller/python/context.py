@@ -8,13 +8,15 @@ import types
 import zlib
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from ....protocol.errors import Code, ControllerError
+from ....protocol.sampling import Scores
 from ..backends.compiling.bounds import RefusedGrammar
 from ..host import Host, Stored, Variables, Written
+from ..scoring import of_texts, texts_of
 from ..scripts.generation import Generate as GeneratedText
 from ..tool_calls import value_of
 from . import script_constraints
@@ -23,7 +25,7 @@ from .author_calls import place
 from .awaitable_calls import AwaitableCall, awaitable_call
 from .bias_values import BiasValues, bias_of
 from .delegated_text import Delegated, text_of_options
-from .operations import Append, Fork, Generate, Operation, Receive, Stop, WaitFor
+from .operations import Append, Fork, Generate, Operation, Receive, Score, Stop, WaitFor
 from .script_constraints import Allowed, Constraint, Grammar
 from .text_variables import Vars, text_of
 from .token_set import TokenSet
@@ -185,6 +187,25 @@ class Context:
         )
         assert isinstance(index, int)
         return index
+
+    @awaitable_call
+    async def score(
+        self, candidates: Iterable[str | bytes | list[int]], *, per_token: bool = False
+    ) -> list[Any]:
+        """The log-probability of each candidate, as if it followed the sequence. The sequence does
+        not change.
+
+        A candidate is a text or a list of token ids. With ``per_token``, each element is a list of
+        the log-probabilities of the candidate's tokens. The numbers are natural logarithms under
+        the model's own distribution. Raises ControllerError if there are more than 64 candidates or
+        4096 tokens.
+        """
+        vocabulary = self._host.vocabulary
+        texts = texts_of(candidates, vocabulary.size, self.tokenize)
+        scores = await self._ask(
+            lambda question: Score(question, self._host, texts), "score", texts=texts
+        )
+        return of_texts(cast(Scores, scores), per_token)
 
     @awaitable_call
     async def wait_var(self, name: str) -> str:

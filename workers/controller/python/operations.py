@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ....protocol.errors import Code, ControllerError
 from ..biases import Bias
-from ..host import Stored, Vocabulary
+from ..host import Host, Stored, Vocabulary
 from ..interface import CONTINUE, STOP, SUSPEND, Action, Answer
 from .script_constraints import Constraint
 from .transcript import Question, Transcript
@@ -220,6 +220,24 @@ class Fork(Operation):
         """Copies whether the fork was made."""
         assert isinstance(other, Fork)
         self._made = other._made
+
+
+class Score(Operation):
+    """Scores texts after the sequence. The answer has the log-probability of each token of each
+    text."""
+
+    def __init__(self, question: Question, host: Host, texts: Sequence[Sequence[int]]) -> None:
+        super().__init__(question)
+        self._host = host
+        self._answer = Answer(Action.SCORE, texts=texts)
+
+    def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
+        """Asks for the scores."""
+        return self._answer
+
+    def post_process(self, tokens: Sequence[int]) -> None:
+        """Finishes the operation."""
+        self._finish(self._host.scores)
 
 
 class Receive(Operation):

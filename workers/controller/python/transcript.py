@@ -39,7 +39,9 @@ class Entry(NamedTuple):
 
 
 def _size(value: object) -> int:
-    """The number of bytes of a question's argument or of an answer; 0 if it is not text."""
+    """Approximate number of bytes of a question's argument or of an answer; 0 if it is a number."""
+    if isinstance(value, list):
+        return 8 + sum(8 + _size(each) for each in value)
     if isinstance(value, Stored | Written):
         return len(value.value)
     return len(value) if isinstance(value, str | bytes) else 0

@@ -3,12 +3,18 @@ native ABI and has loaded a script."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+
+import msgspec
+import numpy as np
 import wasmtime
 
 from ....protocol.errors import Code, ControllerError
 from ..host import Host
 from ..interface import Action, Answer, Controller
 from ..limits import Limits
+from ..scoring import checked_texts
 from ..wasm.instance import Guest, Template
 from ..wasm.native import START, NativeController, NativeState
 from .engines import BACKTRACK, put_text, words
@@ -17,7 +23,13 @@ from .imports import linker_of
 GENERATE = 5
 """The result of mid_process if the worker is to generate a text. Words 8 and 9 of the call block
 then have the size and the address of a ``generation.Generate`` as JSON."""
+SCORE = 6
+"""The result of mid_process if texts are to be scored. Words 8 and 9 then have the size and the
+address of the texts as JSON: lists of token ids. The arguments of the next post_process are the
+log-probabilities, as the bits of float32 numbers."""
 MAX_GENERATE_BYTES = 2 * 1024 * 1024
+
+_decode_texts = msgspec.json.Decoder(list[list[int]]).decode
 
 
 class ScriptModule:
@@ -82,14 +94,29 @@ class ScriptGuest(NativeController):
     def _limit(self, own_s: float) -> float:
         return max(own_s, self._host.limits.round_s)
 
+    def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
+        """Passes tokens or scores to the script."""
+        if self._host.scores:
+            scores = np.fromiter(chain.from_iterable(self._host.scores), np.float32)
+            tokens = scores.view(np.uint32).tolist()
+        return super().post_process(tokens, backtrack)
+
     def _other_answer(self, action: int) -> Answer:
-        if action != GENERATE:
+        if action not in (GENERATE, SCORE):
             return super()._other_answer(action)
         address, size = self._list()
         if size > MAX_GENERATE_BYTES:
+            call = "gen" if action == GENERATE else "score"
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"the arguments of gen have {size} bytes; at most {MAX_GENERATE_BYTES} are allowed",
+                f"the arguments of {call} have {size} bytes; at most {MAX_GENERATE_BYTES} are "
+                "allowed",
             )
         generate = self._guest.read(address, size)
+        if action == SCORE:
+            try:
+                texts = _decode_texts(generate)
+            except msgspec.MsgspecError as error:
+                raise ControllerError(Code.CONTROLLER_FAILED, f"score: {error}") from None
+            return Answer(Action.SCORE, texts=checked_texts(texts, self._host.vocabulary.size))
         return Answer(Action.GENERATE, bias=self._own_bias(), generate=generate)

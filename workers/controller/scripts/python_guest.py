@@ -139,6 +139,8 @@ class PythonContext(Context):
                 await self.fixed(self._short(given[0]), *given[1:], **named)
             elif name in STEPS:
                 value = await self._step(name, *given)
+            elif name == "score":
+                value = await self._score(*given, **named)
             elif name == "call":
                 value = (await self._call(given[0], named)).decode()
             elif name in _AWAITED:
@@ -195,6 +197,13 @@ class PythonContext(Context):
         make = partial(step_of, self._host, name, given)
         short = [crc32(each) if isinstance(each, bytes) else str(each) for each in given]
         return await self._ask(make, name, given=tuple(short) or None)
+
+    async def _score(self, candidates: Any, **named: Any) -> list[Any]:
+        """Answers ``score``."""
+        texts = candidates if isinstance(candidates, list) else [candidates]
+        data = [t.encode() if isinstance(t, str) else t for t in texts]
+        self._short(b"".join(each for each in data if isinstance(each, bytes)))
+        return await self.score(candidates, **named)
 
     def _short(self, text: Any) -> Any:
         """A text to tokenize; raises ControllerError if it is too long for a round."""

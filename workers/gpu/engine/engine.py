@@ -25,7 +25,7 @@ import numpy as np
 from ....protocol.errors import Code, RequestError
 from ....protocol.messages import FinishReason, ForwardPath
 from ....protocol.metrics import Histogram
-from ....protocol.sampling import Sampling
+from ....protocol.sampling import MAX_SCORED_TEXTS, MAX_SCORED_TOKENS, Sampling
 from ..model.backends import ForwardOptions
 from ..model.cpu_native.allocator import keep_freed_memory
 from ..model.cuda.choice import choose_layout
@@ -445,7 +445,36 @@ class Engine:
         sequence is not suspended."""
         sequence = self._live.named(request, seq)
         if sequence in self._scheduler.suspended:
+            self._live.drop_texts(sequence)
             self._scheduler.resume(sequence)
+
+    def score_texts(self, request: int, seq: int, texts: Tokens[Tokens[int]]) -> None:
+        """Computes the log-probability of each token of each text, as if the text followed the
+        sequence. The texts share the sequence's blocks, and all are computed in the same steps.
+
+        The sequence is suspended until ``resume``. When all texts are scored, it has one output
+        with ``scores``. Raises RequestError if there are no texts, or more than
+        ``MAX_SCORED_TEXTS`` or ``MAX_SCORED_TOKENS``, or if a text is empty or too long.
+        """
+        sequence = self._live.named(request, seq)
+        total = sum(map(len, texts))
+        if not 0 < len(texts) <= MAX_SCORED_TEXTS or total > MAX_SCORED_TOKENS or not all(texts):
+            raise RequestError(
+                Code.INVALID_FIELD,
+                f"{len(texts)} texts of {total} tokens are to be scored; expected 1 to "
+                f"{MAX_SCORED_TEXTS} texts, none of them empty, of at most {MAX_SCORED_TOKENS} "
+                "tokens",
+            )
+        longest = max(map(len, texts))
+        if len(sequence.tokens) + longest > self.max_length:
+            raise RequestError(
+                Code.PROMPT_TOO_LONG,
+                f"a text of {longest} tokens cannot be scored after {len(sequence.tokens)} tokens; "
+                f"{self.loaded.name} takes at most {self.max_length} tokens",
+            )
+        for text in texts:
+            self._intake.check_tokens(text, "texts")
+        self._live.score(sequence, texts)
 
     def alive(self, request: int, seq: int) -> bool:
         """Whether the sequence exists and has not ended."""
@@ -531,7 +560,7 @@ class Engine:
 
     def sequences(self, request: int) -> list[int]:
         """The numbers of a request's live sequences."""
-        return list(self._live.requests.get(request, ()))
+        return [seq for seq in self._live.requests.get(request, ()) if seq >= 0]
 
     def sample_under(
         self,

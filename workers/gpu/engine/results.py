@@ -69,6 +69,9 @@ class Results:
         if any(value != value for value in found):
             live.fail(sequence, NAN)
             return
+        if sequence.scoring is not None:
+            live.take_text_scores(sequence, first, found, chunk.completes)
+            return
         texts: list[str | None] = [None] * len(tokens)
         if sequence.text is not None:
             try:

@@ -166,6 +166,12 @@ class Scheduler:
                 self.waiting.put_back(child)
         self.changed()
 
+    def put_back(self, sequences: Iterable[Sequence]) -> None:
+        """Adds sequences of an admitted request. They wait to be admitted."""
+        for sequence in sequences:
+            self.waiting.put_back(sequence)
+        self.changed()
+
     def defer(self, sequence: Sequence) -> None:
         """Defers a ready sequence until ``reschedule``. The sequence gives up its slot, and keeps
         its blocks until other sequences need them."""

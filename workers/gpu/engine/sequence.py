@@ -109,6 +109,21 @@ class KeptRow:
 
 
 @dataclass(slots=True, eq=False)
+class ScoredTexts:
+    """The texts that are scored after a sequence. Each text is computed by a further sequence of
+    the request, which shares the blocks of the first. These sequences have negative numbers, and no
+    outputs."""
+
+    sequence: Sequence
+    """The sequence that the texts continue. It is suspended meanwhile."""
+    scores: list[list[float]]
+    """By text: the log-probabilities of the tokens that have been scored, as float32 numbers."""
+    left: dict[Sequence, int] = field(default_factory=dict)
+    """The sequences of the texts that have not been scored completely, each with the index of its
+    text."""
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One sequence of a request, from its arrival to its end."""
 
@@ -130,6 +145,9 @@ class Sequence:
     scored_from: int = 0
     """For a score: index of the first token whose log-probability is computed. The tokens before it
     are the prompt and the tokens that another worker has scored."""
+    scoring: ScoredTexts | None = None
+    """The texts that are scored after the sequence, or to which the sequence belongs; otherwise
+    None."""
     priority: int = 0
     client: int = 0
     arrival: int = 0

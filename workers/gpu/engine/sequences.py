@@ -7,16 +7,20 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 
+import numpy as np
+
 from ....protocol.errors import Code, RequestError
 from ....protocol.logs import about
 from ....protocol.messages import FinishReason
+from ....protocol.sampling import Sampling
 from ..model.runner import Runner
+from ..sampling.distributions import LOWEST
 from ..sampling.token_counts import has_penalties
 from .block_manager import BlockManager, BlockTable
 from .intake import Intake
 from .pending_step import PendingStep
 from .scheduler import Scheduler
-from .sequence import MAX_SEQ, Sequence, TokenOutput
+from .sequence import MAX_SEQ, ScoredTexts, Sequence, TokenOutput
 from .text import Text
 
 log = logging.getLogger(__name__)
@@ -111,6 +115,7 @@ class LiveSequences:
 
         The sequence may be missing from some of the tables.
         """
+        self.drop_texts(sequence)
         computed = min(sequence.num_computed_tokens, len(sequence.tokens))
         self._blocks.commit(sequence.block_table, sequence.tokens, computed)
         if self.step is not None:
@@ -255,6 +260,75 @@ class LiveSequences:
         if sequence.text is not None:
             sequence.text = self._intake.text_of(sequence)
 
+    # --- scored texts ---------------------------------------------------------------------------
+
+    def score(self, sequence: Sequence, texts: Tokens[Tokens[int]]) -> None:
+        """Suspends a sequence and scores texts after it (``Engine.score_texts``)."""
+        self.drop_texts(sequence)
+        self.discard_logits(sequence)
+        self._scheduler.suspend(sequence)
+        sequence.scoring = scoring = ScoredTexts(sequence, [[] for _ in texts])
+        live = self.requests[sequence.request]
+        for place, text in enumerate(texts):
+            one = self._text_after(sequence, min(0, *live) - 1, text)
+            one.scoring = scoring
+            live[one.seq] = one
+            scoring.left[one] = place
+        if sequence.num_computed_tokens == len(sequence.tokens) - 1:
+            self._scheduler.forked(scoring.left)
+        else:
+            # The first of these sequences computes the missing tokens. The others wait for the
+            # blocks (``Sequence.continued``).
+            self._scheduler.put_back(scoring.left)
+
+    def drop_texts(self, sequence: Sequence) -> None:
+        """Stops scoring texts after a sequence."""
+        scoring = sequence.scoring
+        if scoring is None or sequence.scored:
+            return
+        sequence.scoring = None
+        for one in scoring.left:
+            self.remove(one)
+
+    def take_text_scores(
+        self, one: Sequence, first: int, values: list[float], complete: bool
+    ) -> None:
+        """Stores the log-probabilities of a scored text from its token number ``first`` on. After
+        the last token of the last text, adds an output with all scores."""
+        scoring = one.scoring
+        assert scoring is not None
+        numbers = np.maximum(np.array(values, np.float32), LOWEST)
+        scoring.scores[scoring.left[one]][first:] = numbers.tolist()
+        if not complete:
+            return
+        del scoring.left[one]
+        self.remove(one)
+        if not scoring.left:
+            scoring.sequence.scoring = None
+            output = TokenOutput.of(scoring.sequence)
+            output.scores = scoring.scores
+            self.outputs.append(output)
+
+    def _text_after(self, sequence: Sequence, number: int, text: Tokens[int]) -> Sequence:
+        computed, known = sequence.num_computed_tokens, len(sequence.tokens)
+        return Sequence(
+            request=sequence.request,
+            seq=number,
+            tokens=[*sequence.tokens, *text],
+            num_prompt=known,
+            sampling=Sampling(),
+            max_length=known + len(text),
+            scored=True,
+            scored_from=known,
+            priority=sequence.priority,
+            client=sequence.client,
+            arrival=sequence.arrival,
+            prompt_usage=sequence.prompt_usage,
+            block_table=self._blocks.fork(sequence.block_table, computed),
+            num_computed_tokens=computed,
+            continued=True,
+        )
+
     # --- tokens and ends ------------------------------------------------------------------------
 
     def append(self, sequence: Sequence, output: TokenOutput, pushed: Text | None = None) -> bool:
@@ -307,10 +381,16 @@ class LiveSequences:
 
     def fail(self, sequence: Sequence, error: str) -> None:
         """Ends a sequence and its pending forks with an error. Frees the sequence's blocks, and
-        clears those that other sequences do not share, because they may contain NaN."""
+        clears those that other sequences do not share, because they may contain NaN. If a scored
+        text fails, the sequence that it continues fails."""
         self._runner.clear_blocks(self._blocks.discard(sequence.block_table))
         sequence.block_table = BlockTable()
         sequence.num_computed_tokens = 0
+        if sequence.seq < 0 and sequence.scoring is not None:
+            del sequence.scoring.left[sequence]
+            self.remove(sequence)
+            self.fail(sequence.scoring.sequence, error)
+            return
         self.outputs += self._ends(sequence, "error", error)
 
     def _ends(self, sequence: Sequence, reason: FinishReason, error: str = "") -> list[TokenOutput]:
@@ -347,6 +427,7 @@ class LiveSequences:
         # The older outputs come first, because they may report forks whose last outputs follow.
         ended = [o for o in self.outputs if o.request == request]
         self.outputs = [o for o in self.outputs if o.request != request]
-        for sequence in list(self.requests.get(request, {}).values()):
+        live = self.requests.get(request, {})
+        for sequence in [sequence for seq, sequence in live.items() if seq >= 0]:
             ended += self._ends(sequence, reason)
         return ended

@@ -13,7 +13,7 @@ from ....protocol.sampling import Distribution, Override, Query
 from ..model.device_queue import on_device
 from .races import likeliest, row_sums
 
-_LOWEST = float(torch.finfo(torch.float32).min)
+LOWEST = float(torch.finfo(torch.float32).min)
 """A log-probability of minus infinity is reported as this number, which JSON can represent."""
 
 
@@ -75,7 +75,7 @@ def answer(logits: torch.Tensor, chosen: torch.Tensor, queries: Mapping[int, Que
     if list(queries) != list(range(len(logits))):
         rows = on_device(np.array(list(queries), dtype=np.int64), device)
         own, chosen = logits.index_select(0, rows), chosen.index_select(0, rows)
-    every = torch.log_softmax(own, -1).clamp_(min=_LOWEST)
+    every = torch.log_softmax(own, -1).clamp_(min=LOWEST)
     sampled = own.gather(-1, chosen.unsqueeze(-1))
     # On a CPU, the sum of floats takes a third of the time of a sum of booleans.
     more_likely = torch.empty(own.shape, dtype=torch.float32, device=device)

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Raw, msgpack, structs
 
 from ....protocol.messages import Token
-from ....protocol.sampling import Distribution
+from ....protocol.sampling import Distribution, Scores
 
 _KINDS: dict[str, Any] = {
     "top_logprobs": dict[int, float],
@@ -20,6 +20,7 @@ _KINDS: dict[str, Any] = {
     "cut": list[int],
     "bias": dict[int, float],
     "distribution": Distribution,
+    "scores": Scores,
 }
 """The fields of ``Token`` that are packed, and their types. Clients determine the sizes of these
 fields."""

@@ -1,9 +1,9 @@
 """Resumes a moved stream: derives its sequences from the entries that its client has received.
 
 A sequence without a controller resumes after its last token. A sequence with a controller resumes
-at its *resume point*: its last sampled token, or its last fork that the client has received,
-whichever is later. The controller is replayed up to the resume point and then decides again.
-Entries that the controller repeats and the client already has are suppressed.
+at its *resume point*: its last sampled token, its last scores, or its last fork that the client has
+received, whichever is the latest. The controller is replayed up to the resume point and then
+decides again. Entries that the controller repeats and the client already has are suppressed.
 """
 
 from __future__ import annotations
@@ -80,18 +80,20 @@ class Resumed:
     def take(self, entry: Token) -> None:
         """Adds an entry that the client has received."""
         sampled = entry.token is not None and entry.logprob is not None
+        decided = sampled or bool(entry.scores)
         self.given.log_chars += len(entry.logs)
         self.given.writes += len(entry.storage)
         self.given.messages += len(entry.messages)
         if not is_report(entry):
             self._later.append(entry)
-        if sampled:
-            assert entry.token is not None
+        if decided:
             if entry.distribution is not None:
                 self.replay.distributions[len(self.replay.tokens)] = entry.distribution
             if entry.wakes:
                 self.replay.wakes[len(self.replay.tokens)] = entry.wakes
-            self.replay.tokens.append(entry.token)
+            if entry.scores:
+                self.replay.scores[len(self.replay.tokens)] = entry.scores
+            self.replay.tokens.append(entry.token or 0)
             self.reach()
             self.given = Given()
         if entry.finish_reason is not None:
@@ -160,7 +162,7 @@ def resume(entries: Iterable[Token], n: int = 1, steered: bool = False) -> Resum
 def is_report(entry: Token) -> bool:
     """Whether an entry has only notes of the controller. A replay may distribute the same notes
     over other entries, so such entries are not counted."""
-    changes = entry.token is not None or entry.backtrack
+    changes = entry.token is not None or entry.backtrack or entry.scores
     return not changes and entry.finish_reason is None and entry.parent is None
 
 

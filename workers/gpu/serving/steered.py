@@ -95,7 +95,7 @@ class Steered:
         given = self.given.get(output.seq)
         if given is None or output.parent is not None or is_report(output):
             return False
-        if output.logprob is not None or output.finish_reason is not None:
+        if output.logprob is not None or output.scores or output.finish_reason is not None:
             del self.given[output.seq]
             return False
         repeated = given.entries > 0
@@ -115,6 +115,6 @@ class Steered:
             output.logs += notes.logs
             output.storage += notes.storage
             output.messages += notes.messages
-            if output.logprob is not None:
+            if output.logprob is not None or output.scores:
                 output.wakes = self.wakes.pop(output.seq, 0)
         return output

@@ -96,7 +96,8 @@ class Steering:
         self._requests: dict[int, Steered] = {}
         self._awaited: dict[Key, float] = {}
         """Sequences whose decision has not arrived, with the time when it is overdue. The time is
-        ``inf`` for suspended sequences, and for sequences that fork when they have logits."""
+        ``inf`` for suspended sequences, for sequences that wait for scores, and for forks that wait
+        for logits."""
         self._forks: dict[Key, list[tuple[StepResult, Under]]] = {}
         """By sequence that will fork when it has logits: the decision to fork, and the decisions to
         apply after the fork."""
@@ -457,6 +458,9 @@ class Steering:
             case "suspend":
                 engine.suspend(*key)
                 self._awaited[key] = math.inf
+            case "score":
+                engine.score_texts(*key, one.texts)
+                self._awaited[key] = math.inf
             case "stop":
                 del self._awaited[key]
                 engine.end(*key, one.finish)
@@ -531,6 +535,11 @@ class Steering:
         If a sequence ends with a token, and not at its controller's decision, the controller runs a
         last round. The last output is stored until that round is complete.
         """
+        if output.scores:
+            self._await((output.request, output.seq))
+            scored = StepSequence(output.request, output.seq, [])
+            scored.scores = output.scores
+            return scored
         reason, token, stop = output.finish_reason, output.token, ""
         # An appended token has no log-probability. The controller has chosen the token itself.
         drawn = [token] if token is not None and output.logprob is not None else []

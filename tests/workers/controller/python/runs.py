@@ -122,7 +122,16 @@ class Run:
                 self.errors[seq], self.codes[seq] = result.error, result.code
         elif result.action == "sample":
             return [lambda: self._sample(result)]
+        elif result.action == "score":
+            return [lambda: self._score(result)]
         return []
+
+    def _score(self, result: StepResult) -> list[StepResult]:
+        """The log-probability of token t is -t / 8 after every text."""
+        scores = [[-token / 8 for token in text] for text in result.texts]
+        stepped = self._group.step(result.seq, [], False, None, scores=scores)
+        assert stepped is not None
+        return stepped[1]()
 
     def _sample(self, result: StepResult) -> list[StepResult]:
         seq, tokens = result.seq, self.tokens[result.seq]

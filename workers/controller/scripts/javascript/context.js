@@ -186,6 +186,15 @@ async function forked(count) {
 const context = {
   async fixed(text, { following } = {}) { return append(text, following); },
   async gen(options) { return host.text(await generate(options)); },
+  async score(candidates, { perToken = false } = {}) {
+    if (!Array.isArray(candidates) || !candidates.length)
+      throw new TypeError(`score(${show(candidates)}); expected a list of texts`);
+    const texts = candidates.map(tokens_of);
+    if (texts.some((text) => !text.length))
+      throw new TypeError(`score(${show(candidates)}); expected texts that are not empty`);
+    const scores = await ask(new Score(texts), "score");
+    return perToken ? scores : scores.map((text) => text.reduce((sum, each) => sum + each, 0));
+  },
   fork: forked,
   async waitVar(name) {
     const [value] = await ask(new WaitFor([name]), "waitVar");

@@ -4,7 +4,7 @@
 // imports of the ABI (engine.c). A fork copies the memory of the interpreter, so a script continues
 // in each fork without a replay.
 
-const STOP = 0, CONTINUE = 1, SUSPEND = 2, FORK = 3, SPLICE = 4, GENERATE = 5;
+const STOP = 0, CONTINUE = 1, SUSPEND = 2, FORK = 3, SPLICE = 4, GENERATE = 5, SCORE = 6;
 
 // The words of the call block.
 const VOCABULARY = 7, EOS = 12, MAX_TOKENS = 13;
@@ -78,6 +78,23 @@ class Generate extends Operation {
     return GENERATE;
   }
   post(tokens, backtrack) { this.finish(tokens); }
+}
+
+// Scores texts, which are lists of tokens. The host passes the log-probabilities of their tokens to
+// post, as the bits of float32 numbers.
+class Score extends Operation {
+  constructor(texts) {
+    super();
+    this.texts = texts;
+  }
+  mid(group) {
+    host.generate(JSON.stringify(this.texts));
+    return SCORE;
+  }
+  post(words, backtrack) {
+    const numbers = Array.from(new Float32Array(Uint32Array.from(words).buffer));
+    this.finish(this.texts.map((text) => numbers.splice(0, text.length)));
+  }
 }
 
 // Generates tokens of a set. The text ends at `max` tokens, at a stop text or at the end of sequence.
@@ -368,6 +385,10 @@ const calls = {
   },
 
   post(tokens, backtrack) {
+    if (pending instanceof Score && !detour) {
+      pending.post(tokens, backtrack);
+      return CONTINUE;
+    }
     if (backtrack) sequence.tokens.length -= backtrack;
     for (let i = 0; i < tokens.length; i++) sequence.tokens.push(tokens[i]);
     if (program) return decided(program.postProcess(tokens, backtrack), "postProcess");

@@ -1,0 +1,115 @@
+"""A script scores texts: in each language, and in both runtimes of Python."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tokenbus.workers.controller.python.printed import captured
+from tokenbus.workers.controller.python.script import ScriptProgram as ServedScript
+from tokenbus.workers.controller.scripts.controller import ScriptProgram
+
+from ..played import UNHURRIED
+from ..python.runs import Run, tokens_of
+from . import script_runs
+from .script_runs import constraints, says
+
+pytestmark = pytest.mark.process  # The interpreters are compiled in processes.
+
+PYTHON = """
+import json
+
+async def main(ctx):
+    await ctx.fixed("The answer is ")
+    print(json.dumps(await ctx.score([" yes", "no", [5, 6]])))
+    print(json.dumps(await ctx.score([" yes", "no", [5, 6]], per_token=True)))
+    i = await ctx.fork(2)
+    print(json.dumps(await ctx.score(["%d" % i, "ab"])), len(ctx.tokens))
+    await ctx.gen(max_tokens=2)
+"""
+JAVASCRIPT = """
+async function main(ctx) {
+  await ctx.fixed("The answer is ");
+  ctx.log(await ctx.score([" yes", "no", [5, 6]]));
+  ctx.log(await ctx.score([" yes", "no", [5, 6]], { perToken: true }));
+  const i = await ctx.fork(2);
+  ctx.log(await ctx.score([`${i}`, "ab"]), ctx.tokens.length);
+  await ctx.gen({ maxTokens: 2 });
+}
+"""
+KINDS = pytest.mark.parametrize("kind", ["uploaded", "served", "javascript"])
+
+
+def play(kind: str, python: str, javascript: str) -> Run:
+    if kind != "served":
+        language = "python" if kind == "uploaded" else kind
+        return script_runs.play(python if kind == "uploaded" else javascript, language, **how())
+    names: dict[str, Any] = {"__name__": "answer"}
+    exec(compile(python, "answer.py", "exec"), names)
+    served = ScriptProgram(ServedScript(names["main"]), constraints().get)
+    with captured():
+        return Run(served, limits=UNHURRIED, **how())  # type: ignore[arg-type]
+
+
+def how() -> dict[str, object]:
+    return {"choose": says("ok ok ok ok"), "prompt": "Q"}
+
+
+def scores_of(*texts: str | list[int]) -> list[list[float]]:
+    """The scores that ``Run`` gives to texts."""
+    tokens = [tokens_of(text) if isinstance(text, str) else text for text in texts]
+    return [[-token / 8 for token in text] for text in tokens]
+
+
+def read(log: str) -> list[Any]:
+    """The JSON values in a log."""
+    decoder, values, at = json.JSONDecoder(), [], 0
+    while at < len(log.rstrip()):
+        value, at = decoder.raw_decode(log, at)
+        values.append(value)
+        at += 1
+    return values
+
+
+@KINDS
+def test_texts_are_scored_and_the_sequence_does_not_change(kind: str) -> None:
+    run = play(kind, PYTHON, JAVASCRIPT)
+    assert not run.errors
+    first = scores_of(" yes", "no", [5, 6])
+    length = len(tokens_of("Q")) + len(tokens_of("The answer is "))
+    logged = [read(run.logs[seq]) for seq in (0, 1)]
+    assert logged[0][:2] == [[sum(text) for text in first], first]
+    after = [[[sum(text) for text in scores_of(f"{i}", "ab")], length] for i in (0, 1)]
+    assert [logged[0][2:], logged[1]] == after
+    assert len(run.tokens[1]) == len(tokens_of("The answer is ")) + 2
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("texts", "error"),
+    [
+        ("[]", "score("),
+        ('["a", ""]', "score("),
+        ('"ab"', "score("),
+        ("[[99999]]", "token 99999; token ids of this model are 0 to 4095"),
+        ("[[5.5]]", "score"),
+    ],
+)
+def test_texts_that_are_not_valid_are_an_error(kind: str, texts: str, error: str) -> None:
+    run = play(
+        kind,
+        f"async def main(ctx):\n    await ctx.score({texts})\n",
+        f"async function main(ctx) {{ await ctx.score({texts}); }}",
+    )
+    assert error in run.errors[0]
+
+
+@KINDS
+def test_too_many_texts_are_an_error(kind: str) -> None:
+    run = play(
+        kind,
+        'async def main(ctx):\n    await ctx.score(["a"] * 65)\n',
+        'async function main(ctx) { await ctx.score(Array(65).fill("a")); }',
+    )
+    assert "65 texts; expected 1 to 64" in run.errors[0]
