@@ -603,6 +603,9 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     """Text mode: the text that this token completes."""
     backtrack: int = 0
     """Number of tokens to remove from the end of the sequence before ``token`` is appended."""
+    prompt: list[TokenId] = []
+    """The prompt with which the sequence begins anew. It replaces the sequence's former prompt;
+    ``backtrack`` counts all tokens after that prompt."""
     logs: str = ""
     storage: list[Any] = []
     messages: list[str] = []

@@ -545,6 +545,9 @@ class StepResult(Struct, array_like=True):
     """The texts that the program has sent to its client."""
     texts: Annotated[list[list[TokenId]], Meta(max_length=MAX_SCORED_TEXTS)] = []
     """``score``: the tokens of the texts. Each text follows the sequence directly."""
+    prompt: list[TokenId] = []
+    """The prompt with which the sequence begins anew: all its tokens are dropped, with those of its
+    former prompt. ``ff_tokens`` follow the prompt. ``backtrack`` is then 0."""
 
     @property
     def biased(self) -> bool:

@@ -46,6 +46,9 @@ class Action(IntEnum):
     """In mid_process: compute the log-probabilities of ``texts``, each as the continuation of the
     sequence, and do not sample. The next post_process gets no tokens, and ``Host.scores`` has the
     result."""
+    BEGIN = 7
+    """In mid_process: drop all tokens, also those of the prompt, and begin anew with the prompt
+    ``tokens``. The next post_process gets these tokens, and the number of all dropped tokens."""
 
 
 class Answer(NamedTuple):
@@ -92,7 +95,7 @@ class Controller(Protocol):
         """May stop, continue, suspend, fork, or append tokens. Limit: ``Limits.pre_s``."""
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """May stop, sample, splice or score. Limit: ``Limits.mid_s``.
+        """May stop, sample, splice, score or begin anew. Limit: ``Limits.mid_s``.
 
         ``fork_group``: the sequences after the fork of this round, including this one; without a
         fork, only this sequence. ``mask``: bytes ``[4 * ceil(vocab / 32)]`` for the mask; bit i of

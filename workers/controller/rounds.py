@@ -61,6 +61,8 @@ class ControlledSequence:
     batched: Batched | None = field(default=None, init=False)
     """The controller, if its usual rounds run in a batch with others."""
     stage: Stage = Stage.RUNNING
+    prompt_length: int = 0
+    """Number of tokens of the prompt."""
     length: int = 0
     """Number of tokens after the prompt."""
     slow: bool = False
@@ -88,6 +90,12 @@ class Change:
 
     backtrack: int = 0
     tokens: list[int] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
+    """The prompt with which the sequence begins anew; empty if it keeps its prompt."""
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Replaces all tokens of the sequence by a new prompt."""
+        self.backtrack, self.tokens, self.prompt = 0, [], list(prompt)
 
     def splice(self, backtrack: int, tokens: Sequence[int]) -> None:
         """Drops ``backtrack`` tokens from the end (first those that this round has appended), and
@@ -190,6 +198,7 @@ class Rounds:
         self, sequence: ControlledSequence, prompt: Sequence[int], n: int
     ) -> list[StepResult]:
         controller = sequence.controller
+        sequence.prompt_length = len(prompt)
         controller.init_prompt(prompt)
         if n == 1:
             results = self._decide(sequence)
@@ -297,7 +306,7 @@ class Rounds:
                 if answer.complete:
                     stopped.finish = "stop"
                 return [stopped]
-            if self._append(sequence, change, answer):
+            if self._changed(sequence, change, answer):
                 return [_stopped(sequence, change)]
         raise ControllerError(
             Code.CONTROLLER_FAILED,
@@ -326,18 +335,38 @@ class Rounds:
                 Code.CONTROLLER_FAILED,
                 f"it appended {appended} tokens without sampling; at most {most} are allowed",
             )
-        size = sequence.host.vocabulary.size
-        for token in tokens:
-            if not 0 <= token < size:
-                raise ControllerError(
-                    Code.CONTROLLER_FAILED,
-                    f"it appended token {token}; token ids of this model are 0 to {size - 1}",
-                )
+        _check_tokens(sequence, tokens)
         change.splice(drop, tokens)
         sequence.length += len(tokens) - drop
         sequence.host.distributions, sequence.host.scores = (), []
         self.see_changes(sequence)
         return sequence.controller.post_process(tokens, drop).action is Action.STOP
+
+    def _changed(self, sequence: ControlledSequence, change: Change, answer: Answer) -> bool:
+        """Handles an answer of mid_process after which the round continues with post_process.
+        Returns whether post_process stops the sequence."""
+        if answer.action is Action.BEGIN:
+            return self._begin_anew(sequence, change, answer.tokens)
+        return self._append(sequence, change, answer)
+
+    def _begin_anew(
+        self, sequence: ControlledSequence, change: Change, prompt: Sequence[int]
+    ) -> bool:
+        """Replaces all tokens of a sequence by a new prompt, and calls post_process for it. Returns
+        whether post_process stops the sequence."""
+        most = sequence.host.limits.appended_tokens
+        if not 0 < len(prompt) <= most:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"its new prompt has {len(prompt)} tokens; expected 1 to {most}",
+            )
+        _check_tokens(sequence, prompt)
+        dropped = sequence.prompt_length + sequence.length
+        change.begin(prompt)
+        sequence.prompt_length, sequence.length = len(prompt), 0
+        sequence.host.distributions, sequence.host.scores = (), []
+        self.see_changes(sequence)
+        return sequence.controller.post_process(prompt, dropped).action is Action.STOP
 
     def _forked(
         self, sequence: ControlledSequence, change: Change, more: int, at_start: bool = False
@@ -374,11 +403,23 @@ class Rounds:
         return [failed]
 
 
+def _check_tokens(sequence: ControlledSequence, tokens: Sequence[int]) -> None:
+    """Raises ControllerError for the first token that is outside the vocabulary."""
+    size = sequence.host.vocabulary.size
+    for token in tokens:
+        if not 0 <= token < size:
+            raise ControllerError(
+                Code.CONTROLLER_FAILED,
+                f"it appended token {token}; token ids of this model are 0 to {size - 1}",
+            )
+
+
 def _end_of_sequence(results: list[StepResult]) -> None:
     """Changes the result after an end-of-sequence token so that the sequence ends, if the
     controller's decision is only to sample or to stop."""
     first = results[0]
-    alone = len(results) == 1 and not first.backtrack and not first.ff_tokens
+    changes = first.backtrack or first.ff_tokens or first.prompt
+    alone = len(results) == 1 and not changes
     if alone and first.action in ("sample", "stop"):
         first.action, first.finish = "stop", "stop"
         first.row = first.attachment = None
@@ -408,7 +449,7 @@ def _look_along(
     first, controller = results[0], sequence.controller
     if len(results) > 1 or first.action != "sample" or first.has_options:
         return
-    if first.backtrack or first.ff_tokens or first.logs or first.messages:
+    if first.backtrack or first.ff_tokens or first.prompt or first.logs or first.messages:
         return
     if not takes_drafts(controller):
         return
@@ -454,4 +495,5 @@ def _result(
         storage=sequence.variables.take_writes(),
         wakes=sequence.wakes,
         messages=sequence.variables.take_messages(),
+        prompt=change.prompt if change is not None else [],
     )

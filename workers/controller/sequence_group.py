@@ -310,7 +310,7 @@ class SequenceGroup:
             return False
         if result.backtrack or result.ff_tokens or result.logs or result.storage:
             return False
-        if result.messages:
+        if result.messages or result.prompt:
             return False
         sequence = self._sequences.get(result.seq)
         return sequence is not None and sequence.woken
@@ -448,7 +448,7 @@ class SequenceGroup:
                 host.distributions = parent.host.distributions
                 controller = parent.controller.fork(host)
                 child = ControlledSequence(seq, controller, host, variables, self._buffer())
-                child.length = parent.length
+                child.prompt_length, child.length = parent.prompt_length, parent.length
                 children.append(child)
         except BaseException:
             for child in children:

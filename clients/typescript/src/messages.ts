@@ -887,6 +887,11 @@ export interface Token {
   readonly text?: string;
   /** Number of tokens to remove from the end of the sequence before `token` is appended. */
   readonly backtrack: number;
+  /**
+   * The prompt with which the sequence begins anew. It replaces the sequence's former prompt;
+   * `backtrack` counts all tokens after that prompt.
+   */
+  readonly prompt: readonly number[];
   readonly logs: string;
   readonly storage: readonly Json[];
   /** The texts that the program of the stream has sent to its client, in order. */
@@ -958,6 +963,7 @@ export function readToken(
       | "seq"
       | "parent"
       | "backtrack"
+      | "prompt"
       | "logs"
       | "storage"
       | "messages"
@@ -987,6 +993,7 @@ export function readToken(
     seq: sent.seq ?? 0,
     parent: sent.parent ?? null,
     backtrack: sent.backtrack ?? 0,
+    prompt: sent.prompt ?? [],
     logs: sent.logs ?? "",
     storage: sent.storage ?? [],
     messages: sent.messages ?? [],

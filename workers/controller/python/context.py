@@ -25,7 +25,17 @@ from .author_calls import place
 from .awaitable_calls import AwaitableCall, awaitable_call
 from .bias_values import BiasValues, bias_of
 from .delegated_text import Delegated, text_of_options
-from .operations import Append, Fork, Generate, Operation, Receive, Score, Stop, WaitFor
+from .operations import (
+    Append,
+    Begin,
+    Fork,
+    Generate,
+    Operation,
+    Receive,
+    Score,
+    Stop,
+    WaitFor,
+)
 from .script_constraints import Allowed, Constraint, Grammar
 from .text_variables import Vars, text_of
 from .token_set import TokenSet
@@ -186,6 +196,25 @@ class Context:
             lambda question: Fork(question, count, self._host.seq), "fork", count=count
         )
         assert isinstance(index, int)
+        return index
+
+    @awaitable_call
+    async def spawn(self, prompt: str | bytes | list[int]) -> int:
+        """Begins another sequence with a fresh prompt, which is a text or a list of token ids. Both
+        sequences continue the script after this call, which returns 1 in the new sequence and 0 in
+        the original."""
+        tokens = self.tokenize(prompt) if isinstance(prompt, str | bytes) else prompt
+        if not isinstance(tokens, list) or not tokens:
+            raise _wrong(
+                f"spawn({prompt!r}); expected a text that is not empty, or a list of token ids"
+            )
+        index = await self._ask(
+            lambda question: Fork(question, 2, self._host.seq), "spawn", prompt=tokens
+        )
+        assert isinstance(index, int)
+        if index:
+            begun = await self._ask(lambda question: Begin(question, tokens), "begin")
+            self._transcript.prompt_length = cast(int, begun)
         return index
 
     @awaitable_call

@@ -222,6 +222,23 @@ class Fork(Operation):
         self._made = other._made
 
 
+class Begin(Operation):
+    """Replaces all tokens of the sequence by a new prompt. The answer is the number of its
+    tokens."""
+
+    def __init__(self, question: Question, prompt: Sequence[int]) -> None:
+        super().__init__(question)
+        self._answer = Answer(Action.BEGIN, tokens=prompt)
+
+    def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
+        """Begins anew."""
+        return self._answer
+
+    def post_process(self, tokens: Sequence[int]) -> None:
+        """Finishes the operation."""
+        self._finish(len(tokens))
+
+
 class Score(Operation):
     """Scores texts after the sequence. The answer has the log-probability of each token of each
     text."""

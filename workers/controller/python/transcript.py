@@ -58,6 +58,7 @@ class Transcript:
     def __init__(self) -> None:
         self.prompt_length = 0
         self.tokens: list[int] = []
+        self._first_prompt: list[int] = []
         self.failure: ControllerError | None = None
         """The error of a replayed script that has asked a different question than the first time;
         otherwise None."""
@@ -76,7 +77,7 @@ class Transcript:
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Starts the sequence with the tokens of the prompt."""
-        self.tokens = list(prompt)
+        self.tokens, self._first_prompt = list(prompt), list(prompt)
         self.prompt_length = self._kept = len(self.tokens)
 
     def change(self, tokens: Sequence[int], backtrack: int) -> None:
@@ -97,7 +98,7 @@ class Transcript:
     def copy(self, until: Question) -> Transcript:
         """A transcript for a fork, whose script is replayed until it asks ``until``."""
         copied = Transcript()
-        copied.begin(self.tokens[: self.prompt_length])
+        copied.begin(self._first_prompt)
         copied._entries, copied.stored_bytes = list(self._entries), self.stored_bytes
         copied._until = until
         return copied

@@ -123,7 +123,10 @@ class ScriptController:
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Passes the tokens to the guest or, while a text is generated, to the text."""
-        self._length += len(tokens) - backtrack
+        if backtrack > self._length:
+            self._length = 0  # The sequence begins anew, and ``tokens`` is its prompt.
+        else:
+            self._length += len(tokens) - backtrack
         if self._detour:
             self._detour = 0 if self._detour == 2 else self._detour
             return CONTINUE

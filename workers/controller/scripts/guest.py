@@ -27,6 +27,8 @@ SCORE = 6
 """The result of mid_process if texts are to be scored. Words 8 and 9 then have the size and the
 address of the texts as JSON: lists of token ids. The arguments of the next post_process are the
 log-probabilities, as the bits of float32 numbers."""
+BEGIN = 7
+"""The result of mid_process if the sequence begins anew. Words 8 and 9 have its prompt."""
 MAX_GENERATE_BYTES = 2 * 1024 * 1024
 
 _decode_texts = msgspec.json.Decoder(list[list[int]]).decode
@@ -102,6 +104,8 @@ class ScriptGuest(NativeController):
         return super().post_process(tokens, backtrack)
 
     def _other_answer(self, action: int) -> Answer:
+        if action == BEGIN:
+            return Answer(Action.BEGIN, tokens=self._tokens())
         if action not in (GENERATE, SCORE):
             return super()._other_answer(action)
         address, size = self._list()

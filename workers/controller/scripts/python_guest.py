@@ -141,6 +141,11 @@ class PythonContext(Context):
                 value = await self._step(name, *given)
             elif name == "score":
                 value = await self._score(*given, **named)
+            elif name == "spawn":
+                [prompt] = given
+                value = await self.spawn(
+                    prompt if isinstance(prompt, list) else self._short(prompt)
+                )
             elif name == "call":
                 value = (await self._call(given[0], named)).decode()
             elif name in _AWAITED:

@@ -448,6 +448,14 @@ class Engine:
             self._live.drop_texts(sequence)
             self._scheduler.resume(sequence)
 
+    def begin_anew(self, request: int, seq: int, prompt: Tokens[int]) -> None:
+        """Replaces all tokens of a sequence, also those of its prompt, by a new prompt. The
+        sequence waits to be admitted, as a new request does.
+
+        If the prompt is not valid, the sequence ends with an error.
+        """
+        self._live.begin_anew(self._live.named(request, seq), prompt)
+
     def score_texts(self, request: int, seq: int, texts: Tokens[Tokens[int]]) -> None:
         """Computes the log-probability of each token of each text, as if the text followed the
         sequence. The texts share the sequence's blocks, and all are computed in the same steps.

@@ -52,7 +52,7 @@ class Intake:
         ``healed``: the token that was removed from the end of the prompt. Raises RequestError if
         the request cannot be run.
         """
-        self._check_prompt(prompt, len(prompt) + 1)
+        self.check_prompt(prompt)
         self.check_tokens(sampling.logit_bias, "$.logit_bias")
         strings = [s for s in sampling.stop if isinstance(s, str)]
         ids = frozenset(s for s in sampling.stop if isinstance(s, int))
@@ -82,7 +82,7 @@ class Intake:
             tokens=list(prompt),
             num_prompt=len(prompt),
             sampling=sampling,
-            max_length=min(self._max_length, len(prompt) + sampling.max_tokens),
+            max_length=self._longest(prompt, sampling),
             seed=derived_seed(request) if sampling.seed is None else sampling.seed,
             priority=priority,
             client=client,
@@ -144,24 +144,43 @@ class Intake:
                 sequence.text.push(token)
         return sequence
 
+    def begin_anew(self, sequence: Sequence, prompt: Tokens[int]) -> None:
+        """Replaces all tokens of a sequence by a new prompt."""
+        sequence.tokens, sequence.num_prompt = list(prompt), len(prompt)
+        sequence.max_length = self._longest(prompt, sequence.sampling)
+        sequence.counts, sequence.healed = None, 0
+        sequence.num_drops += 1
+        if sequence.text is not None:
+            sequence.text = self.text_of(sequence)
+
+    def _longest(self, prompt: Tokens[int], sampling: Sampling) -> int:
+        """The number of tokens at which a sequence with this prompt ends."""
+        return min(self._max_length, len(prompt) + sampling.max_tokens)
+
     def continued(self, first: Sequence, begun: Continued) -> list[Sequence]:
         """The sequences of a generation that began at another worker. ``first``: the sequence that
         ``generation`` returned. Raises RequestError if a sequence is too long or has a token
         outside the vocabulary."""
         sequences = []
         for seq, tokens in begun.generated.items():
-            if first.num_prompt + len(tokens) >= first.max_length:
+            prompt = begun.prompts.get(seq, first.tokens)
+            longest = self._longest(prompt, first.sampling)
+            if len(prompt) + len(tokens) >= longest:
                 raise RequestError(
                     Code.PROMPT_TOO_LONG,
-                    f"sequence {seq} cannot continue after {first.num_prompt + len(tokens)} "
-                    f"tokens; the sequences of this request end at {first.max_length} tokens",
+                    f"sequence {seq} cannot continue after {len(prompt) + len(tokens)} "
+                    f"tokens; the sequences of this request end at {longest} tokens",
                     path="$.prompt",
                 )
+            self.check_tokens(prompt, "$.prompt")
             self.check_tokens(tokens, "$.prompt")
             sequence = replace(
                 first,
                 seq=seq,
-                tokens=[*first.tokens, *tokens],
+                tokens=[*prompt, *tokens],
+                num_prompt=len(prompt),
+                max_length=longest,
+                healed=0 if seq in begun.prompts else first.healed,
                 block_table=BlockTable(),
                 continued=len(begun.generated) > 1,
                 num_drops=begun.num_drops.get(seq, 0),
@@ -208,6 +227,10 @@ class Intake:
         end the sequences."""
         known = sorted(token for token in ends if 0 <= token < self._loaded.vocab_size)
         return Least(sampling.min_tokens, known) if sampling.min_tokens and known else None
+
+    def check_prompt(self, prompt: Tokens[int]) -> None:
+        """Raises RequestError if a sequence cannot have this prompt and generate a token."""
+        self._check_prompt(prompt, len(prompt) + 1)
 
     def _check_prompt(self, prompt: Tokens[int], length: int) -> None:
         path = "$.prompt"

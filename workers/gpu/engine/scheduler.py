@@ -166,6 +166,16 @@ class Scheduler:
                 self.waiting.put_back(child)
         self.changed()
 
+    def compute_anew(self, sequence: Sequence) -> None:
+        """Frees the blocks of a sequence whose tokens are replaced. The sequence waits to be
+        admitted."""
+        self._blocks.free(sequence.block_table)
+        sequence.num_computed_tokens = 0
+        if sequence not in self.waiting:
+            self._take_out(sequence)
+            self.waiting.put_back(sequence)
+        self.changed()
+
     def put_back(self, sequences: Iterable[Sequence]) -> None:
         """Adds sequences of an admitted request. They wait to be admitted."""
         for sequence in sequences:

@@ -98,6 +98,8 @@ class Continued(NamedTuple):
     """Number of sequences that the request has had, including ended ones."""
     num_drops: Mapping[int, int] = MappingProxyType({})
     """By sequence number: ``Sequence.num_drops``, if it is not 0."""
+    prompts: Mapping[int, Tokens[int]] = MappingProxyType({})
+    """By sequence number: the prompt with which the sequence began anew, if it did."""
 
 
 @dataclass(slots=True)

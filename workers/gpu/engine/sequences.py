@@ -260,6 +260,24 @@ class LiveSequences:
         if sequence.text is not None:
             sequence.text = self._intake.text_of(sequence)
 
+    def begin_anew(self, sequence: Sequence, prompt: Tokens[int]) -> None:
+        """Replaces all tokens of a sequence by a new prompt (``Engine.begin_anew``)."""
+        try:
+            self._intake.check_prompt(prompt)
+        except RequestError as error:
+            self.fail(sequence, error.message)
+            return
+        self.discard_logits(sequence)
+        output = TokenOutput.of(sequence)
+        output.pos, output.backtrack = 0, sequence.num_generated
+        output.prompt = list(prompt)
+        self.dropped_tokens += output.backtrack
+        computed = min(sequence.num_computed_tokens, len(sequence.tokens))
+        self._blocks.commit(sequence.block_table, sequence.tokens, computed)
+        self._scheduler.compute_anew(sequence)
+        self._intake.begin_anew(sequence, prompt)
+        self.outputs.append(output)
+
     # --- scored texts ---------------------------------------------------------------------------
 
     def score(self, sequence: Sequence, texts: Tokens[Tokens[int]]) -> None:

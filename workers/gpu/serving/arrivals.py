@@ -325,7 +325,8 @@ class Arrivals:
             stream.live = len(resumption.live)
             generated = {one.seq: one.tokens for one in resumption.live}
             num_drops = {one.seq: one.num_drops for one in resumption.live}
-            continued = Continued(generated, len(resumption.sequences), num_drops)
+            prompts = {one.seq: one.prompt for one in resumption.live if one.prompt}
+            continued = Continued(generated, len(resumption.sequences), num_drops, prompts)
         stream.usage = engine.add(
             stream.request,
             stream.prompt,

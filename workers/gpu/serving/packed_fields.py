@@ -21,6 +21,7 @@ _KINDS: dict[str, Any] = {
     "bias": dict[int, float],
     "distribution": Distribution,
     "scores": Scores,
+    "prompt": list[int],
 }
 """The fields of ``Token`` that are packed, and their types. Clients determine the sizes of these
 fields."""

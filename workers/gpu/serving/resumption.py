@@ -57,6 +57,9 @@ class Resumed:
     seq: int
     tokens: list[int] = field(default_factory=list)
     """The tokens after the prompt, up to the resume point."""
+    prompt: list[int] = field(default_factory=list)
+    """The prompt with which the sequence began anew before the resume point; empty if it has the
+    prompt of its request."""
     num_drops: int = 0
     """Number of entries up to the resume point that dropped tokens."""
     given: Given = field(default_factory=Given)
@@ -103,7 +106,8 @@ class Resumed:
         """Moves the resume point to the end of the entries so far."""
         for entry in self._later:
             _apply(self.tokens, entry)
-            self.num_drops += entry.backtrack > 0
+            self.prompt = entry.prompt or self.prompt
+            self.num_drops += entry.backtrack > 0 or bool(entry.prompt)
         self._later.clear()
 
     def settle(self) -> None:
@@ -148,7 +152,7 @@ def resume(entries: Iterable[Token], n: int = 1, steered: bool = False) -> Resum
             continue
         of = sequences[parent]
         of.reach()
-        sequences[seq] = Resumed(seq, list(of.tokens))
+        sequences[seq] = Resumed(seq, list(of.tokens), of.prompt)
         of.replay.forks.append(seq)
     for one in sequences.values():
         if steered:
@@ -162,7 +166,7 @@ def resume(entries: Iterable[Token], n: int = 1, steered: bool = False) -> Resum
 def is_report(entry: Token) -> bool:
     """Whether an entry has only notes of the controller. A replay may distribute the same notes
     over other entries, so such entries are not counted."""
-    changes = entry.token is not None or entry.backtrack or entry.scores
+    changes = entry.token is not None or entry.backtrack or entry.scores or entry.prompt
     return not changes and entry.finish_reason is None and entry.parent is None
 
 

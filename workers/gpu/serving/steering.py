@@ -429,7 +429,9 @@ class Steering:
         engine, key = steered.engine, (one.request, one.seq)
         engine.resume(*key)
         steered.note(one)
-        if one.backtrack or one.ff_tokens:
+        if one.prompt:
+            engine.begin_anew(*key, one.prompt)
+        if (one.backtrack or one.ff_tokens) and engine.alive(*key):
             engine.splice(*key, one.backtrack, one.ff_tokens)
         if steered.has_messages(one.seq):
             # The program may wait for the client's answer, so its message is sent now, not with the
@@ -438,7 +440,7 @@ class Steering:
         # A decision to fork that waits for logits is applied twice, but these changes must be made
         # only once.
         one.backtrack, one.ff_tokens, one.logs, one.storage, one.wakes = 0, [], "", [], 0
-        one.messages = []
+        one.messages, one.prompt = [], []
         return engine.alive(*key)
 
     def _apply(self, engine: Engine, one: StepResult, under: Under) -> None:

@@ -110,6 +110,8 @@ class Run:
     def _apply(self, result: StepResult) -> list[Round]:
         seq, tokens = result.seq, self.tokens[result.seq]
         self.logs[seq] = self.logs.get(seq, "") + result.logs
+        if result.prompt:
+            tokens.clear()
         del tokens[len(tokens) - result.backtrack :]
         tokens += result.ff_tokens
         self.sent_back += result.backtrack

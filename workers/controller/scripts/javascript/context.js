@@ -196,6 +196,13 @@ const context = {
     return perToken ? scores : scores.map((text) => text.reduce((sum, each) => sum + each, 0));
   },
   fork: forked,
+  async spawn(prompt) {
+    const tokens = tokens_of(prompt);
+    if (!tokens.length) throw new TypeError(`spawn(${show(prompt)}); expected a text`);
+    const index = await forked(2);
+    if (index) await ask(new Begin(tokens), "spawn");
+    return index;
+  },
   async waitVar(name) {
     const [value] = await ask(new WaitFor([name]), "waitVar");
     return host.decode(value);

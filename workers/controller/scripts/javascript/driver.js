@@ -4,7 +4,8 @@
 // imports of the ABI (engine.c). A fork copies the memory of the interpreter, so a script continues
 // in each fork without a replay.
 
-const STOP = 0, CONTINUE = 1, SUSPEND = 2, FORK = 3, SPLICE = 4, GENERATE = 5, SCORE = 6;
+const STOP = 0, CONTINUE = 1, SUSPEND = 2, FORK = 3, SPLICE = 4, GENERATE = 5, SCORE = 6,
+      BEGIN = 7;
 
 // The words of the call block.
 const VOCABULARY = 7, EOS = 12, MAX_TOKENS = 13;
@@ -94,6 +95,22 @@ class Score extends Operation {
   post(words, backtrack) {
     const numbers = Array.from(new Float32Array(Uint32Array.from(words).buffer));
     this.finish(this.texts.map((text) => numbers.splice(0, text.length)));
+  }
+}
+
+// Replaces all tokens of the sequence by a new prompt.
+class Begin extends Operation {
+  constructor(prompt) {
+    super();
+    this.prompt = prompt;
+  }
+  mid(group) {
+    host.tokens(this.prompt);
+    return BEGIN;
+  }
+  post(tokens, backtrack) {
+    sequence.promptLength = tokens.length;
+    this.finish();
   }
 }
 

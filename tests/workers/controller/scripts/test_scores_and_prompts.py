@@ -1,4 +1,5 @@
-"""A script scores texts: in each language, and in both runtimes of Python."""
+"""A script scores texts and begins sequences with fresh prompts: in each language, and in both
+runtimes of Python."""
 
 from __future__ import annotations
 
@@ -113,3 +114,51 @@ def test_too_many_texts_are_an_error(kind: str) -> None:
         'async function main(ctx) { await ctx.score(Array(65).fill("a")); }',
     )
     assert "65 texts; expected 1 to 64" in run.errors[0]
+
+
+SPAWNS = """
+async def main(ctx):
+    await ctx.fixed("one ")
+    first = await ctx.spawn("Hello")
+    if first:
+        second = await ctx.spawn(ctx.prompt)
+        await ctx.fixed("two %d" % second)
+        ctx.log(ctx.text(ctx.tokens), ctx.text(ctx.prompt))
+    await ctx.gen(max_tokens=2)
+"""
+SPAWNS_JS = """
+async function main(ctx) {
+  await ctx.fixed("one ");
+  if (await ctx.spawn("Hello")) {
+    const second = await ctx.spawn(ctx.prompt);
+    await ctx.fixed(`two ${second}`);
+    ctx.log(ctx.text(ctx.tokens), ctx.text(ctx.prompt));
+  }
+  await ctx.gen({ maxTokens: 2 });
+}
+"""
+
+
+@KINDS
+def test_a_sequence_begins_with_a_fresh_prompt(kind: str) -> None:
+    run = play(kind, SPAWNS, SPAWNS_JS)
+    assert not run.errors
+    first, second = sorted(seq for seq in run.tokens if seq)
+    assert run.text().startswith("one ")
+    texts = [run.text(seq)[:5] for seq in (first, second)]
+    assert texts == ["two 0", "two 1"]
+    assert [run.logs[seq] for seq in (first, second)] == [
+        "Hellotwo 0 Hello\n",
+        "Hellotwo 1 Hello\n",
+    ]
+
+
+@KINDS
+@pytest.mark.parametrize("prompt", ['""', "[]", "[99999]", "5"])
+def test_a_fresh_prompt_that_is_not_valid_is_an_error(kind: str, prompt: str) -> None:
+    run = play(
+        kind,
+        f"async def main(ctx):\n    await ctx.spawn({prompt})\n",
+        f"async function main(ctx) {{ await ctx.spawn({prompt}); }}",
+    )
+    assert run.errors

@@ -1,0 +1,151 @@
+"""A sequence that begins anew with another prompt: it has the tokens of a request with this prompt,
+also after a move."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+from tokenbus.protocol.header import Flag
+from tokenbus.protocol.messages import Token
+from tokenbus.protocol.sampling import Sampling
+from tokenbus.workers.controller.python import Context, ScriptProgram
+from tokenbus.workers.gpu import worker as module
+from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
+from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.state.variables import VariableStorage
+
+from .controlled import Controllers
+from .moved import give, same_entries
+from .moved import transcript as transcript_of
+from .test_resumption_controlled import Run, check_nothing_is_left, merged
+
+PROMPT = "def add(a, b):\n    " * 4
+OTHER = "class Tree:\n    def "
+
+
+@pytest.fixture(scope="module")
+def embedded() -> LoadedModel:
+    return load_model("embedded")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "IDLE_S", 0.0)
+
+
+def tokens_of(loaded: LoadedModel, text: str) -> list[int]:
+    tokens: list[int] = loaded.tokenizer.encode(text)
+    return tokens
+
+
+def run(engine: Engine, request: int) -> list[int]:
+    """Runs a request to its end; returns the tokens that its client then has."""
+    tokens: list[int] = []
+    while engine.alive(request, 0):
+        for output in engine.step():
+            del tokens[len(tokens) - output.backtrack :]
+            tokens += [output.token] if output.token is not None else []
+    return tokens
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_a_sequence_begins_anew_before_and_after_its_prompt_is_computed(
+    embedded: LoadedModel, overlap: bool, steps: int
+) -> None:
+    engine = Engine(embedded, EngineConfig(kv_cache_bytes=2**22, overlap=overlap))
+    sampling = Sampling(max_tokens=9, ignore_eos=True)
+    other = tokens_of(embedded, OTHER)
+    engine.add(1, other, sampling)
+    wanted = run(engine, 1)
+    engine.add(2, tokens_of(embedded, PROMPT), sampling, text=True)
+    seen = [output for _ in range(steps) for output in engine.step()]
+    engine.begin_anew(2, 0, other)
+    found = run(engine, 2)
+    assert found[-9:] == wanted
+    assert len(found) == 9
+    assert not seen or seen[0].prompt == []
+    assert engine.stats()["kv_blocks_used"] == 0
+
+
+def test_a_prompt_that_is_not_valid_ends_the_sequence(embedded: LoadedModel) -> None:
+    engine = Engine(embedded, EngineConfig(kv_cache_bytes=2**22))
+    engine.add(1, [5], Sampling(max_tokens=9))
+    engine.begin_anew(1, 0, [1] * 5000)
+    [end] = engine.step()
+    assert end.finish_reason == "error"
+    assert "takes at most" in (end.error or "")
+
+
+async def spawns(ctx: Context) -> None:
+    """The new sequence spawns another one. The original sequence continues."""
+    await ctx.gen(max_tokens=3)
+    if await ctx.spawn(OTHER):
+        await ctx.fixed("insert")
+        await ctx.gen(max_tokens=3)
+        if await ctx.spawn("import "):
+            ctx.log(ctx.text(ctx.prompt))
+    await ctx.gen(max_tokens=4)
+
+
+class Spawning(Run):
+    """A request whose program is ``spawns``."""
+
+    def __init__(self, folder: Path, loaded: LoadedModel, storage: VariableStorage) -> None:
+        super().__init__(folder, loaded, storage, Random(0), False)
+        program = ScriptProgram(spawns)
+        self.controllers = Controllers(self.loop, storage, Random(0), 7, program)
+
+    def lose_controllers(self) -> None:
+        super().lose_controllers()
+        self.controllers._program = ScriptProgram(spawns)
+
+
+BODY = {"prompt": PROMPT, "max_tokens": 30, "controller": "c", "ignore_eos": True}
+
+
+def tokens_in(messages: list[list[Token]], seq: int) -> list[int]:
+    """The tokens that the client has of a sequence, without those before its fork."""
+    tokens: list[int] = []
+    for entry in (e for message in messages for e in message if e.seq == seq):
+        tokens = [] if entry.prompt else tokens
+        tokens += [entry.token] if entry.token is not None else []
+    return tokens
+
+
+def test_a_stream_with_spawned_sequences_moves_after_any_message(
+    tmp_path: Path, embedded: LoadedModel
+) -> None:
+    storage = VariableStorage()
+    whole = Spawning(tmp_path, embedded, storage)
+    give(whole.loop, b"GENERATE", BODY, 0)
+    wanted = whole.finish()
+    begun = [e for message in wanted for e in message if e.prompt]
+    assert [e.prompt for e in begun] == [tokens_of(embedded, each) for each in (OTHER, "import ")]
+    engine = Engine(embedded, EngineConfig(kv_cache_bytes=2**22))
+    last = begun[-1].seq
+    engine.add(1, tokens_of(embedded, "import "), Sampling(max_tokens=4, ignore_eos=True))
+    assert tokens_in(wanted, last) == run(engine, 1)
+    for cut in range(0, len(wanted), 2):
+        second = Spawning(tmp_path, embedded, storage)
+        give(second.loop, b"GENERATE", BODY, Flag.MOVED, transcript_of(wanted[:cut]))
+        got = [*wanted[:cut], *second.finish()]
+        same_entries(merged(got), merged(wanted), embedded, BODY)
+        check_nothing_is_left(second.loop)
+
+
+def test_lost_controllers_are_started_again_before_and_after_a_sequence_begins_anew(
+    tmp_path: Path, embedded: LoadedModel
+) -> None:
+    whole = Spawning(tmp_path, embedded, VariableStorage())
+    give(whole.loop, b"GENERATE", BODY, 0)
+    wanted = whole.finish()
+    for turns in range(1, 30, 4):
+        second = Spawning(tmp_path, embedded, VariableStorage())
+        give(second.loop, b"GENERATE", BODY, 0)
+        for _ in range(turns):
+            second.turn()
+        second.lose_controllers()
+        same_entries(merged(second.finish()), merged(wanted), embedded, BODY)
+        check_nothing_is_left(second.loop)
