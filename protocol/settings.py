@@ -159,6 +159,12 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Maximum number of calls that a tool worker accepts at the same time, including those that
     wait for a thread."""
 
+    tools: list[str] = []
+    """Modules, or files that end with ``.py``, for which ``tokenbus up`` runs a tool worker
+    each."""
+    mcp: list[str] = []
+    """Commands of MCP servers, for which ``tokenbus up`` runs a tool worker each."""
+
     join: str = ""
     """The address at which a broker on another machine accepts workers, as ``HOST`` or
     ``HOST:PORT`` (default port: 5556). ``tokenbus up`` then runs only GPU and controller workers,
@@ -278,8 +284,16 @@ class Settings(Struct, kw_only=True, frozen=True):
         return msgspec.structs.replace(self, brokers=1, front=fronts[number], back=backs[number])
 
 
-_LISTS = frozenset({"allow", "allow_tools", "cors", "served_model_name"})
-"""Settings with several values, which are separated by commas in an environment variable."""
+_LISTS = {
+    "allow": ",",
+    "allow_tools": ",",
+    "cors": ",",
+    "mcp": "\n",
+    "served_model_name": ",",
+    "tools": ",",
+}
+"""The settings that are lists, each with the text that separates the values in an environment
+variable. A command may contain commas."""
 NAMES = frozenset(field.name for field in msgspec.structs.fields(Settings))
 
 
@@ -364,14 +378,14 @@ def environment(settings: Settings) -> dict[str, str]:
     given: dict[str, str] = {}
     for field in msgspec.structs.fields(Settings):
         value = getattr(settings, field.name)
-        text = ",".join(value) if isinstance(value, list) else str(value)
+        text = _LISTS[field.name].join(value) if isinstance(value, list) else str(value)
         given[PREFIX + field.name.upper()] = text
     return given
 
 
 def _from_text(name: str, text: str) -> Any:
     if name in _LISTS:
-        return [part.strip() for part in text.split(",") if part.strip()]
+        return [part.strip() for part in text.split(_LISTS[name]) if part.strip()]
     return text
 
 

@@ -128,6 +128,19 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help="number of controller workers (default: 1); a state worker runs unless M is 0",
     )
+    add(
+        "--tool",
+        dest="tools",
+        action="append",
+        metavar="FILE|MODULE",
+        help="Python file or module whose functions a tool worker serves; repeatable",
+    )
+    add(
+        "--mcp",
+        action="append",
+        metavar="COMMAND",
+        help="MCP server whose tools a tool worker serves; repeatable",
+    )
     add("--http", metavar="HOST:PORT", help="gateways' address, or none (127.0.0.1:8080)")
     add("--gateways", metavar="N", help="number of gateways on that address (default: 1)")
     add("--api-keys", dest="api_keys", metavar="FILE", help="file with hashes of API keys")

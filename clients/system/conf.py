@@ -37,6 +37,7 @@ def configuration(settings: Settings, python: str) -> RawConfigParser:
             program = conf[name]
             program["command"] = program["command"].replace("python ", interpreter, 1)
             program["stopwaitsecs"] = str(math.ceil(settings.drain_s) + STOP_MARGIN_S)
+    conf["program:tool-worker"]["numprocs"] = str(len(settings.tools) + len(settings.mcp))
     conf["program:state-worker"]["numprocs"] = str(min(1, settings.controller_workers))
     if settings.ray:
         _place_workers_in_ray(conf)

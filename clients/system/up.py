@@ -20,7 +20,7 @@ from .processes import started_by
 from .screen import Screen, screen_for
 from .signals import StopSignals
 from .supervisor import Exit, Supervisor
-from .watch import Picture, Watcher
+from .watch import Picture, Watcher, is_optional
 
 LOOK_EVERY_S = 0.3
 JOIN_PORT = 5556
@@ -252,11 +252,13 @@ def _fault(
 
     Until all processes have been ready once (``was_ready``), each exit with a code is a fault.
     Later, only the exit code 2 is a fault, because supervisord restarts processes with other codes.
-    A death by a signal is not a fault. A process that supervisord has given up is always a fault.
+    A death by a signal is not a fault. A process that supervisord has given up is always a fault,
+    unless it is a tool worker.
     """
     for exited in exits:
         name, code = exited.name, exited.code
-        if code is not None and (code == WRONG_SETTING or not was_ready):
+        final = code == WRONG_SETTING and not is_optional(name)
+        if code is not None and (final or not was_ready):
             why = supervisor.run_dir.last_line(name) or f"its exit code is {code}"
             return SystemFault(f"{name} failed: {why}", code or FAILED)
     if picture.failed is not None:

@@ -22,6 +22,9 @@ ASK_S = 1.0
 LOADING = re.compile(r"\((\d+)%\)$")
 """The loaded part of a model in percent, at the end of a worker's log line."""
 
+MAX_SHOWN = 4
+"""Maximum number of tools that the line of a tool worker names."""
+
 
 @dataclass(frozen=True)
 class Shown:
@@ -51,8 +54,10 @@ class Picture:
 
     @property
     def failed(self) -> str | None:
-        """The name of a process that supervisord has given up (FATAL), or None."""
-        return next((s.process.name for s in self.shown if s.process.failed), None)
+        """The name of a process that supervisord has given up (FATAL), or None. Optional processes
+        do not count."""
+        failed = (s.process for s in self.shown if s.process.failed)
+        return next((process.name for process in failed if not is_optional(process.name)), None)
 
 
 class Watcher:
@@ -184,6 +189,8 @@ class Watcher:
         self._registered.add(worker.pid)
         if worker.state != "ready":
             return Shown(process, False, worker.state)
+        if worker.role == "tool":
+            return Shown(process, True, f"serves {shortened(worker.tools)}")
         if worker.role != "gpu":
             load = counted(worker.requests, "request") if worker.role == "controller" else ""
             return Shown(process, True, "up", load=load)
@@ -194,6 +201,17 @@ class Watcher:
         part = LOADING.search(self.run_dir.last_line(process.name))
         progress = int(part[1]) / 100 if part else 0.0
         return Shown(process, False, "loading the model", progress)
+
+
+def is_optional(name: str) -> bool:
+    """Whether the system continues without the process of this name: a tool worker."""
+    return name.startswith("tool-worker-")
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first names of a list, and the number of the others."""
+    more = len(names) - MAX_SHOWN
+    return ", ".join(names[:MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _stands_by(process: ProcessState, workers: Sequence[WorkerStatus], host: str) -> bool:

@@ -68,6 +68,33 @@ def test_up_serves_and_ctrl_c_finishes_a_stream_and_leaves_nothing(start: Start)
     assert not list(system.run_dir.path.glob("*.sock"))
 
 
+def test_a_tool_worker_runs_with_the_system_and_is_restarted(start: Start, folder: Path) -> None:
+    file = folder / "system_tools.py"
+    file.write_text("def system_time() -> int:\n    return 7\n")
+    system = start(*WITHOUT_MODEL, "--controller-workers", "0", "--tool", str(file))
+    system.wait_until_ready()
+    with Client(system.front, patience_s=300) as client:
+        [worker] = client.status().workers
+        assert (worker.role, worker.tools) == ("tool", ["system_time"])
+        os.kill(worker.pid, signal.SIGKILL)
+        until(
+            lambda: [w.tools for w in client.status().workers if w.pid != worker.pid] != [],
+            300.0,
+            lambda: system.output,
+        )
+    assert system.end() == 0
+    assert "tool-worker-0: killed by SIGKILL; it will be restarted" in system.output
+
+
+def test_a_tool_worker_without_its_module_ends_the_start(folder: Path) -> None:
+    flags = (*WITHOUT_MODEL, "--controller-workers", "0", "--run-dir", str(folder / "run"))
+    front = f"tcp://127.0.0.1:{free_port()}"
+    done = tokenbus("up", *flags[1:], "--tool", "missing.py", cwd=folder, front=front)
+    assert done.returncode == 2
+    assert "tool-worker-0 failed" in done.stderr
+    assert "missing.py" in done.stderr
+
+
 def test_a_system_without_controller_workers_refuses_requests_that_need_one_and_ends_by_down(
     folder: Path,
 ) -> None:

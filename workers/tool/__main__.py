@@ -1,5 +1,5 @@
-"""``python -m tokenbus.workers.tool [MODULE] [--mcp COMMAND]``: a tool worker, configured by the
-environment."""
+"""``python -m tokenbus.workers.tool [MODULE] [--mcp COMMAND] [--number N]``: a tool worker,
+configured by the environment."""
 
 from __future__ import annotations
 
@@ -23,15 +23,38 @@ def main() -> int:
         "module", nargs="?", help="module, or file that ends with .py, with the functions"
     )
     parser.add_argument("--mcp", metavar="COMMAND", help="MCP server whose tools are served")
+    parser.add_argument(
+        "--number",
+        metavar="N",
+        type=int,
+        help="serve the element with this number, from 0, of the settings 'tools' and 'mcp'",
+    )
     args = parser.parse_args()
-    if (args.module is None) == (args.mcp is None):
-        parser.error("give a module, or --mcp COMMAND")
+    if sum(each is not None for each in (args.module, args.mcp, args.number)) != 1:
+        parser.error("give a module, --mcp COMMAND or --number N")
     try:
         settings = settings_of("tool", traced=False)
+        if args.number is not None:
+            args.module, args.mcp = _numbered(settings, args.number)
         worker = _worker(settings, args.module, args.mcp)
     except (SettingError, AddressError, KeyFault, TokenbusError, ValueError) as error:
         return refuse("tool", error)
     return serve(worker)
+
+
+def _numbered(settings: Settings, number: int) -> tuple[str | None, str | None]:
+    """The module or the command with this number. Raises SettingError if the settings have fewer
+    elements."""
+    served: list[tuple[str | None, str | None]] = [
+        *((module, None) for module in settings.tools),
+        *((None, command) for command in settings.mcp),
+    ]
+    if not 0 <= number < len(served):
+        raise SettingError(
+            f"tools: the settings 'tools' and 'mcp' have {len(served)} elements together, and this "
+            f"process serves number {number}; set numprocs of tool-worker to {len(served)}"
+        )
+    return served[number]
 
 
 def _worker(settings: Settings, module: str | None, command: str | None) -> ToolWorker:
