@@ -21,7 +21,6 @@ from ..protocol.ids import is_session_token, session_id
 from ..protocol.messages import Attach, Cancel
 from ..protocol.shares import fits_share
 from ..protocol.worker_messages import Claimed, Journal, Register, Released
-from . import journal
 from .attaches import Attaches
 from .claims import Claims
 from .controllers import Controllers
@@ -236,7 +235,6 @@ class Adoption:
             texts=bool(header.flags & Flag.TEXTS),
             # The session waits for its client until the time for adoption is over.
             detached_at=max(now, self._recovery.until - self._settings.session_grace_s),
-            journal=self._journal(header.address),
         )
         self._sessions.add(session)
         return session
@@ -249,13 +247,6 @@ class Adoption:
         self._dispatcher.withdraw(request)
         if worker is not None:
             give_up(self._state, worker, request.id, request.session.id, request.stream_id)
-
-    def _journal(self, session: int) -> journal.Journal:
-        made = journal.Journal(self._sessions.recent, session)
-        # The journal may get bodies in JSON: the encoding of the client is unknown before its
-        # HELLO.
-        made.json = True
-        return made
 
     # --- clients --------------------------------------------------------------------------------
 
@@ -303,13 +294,7 @@ class Adoption:
         session = self._sessions.by_id.get(number)
         if session is None:
             session = Session(
-                id=number,
-                token=token,
-                key=key,
-                encoding="json",
-                peer=None,
-                last_seen=now,
-                journal=self._journal(number),
+                id=number, token=token, key=key, encoding="json", peer=None, last_seen=now
             )
             self._sessions.add(session)
         elif not session.token:

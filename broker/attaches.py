@@ -121,8 +121,6 @@ class Attaches:
             self._moves.attach(request, message.received if request.interruption else 0)
         else:
             request.attaching.append(message.received)
-            if request.session.encoding == "json":
-                request.session.journal.json = True
             flags = request.session.flags
             self._out.to_worker(request.worker, b"ATTACH", message, request.id, flags)
 

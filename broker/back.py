@@ -193,7 +193,6 @@ class Back:
         if request is not None and request.attaching and message_type == b"MSG":
             # After this answer, the worker sends entries that it has sent before.
             request.session.journal.repeats(request.id, request.attaching.pop(0))
-            self._dispatcher.keep_bounds()
         if request is not None and header.flags & Flag.FINAL:
             self._ends.answered(request, (message_type, *frames[2:]))
             self._dispatcher.forget(request)

@@ -340,7 +340,9 @@ class Broker:
 
     def _taken(self) -> list[Outgoing]:
         """Returns the outgoing messages at the end of an event."""
-        if self.state.recent.pending:
+        if self._ends.answers.behind:
+            self._guarded(self._ends.answers.advance)
+        if self.state.recent.pending or self.state.recent.beyond:
             self._guarded(self._moves.settle)
         return self.state.out.take() if self.state.out else []
 

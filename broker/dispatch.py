@@ -342,10 +342,6 @@ class Dispatcher:
             self.resume(worker)
             self._controllers.fill(worker)
 
-    def keep_bounds(self) -> None:
-        """Keeps the journals within their bounds."""
-        self._moves.keep_bounds()
-
     def worker_lives(self, name: str) -> None:
         """Handles the return of a worker that was lost: the worker's process did not die."""
         self._moves.worker_lives(name)

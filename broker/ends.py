@@ -50,9 +50,8 @@ class Ends:
         self._out = state.out
         self.answers = Answers(state, self._was_sent)
         self._max_pending = state.settings.max_pending_bytes
-        self._max_closing = MAX_CLOSING_BYTES_WITHOUT_JOURNAL
-        if state.settings.max_journal_bytes:
-            self._max_closing = MAX_CLOSING_BYTES
+        self._keeps = state.recent.enabled
+        self._max_closing = MAX_CLOSING_BYTES if self._keeps else MAX_CLOSING_BYTES_WITHOUT_JOURNAL
 
     # --- requests that end ----------------------------------------------------------------------
 
@@ -138,27 +137,26 @@ class Ends:
         session = request.session
         if not session.alive or not (session.greeted or request.attaching):
             return None
-        is_stream = request.type in STREAMS
-        journal = session.journal
-        if sent is None and not is_stream:
-            sent = b""
-        elif sent is None and request.worker is None:
+        if sent is None and request.worker is None:
             sent = request.interruption.sent if request.interruption is not None else b""
         if closing is not None and sum(map(len, closing)) > self._max_closing:
             closing = self._too_large(session, request.stream_id, closing)
-        end = End(request.id, request.stream_id, is_stream, request.moves, closing, sent)
+        # Without journals, a stream is stored only if it has no entries.
+        stored = session.journal.has(request.id) or sent == b"" or (bool(sent) and self._keeps)
+        stored = stored and request.type in STREAMS
+        end = End(request.id, request.stream_id, request.moves, closing, stored)
         self._add(session, end)
-        size = len(sent or b"") + sum(map(len, closing or ()))
-        if journal.has(request.id):
-            journal.finish(request.id, size)
-        else:
-            self._count(session, end, size)
+        self._count(session, end, sent or b"")
         return end
 
-    def _count(self, session: Session, end: End, size: int) -> None:
-        """Counts the bytes of an end towards the bounds of its session's journal."""
-        if size and self._settings.max_journal_bytes:
-            session.journal.begin(end.request, end.stream_id, size)
+    def _count(self, session: Session, end: End, sent: bytes = b"") -> None:
+        """Stores the entries before an end in its session's journal, if they are not there yet, and
+        counts the bytes of the end towards the bounds of the journal."""
+        size = sum(map(len, end.closing or ()))
+        if session.journal.has(end.request):
+            session.journal.finish(end.request, size)
+        elif self._keeps and (size or sent):
+            session.journal.begin(end.request, end.stream_id, size, sent)
 
     def _add(self, session: Session, end: End) -> None:
         before = session.ends.by_stream.get(end.stream_id)
@@ -241,9 +239,9 @@ class Ends:
         end = session.ends.by_stream.get(stream_id)
         if end is None:
             # A refused request has no id, so its end gets a number that no request has.
-            end = End(-1 - stream_id, stream_id, False, 0, closing, b"")
+            end = End(-1 - stream_id, stream_id, 0, closing, stored=False)
             self._add(session, end)
-            self._count(session, end, sum(map(len, closing)))
+            self._count(session, end)
         end.closing = closing
         return end
 

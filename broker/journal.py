@@ -7,20 +7,21 @@ bodies only if it needs their entries: for a move, for an ATTACH, or to judge a 
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any
 
 import msgspec
 
-from ..protocol.bodies import Encoding
+from ..protocol.bodies import Encoding, decode_as, encode_body
 from ..protocol.columns import TokenBody, TokenColumns, plain_entry, unpack_columns
 from ..protocol.errors import Code, RequestError
 from ..protocol.messages import Token
-from .recent import BODIES_AT_ONCE, Recent, Segment
+from .recent import BODIES_AT_ONCE, Recent
 
 CHUNK_BYTES = 64 * 1024
 """A chunk that has reached this size gets no further bodies."""
@@ -28,11 +29,15 @@ PART_BYTES = 4096
 """A part of a chunk that has reached this size gets no further bodies."""
 AGAIN_BYTES = 100
 """Bytes that are counted for each element of ``_Place.again``."""
+NUMBER_BYTES = 8
+"""Bytes of the number of a body."""
 LARGE_BYTES = 512
 """Bodies whose average size is more than this number of bytes are not joined."""
 _MSGPACK = b"\x80"
 """The first byte of a body in msgpack is at least this byte. The first byte of a body in JSON is
 smaller."""
+_LISTS = b"\xdc\xdd"
+"""The first bytes of lists of at least 16 elements, in msgpack."""
 _BODIES = msgspec.msgpack.Decoder(list[TokenBody])
 _LINES = msgspec.json.Decoder(list[Token])
 
@@ -42,14 +47,13 @@ class _Chunk:
     """Bodies in one encoding, concatenated. In JSON, each body is a line."""
 
     encoding: Encoding
-    first: int
-    """The number of the chunk's first body, among all bodies of the journal."""
-    count: int = 0
+    numbers: array[int] = field(default_factory=partial(array, "Q"))
+    """The number of the message of each body (``recent.py``)."""
     size: int = 0
-    """Bytes of all bodies."""
+    """Bytes of all bodies and numbers."""
     parts: list[bytes] = field(default_factory=list)
 
-    def add(self, bodies: list[bytes]) -> None:
+    def add(self, bodies: list[bytes], numbers: list[int]) -> None:
         """Adds bodies. Small bodies are joined, because each Python object has an overhead of 41
         bytes. Large bodies are not copied, because a copy takes longer than the rest of the
         routing."""
@@ -63,15 +67,15 @@ class _Chunk:
             self.parts[-1] = b"".join([self.parts[-1], *bodies])
         else:
             self.parts.append(b"".join(bodies))
-        self.count += len(bodies)
-        self.size += size
+        self.numbers.extend(numbers)
+        self.size += size + NUMBER_BYTES * len(bodies)
 
     def bodies(self) -> Iterable[TokenBody]:
         if self.encoding == "json":
             lines: list[Any] = _LINES.decode_lines(b"".join(self.parts))
             return lines
         # In msgpack, an array is a header with its length and then the objects.
-        header = b"\xdd" + self.count.to_bytes(4, "big")
+        header = b"\xdd" + len(self.numbers).to_bytes(4, "big")
         return _BODIES.decode(b"".join([header, *self.parts]))
 
 
@@ -83,14 +87,13 @@ class _Place:
     size: int
     """Bytes that count for the request in addition to its bodies, such as its frames, as long as
     the request is in the journal."""
-    segment: Segment | None = None
-    """The segment of ``Recent`` that has the note of the request's start. None after the journal
-    has handled the note, and after the end of the request."""
-    first: int = 0
-    """Number of the first body that may have entries of the request."""
+    first: int
+    """Number of the first message that may have entries of the request."""
+    segment: int
+    """The segment of ``Recent`` in which the request began."""
     again: list[tuple[int, int]] | None = None
     """After an ATTACH, the worker sends entries again. For each ATTACH: the number of the first
-    body after the worker's answer, and the number of the first entry that is sent again."""
+    message after the worker's answer, and the number of the first entry that is sent again."""
 
 
 class Journal:
@@ -102,33 +105,20 @@ class Journal:
     per body.
     """
 
-    __slots__ = (
-        "_begun",
-        "_chunks",
-        "_next",
-        "_reached",
-        "_recent",
-        "json",
-        "session",
-        "size",
-        "tail",
-    )
+    __slots__ = ("_begun", "_chunks", "_recent", "first", "numbers", "session", "size", "tail")
 
     def __init__(self, recent: Recent, session: int) -> None:
         self._recent = recent
         self.session = session
         self.tail: list[bytes] = []
         """Bodies that are not packed yet. Empty except while ``recent`` distributes bodies."""
-        self.json = False
-        """Whether ``tail`` may contain bodies in JSON. If False, the encoding of each body need not
-        be checked."""
+        self.numbers: list[int] = []
+        """The number of the message of each body in ``tail``."""
         self._chunks: deque[_Chunk] = deque()
-        self._next = 0
-        """The number of the first body in ``tail``."""
         self._begun: dict[int, _Place] = {}
         """The place of each request that is in this journal, in the order of the places."""
-        self._reached = 0
-        """Number of requests in this journal whose note of the start was handled."""
+        self.first = 0
+        """Number of the first message that the requests of this journal need."""
         self.size = 0
         """Bytes that the journal stores, including the frames of its requests but not the bodies in
         ``recent``."""
@@ -145,41 +135,27 @@ class Journal:
         ``sent``: the entries of a moved request that were routed so far, as a body of TOKEN.
         """
         self.end(request)
-        place = self._begun[request] = _Place(stream_id, size)
+        first = self._recent.next
+        if not self._begun:
+            self.first = first
+        self._begun[request] = _Place(stream_id, size, first, self._recent.begin(self))
         self._grow(size)
-        place.segment = self._recent.note(len(sent), partial(self._reach, place, sent))
-        place.segment.live += 1
-
-    def _reach(self, place: _Place, sent: bytes) -> None:
-        """Handles the note of a request's start. The bodies before the note are already in ``tail``
-        or in chunks."""
-        if place.segment is None:
-            return
-        place.segment.live -= 1
-        place.segment = None
-        place.first = self._next + len(self.tail)
-        self._reached += 1
-        self._recent.journals[self.session] = self
         if sent:
-            self._recent.deliver(self.session, (sent,))
+            for body in _divided(sent):
+                self.append(body)
 
     def append(self, body: bytes) -> None:
         """Adds a body that the broker itself has made and routed."""
-        self._recent.note(len(body), partial(self._recent.deliver, self.session, (body,)))
+        self._recent.keep((self.session,), (body,))
 
     def repeats(self, request: int, received: int) -> None:
         """Notes that the worker of a request sends entries of the request again, from the number
         ``received`` on."""
         place = self._begun.get(request)
         if place is not None:
-            self._recent.note(0, partial(self._repeats, request, place, received))
-
-    def _repeats(self, request: int, place: _Place, received: int) -> None:
-        if self._begun.get(request) is not place:
-            return
-        place.again = [*(place.again or ()), (self._next + len(self.tail), received)]
-        place.size += AGAIN_BYTES
-        self._grow(AGAIN_BYTES)
+            place.again = [*(place.again or ()), (self._recent.next, received)]
+            place.size += AGAIN_BYTES
+            self._grow(AGAIN_BYTES)
 
     def has(self, request: int) -> bool:
         """Whether the entries of a request are in this journal."""
@@ -203,30 +179,12 @@ class Journal:
         if place is None:
             return
         self._grow(-place.size)
-        if place.segment is not None:
-            place.segment.live -= 1
-            place.segment = None
-        else:
-            self._reached -= 1
-            self._drop(place)
-        if not self._recent.journals:
-            self._recent.trim()
-
-    def _drop(self, place: _Place) -> None:
-        """Drops the chunks that only the removed request at this place has needed."""
-        if not self._reached:
-            if self._recent.journals.get(self.session) is self:
-                # The session may have been opened again, with another journal, before all its
-                # earlier streams have ended.
-                del self._recent.journals[self.session]
-            self._grow(-sum(chunk.size for chunk in self._chunks))
-            self._chunks.clear()
-            return
-        if not self._chunks or place.first >= self._chunks[0].first + self._chunks[0].count:
-            return
-        first = next(iter(self._begun.values())).first
-        while self._chunks and self._chunks[0].first + self._chunks[0].count <= first:
-            self._grow(-self._chunks.popleft().size)
+        if place.first == self.first:
+            oldest = next(iter(self._begun.values()), None)
+            self.first = oldest.first if oldest is not None else self._recent.next
+            while self._chunks and self._chunks[0].numbers[-1] < self.first:
+                self._grow(-self._chunks.popleft().size)
+        self._recent.end(self, place.segment)
 
     def _grow(self, by: int) -> None:
         self.size += by
@@ -234,31 +192,34 @@ class Journal:
 
     def pack(self) -> None:
         """Moves the bodies in ``tail`` into chunks."""
-        bodies, self.tail = self.tail, []
-        if not self.json:
-            self._pack(bodies, "msgpack")
+        bodies, numbers = self.tail, self.numbers
+        self.tail, self.numbers = [], []
+        if min(bodies) >= _MSGPACK and sum(map(len, bodies)) < CHUNK_BYTES:
+            self._pack(bodies, numbers, "msgpack")
             return
-        for json, run in groupby(bodies, lambda body: body[:1] < _MSGPACK):
-            self._pack(list(run), "json" if json else "msgpack")
+        first = size = 0
+        for end, body in enumerate(bodies, 1):
+            size += len(body)
+            encoding = _encoding_of(body)
+            if size >= CHUNK_BYTES or end == len(bodies) or _encoding_of(bodies[end]) != encoding:
+                self._pack(bodies[first:end], numbers[first:end], encoding)
+                first, size = end, 0
 
-    def _pack(self, bodies: list[bytes], encoding: Encoding) -> None:
-        """Adds bodies to the last chunk, or to new chunks."""
-        for part in _parts(bodies):
-            chunk = self._chunks[-1] if self._chunks else None
-            if chunk is None or chunk.encoding != encoding or chunk.size >= CHUNK_BYTES:
-                chunk = _Chunk(encoding, self._next)
-                self._chunks.append(chunk)
-            before = chunk.size
-            chunk.add(part)
-            self._grow(chunk.size - before)
-            self._next += len(part)
+    def _pack(self, bodies: list[bytes], numbers: list[int], encoding: Encoding) -> None:
+        """Adds bodies to the last chunk, or to a new chunk."""
+        chunk = self._chunks[-1] if self._chunks else None
+        if chunk is None or chunk.encoding != encoding or chunk.size >= CHUNK_BYTES:
+            chunk = _Chunk(encoding)
+            self._chunks.append(chunk)
+        before = chunk.size
+        chunk.add(bodies, numbers)
+        self._grow(chunk.size - before)
 
     def entries(self, requests: Iterable[int]) -> dict[int, list[Token]]:
         """The entries that were routed for each of these requests, in order.
 
         Raises RequestError if a body cannot be decoded.
         """
-        self._recent.distribute()
         found: dict[int, list[Token]] = {request: [] for request in requests}
         for _, entries in self.read(found):
             for request, entry in entries:
@@ -273,9 +234,8 @@ class Journal:
         live request may get entries between two parts. Raises RequestError if a body cannot be
         decoded.
         """
-        reached: list[bool] = []
-        self._recent.note(0, partial(reached.append, True))
-        while not reached and self._recent.size:
+        end = self._recent.next
+        while self._recent.distributed < end:
             before = self._recent.size
             self._recent.distribute(BODIES_AT_ONCE)
             yield before - self._recent.size, []
@@ -285,9 +245,9 @@ class Journal:
             for request, place in self._begun.items()
             if request in wanted
         }
-        first = min((each.first for each in routed.values()), default=self._next)
+        first = min((each.first for each in routed.values()), default=end)
         for chunk in list(self._chunks):
-            if chunk.first + chunk.count > first:
+            if chunk.numbers[-1] >= first:
                 yield chunk.size, _read(chunk, routed)
 
 
@@ -320,17 +280,23 @@ class _Routed:
         self._length += 1
 
 
-def _parts(bodies: list[bytes]) -> Iterator[list[bytes]]:
-    """Divides bodies into lists of consecutive bodies, each with about ``CHUNK_BYTES`` at most."""
-    if sum(map(len, bodies)) <= CHUNK_BYTES:
-        yield bodies
+def _divided(sent: bytes) -> Iterator[bytes]:
+    """Divides a large list of entries in msgpack, so that it can be read in parts. Columns are not
+    divided."""
+    if len(sent) <= CHUNK_BYTES or sent[0] not in _LISTS:
+        yield sent
         return
+    entries = decode_as(list[msgspec.Raw], sent, "msgpack")
     first = size = 0
-    for number, body in enumerate(bodies, 1):
-        size += len(body)
-        if size >= CHUNK_BYTES or number == len(bodies):
-            yield bodies[first:number]
-            first, size = number, 0
+    for end, entry in enumerate(entries, 1):
+        size += len(entry)
+        if size >= CHUNK_BYTES or end == len(entries):
+            yield encode_body(entries[first:end], "msgpack")
+            first, size = end, 0
+
+
+def _encoding_of(body: bytes) -> Encoding:
+    return "json" if body[:1] < _MSGPACK else "msgpack"
 
 
 def _read(chunk: _Chunk, routed: dict[int, _Routed]) -> list[tuple[int, Token]]:
@@ -342,7 +308,7 @@ def _read(chunk: _Chunk, routed: dict[int, _Routed]) -> list[tuple[int, Token]]:
             Code.BAD_MESSAGE, f"a TOKEN body that was routed cannot be decoded: {error}"
         ) from None
     found: list[tuple[int, Token]] = []
-    for number, body in enumerate(bodies, chunk.first):
+    for number, body in zip(chunk.numbers, bodies, strict=False):
         for entry in _entries_of(body, routed):
             routed[entry.stream_id].add(number, entry, found)
     return found

@@ -7,12 +7,9 @@ waits for the client's ATTACH or CANCEL.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
-
-from .pieces import Pieces
+from itertools import islice, takewhile
 
 MAX_ENDS = 16_384
 """Maximum number of stored ends of a session. Above this number, the oldest end is dropped."""
@@ -25,24 +22,39 @@ class End:
 
     request: int
     stream_id: int
-    is_stream: bool
-    """Whether the request is a stream, so that entries precede the end. The answer to an ATTACH is
-    then a MSG, the entries and the end."""
     moves: int
     closing: Sequence[bytes] | None
     """The frames of the message that ended the request; None if an entry of TOKEN ended it."""
-    sent: bytes | Pieces | None
-    """The entries that were routed: a body of TOKEN, or pieces after the first ATTACH. None while
-    they are in the journal."""
+    stored: bool
+    """Whether the request is a stream, and the journal has all its entries. The answer to an ATTACH
+    is then a MSG, the entries and the end."""
     count: int = 0
-    """Number of entries in ``sent`` if a worker has reported the end for adoption, otherwise 0."""
+    """Number of entries if a worker has reported the end for adoption, otherwise 0."""
     since: float = 0.0
     """When the end was stored, or the session was last resumed, in seconds."""
     position: int = 0
     """Position of the end on the present connection. 0 if the end was not sent on this connection;
     the end then waits for an ATTACH."""
-    next: int = 0
-    """Number of the first entry that was not yet sent in answer to the last ATTACH."""
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """An incomplete answer to an ATTACH."""
+
+    end: End
+    skip: int
+    """Number of entries that the client already has, and that were not read yet."""
+
+    def sends_next(self, ends: KeptEnds) -> bool:
+        """Whether the next entry that was read is sent to the client."""
+        stream_id = self.end.stream_id
+        if (
+            ends.answering.get(stream_id) is not self
+            or ends.by_stream.get(stream_id) is not self.end
+        ):
+            return False
+        self.skip -= 1
+        return self.skip < 0
 
 
 class KeptEnds:
@@ -55,12 +67,11 @@ class KeptEnds:
         self.lost: dict[int, End] = {}
         """By stream: ends whose message was dropped because the queue of the connection was
         full."""
-        self.answering: OrderedDict[int, End] = OrderedDict()
-        """By stream: ends to which the client has attached on the present connection, and whose
-        answers are not complete. An end in this table may already be dropped from ``by_stream``."""
+        self.answering: dict[int, Answer] = {}
+        """By stream: the incomplete answers to the client's ATTACHes on the present connection. The
+        end of an answer may already be dropped from ``by_stream``."""
         self.reading: Iterator[int] | None = None
-        """Reads the entries before ends in ``answering``. Each ``next`` reads a part
-        (``answers.py``)."""
+        """Reads the entries of ``answering``. Each ``next`` reads a part (``answers.py``)."""
         self.position = 0
         """The position of the last end that was sent to the client."""
         self._sent: dict[int, End] = {}
@@ -99,12 +110,8 @@ class KeptEnds:
 
     def acknowledged(self, position: int) -> list[End]:
         """The ends up to a position, which the client has acknowledged."""
-        found = []
-        for number, end in self._sent.items():
-            if number > position:
-                break
-            found.append(end)
-        return found
+        sent = takewhile(lambda item: item[0] <= position, self._sent.items())
+        return [end for _, end in sent]
 
     def on_taken_over(self, now: float) -> None:
         """Handles a new connection of the client. The client will attach to the ends that it has
@@ -116,10 +123,5 @@ class KeptEnds:
 
     def expired(self, before: float, most: int) -> list[End]:
         """Up to ``most`` ends whose ``since`` precedes the time ``before``."""
-        return list(islice(self._older(before), most))
-
-    def _older(self, before: float) -> Iterator[End]:
-        for end in self.by_stream.values():
-            if end.since >= before:
-                return
-            yield end
+        older = takewhile(lambda end: end.since < before, self.by_stream.values())
+        return list(islice(older, most))

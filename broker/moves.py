@@ -19,19 +19,12 @@ from ..protocol.transcript import transcript_of
 from .journal import Journal
 from .lifecycle import Event, transition
 from .quarantine import Quarantine
-from .recent import BODIES_AT_ONCE
 from .request import REPEATABLE, STREAMS, Interruption, Request
 from .session import Session
 from .state import BrokerState
-from .sweep import Sweep
 from .worker import RETRY_AFTER_S, Loss, Worker
 
 log = logging.getLogger(__name__)
-
-JOURNALS_AT_ONCE = 300
-"""Number of journals that one tick checks. With very many journals, a tick checks more."""
-WALK_TICKS = 32
-"""Maximum number of ticks in which all journals are checked once."""
 
 
 class Moves:
@@ -44,9 +37,6 @@ class Moves:
         self._recent = state.recent
         self._out = state.out
         self._quarantine = quarantine
-        self._journals = Sweep(state.sessions.by_id, JOURNALS_AT_ONCE, WALK_TICKS)
-        self._largest = 0
-        """Bytes of the largest journal that the current walk over all journals has seen."""
 
     # --- the journal ----------------------------------------------------------------------------
 
@@ -68,10 +58,8 @@ class Moves:
         if not request.movable:
             return
         journal = request.session.journal
-        journal.json = journal.json or request.session.encoding == "json"
         sent = interruption.sent if interruption is not None else before
         journal.begin(request.id, request.stream_id, request.bytes, sent)
-        self.keep_bounds()
 
     def returned(self, request: Request, frames: list[bytes]) -> None:
         """Prepares a request for another worker, after its worker has refused it."""
@@ -86,31 +74,17 @@ class Moves:
         if request.session.ends.of(request.id, request.stream_id) is None:
             request.session.journal.end(request.id)
 
-    def settle(self) -> None:
-        """Adds the TOKENs that were routed in the current event to the buffer of recent
-        messages."""
-        if self._recent.settle():
-            self.keep_bounds()
-
     def tick(self) -> None:
-        """Distributes some of the recent messages to journals, and checks the bounds of
-        journals."""
-        recent = self._recent
-        recent.tick()
-        if self._journals.begins:
-            recent.walked(self._largest)
-            self._largest = 0
-        for session in self._journals.part():
-            self._largest = max(self._largest, session.journal.size)
-        self.keep_bounds()
+        """Distributes some of the recent messages to journals."""
+        self._recent.tick()
         self._quarantine.tick(self._state.now)
 
-    def keep_bounds(self) -> None:
-        """Keeps journals within their bounds. Above a bound, the entries of the oldest requests are
-        dropped, and these requests cannot move any more."""
+    def settle(self) -> None:
+        """Adds the TOKENs that were routed in the current event to the buffer of recent messages,
+        and keeps journals within their bounds. Above a bound, the entries of the oldest requests
+        are dropped, and these requests cannot move any more."""
         recent = self._recent
-        while recent.size > max(0, recent.limit):
-            recent.distribute(BODIES_AT_ONCE)
+        recent.settle()
         while recent.beyond:
             journal = recent.beyond.pop()
             while journal.size > recent.most and journal.oldest is not None:

@@ -94,6 +94,5 @@ class Returns:
             routed = encode_body(new, session.encoding)
             self._state.out.tokens(session, routed)
             session.journal.append(routed)
-            self._dispatcher.keep_bounds()
         if body.ended:
             self._dispatcher.on_finished(request)

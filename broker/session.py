@@ -100,8 +100,8 @@ class Session:
     this field."""
     pace: Pace = field(default_factory=Pace)
     """Rate at which the session's streams end."""
-    journal: Journal
-    """The journal of the session's live streams."""
+    journal: Journal = field(init=False)
+    """The journal of the session's streams. ``SessionTable`` makes it."""
     acks: bool = False
     """Whether the session's client acknowledges the ends that it has received."""
     ends: KeptEnds = field(default_factory=KeptEnds)
@@ -158,8 +158,7 @@ class SessionTable:
     """
 
     def __init__(self, recent: Recent) -> None:
-        self.recent = recent
-        """The recently routed TOKENs of all sessions."""
+        self._recent = recent
         self.by_id: dict[int, Session] = {}
         self.by_peer: dict[bytes, Session] = {}
         self.by_token: dict[str, Session] = {}
@@ -178,6 +177,7 @@ class SessionTable:
 
     def add(self, session: Session) -> None:
         """Adds a new session, and its connection if it has one."""
+        session.journal = Journal(self._recent, session.id)
         self.by_id[session.id] = session
         self._add_key(session)
         if session.token:

@@ -22,7 +22,6 @@ from .adoption import Adoption
 from .buffers import Buffers
 from .dispatch import Dispatcher
 from .ends import Ends
-from .journal import Journal
 from .kept_ends import End
 from .request import Attachment, Request
 from .session import Session
@@ -82,7 +81,6 @@ class Sessions:
             encoding=encoding,
             peer=peer,
             last_seen=now,
-            journal=Journal(self._table.recent, number),
         )
         self._table.add(session)
         return session
@@ -266,6 +264,7 @@ class Sessions:
         # Incomplete answers are dropped, because the client attaches again to the ends that it has
         # not received.
         known.ends.answering.clear()
+        known.ends.reading = None
         self._table.attach(known, peer)
         known.detached_at, known.cut = None, False
         for request in known.streams.values():

@@ -33,32 +33,28 @@ class UnreadAnswers:
     """
 
     def __init__(self) -> None:
-        self._by_peer: OrderedDict[bytes, _Unread] = OrderedDict()
+        self._by_peer: OrderedDict[bytes, deque[int]] = OrderedDict()
+        """By connection: the bytes of its last messages if they are large, otherwise 0."""
 
     def add(self, peer: bytes, size: int) -> None:
         """Counts a message of ``size`` bytes that is sent to a connection."""
-        unread = self._by_peer.get(peer)
-        if unread is None:
+        sizes = self._by_peer.get(peer)
+        if sizes is None:
             if size < LARGE_BYTES:
                 return
-            unread = self._by_peer[peer] = _Unread()
+            sizes = self._by_peer[peer] = deque(maxlen=PIPE_MESSAGES)
             if len(self._by_peer) > MAX_CONNECTIONS:
                 self._by_peer.popitem(last=False)
-        unread.add(size)
-        if not unread.bytes:
+        sizes.append(size if size >= LARGE_BYTES else 0)
+        if not any(sizes):
             del self._by_peer[peer]
-
-    def bytes_of(self, peer: bytes | None) -> int:
-        """The bytes of large answers that a connection may not have read."""
-        unread = self._by_peer.get(peer) if peer is not None else None
-        return unread.bytes if unread is not None else 0
 
     def check(self, peer: bytes | None, max_pending_bytes: int, what: str, advice: str) -> None:
         """Raises SlowClientError if a connection has too many unread bytes for another large
         answer. For the error message, ``what`` names the answer, and ``advice`` says what the
         client can do."""
         most = UNREAD_FACTOR * max_pending_bytes
-        unread = self.bytes_of(peer)
+        unread = sum(self._by_peer.get(peer or b"", ()))
         if unread >= most:
             raise SlowClientError(
                 Code.SLOW_CLIENT,
@@ -69,21 +65,3 @@ class UnreadAnswers:
     def on_gone(self, peer: bytes) -> None:
         """Handles the end of a connection, whose pipe is freed."""
         self._by_peer.pop(peer, None)
-
-
-class _Unread:
-    """The counts of one connection."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._sent = 0
-        self._large: deque[tuple[int, int]] = deque()
-        """The number of each large message, and its bytes."""
-
-    def add(self, size: int) -> None:
-        self._sent += 1
-        if size >= LARGE_BYTES:
-            self._large.append((self._sent, size))
-            self.bytes += size
-        while self._large and self._large[0][0] <= self._sent - PIPE_MESSAGES:
-            self.bytes -= self._large.popleft()[1]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
 import pytest
-from tokenbus.broker import answers, pieces
+from tokenbus.broker import answers, journal
 from tokenbus.broker.outgoing import Outgoing, Side
-from tokenbus.broker.pieces import Pieces
 from tokenbus.protocol.bodies import encode_body
-from tokenbus.protocol.columns import pack_columns
+from tokenbus.protocol.columns import TokenBody
 from tokenbus.protocol.header import Flag, Header, encode_header, encode_token_header
-from tokenbus.protocol.messages import Token
+from tokenbus.protocol.messages import Attach
 
 from ..lmtp.transports import ZeroMQ
 from ..processes import Bus
@@ -28,18 +27,17 @@ EVERYTHING = list(range(ENTRIES))
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sets small budgets, so that the entries of a stream of ``ENTRIES`` take tens of ticks.
-    Returns a list, to which the size in bytes of each decoded piece is added."""
+    Returns a list, to which the size in bytes of each decoded chunk is added."""
     monkeypatch.setattr(answers, "PASS_BYTES", 4096)
-    monkeypatch.setattr(answers, "PART_BYTES", 1024)
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 1024)
+    monkeypatch.setattr(journal, "CHUNK_BYTES", 1024)
     sizes: list[int] = []
-    decode = pieces._Piece.entries
+    decode = journal._Chunk.bodies
 
-    def counted(piece: pieces._Piece) -> list[Token]:
-        sizes.append(len(piece.body))
-        return decode(piece)
+    def counted(chunk: journal._Chunk) -> Iterable[TokenBody]:
+        sizes.append(chunk.size)
+        return decode(chunk)
 
-    monkeypatch.setattr(pieces._Piece, "entries", counted)
+    monkeypatch.setattr(journal._Chunk, "bodies", counted)
     return sizes
 
 
@@ -114,20 +112,16 @@ def test_a_broker_that_is_behind_ticks_soon_and_is_not_drained(bench: Bench) -> 
     assert bench.broker.drained
 
 
-def test_entries_that_the_client_has_are_not_decoded(bench: Bench, decoded: list[int]) -> None:
+def test_entries_that_the_client_has_are_not_sent_again(bench: Bench) -> None:
     token = ended(bench)
     back(bench, token)
     attach(bench, received=0)
     rest(bench)
-    back(bench, token, "e")
-    del decoded[:]
-    bench.pass_time(0.25)
-    assert attach(bench, received=10**9, name="e") == [("MSG", {"stream_id": 1, "attached": 10**9})]
-    assert decoded == []
-    back(bench, token, "f")
-    bench.pass_time(0.25)
-    [_, (_, last)] = attach(bench, received=ENTRIES - 2, name="f")
-    assert (ids(last), len(decoded)) == (EVERYTHING[-2:], 1)
+    for name, received in (("e", 10**9), ("f", ENTRIES - 2)):
+        back(bench, token, name)
+        answer, *parts = attach(bench, received=received, name=name)
+        assert answer == ("MSG", {"stream_id": 1, "attached": received})
+        assert tokens_of(joined([parts, *rest(bench, name)])) == EVERYTHING[received:]
 
 
 def test_a_hello_of_the_same_connection_is_not_a_takeover(bench: Bench) -> None:
@@ -154,7 +148,7 @@ def test_a_hello_of_the_same_connection_stops_an_answer_until_the_next_attach(
     token = ended(bench)
     back(bench, token)
     attach(bench, received=0)
-    bench.pass_time(5.0)
+    bench.pass_time(1.0)
     assert bench.broker._ends.answers.behind
     bench.to_client("d")
     assert back(bench, token) == [1]
@@ -167,7 +161,7 @@ def test_a_hello_of_the_same_connection_stops_an_answer_until_the_next_attach(
 def test_each_attach_is_answered_and_the_last_one_gets_the_entries(bench: Bench) -> None:
     back(bench, ended(bench))
     attach(bench, received=0)
-    bench.pass_time(5.0)
+    bench.pass_time(1.0)
     had = tokens_of(bench.to_client("d"))
     assert had == EVERYTHING[: len(had)]
     second, *parts = attach(bench, received=7)
@@ -179,7 +173,7 @@ def test_an_answer_whose_connection_is_lost_begins_again(bench: Bench) -> None:
     token = ended(bench)
     back(bench, token)
     attach(bench, received=0)
-    bench.pass_time(5.0)
+    bench.pass_time(1.0)
     gone(bench, "d")
     bench.pass_time(0.5)
     assert not bench.broker._ends.answers.behind
@@ -238,7 +232,7 @@ def test_a_client_that_does_not_read_an_answer_gets_one_error(bench: Bench) -> N
 def test_an_answer_whose_entries_are_given_up_ends_with_an_error(bench: Bench) -> None:
     back(bench, ended(bench))
     attach(bench, received=0)
-    bench.pass_time(5.0)
+    bench.pass_time(1.0)
     bench.to_client("d")
     [session] = bench.broker.state.sessions
     bench.broker._moves._give_up(session.journal)
@@ -307,22 +301,47 @@ def test_entries_that_a_worker_sent_again_are_answered_once(bench: Bench, receiv
     assert tokens_of(joined(parts)) == EVERYTHING[received:]
 
 
-@pytest.mark.parametrize("columns", [True, False])
-def test_pieces_have_the_entries_of_a_body(decoded: list[int], columns: bool) -> None:
-    entries = [entry(number) for number in EVERYTHING]
-    entries[-1].finish_reason = None if columns else "stop"
-    body = pack_columns(entries) if columns else entries
-    made = Pieces()
-    steps = list(made.split(encode_body(body, "msgpack")))
-    assert len(steps) > 1 or columns
-    assert made.count == ENTRIES
-    for number in (0, 1, 77, ENTRIES - 1, ENTRIES, 10**9):
-        found: list[Token] = []
-        while number + len(found) < ENTRIES:
-            part, _ = made.part(number + len(found), 1)
-            assert part
-            found += part
-        assert [one.token for one in found] == EVERYTHING[number:]
+def test_the_entries_of_a_moved_stream_are_read_in_parts(bench: Bench, decoded: list[int]) -> None:
+    token = opened(bench)
+    header = begun(bench)
+    bench.tokens("a", header, *map(entry, EVERYTHING[:-1]))
+    gone(bench, "a", Side.BACK)
+    bench.worker("b", capacity=9)
+    [moved] = [header for kind, header in bench.to_worker("b") if kind == "GENERATE"]
+    bench.tokens("b", moved, entry(EVERYTHING[-1], reason="stop"), final=True)
+    gone(bench, "c")
+    del decoded[:]
+    back(bench, token)
+    parts = [attach(bench, received=0), *rest(bench)]
+    assert tokens_of(joined(parts)) == EVERYTHING
+    assert len(decoded) > 5
+    assert max(decoded) < 3 * 1024
+
+
+def test_attaches_that_arrive_together_are_answered_with_one_reading(
+    bench: Bench, decoded: list[int]
+) -> None:
+    token = opened(bench)
+    headers = [begun(bench, stream) for stream in range(1, 9)]
+    for number in EVERYTHING[:20]:
+        for header, stream in zip(headers, range(1, 9), strict=True):
+            bench.tokens("a", header, entry(number, stream))
+    for header, stream in zip(headers, range(1, 9), strict=True):
+        bench.tokens("a", header, entry(20, stream, "stop"), final=True)
+    gone(bench, "c")
+    back(bench, token)
+    del decoded[:]
+    attaches = [
+        (peer_of("d"), [b"ATTACH", encode_body(Attach(stream_id=stream, received=5), "msgpack")])
+        for stream in range(1, 9)
+    ]
+    bench.sent += bench.broker.on_clients(attaches, bench.now)
+    messages = joined([bench.to_client("d"), *rest(bench)])
+    got = [each for kind, body in messages if kind == "TOKEN" for each in body]
+    for stream in range(1, 9):
+        assert [each["token"] for each in got if each["stream_id"] == stream] == EVERYTHING[5:21]
+    [session] = bench.broker.state.sessions
+    assert len(decoded) == len(session.journal._chunks), "each chunk is decoded once"
 
 
 @pytest.mark.process

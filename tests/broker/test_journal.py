@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tokenbus.broker.journal import Journal
-from tokenbus.broker.recent import NOTE_BYTES, SEGMENT_BYTES, Recent
+from tokenbus.broker.recent import SEGMENT_BYTES, Recent
 from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.columns import pack_columns, plain_entry
 from tokenbus.protocol.header import encode_token_header
@@ -92,7 +92,7 @@ def test_what_no_live_request_needs_is_dropped_without_being_read() -> None:
         if request:
             journal.end(request - 1)
     assert journal.size == 10
-    assert world.recent.size <= 200 * (NOTE_BYTES + 100)
+    assert world.recent.size <= SEGMENT_BYTES
     journal.end(99)
     assert (world.recent.size, world.recent.total) == (0, 0)
 
@@ -107,8 +107,6 @@ def test_the_bounds_of_a_journal_and_of_all_hold_at_any_time(seed: int) -> None:
     world.journals = journals = [Journal(recent, 100 + n) for n in range(4)]
 
     def keep_bounds() -> None:
-        while recent.size > max(0, recent.limit):
-            recent.distribute(10)
         while recent.beyond:
             journal = recent.beyond.pop()
             while journal.size > recent.most and journal.oldest is not None:
@@ -126,7 +124,5 @@ def test_the_bounds_of_a_journal_and_of_all_hold_at_any_time(seed: int) -> None:
         keep_bounds()
         assert recent.total + recent.size <= in_all
         assert max(journal.size for journal in journals) + recent.size <= most
-        if request % 50 == 0:
-            recent.walked(max(journal.size for journal in journals))
     world.check()
     world.end()

@@ -22,8 +22,7 @@ class World:
         self.rng = random.Random(seed)
         self.recent = Recent(1 << 27, 1 << 30)
         self.journals = [Journal(self.recent, 100 + n) for n in range(sessions)]
-        for journal in self.journals:
-            journal.json = self.rng.random() < 0.5
+        self.json = [self.rng.random() < 0.5 for _ in range(sessions)]
         self.wanted: dict[int, list[Token]] = {}
         self.live: dict[tuple[int, int], int] = {}
         """By index of the session and stream: the request of the live stream."""
@@ -43,7 +42,7 @@ class World:
         elif what < 0.25 and live is not None:
             journal.end(self.live.pop((number, stream)))
         elif what < 0.35:
-            self.recent.distribute(rng.choice([1, 10, None]))
+            self.recent.distribute(rng.choice([1, 10, 1 << 40]))
         elif what < 0.37:
             entries = self.entries(3)
             self.recent.keep([self.journals[0].session], [self.body(0, entries)])
@@ -78,7 +77,7 @@ class World:
         return [plain_entry(one, rng.randrange(999), -1.0, 0, 0) for one in streams]
 
     def body(self, number: int, entries: list[Token]) -> bytes:
-        if self.journals[number].json and self.rng.random() < 0.5:
+        if self.json[number] and self.rng.random() < 0.5:
             return encode_body(entries, "json")
         columns = self.rng.random() < 0.5
         return encode_body(pack_columns(entries) if columns else entries, "msgpack")
