@@ -19,7 +19,6 @@ from ..protocol.errors import Code, RequestError
 from ..protocol.header import FORM, Flag, Header, decode_header
 from ..protocol.ids import is_session_token, session_id
 from ..protocol.messages import Attach, Cancel
-from ..protocol.shares import fits_share
 from ..protocol.worker_messages import Claimed, Journal, Register, Released
 from .attaches import Attaches
 from .claims import Claims
@@ -35,9 +34,6 @@ from .worker import Worker
 
 log = logging.getLogger(__name__)
 
-MAX_CANCELLED = 262_144
-"""Maximum number of cancelled streams that the broker records, of all sessions together, because a
-worker may still report them."""
 MAX_ENDED = 250
 """Maximum number of adopted requests that one tick ends because no client has attached to them."""
 
@@ -75,10 +71,6 @@ class Adoption:
         self._adopted = 0
         self._unclaimed: dict[int, Request] = {}
         """Adopted requests whose clients have not attached yet."""
-        self._cancelled: dict[int, set[int]] = {}
-        """By session: the streams that the session's client has cancelled before a worker reported
-        them."""
-        self._num_cancelled = 0
         self._due: deque[tuple[float, int]] = deque()
         """The requests that were adopted after a CLAIM, earliest first: the time in seconds at
         which the request ends if no client attaches, and the id of the request."""
@@ -196,7 +188,7 @@ class Adoption:
         """
         if not (self.open() or header.address in self._claims):
             return None
-        if stream_id in self._cancelled.get(header.address, ()):
+        if self._attaches.is_cancelled(header.address, stream_id):
             return None
         other = self._state.requests.get(header.request)
         if other is not None:
@@ -334,7 +326,6 @@ class Adoption:
     def on_ended(self, session: Session) -> None:
         """Handles the end of a session, whose streams are not needed any more."""
         self._claims.on_ended(session.id)
-        self._forget_cancelled(session.id)
         self._attaches.drop_held(session.id)
 
     def _begin_claims(self, now: float) -> None:
@@ -347,11 +338,7 @@ class Adoption:
         is_open = self.open()
         for session in sessions:
             if self._claims.finish(session, forget=not is_open):
-                self._forget_cancelled(session)
                 self._attaches.refuse(session, self._sessions.by_id.get(session))
-
-    def _forget_cancelled(self, session: int) -> None:
-        self._num_cancelled -= len(self._cancelled.pop(session, ()))
 
     def on_released(self, worker: Worker, frames: list[bytes]) -> None:
         """Handles a worker's RELEASED: another broker has claimed requests of this worker. If the
@@ -388,24 +375,9 @@ class Adoption:
     def on_cancel(self, session: Session, frames: list[bytes]) -> None:
         """Handles a client's CANCEL."""
         message: Cancel = decode_as(Cancel, frames[1])
-        if self._attaches.on_cancel(session, message.stream_id):
-            self._note_cancelled(session, message.stream_id)
-        else:
+        if not self._attaches.on_cancel(session, message.stream_id, self.waits_for(session)):
             request = session.streams[message.stream_id]
             self._dispatcher.cancel(request, self._state.now, message.reason)
-
-    def _note_cancelled(self, session: Session, stream_id: int) -> None:
-        """Records that a client has cancelled an unknown stream, because a worker may still report
-        this stream."""
-        if not self.waits_for(session):
-            return
-        cancelled = self._cancelled.get(session.id, set())
-        fits = fits_share(len(cancelled), self._num_cancelled, MAX_CANCELLED)
-        if stream_id in cancelled or len(cancelled) >= self._settings.max_streams or not fits:
-            # If a worker reports the stream later, the stream ends because no client attaches.
-            return
-        self._cancelled.setdefault(session.id, cancelled).add(stream_id)
-        self._num_cancelled += 1
 
     # --- time -----------------------------------------------------------------------------------
 
@@ -427,8 +399,6 @@ class Adoption:
         self._end_unclaimed(now)
         if self._adopted:
             log.info("%d streams of an earlier run were adopted", self._adopted)
-        self._cancelled.clear()
-        self._num_cancelled = 0
 
     def _drop_variables(self) -> None:
         """Makes state workers drop the variables of the unknown requests that they have

@@ -23,8 +23,9 @@ from .session import Session
 from .state import BrokerState
 from .worker import RETRY_AFTER_S
 
-MAX_HELD = 262_144
-"""Maximum number of held ATTACHes of all sessions together."""
+MAX_AWAITED = 262_144
+"""Maximum number of streams that workers may still report, of all sessions together, for which an
+ATTACH is held or a CANCEL is recorded."""
 MAX_ATTACHING = 64
 """Maximum number of ATTACHes to one stream that the stream's worker has not answered."""
 MAX_ANSWERED = 8
@@ -42,9 +43,10 @@ class Attaches:
         self._max_streams = state.settings.max_streams
         self._ends = ends
         self._moves = moves
-        self._held: dict[int, dict[int, Attach]] = {}
-        """The held ATTACHes, by session and stream."""
-        self._num_held = 0
+        self._awaited: dict[int, dict[int, Attach | None]] = {}
+        """By session and stream that no worker has reported yet: the held ATTACH; None if the
+        client has cancelled the stream."""
+        self._num_awaited = 0
 
     # --- clients --------------------------------------------------------------------------------
 
@@ -64,47 +66,61 @@ class Attaches:
         else:
             raise _unknown(message.stream_id)
 
-    def on_cancel(self, session: Session, stream_id: int) -> bool:
+    def on_cancel(self, session: Session, stream_id: int, hold: bool) -> bool:
         """Drops the held ATTACH and the stored end of a stream that a client cancels. Returns
-        whether the stream is not live here: it has ended, or no worker has reported it yet."""
+        whether the stream is not live here: it has ended, or no worker has reported it yet.
+        ``hold``: as in ``on_attach``."""
         self._take(session, stream_id)
         self._ends.drop(session, stream_id)
-        return stream_id not in session.streams
+        if stream_id in session.streams:
+            return False
+        if hold:
+            # Beyond the bound, a reported stream ends because no client attaches.
+            self._await(session, stream_id, None)
+        return True
 
     def _hold(self, session: Session, message: Attach) -> None:
         """Holds an ATTACH until a worker reports its stream; raises UnavailableError if the session
-        has the maximum of held ATTACHes."""
-        held = self._held.get(session.id, {})
-        if message.stream_id not in held:
-            if len(held) >= self._max_streams or not fits_share(
-                len(held), self._num_held, MAX_HELD
-            ):
-                raise UnavailableError(
-                    Code.CLIENT_LIMIT,
-                    f"{len(held)} ATTACHes of this session wait for workers to report their "
-                    f"streams; {self._max_streams} may wait for one session and {MAX_HELD} for all "
-                    "sessions; send the request again",
-                    retry_after_s=RETRY_AFTER_S,
-                )
-            self._num_held += 1
-        self._held.setdefault(session.id, {})[message.stream_id] = message
+        waits for the maximum of streams."""
+        if not self._await(session, message.stream_id, message):
+            raise UnavailableError(
+                Code.CLIENT_LIMIT,
+                "this session has too many ATTACHes and CANCELs for streams that workers have not "
+                f"reported; {self._max_streams} are allowed for one session and {MAX_AWAITED} for "
+                "all sessions; send the request again",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def _await(self, session: Session, stream_id: int, message: Attach | None) -> bool:
+        """Records the ATTACH or the CANCEL (None) of a stream that no worker has reported; returns
+        False if the bound of such streams is reached."""
+        awaited = self._awaited.get(session.id, {})
+        if stream_id not in awaited:
+            own = len(awaited)
+            if own >= self._max_streams or not fits_share(own, self._num_awaited, MAX_AWAITED):
+                return False
+            self._num_awaited += 1
+        self._awaited.setdefault(session.id, awaited)[stream_id] = message
+        return True
 
     def _take(self, session: Session, stream_id: int) -> Attach | None:
         """Removes and returns the ATTACH that is held for a stream."""
-        held = self._held.get(session.id, {})
-        taken = held.pop(stream_id, None)
-        if taken is not None:
-            self._num_held -= 1
-            if not held:
-                del self._held[session.id]
+        awaited = self._awaited.get(session.id, {})
+        if stream_id not in awaited:
+            return None
+        self._num_awaited -= 1
+        taken = awaited.pop(stream_id)
+        if not awaited:
+            del self._awaited[session.id]
         return taken
 
     def drop_held(self, session: int) -> list[int]:
-        """Removes all held ATTACHes of a session, because the session has ended or because workers
-        have reported all its streams. Returns the ids of the streams."""
-        dropped = self._held.pop(session, {})
-        self._num_held -= len(dropped)
-        return list(dropped)
+        """Removes the held ATTACHes and the recorded CANCELs of a session, because the session has
+        ended or because workers have reported all its streams. Returns the streams of the
+        ATTACHes."""
+        dropped = self._awaited.pop(session, {})
+        self._num_awaited -= len(dropped)
+        return [stream_id for stream_id, message in dropped.items() if message is not None]
 
     def _pass_on(self, request: Request, message: Attach) -> None:
         if len(request.attaching) >= MAX_ATTACHING:
@@ -170,12 +186,16 @@ class Attaches:
 
     def held(self, session: Session, stream_id: int) -> Attach | None:
         """The held ATTACH for a stream, if any."""
-        return self._held.get(session.id, {}).get(stream_id)
+        return self._awaited.get(session.id, {}).get(stream_id)
+
+    def is_cancelled(self, session: int, stream_id: int) -> bool:
+        """Whether the client has cancelled a stream that no worker had reported."""
+        return self._awaited.get(session, {}).get(stream_id, ...) is None
 
     def refuse_held(self, sessions: Mapping[int, Session], waiting: Collection[int]) -> None:
         """Refuses held ATTACHes when workers have reported all streams, except ATTACHes of the
         sessions in ``waiting``."""
-        for number in [number for number in self._held if number not in waiting]:
+        for number in [number for number in self._awaited if number not in waiting]:
             self.refuse(number, sessions.get(number))
 
     def refuse(self, number: int, session: Session | None) -> None:

@@ -197,7 +197,7 @@ FAULTS = (
     Fault(
         "a cancelled stream is adopted",
         "adoption.py",
-        "        if stream_id in self._cancelled.get(header.address, ()):",
+        "        if self._attaches.is_cancelled(header.address, stream_id):",
         "        if self is None:",
     ),
     Fault(
