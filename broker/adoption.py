@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
 
 from ..protocol.bodies import decode_as
 from ..protocol.columns import TokenBody
@@ -69,11 +68,9 @@ class Adoption:
         self._controllers = controllers
         self._ended = False
         self._adopted = 0
-        self._unclaimed: dict[int, Request] = {}
-        """Adopted requests whose clients have not attached yet."""
-        self._due: deque[tuple[float, int]] = deque()
-        """The requests that were adopted after a CLAIM, earliest first: the time in seconds at
-        which the request ends if no client attaches, and the id of the request."""
+        self._due: deque[tuple[float, Request]] = deque()
+        """The adopted requests, earliest first. For each of them: the time in seconds at which it
+        ends if no client has attached."""
         self._claims = Claims(state)
         self._returns = Returns(state, dispatcher)
         self._variables: dict[int, list[int]] = {}
@@ -168,10 +165,8 @@ class Adoption:
             self._attaches.on_adopted_end(request, sent, count)
             return
         self._dispatcher.adopt(request, worker, sent)
-        self._unclaimed[request.id] = request
-        if session.id in self._claims:
-            due = max(self._state.now + self._settings.session_grace_s, self._recovery.until)
-            self._due.append((due, request.id))
+        due = max(self._state.now + self._settings.session_grace_s, self._recovery.until)
+        self._due.append((due, request))
         self._attaches.on_adopted(request, sent, header.flags & FORM)
 
     def _has_ended(self, header: Header, stream_id: int) -> bool:
@@ -235,7 +230,6 @@ class Adoption:
         """Orders the worker of a request to drop the request, because another worker has a later
         copy."""
         worker = request.worker
-        del self._unclaimed[request.id]
         self._dispatcher.withdraw(request)
         if worker is not None:
             give_up(self._state, worker, request.id, request.session.id, request.stream_id)
@@ -269,7 +263,6 @@ class Adoption:
             worker = request.worker
             if request.type not in STREAMS or (worker is None and request.interruption is None):
                 continue
-            self._unclaimed.pop(request.id, None)
             self._dispatcher.withdraw(request)
             if worker is not None:
                 worker.fences.add(request.id, session.id, request.stream_id)
@@ -349,7 +342,6 @@ class Adoption:
             request = self._state.requests.get(number)
             if request is not None and request.worker is worker:
                 request.session.displaced = request.session.peer is not None
-                self._unclaimed.pop(number, None)
                 self._dispatcher.withdraw(request)
 
     def on_attach(self, session: Session, frames: list[bytes]) -> None:
@@ -388,15 +380,13 @@ class Adoption:
         self._begin_claims(now)
         if self._variables and self._ended and not self._may_adopt():
             self._drop_variables()
-        if self._ended:
-            self._end_unclaimed(now)
+        self._end_unclaimed(now)
         if self._ended or not self._recovery.has_ended(now):
             return
         self._ended = True
         for session in self._claims.answered():
             self._claims.finish(session, forget=True)
         self._attaches.refuse_held(self._sessions.by_id, self._claims.sessions)
-        self._end_unclaimed(now)
         if self._adopted:
             log.info("%d streams of an earlier run were adopted", self._adopted)
 
@@ -413,15 +403,11 @@ class Adoption:
     def _end_unclaimed(self, now: float) -> None:
         """Ends adopted requests to which no client has attached in time, at most ``MAX_ENDED`` in
         each tick."""
-        ended: list[int] = []
-        while self._due and self._due[0][0] <= now and len(ended) < MAX_ENDED:
-            ended.append(self._due.popleft()[1])
-        waiting = {number for _, number in self._due}
-        others = (number for number in self._unclaimed if number not in waiting)
-        ended += islice(others, MAX_ENDED - len(ended))
-        for number in ended:
-            request = self._unclaimed.pop(number, None)
-            if request is not None and _is_unclaimed(request):
+        for _ in range(MAX_ENDED):
+            if not self._due or self._due[0][0] > now:
+                return
+            _, request = self._due.popleft()
+            if _is_unclaimed(request):
                 self._dispatcher.abandon(request)
 
 

@@ -203,9 +203,8 @@ FAULTS = (
     Fault(
         "a worker keeps a stream that continues at another broker",
         "adoption.py",
-        "                self._unclaimed.pop(number, None)\n"
-        "                self._dispatcher.withdraw(request)\n\n",
-        "                self._unclaimed.pop(number, None)\n\n",
+        "                self._dispatcher.withdraw(request)\n\n    def on_attach",
+        "                pass\n\n    def on_attach",
     ),
     Fault(
         "a worker whose step hangs gets its streams back",
