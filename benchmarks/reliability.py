@@ -128,7 +128,7 @@ def journal_bytes(tokens: int) -> dict[str, float]:
         columns = encode_body(pack_columns([entry]), "msgpack")
         broker.on_worker(b"\0w", [b"TOKEN", head, columns], now)
     recent = broker.state.recent
-    return {"journal_bytes_per_token": (session.journal.size + recent.size) / tokens}
+    return {"journal_bytes_per_token": (session.log.size + recent.size) / tokens}
 
 
 # --- systems --------------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ class Adoption:
     def _has_ended(self, header: Header, stream_id: int) -> bool:
         """Whether a worker has already reported the end of a request."""
         session = self._sessions.by_id.get(header.address)
-        return session is not None and session.ends.of(header.request, stream_id) is not None
+        return session is not None and session.log.of(header.request, stream_id) is not None
 
     def _session(self, header: Header, stream_id: int, reached: tuple[int, int]) -> Session | None:
         """The session to which an adopted request belongs; None if the request must not be adopted.
@@ -201,7 +201,7 @@ class Adoption:
             # was cut off reports another stream of the session, this stream has moved or was
             # delivered.
             begun_before = session.recovering or not session.token
-            known = stream_id in session.streams or stream_id in session.ends.by_stream
+            known = stream_id in session.streams or stream_id in session.log.ends
             return session if begun_before and not known else None
         if len(self._sessions) >= self._settings.max_sessions:
             return None
@@ -353,7 +353,7 @@ class Adoption:
             if reached < (message.moves, message.received):
                 # The worker of the stream was cut off, and the request has continued elsewhere.
                 self._withdraw(request)
-        end = session.ends.by_stream.get(message.stream_id)
+        end = session.log.ends.get(message.stream_id)
         if end is not None and end.count:
             reached = end.moves, end.count
             if reached < (message.moves, message.received):

@@ -2,7 +2,7 @@
 
 A stream that has ended can have more than 100 MB of entries, and a client can attach to the stream
 on one connection after another. So keys take turns, and the sessions of a key share the turns of
-the key. In its turn, a session gets a part of its answers. The session's journal is read once for
+the key. In its turn, a session gets a part of its answers. The session's log is read once for
 all ATTACHes that wait when the reading begins. Small answers are sent at once.
 """
 
@@ -16,10 +16,10 @@ from typing import Any
 from ..protocol.bodies import decode_as, encode_body, encoding_of, error_body
 from ..protocol.errors import Code, ConnectionLostError, RequestError, TokenbusError
 from ..protocol.messages import Msg
-from .kept_ends import Answer, End
 from .outgoing import Outgoing, Side
 from .session import Session
 from .state import BrokerState
+from .stream_log import Answer, End
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +67,8 @@ class Answers:
             self._refuse(session, end, RequestError(Code.UNKNOWN_STREAM, _not_kept(end)))
             self._on_sent(session, end)
             return
-        session.ends.lost.pop(end.stream_id, None)
-        session.ends.answering[end.stream_id] = Answer(end, received[-1])
+        session.log.lost.pop(end.stream_id, None)
+        session.log.answering[end.stream_id] = Answer(end, received[-1])
         self._waiting.setdefault(session.key or session.id, OrderedDict())[session.id] = session
 
     def tick(self, _: float) -> None:
@@ -85,31 +85,31 @@ class Answers:
             if sessions:
                 self._waiting[owner] = sessions
             self._left -= TURN_BYTES + self._turn(session)
-            if session.ends.answering:
+            if session.log.answering:
                 sessions = self._waiting.setdefault(owner, OrderedDict())
                 sessions[session.id] = session
 
     def _turn(self, session: Session) -> int:
         """Reads or sends the next part of a session's incomplete answers; returns the number of
         bytes to charge. ATTACHes that arrive while answers are read wait for the next reading."""
-        ends = session.ends
+        session_log = session.log
         if session.peer is None or not session.alive:
-            ends.answering.clear()
-        if ends.reading is None and ends.answering:
-            ends.reading = self._read(session, list(ends.answering.values()))
-        charged = next(ends.reading, None) if ends.reading is not None else None
-        if charged is None or not ends.answering:
-            ends.reading = None
+            session_log.answering.clear()
+        if session_log.reading is None and session_log.answering:
+            session_log.reading = self._read(session, list(session_log.answering.values()))
+        charged = next(session_log.reading, None) if session_log.reading is not None else None
+        if charged is None or not session_log.answering:
+            session_log.reading = None
         return charged or 0
 
     def _read(self, session: Session, answers: Sequence[Answer]) -> Iterator[int]:
-        """Reads the journal of a session once for several answers, and sends these answers. Yields
+        """Reads the log of a session once for several answers, and sends these answers. Yields
         the number of bytes to charge for each part."""
-        ends, malformed = session.ends, False
+        session_log, malformed = session.log, False
         by_request = {answer.end.request: answer for answer in answers if answer.end.stored}
         try:
-            for size, entries in session.journal.read(by_request):
-                sent = [entry for number, entry in entries if by_request[number].sends_next(ends)]
+            for size, entries in session_log.read(by_request):
+                sent = [e for number, e in entries if by_request[number].sends_next(session_log)]
                 if sent:
                     self._out.to_session(session, b"TOKEN", sent)
                 yield size + ENTRY_BYTES * len(entries)
@@ -117,17 +117,17 @@ class Answers:
             log.error("ended streams of session %d cannot be read: %s", session.id, error)
             malformed = True
         for answer in answers:
-            if ends.answering.get(answer.end.stream_id) is answer:
+            if session_log.answering.get(answer.end.stream_id) is answer:
                 yield self._finish(session, answer.end, malformed)
 
     def _finish(self, session: Session, end: End, malformed: bool) -> int:
         """Sends the last message of an answer; returns the number of its bytes. ``malformed``:
         whether the entries could not be read."""
-        ends, closing = session.ends, end.closing or ()
-        del ends.answering[end.stream_id]
-        dropped = ends.by_stream.get(end.stream_id) is not end
+        session_log, closing = session.log, end.closing or ()
+        del session_log.answering[end.stream_id]
+        dropped = session_log.ends.get(end.stream_id) is not end
         if dropped or (malformed and not closing):
-            # An end is dropped if the bound of the session's journal, or of its ends, is reached.
+            # An end is dropped if the bound of the session's log, or of its ends, is reached.
             self._refuse(session, end, ConnectionLostError(Code.CONNECTION_LOST, _not_kept(end)))
         elif closing:
             self.send_closing(session, closing)

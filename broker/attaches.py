@@ -1,7 +1,7 @@
 """Handles ATTACH, by which a client resumes a stream of its session. Every ATTACH is answered.
 
 Usually the worker of the stream answers, because it stores the entries that it has sent. If the
-stream has no worker, or has ended, the broker answers from its own journal.
+stream has no worker, or has ended, the broker answers from the log of the session.
 
 After a restart of the broker, or when a client comes from another broker, the stream may be unknown
 to the broker. It then holds the ATTACH until a worker reports the stream, and answers from the

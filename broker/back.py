@@ -192,7 +192,7 @@ class Back:
             return
         if request is not None and request.attaching and message_type == b"MSG":
             # After this answer, the worker sends entries that it has sent before.
-            request.session.journal.repeats(request.id, request.attaching.pop(0))
+            request.session.log.repeats(request.id, request.attaching.pop(0))
         if request is not None and header.flags & Flag.FINAL:
             self._ends.answered(request, (message_type, *frames[2:]))
             self._dispatcher.forget(request)

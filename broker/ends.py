@@ -20,10 +20,10 @@ from ..protocol.errors import (
 )
 from ..protocol.messages import FinishReason, Token
 from .answers import Answers
-from .kept_ends import MAX_ENDS, End
 from .request import STREAMS, Request
 from .session import Session
 from .state import BrokerState
+from .stream_log import End
 from .unread import LARGE_BYTES
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Ends:
         if request.attaching:
             self._answer_attaching(request, end)
         elif session.peer is not None and not request.awaits_attach:
-            session.ends.on_sent(end)
+            session.log.on_sent(end)
 
     def keep(self, request: Request, sent: bytes, count: int) -> End | None:
         """Stores the end of a stream that a worker has reported for adoption.
@@ -120,7 +120,7 @@ class Ends:
             return
         self.answers.send_closing(session, closing)
         if end is not None and not awaited:
-            session.ends.on_sent(end)
+            session.log.on_sent(end)
 
     def _answer_attaching(self, request: Request, end: End) -> None:
         """Answers the ATTACHes that the worker of a request has not answered."""
@@ -142,29 +142,11 @@ class Ends:
         if closing is not None and sum(map(len, closing)) > self._max_closing:
             closing = self._too_large(session, request.stream_id, closing)
         # Without journals, a stream is stored only if it has no entries.
-        stored = session.journal.has(request.id) or sent == b"" or (bool(sent) and self._keeps)
+        stored = session.log.has(request.id) or sent == b"" or (bool(sent) and self._keeps)
         stored = stored and request.type in STREAMS
         end = End(request.id, request.stream_id, request.moves, closing, stored)
-        self._add(session, end)
-        self._count(session, end, sent or b"")
+        session.log.close(end, sent or b"", self._state.now)
         return end
-
-    def _count(self, session: Session, end: End, sent: bytes = b"") -> None:
-        """Stores the entries before an end in its session's journal, if they are not there yet, and
-        counts the bytes of the end towards the bounds of the journal."""
-        size = sum(map(len, end.closing or ()))
-        if session.journal.has(end.request):
-            session.journal.finish(end.request, size)
-        elif self._keeps and (size or sent):
-            session.journal.begin(end.request, end.stream_id, size, sent)
-
-    def _add(self, session: Session, end: End) -> None:
-        before = session.ends.by_stream.get(end.stream_id)
-        if before is not None:
-            self._drop(session, before)
-        elif len(session.ends.by_stream) >= MAX_ENDS:
-            self._drop(session, next(iter(session.ends.by_stream.values())))
-        session.ends.add(end, self._state.now)
 
     @staticmethod
     def _too_large(session: Session, stream_id: int, closing: Sequence[bytes]) -> Sequence[bytes]:
@@ -180,45 +162,37 @@ class Ends:
     def drop(self, session: Session, stream_id: int) -> None:
         """Drops the end of a stream, because the session's client does not need this end any
         more."""
-        session.ends.answering.pop(stream_id, None)
-        end = session.ends.by_stream.get(stream_id)
+        session.log.answering.pop(stream_id, None)
+        end = session.log.ends.get(stream_id)
         if end is not None:
-            self._drop(session, end)
+            session.log.drop(end)
 
     def acknowledge(self, session: Session, position: int) -> None:
         """Handles an acknowledgement: the client has received all ends up to a position."""
-        for end in session.ends.acknowledged(position):
-            self._drop(session, end)
-
-    def forget(self, session: Session, end: End) -> None:
-        """Drops an end of a session that has ended."""
-        self._drop(session, end)
-
-    def _drop(self, session: Session, end: End) -> None:
-        session.ends.drop(end)
-        session.journal.end(end.request)
+        for end in session.log.acknowledged(position):
+            session.log.drop(end)
 
     def tick(self, session: Session) -> None:
         """Repeats the ends whose messages were dropped, and removes the ends that the client has
         neither acknowledged nor attached to in time."""
         if session.peer is None:
             return
-        ends = session.ends
-        for end in list(islice(ends.lost.values(), MAX_SENT_AGAIN)):
-            del ends.lost[end.stream_id]
+        session_log = session.log
+        for end in list(islice(session_log.lost.values(), MAX_SENT_AGAIN)):
+            del session_log.lost[end.stream_id]
             if end.closing is not None:
                 self.answers.send_closing(session, end.closing)
             self._was_sent(session, end)
         before = self._state.now - self._settings.session_cut_s
-        for end in ends.expired(before, MAX_EXPIRED):
-            if end.stream_id not in ends.answering:
-                self._drop(session, end)
+        for end in session_log.expired(before, MAX_EXPIRED):
+            if end.stream_id not in session_log.answering:
+                session_log.drop(end)
 
     # --- messages that were dropped -------------------------------------------------------------
 
     def lost(self, session: Session, stream_id: int, closing: Sequence[bytes]) -> None:
         """Handles a dropped message that ends a stream: a later tick sends ``closing`` instead."""
-        session.ends.on_lost(self._closed(session, stream_id, closing))
+        session.log.on_lost(self._closed(session, stream_id, closing))
 
     def fail(self, session: Session, stream_id: int, error: TokenbusError) -> None:
         """Handles a stream whose last entries were dropped: an ERROR ends the stream, and is sent
@@ -231,17 +205,16 @@ class Ends:
     def fail_answers(self, session: Session, error: TokenbusError) -> None:
         """Ends the incomplete answers to ATTACHes with an ERROR, because some of their entries were
         dropped."""
-        for stream_id in list(session.ends.answering):
+        for stream_id in list(session.log.answering):
             self.fail(session, stream_id, error)
 
     def _closed(self, session: Session, stream_id: int, closing: Sequence[bytes]) -> End:
         """The stored end of a stream, which now has ``closing`` as its final message."""
-        end = session.ends.by_stream.get(stream_id)
+        end = session.log.ends.get(stream_id)
         if end is None:
             # A refused request has no id, so its end gets a number that no request has.
             end = End(-1 - stream_id, stream_id, 0, closing, stored=False)
-            self._add(session, end)
-            self._count(session, end)
+            session.log.close(end, b"", self._state.now)
         end.closing = closing
         return end
 
@@ -250,7 +223,7 @@ class Ends:
     def attach(self, session: Session, stream_id: int, received: int) -> bool:
         """Begins to answer an ATTACH with the stored end of a stream. Returns False if no end is
         stored, or if the end was already sent on the present connection."""
-        end = session.ends.by_stream.get(stream_id)
+        end = session.log.ends.get(stream_id)
         if end is None or end.position:
             return False
         self.answers.begin(session, end, [received])
@@ -259,8 +232,8 @@ class Ends:
     def _was_sent(self, session: Session, end: End) -> None:
         """Records that an end was sent. Only an acknowledgement shows whether the end arrived. If
         the client does not send acknowledgements, the end is dropped now."""
-        session.ends.answering.pop(end.stream_id, None)
+        session.log.answering.pop(end.stream_id, None)
         if session.acks:
-            session.ends.on_sent(end)
+            session.log.on_sent(end)
         else:
-            self._drop(session, end)
+            session.log.drop(end)

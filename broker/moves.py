@@ -1,8 +1,8 @@
 """Handles requests whose worker is lost. Such requests wait for another worker, before all queued
 requests.
 
-A request moves with its journal (``journal.py``): the next worker continues after the entries that
-were routed, so that the client misses no entry and receives none twice.
+A request moves with its journal (``stream_log.py``): the next worker continues after the entries
+that were routed, so that the client misses no entry and receives none twice.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ..protocol.columns import TokenBody, TokenColumns, column_entries
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.messages import System, Token
 from ..protocol.transcript import transcript_of
-from .journal import Journal
 from .lifecycle import Event, transition
 from .quarantine import Quarantine
 from .request import REPEATABLE, STREAMS, Interruption, Request
 from .session import Session
 from .state import BrokerState
+from .stream_log import StreamLog
 from .worker import RETRY_AFTER_S, Loss, Worker
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 class Moves:
     """Takes requests from lost workers, and prepares each request for the worker that continues it.
-    Keeps journals within their bounds."""
+    Keeps logs within their bounds."""
 
     def __init__(self, state: BrokerState, quarantine: Quarantine) -> None:
         self._state = state
@@ -38,7 +38,7 @@ class Moves:
         self._out = state.out
         self._quarantine = quarantine
 
-    # --- the journal ----------------------------------------------------------------------------
+    # --- the log --------------------------------------------------------------------------------
 
     def sent(self, request: Request, before: bytes = b"", *, back: bool = False) -> None:
         """Records that a request goes to a worker: from now on, the journal of its session stores
@@ -57,76 +57,68 @@ class Moves:
             request.frames = []
         if not request.movable:
             return
-        journal = request.session.journal
+        stored = request.session.log
         sent = interruption.sent if interruption is not None else before
-        journal.begin(request.id, request.stream_id, request.bytes, sent)
+        stored.begin(request.id, request.stream_id, request.bytes, sent)
 
     def returned(self, request: Request, frames: list[bytes]) -> None:
         """Prepares a request for another worker, after its worker has refused it."""
         request.dispatched, request.frames = None, frames
-        request.session.journal.end(request.id)
+        request.session.log.remove(request.id)
         self._quarantine.forget(request)
         self._answer_attaching(request)
 
     def forget(self, request: Request) -> None:
         """Forgets a request that has ended for its client."""
         self._quarantine.forget(request)
-        if request.session.ends.of(request.id, request.stream_id) is None:
-            request.session.journal.end(request.id)
+        if request.session.log.of(request.id, request.stream_id) is None:
+            request.session.log.remove(request.id)
 
     def tick(self) -> None:
-        """Distributes some of the recent messages to journals."""
+        """Distributes some of the recent messages to logs."""
         self._recent.tick()
         self._quarantine.tick(self._state.now)
 
     def settle(self) -> None:
         """Adds the TOKENs that were routed in the current event to the buffer of recent messages,
-        and keeps journals within their bounds. Above a bound, the entries of the oldest requests
+        and keeps logs within their bounds. Above a bound, the entries of the oldest requests
         are dropped, and these requests cannot move any more."""
         recent = self._recent
         recent.settle()
         while recent.beyond:
-            journal = recent.beyond.pop()
-            while journal.size > recent.most and journal.oldest is not None:
-                self._give_up(journal)
+            stored = recent.beyond.pop()
+            while stored.size > recent.most and stored.oldest is not None:
+                self._give_up(stored)
         if recent.total > recent.max_total:
             self._give_up_largest()
 
     def _give_up_largest(self) -> None:
-        """Drops the entries of requests until all journals together are within their bound. Each of
-        the requests is the oldest one in the largest journal of the key whose journals have the
+        """Drops the entries of requests until all logs together are within their bound. Each of
+        the requests is the oldest one in the largest log of the key whose logs have the
         most bytes."""
         recent = self._recent
         sizes: Counter[str | int] = Counter()
-        journals: dict[str | int, list[Journal]] = {}
+        logs: dict[str | int, list[StreamLog]] = {}
         for session in self._state.sessions:
-            if session.journal.oldest is not None:
+            if session.log.oldest is not None:
                 owner = session.key or session.id
-                sizes[owner] += session.journal.size
-                journals.setdefault(owner, []).append(session.journal)
+                sizes[owner] += session.log.size
+                logs.setdefault(owner, []).append(session.log)
         while recent.total > recent.max_total:
             [(owner, _)] = sizes.most_common(1)
-            largest = max(journals[owner], key=lambda j: j.size)
+            largest = max(logs[owner], key=lambda each: each.size)
             before = largest.size
             self._give_up(largest)
             sizes[owner] -= before - largest.size
             if largest.oldest is None:
-                journals[owner].remove(largest)
-                if not journals[owner]:
+                logs[owner].remove(largest)
+                if not logs[owner]:
                     del sizes[owner]
 
-    def _give_up(self, journal: Journal) -> None:
-        """Drops the entries of the oldest request in a journal. The request cannot move any
+    def _give_up(self, stored: StreamLog) -> None:
+        """Drops the entries of the oldest request in a log. The request cannot move any
         more."""
-        number = journal.oldest
-        assert number is not None
-        stream_id = journal.stream_of(number)
-        journal.end(number)
-        session = self._state.sessions.by_id.get(journal.session)
-        end = session.ends.of(number, stream_id) if session is not None else None
-        if session is not None and end is not None:
-            session.ends.drop(end)
-        request = self._state.requests.get(number)
+        request = self._state.requests.get(stored.give_up())
         if request is None:
             return
         request.frames = []
@@ -164,7 +156,7 @@ class Moves:
         taken: list[tuple[Request, list[Token]]] = []
         for session, of_it in by_session.items():
             try:
-                sent = session.journal.entries(request.id for request in of_it)
+                sent = session.log.entries(request.id for request in of_it)
             except RequestError as malformed:
                 log.error("the streams of worker %s cannot continue: %s", worker.name, malformed)
                 ended += [(request, error) for request in of_it]
@@ -219,7 +211,7 @@ class Moves:
             since=now,
             sent=encode_body(entries, "msgpack") if entries else b"",
         )
-        request.session.journal.end(request.id)
+        request.session.log.remove(request.id)
         transition(self._state, request, Event.LOSE)
         self._state.counters.requests_moved += 1
         self._answer_attaching(request)

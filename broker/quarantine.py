@@ -93,7 +93,7 @@ class Quarantine:
 def _has_new(request: Request) -> bool:
     """Whether an entry was routed for a request since it was sent to its worker."""
     try:
-        entries = request.session.journal.entries([request.id])[request.id]
+        entries = request.session.log.entries([request.id])[request.id]
     except RequestError:
         return True  # An entry was routed, but cannot be read.
     return len(entries) > request.entries

@@ -1,14 +1,14 @@
 """Stores the recently routed TOKENs of all sessions in one buffer, in the order of their arrival.
 
 A message has the bodies of many sessions. A copy of the whole message into this buffer takes 0.4
-µs. Adding each of eight bodies to its session's journal takes ten times as long, because these
+µs. Adding each of eight bodies to its session's log takes ten times as long, because these
 writes touch new memory.
 
 Most streams end while their bodies are in the buffer, and bodies that no live stream needs are
-dropped unread. The other bodies are distributed to the journals, oldest first: some of them at each
+dropped unread. The other bodies are distributed to the logs, oldest first: some of them at each
 tick, and more when the buffer is full.
 
-Messages are numbered. A journal needs the bodies of its session from the message on with which its
+Messages are numbered. A log needs the bodies of its session from the message on with which its
 oldest request begins.
 """
 
@@ -28,7 +28,7 @@ from ..protocol.header import decode_manifest
 from ..protocol.packing import unpack
 
 if TYPE_CHECKING:
-    from .journal import Journal
+    from .stream_log import StreamLog
 
 SEGMENT_BYTES = 2 * 1024 * 1024
 """Bytes of a segment. A segment is reused when all its messages are distributed or dropped."""
@@ -40,7 +40,7 @@ MESSAGES = 4096
 distribute the whole buffer first."""
 BUFFER_PART = 4
 """This buffer takes at most one part in this number of a session's bound, and of the bound of all
-sessions. The rest is left to the journals."""
+sessions. The rest is left to the logs."""
 BODIES_AT_ONCE = 500
 """Approximate number of bodies that are distributed at once. Distributing a body takes 1 to 2 µs if
 the message has many sessions, and twice as long if the previous message has a different layout."""
@@ -86,8 +86,8 @@ class Segment:
 
 
 class Recent:
-    """The buffer of messages that are not distributed to journals yet. This object also has the
-    total size of all journals.
+    """The buffer of messages that are not distributed to logs yet. This object also has the
+    total size of all logs.
 
     ``max_journal_bytes`` is the bound of one session, ``max_total_bytes`` the bound of all sessions
     together. All messages in the shared buffer count towards each of these bounds.
@@ -95,10 +95,10 @@ class Recent:
 
     def __init__(self, max_journal_bytes: int, max_total_bytes: int) -> None:
         self.enabled = max_journal_bytes > 0
-        self.journals: dict[int, Journal] = {}
-        """By session: the journals that have requests."""
+        self.logs: dict[int, StreamLog] = {}
+        """By session: the logs that have requests."""
         self.total = 0
-        """Bytes of all journals, without the messages in this buffer."""
+        """Bytes of all logs, without the messages in this buffer."""
         self.size = 0
         """Bytes in this buffer."""
         most = min(max_journal_bytes, max_total_bytes) // BUFFER_PART
@@ -106,10 +106,10 @@ class Recent:
         self.limit = min(most, full * SEGMENT_BYTES)
         """Maximum bytes in this buffer."""
         self.most = max_journal_bytes - self.limit
-        """Maximum size of a journal."""
+        """Maximum size of a log."""
         self.max_total = max_total_bytes - self.limit
-        """Maximum bytes of all journals."""
-        self.beyond: set[Journal] = set()
+        """Maximum bytes of all logs."""
+        self.beyond: set[StreamLog] = set()
         """Journals that have grown beyond ``most``, or while all of them together were beyond
         ``max_total``."""
         self.pending: list[bytes] = []
@@ -132,7 +132,7 @@ class Recent:
         this segment. The segment itself may already be distributed."""
         self._rolled = False
         """Whether a segment was filled since the last tick."""
-        self._touched: list[Journal] = []
+        self._touched: list[StreamLog] = []
         """Journals that receive bodies in the current distribution."""
 
     @property
@@ -160,21 +160,21 @@ class Recent:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def begin(self, journal: Journal) -> int:
-        """Records that a request of a journal begins with the next message. Returns the number of
+    def begin(self, log: StreamLog) -> int:
+        """Records that a request of a log begins with the next message. Returns the number of
         the segment's first message, for ``end``."""
-        self.journals[journal.session] = journal
+        self.logs[log.session] = log
         segment = self._segments[-1].first
         self._begun[segment] = self._begun.get(segment, 0) + 1
         return segment
 
-    def end(self, journal: Journal, segment: int) -> None:
+    def end(self, log: StreamLog, segment: int) -> None:
         """Handles the end of a request that began in a segment. Drops messages that no live request
         needs."""
-        # The session may have been opened again, with another journal, before all its earlier
+        # The session may have been opened again, with another log, before all its earlier
         # streams have ended.
-        if journal.oldest is None and self.journals.get(journal.session) is journal:
-            del self.journals[journal.session]
+        if log.oldest is None and self.logs.get(log.session) is log:
+            del self.logs[log.session]
         self._begun[segment] -= 1
         if self._begun[segment]:
             return
@@ -272,15 +272,15 @@ class Recent:
         self._rolled = False
 
     def distribute(self, most: int = 1 << 62) -> None:
-        """Distributes the oldest bodies to the journals that need them: about ``most`` bodies."""
+        """Distributes the oldest bodies to the logs that need them: about ``most`` bodies."""
         self.settle()
         while most > 0 and self.distributed < self.next:
             segment = self._segments[0]
             most -= self._read(segment, most)
             if segment.read == len(segment.ends):
                 self._drop_first()
-        for journal in self._touched:
-            journal.pack()
+        for log in self._touched:
+            log.pack()
         self._touched.clear()
 
     def _read(self, segment: Segment, most: int) -> int:
@@ -311,7 +311,7 @@ class Recent:
                 at += size
                 read += 1
             for session, first, end in layout:
-                if session in self.journals:
+                if session in self.logs:
                     copies = [memory[i + first : i + end] for i in range(start, at, size)]
                     self._deliver(session, number, copies)
             done += (read - segment.read + 1) * len(layout)
@@ -320,15 +320,15 @@ class Recent:
         return done
 
     def _deliver(self, session: int, number: int, bodies: list[bytes]) -> None:
-        """Adds the bodies of consecutive messages to the journal of a session, except the bodies
-        that precede all requests of the journal. ``number``: the number of the first message."""
-        journal = self.journals.get(session)
-        if journal is None or number + len(bodies) <= journal.first:
+        """Adds the bodies of consecutive messages to the log of a session, except the bodies
+        that precede all requests of the log. ``number``: the number of the first message."""
+        log = self.logs.get(session)
+        if log is None or number + len(bodies) <= log.first:
             return
-        if not journal.tail:
-            self._touched.append(journal)
-        journal.tail += bodies
-        journal.numbers += range(number, number + len(bodies))
+        if not log.tail:
+            self._touched.append(log)
+        log.tail += bodies
+        log.numbers += range(number, number + len(bodies))
 
     def _drop_first(self) -> None:
         """Drops the rest of the first segment."""
@@ -340,11 +340,11 @@ class Recent:
 
     # --- bounds ---------------------------------------------------------------------------------
 
-    def grew(self, journal: Journal, by: int) -> None:
-        """Records that the size of a journal has changed by ``by`` bytes."""
+    def grew(self, log: StreamLog, by: int) -> None:
+        """Records that the size of a log has changed by ``by`` bytes."""
         self.total += by
-        if journal.size > self.most or self.total > self.max_total:
-            self.beyond.add(journal)
+        if log.size > self.most or self.total > self.max_total:
+            self.beyond.add(log)
 
 
 def _head_size(memory: mmap.mmap, start: int) -> int:

@@ -93,6 +93,6 @@ class Returns:
             session = request.session
             routed = encode_body(new, session.encoding)
             self._state.out.tokens(session, routed)
-            session.journal.append(routed)
+            session.log.append(routed)
         if body.ended:
             self._dispatcher.on_finished(request)

@@ -11,9 +11,8 @@ from ..protocol.bodies import Encoding
 from ..protocol.header import Flag
 from ..protocol.messages import CARRIES_USERS, Hello
 from ..protocol.pace import Pace
-from .journal import Journal
-from .kept_ends import KeptEnds
 from .recent import Recent
+from .stream_log import StreamLog
 from .unread import UnreadAnswers
 
 if TYPE_CHECKING:
@@ -100,12 +99,11 @@ class Session:
     this field."""
     pace: Pace = field(default_factory=Pace)
     """Rate at which the session's streams end."""
-    journal: Journal = field(init=False)
-    """The journal of the session's streams. ``SessionTable`` makes it."""
+    log: StreamLog = field(init=False)
+    """The bodies of the session's streams, and the ends that the client may not have received.
+    ``SessionTable`` makes the log."""
     acks: bool = False
     """Whether the session's client acknowledges the ends that it has received."""
-    ends: KeptEnds = field(default_factory=KeptEnds)
-    """The ends of requests that the client may not have received."""
 
     def greet(self, hello: Hello, encoding: Encoding, now: float) -> None:
         """Records the contents of the client's HELLO."""
@@ -177,7 +175,7 @@ class SessionTable:
 
     def add(self, session: Session) -> None:
         """Adds a new session, and its connection if it has one."""
-        session.journal = Journal(self._recent, session.id)
+        session.log = StreamLog(self._recent, session.id)
         self.by_id[session.id] = session
         self._add_key(session)
         if session.token:

@@ -22,10 +22,10 @@ from .adoption import Adoption
 from .buffers import Buffers
 from .dispatch import Dispatcher
 from .ends import Ends
-from .kept_ends import End
 from .request import Attachment, Request
 from .session import Session
 from .state import BrokerState
+from .stream_log import End
 from .sweep import Sweep
 
 SESSIONS_AT_ONCE = 500
@@ -114,7 +114,7 @@ class Sessions:
             session=session.token,
             # A session of an earlier run or of another broker is not resumed: its buffers are lost.
             resumed=known is not None and not recovering and not hello.elsewhere,
-            streams=[*session.streams, *session.ends.by_stream] if known is not None else [],
+            streams=[*session.streams, *session.log.ends] if known is not None else [],
             recovering=recovering,
             server="tokenbus",
             capabilities=["buffers", "attach", "text", *session.granted],
@@ -155,7 +155,7 @@ class Sessions:
         pong = Pong(n=ping.n, session=known)
         if session is not None and session.acks:
             self._ends.acknowledge(session, ping.ack)
-            pong.position = session.ends.position
+            pong.position = session.log.position
         self._out.to_peer(peer, b"PONG", pong, encoding)
 
     def bye(self, peer: bytes, session: Session | None, frames: list[bytes], now: float) -> None:
@@ -200,7 +200,7 @@ class Sessions:
         for session in self._visited.part():
             if self._table.by_id.get(session.id) is not session:
                 continue
-            if session.ends.by_stream:
+            if session.log.ends:
                 self._ends.tick(session)
             silent = now - session.last_seen
             if session.detached_at is not None:
@@ -237,7 +237,7 @@ class Sessions:
         self._buffers.drop_all(session)
         ending: Iterable[Request | End] = (
             *session.streams.values(),
-            *session.ends.by_stream.values(),
+            *session.log.ends.values(),
         )
         self._ending.extend((session, each) for each in ending)
         self._end_streams()
@@ -248,7 +248,7 @@ class Sessions:
             self._room -= 1
             session, ending = self._ending.popleft()
             if isinstance(ending, End):
-                self._ends.forget(session, ending)
+                session.log.drop(ending)
             elif self._state.requests.get(ending.id) is ending:
                 self._dispatcher.abandon(ending)
 
@@ -260,11 +260,11 @@ class Sessions:
                 Code.SESSION_TAKEN, "another connection has taken this session over"
             )
             self._out.to_session(known, b"ERROR", error_body(taken))
-            known.ends.on_taken_over(self._state.now)
+            known.log.on_taken_over(self._state.now)
         # Incomplete answers are dropped, because the client attaches again to the ends that it has
         # not received.
-        known.ends.answering.clear()
-        known.ends.reading = None
+        known.log.answering.clear()
+        known.log.reading = None
         self._table.attach(known, peer)
         known.detached_at, known.cut = None, False
         for request in known.streams.values():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tokenbus.broker.core import Broker
-from tokenbus.broker.kept_ends import MAX_ENDS
 from tokenbus.broker.session import Session
+from tokenbus.broker.stream_log import MAX_ENDS
 
 
 def check(broker: Broker) -> None:
@@ -29,11 +29,11 @@ def check_empty(broker: Broker) -> None:
     assert not state.waiting
     for session in broker.state.sessions:
         assert not session.streams
-        assert not session.ends.by_stream
-        assert session.journal.oldest is None
-        assert session.journal.size == 0
+        assert not session.log.ends
+        assert session.log.oldest is None
+        assert session.log.size == 0
     recent = broker.state.recent
-    assert (recent.size, recent.total, recent.journals) == (0, 0, {})
+    assert (recent.size, recent.total, recent.logs) == (0, 0, {})
 
 
 def _check_sessions(broker: Broker) -> None:
@@ -51,7 +51,7 @@ def _check_sessions(broker: Broker) -> None:
             assert request.stream_id == stream_id
             assert request.open
             assert broker.state.requests[request.id] is request
-            assert stream_id not in session.ends.by_stream, "a stream with an end is live"
+            assert stream_id not in session.log.ends, "a stream with an end is live"
         _check_ends(session)
     for peer, session in table.by_peer.items():
         assert session.peer == peer
@@ -59,23 +59,23 @@ def _check_sessions(broker: Broker) -> None:
 
 
 def _check_ends(session: Session) -> None:
-    ends = session.ends
-    assert len(ends.by_stream) <= MAX_ENDS
-    times = [end.since for end in ends.by_stream.values()]
+    log = session.log
+    assert len(log.ends) <= MAX_ENDS
+    times = [end.since for end in log.ends.values()]
     assert times == sorted(times)
-    for stream_id, end in ends.by_stream.items():
+    for stream_id, end in log.ends.items():
         assert end.stream_id == stream_id
-        assert end.position <= ends.position
-        assert not (end.position and stream_id in ends.lost)
-        assert end.position or session.peer is None or session.greeted or stream_id in ends.lost
-    assert ends.lost.keys() <= ends.by_stream.keys()
-    sent = {end.position: end for end in ends.by_stream.values() if end.position}
-    assert ends._sent == dict(sorted(sent.items()))
+        assert end.position <= log.position
+        assert not (end.position and stream_id in log.lost)
+        assert end.position or session.peer is None or session.greeted or stream_id in log.lost
+    assert log.lost.keys() <= log.ends.keys()
+    sent = {end.position: end for end in log.ends.values() if end.position}
+    assert log._sent == dict(sorted(sent.items()))
 
 
 def _check_journals(broker: Broker) -> None:
     recent, settings = broker.state.recent, broker.settings
-    sizes = [session.journal.size for session in broker.state.sessions]
+    sizes = [session.log.size for session in broker.state.sessions]
     assert recent.total >= sum(sizes)
     assert max(sizes, default=0) + recent.size <= settings.max_journal_bytes
     assert recent.total + recent.size <= settings.max_total_journal_bytes

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from tokenbus.broker import answers, journal
+from tokenbus.broker import answers, chunks
 from tokenbus.broker.outgoing import Outgoing, Side
 from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.columns import TokenBody
@@ -29,15 +29,15 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sets small budgets, so that the entries of a stream of ``ENTRIES`` take tens of ticks.
     Returns a list, to which the size in bytes of each decoded chunk is added."""
     monkeypatch.setattr(answers, "PASS_BYTES", 4096)
-    monkeypatch.setattr(journal, "CHUNK_BYTES", 1024)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1024)
     sizes: list[int] = []
-    decode = journal._Chunk.bodies
+    decode = chunks.Chunk.bodies
 
-    def counted(chunk: journal._Chunk) -> Iterable[TokenBody]:
+    def counted(chunk: chunks.Chunk) -> Iterable[TokenBody]:
         sizes.append(chunk.size)
         return decode(chunk)
 
-    monkeypatch.setattr(journal._Chunk, "bodies", counted)
+    monkeypatch.setattr(chunks.Chunk, "bodies", counted)
     return sizes
 
 
@@ -130,13 +130,13 @@ def test_a_hello_of_the_same_connection_is_not_a_takeover(bench: Bench) -> None:
     attach(bench, received=ENTRIES - 1)
     rest(bench)
     [session] = bench.broker.state.sessions
-    since, position = session.ends.by_stream[1].since, session.ends.by_stream[1].position
+    since, position = session.log.ends[1].since, session.log.ends[1].position
     bench.pass_time(1.0)
     for _ in range(3):
         assert back(bench, token) == [1]
         [(kind, error)] = attach(bench, received=0)
         assert (kind, error["code"]) == ("ERROR", "unknown_stream")
-    end = session.ends.by_stream[1]
+    end = session.log.ends[1]
     assert (end.since, end.position) == (since, position)
     ping(bench, ack=position)
     check_empty(bench.broker)
@@ -235,7 +235,7 @@ def test_an_answer_whose_entries_are_given_up_ends_with_an_error(bench: Bench) -
     bench.pass_time(1.0)
     bench.to_client("d")
     [session] = bench.broker.state.sessions
-    bench.broker._moves._give_up(session.journal)
+    bench.broker._moves._give_up(session.log)
     [[(kind, error)]] = [messages for messages in rest(bench) if messages]
     assert (kind, error["code"], error["stream_id"]) == ("ERROR", "connection_lost", 1)
     check_empty(bench.broker)
@@ -341,7 +341,7 @@ def test_attaches_that_arrive_together_are_answered_with_one_reading(
     for stream in range(1, 9):
         assert [each["token"] for each in got if each["stream_id"] == stream] == EVERYTHING[5:21]
     [session] = bench.broker.state.sessions
-    assert len(decoded) == len(session.journal._chunks), "each chunk is decoded once"
+    assert len(decoded) == len(session.log._chunks), "each chunk is decoded once"
 
 
 @pytest.mark.process

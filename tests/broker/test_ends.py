@@ -203,7 +203,7 @@ def test_what_a_client_has_acknowledged_is_not_kept(bench: Bench) -> None:
     bench.tokens("a", begun(bench, 3), entry(5, 3, "stop"), final=True)
     [session] = bench.broker.state.sessions
     assert ping(bench, ack=position, name="c") == 3
-    assert list(session.ends.by_stream) == [3]
+    assert list(session.log.ends) == [3]
     ping(bench, ack=3, name="c")
     check_empty(bench.broker)
 

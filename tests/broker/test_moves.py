@@ -370,7 +370,7 @@ def test_streams_beyond_the_bound_of_a_session_cannot_move_and_their_client_is_n
         ("not_movable", 1),
         ("not_movable", 2),
     ]
-    journal = next(iter(bench.broker.state.sessions)).journal
+    journal = next(iter(bench.broker.state.sessions)).log
     assert journal.size <= 2000
     bench.worker("b", capacity=8)
     gone(bench, "a")
@@ -415,7 +415,7 @@ def test_a_key_with_many_sessions_gives_up_its_streams_before_another_key() -> N
     ]
     assert given_up
     assert "ann" not in given_up
-    sizes = [session.journal.size for session in bench.broker.state.sessions]
+    sizes = [session.log.size for session in bench.broker.state.sessions]
     assert max(sizes) == sizes[0], "the session that is kept is the largest one"
 
 
@@ -441,7 +441,7 @@ def test_what_has_ended_is_not_kept(bench: Bench) -> None:
         bench.tokens("a", header, end, final=True)
         bench.pass_time(0.25)
         bench.sent.clear()
-    journal = next(iter(bench.broker.state.sessions)).journal
+    journal = next(iter(bench.broker.state.sessions)).log
     assert journal.size > 100_000, "an earlier stream may need these entries"
     end = Token(token=1, stream_id=99, logprob=0.0, finish_reason="stop")
     bench.tokens("a", long, end, final=True)
@@ -647,7 +647,7 @@ def test_a_stream_that_cannot_move_any_more_leaves_nothing_in_the_journal() -> N
         body.get("event") for kind, body in bench.to_client("c") if kind == "SYSTEM"
     ]
     recent = bench.broker.state.recent
-    assert (session.journal.size, recent.size) == (0, 0)
+    assert (session.log.size, recent.size) == (0, 0)
     assert bench.broker.state.counters.internal_errors == 0
 
 
@@ -659,4 +659,4 @@ def test_what_comes_for_a_session_without_streams_is_not_kept(bench: Bench) -> N
     bench.tokens("a", header, entry(5, 1))
     bench.pass_time(0.25)
     recent = bench.broker.state.recent
-    assert (session.journal.size, recent.size) == (0, 0)
+    assert (session.log.size, recent.size) == (0, 0)

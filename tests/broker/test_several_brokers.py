@@ -326,7 +326,7 @@ def test_a_report_of_a_stream_that_has_ended_is_not_decoded(
     hello(bench)
     journal(bench, "a", 3, ended=True)
     [session] = bench.broker.state.sessions
-    assert session.ends.of(REQUEST, 1) is not None
+    assert session.log.of(REQUEST, 1) is not None
     monkeypatch.setattr(adoption, "_num_entries", pytest.fail)
     journal(bench, "b", 3, ended=True)
     assert bench.broker.drained

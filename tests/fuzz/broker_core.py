@@ -59,7 +59,7 @@ class Play:
             self.now += 2.0
             self._out(self.broker.tick(self.now))
             table = self.broker.state.sessions
-            sessions = any(session.streams or session.ends.by_stream for session in table)
+            sessions = any(session.streams or session.log.ends for session in table)
             if not self.broker.state.requests and not sessions:
                 break
         check(self.broker)

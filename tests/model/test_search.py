@@ -58,7 +58,7 @@ def test_runs_that_once_violated_a_promise(failures: tuple[Failure, ...]) -> Non
 
 def test_a_violation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search finds a violation in a broker that forgets the stored entries of moved streams."""
-    monkeypatch.setattr("tokenbus.broker.journal.Journal.repeats", lambda *_: None)
+    monkeypatch.setattr("tokenbus.broker.stream_log.StreamLog.repeats", lambda *_: None)
     monkeypatch.setattr(
         "tokenbus.broker.moves.encode_body", lambda _entries, _encoding: b"\xdd\x00\x00\x00\x00"
     )

@@ -133,7 +133,7 @@ class World:
         brokers = self._brokers()
         ended = all(reader.over or reader.cancelled for reader in self.readers())
         idle = all(worker.idle for worker in self.workers)
-        kept = any(s.ends.by_stream for broker in brokers for s in broker.state.sessions)
+        kept = any(s.log.ends for broker in brokers for s in broker.state.sessions)
         return ended and idle and not any(b.state.requests for b in brokers) and not kept
 
     def _brokers(self) -> list[Broker]:

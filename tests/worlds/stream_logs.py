@@ -1,11 +1,11 @@
-"""Compares the journals of sessions with a plain list of entries for each request."""
+"""Compares the logs of sessions with a plain list of entries for each request."""
 
 from __future__ import annotations
 
 import random
 
-from tokenbus.broker.journal import Journal
 from tokenbus.broker.recent import Recent
+from tokenbus.broker.stream_log import StreamLog
 from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.columns import pack_columns, plain_entry
 from tokenbus.protocol.header import encode_token_header
@@ -16,12 +16,12 @@ STREAMS = 5
 
 
 class World:
-    """Some sessions, their routed messages, and the expected content of their journals."""
+    """Some sessions, their routed messages, and the expected content of their logs."""
 
     def __init__(self, seed: int, sessions: int = 3) -> None:
         self.rng = random.Random(seed)
         self.recent = Recent(1 << 27, 1 << 30)
-        self.journals = [Journal(self.recent, 100 + n) for n in range(sessions)]
+        self.logs = [StreamLog(self.recent, 100 + n) for n in range(sessions)]
         self.json = [self.rng.random() < 0.5 for _ in range(sessions)]
         self.wanted: dict[int, list[Token]] = {}
         self.live: dict[tuple[int, int], int] = {}
@@ -30,37 +30,37 @@ class World:
     def turn(self, request: int) -> None:
         """Runs one random event."""
         rng = self.rng
-        what, number = rng.random(), rng.randrange(len(self.journals))
-        journal, stream = self.journals[number], rng.randrange(STREAMS)
+        what, number = rng.random(), rng.randrange(len(self.logs))
+        log, stream = self.logs[number], rng.randrange(STREAMS)
         live = self.live.get((number, stream))
         if what < 0.15 and live is None:
             self.live[number, stream] = request
             sent = self.entries(1, stream) if rng.random() < 0.3 else []
             self.wanted[request] = list(sent)
             body = encode_body(sent, "msgpack") if sent else b""
-            journal.begin(request, stream, 10, body)
+            log.begin(request, stream, 10, body)
         elif what < 0.25 and live is not None:
-            journal.end(self.live.pop((number, stream)))
+            log.remove(self.live.pop((number, stream)))
         elif what < 0.35:
             self.recent.distribute(rng.choice([1, 10, 1 << 40]))
         elif what < 0.37:
             entries = self.entries(3)
-            self.recent.keep([self.journals[0].session], [self.body(0, entries)])
+            self.recent.keep([self.logs[0].session], [self.body(0, entries)])
             self.routed(0, entries)
         elif what < 0.4 and live is not None:
             received = rng.randrange(len(self.wanted[live]) + 1)
-            journal.repeats(live, received)
+            log.repeats(live, received)
             del self.wanted[live][received:]
         elif what < 0.45:
             entries = self.entries(2)
-            journal.append(self.body(number, entries))
+            log.append(self.body(number, entries))
             self.routed(number, entries)
         else:
-            self.message(sorted(rng.sample(range(len(self.journals)), rng.randint(1, 2))))
+            self.message(sorted(rng.sample(range(len(self.logs)), rng.randint(1, 2))))
 
     def message(self, numbers: list[int], size: int = 0) -> None:
         """Routes a worker's TOKEN with a body for each of these sessions. Some bodies are empty."""
-        head = encode_token_header([self.journals[n].session for n in numbers])
+        head = encode_token_header([self.logs[n].session for n in numbers])
         bodies = []
         for number in numbers:
             entries = self.entries(size or self.rng.choice([0, 1, 2, 40]))
@@ -89,15 +89,15 @@ class World:
                 self.wanted[request].append(entry)
 
     def check(self) -> None:
-        """Checks the content of each journal."""
-        for number, journal in enumerate(self.journals):
+        """Checks the content of each log."""
+        for number, log in enumerate(self.logs):
             live = [request for (of, _), request in self.live.items() if of == number]
-            assert journal.entries(live) == {request: self.wanted[request] for request in live}
+            assert log.entries(live) == {request: self.wanted[request] for request in live}
 
     def end(self) -> None:
-        """Ends all requests, and checks that the journals are empty."""
+        """Ends all requests, and checks that the logs are empty."""
         for (number, _), request in self.live.items():
-            self.journals[number].end(request)
-        assert [journal.size for journal in self.journals] == [0] * len(self.journals)
+            self.logs[number].remove(request)
+        assert [log.size for log in self.logs] == [0] * len(self.logs)
         recent = self.recent
-        assert (recent.size, recent.total, recent.journals) == (0, 0, {})
+        assert (recent.size, recent.total, recent.logs) == (0, 0, {})
