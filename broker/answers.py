@@ -2,8 +2,8 @@
 
 A stream that has ended can have more than 100 MB of entries, and a client can attach to the stream
 on one connection after another. So keys take turns, and the sessions of a key share the turns of
-the key. In its turn, a session gets a part of its answers. The session's log is read once for
-all ATTACHes that wait when the reading begins. Small answers are sent at once.
+the key. In its turn, a session gets a part of its answers. The session's log is read once for all
+ATTACHes that wait when the reading begins. Small answers are sent at once.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Answers:
         return charged or 0
 
     def _read(self, session: Session, answers: Sequence[Answer]) -> Iterator[int]:
-        """Reads the log of a session once for several answers, and sends these answers. Yields
-        the number of bytes to charge for each part."""
+        """Reads the log of a session once for several answers, and sends these answers. Yields the
+        number of bytes to charge for each part."""
         session_log, malformed = session.log, False
         by_request = {answer.end.request: answer for answer in answers if answer.end.stored}
         try:

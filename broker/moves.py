@@ -81,8 +81,8 @@ class Moves:
 
     def settle(self) -> None:
         """Adds the TOKENs that were routed in the current event to the buffer of recent messages,
-        and keeps logs within their bounds. Above a bound, the entries of the oldest requests
-        are dropped, and these requests cannot move any more."""
+        and keeps logs within their bounds. Above a bound, the entries of the oldest requests are
+        dropped, and these requests cannot move any more."""
         recent = self._recent
         recent.settle()
         while recent.beyond:
@@ -93,18 +93,17 @@ class Moves:
             self._give_up_largest()
 
     def _give_up_largest(self) -> None:
-        """Drops the entries of requests until all logs together are within their bound. Each of
-        the requests is the oldest one in the largest log of the key whose logs have the
-        most bytes."""
+        """Drops the entries of requests until all logs together are within their bound. Each of the
+        requests is the oldest one in the largest log of the key whose logs have the most bytes."""
         recent = self._recent
         sizes: Counter[str | int] = Counter()
         logs: dict[str | int, list[StreamLog]] = {}
-        for session in self._state.sessions:
-            if session.log.oldest is not None:
-                owner = session.key or session.id
-                sizes[owner] += session.log.size
-                logs.setdefault(owner, []).append(session.log)
-        while recent.total > recent.max_total:
+        for stored in recent.logs.values():
+            session = self._state.sessions.by_id.get(stored.session)
+            owner = (session.key if session is not None else "") or stored.session
+            sizes[owner] += stored.size
+            logs.setdefault(owner, []).append(stored)
+        while recent.total > recent.max_total and sizes:
             [(owner, _)] = sizes.most_common(1)
             largest = max(logs[owner], key=lambda each: each.size)
             before = largest.size
@@ -116,8 +115,7 @@ class Moves:
                     del sizes[owner]
 
     def _give_up(self, stored: StreamLog) -> None:
-        """Drops the entries of the oldest request in a log. The request cannot move any
-        more."""
+        """Drops the entries of the oldest request in a log. The request cannot move any more."""
         request = self._state.requests.get(stored.give_up())
         if request is None:
             return

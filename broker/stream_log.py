@@ -40,8 +40,8 @@ class End:
     closing: Sequence[bytes] | None
     """The frames of the message that ended the request; None if an entry of TOKEN ended it."""
     stored: bool
-    """Whether the request is a stream, and the log has all its entries. The answer to an ATTACH
-    is then a MSG, the entries and the end."""
+    """Whether the request is a stream, and the log has all its entries. The answer to an ATTACH is
+    then a MSG, the entries and the end."""
     count: int = 0
     """Number of entries if a worker has reported the end for adoption, otherwise 0."""
     since: float = 0.0
@@ -73,8 +73,8 @@ class StreamLog:
     ends of the session, oldest first.
 
     Routed messages are first stored in ``recent``, which later adds to ``tail`` the bodies that
-    this log needs. ``pack`` moves the bodies from ``tail`` into chunks, which have no overhead
-    per body.
+    this log needs. ``pack`` moves the bodies from ``tail`` into chunks, which have no overhead per
+    body.
     """
 
     __slots__ = (

@@ -392,6 +392,23 @@ def test_the_session_that_keeps_most_gives_up_first_where_all_keep_too_much() ->
     assert bench.to_client("d") == []
 
 
+def test_the_log_of_an_ended_session_counts_towards_the_bound_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The streams of a session with many streams end in later ticks."""
+    bench = Bench(expiry_s=1000.0, max_total_journal_bytes=2000)
+    bench.worker("a", capacity=8)
+    header = begun(bench, "a")
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.broker._sessions, "_room", 0)
+        bench.client("c", "BYE")
+        for pos in range(40):
+            bench.tokens("a", header, entry(5, pos))
+            check(bench.broker)
+    bench.pass_time(0.5)
+    assert [kind for kind, _ in bench.to_worker("a")] == ["CANCEL"]
+
+
 def test_a_key_with_many_sessions_gives_up_its_streams_before_another_key() -> None:
     bench = Bench(expiry_s=1000.0, max_total_journal_bytes=8000)
     ann, eve = "a" * 64, "e" * 64
