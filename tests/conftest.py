@@ -1,7 +1,7 @@
 """Hooks for all tests, and fixtures that tests of several folders use, such as a running bus.
 
 The processes that run tests share the cores. So torch has one thread in each of them, and in each
-worker that they start.
+worker that they start, unless ``OMP_NUM_THREADS`` is already set.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def pytest_configure() -> None:
     """Checks the starts of processes (``starts.py``), and makes sure that Ctrl-C interrupts this
     process. A shell without job control starts background processes so that they ignore Ctrl-C, and
     the child processes inherit this."""
-    # Imported modules stay in memory, so the garbage collector need not examine them.
+    # While test modules are imported, the garbage collector is off, because imported modules stay
+    # in memory.
     gc.disable()
     starts.watch()
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -56,7 +57,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that start processes through a fixture."""
+    """Marks the tests that start processes through a fixture, and orders all tests."""
     for item in items:
         if "processes" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.process)
@@ -134,8 +135,9 @@ def bus(processes: None) -> Iterator[Bus]:
 
 @pytest.fixture(scope="session")
 def steered(processes: None) -> Iterator[Bus]:
-    """A broker and a worker of each role, for tests that do not change their state. Users of its
-    gateways may call the tools whose names begin with ``chat_``."""
+    """A broker, a GPU worker, a state worker and a controller worker, for tests that do not change
+    the state of these processes. Users of the gateways of this bus may call the tools whose names
+    begin with ``chat_``."""
     with Bus(recover_s=0.1, allow_tools="chat_*") as bus:
         bus.start_worker()
         bus.start_other("state")
@@ -147,7 +149,8 @@ def steered(processes: None) -> Iterator[Bus]:
 
 @pytest.fixture(scope="session")
 def gateway(steered: Bus) -> Gateway:
-    """A gateway of the bus ``steered``, without API keys. It renders the requests' templates."""
+    """A gateway of the bus ``steered``, without API keys. It renders the chat templates that
+    requests contain."""
     return steered.start_gateway(trust_request_chat_template=True)
 
 

@@ -18,7 +18,8 @@ settings.load_profile("ci")
 
 
 def examples(ci: int) -> int:
-    """The number of examples of a property test, which is ``ci`` in the profile ``ci``."""
+    """The number of examples of a property test: ``ci`` in the profile ``ci``, and 20 times ``ci``
+    in the profile ``long``."""
     assert settings.default is not None
     return ci * settings.default.max_examples // CI_EXAMPLES
 

@@ -28,7 +28,7 @@ MAX_ORDER_BYTES = 1 << 20
 
 class Order(TypedDict):
     """An order to run ``python -m module arguments…`` in a folder with an environment, and to
-    append its output to a log.
+    append the output of the module to a log.
 
     The descriptor of a pipe is sent with the order. The server writes the return code of the
     process to this pipe.
@@ -44,7 +44,7 @@ class Order(TypedDict):
 def main() -> None:
     """Serves orders. In a forked process, runs the module of the order."""
     orders = socket.socket(fileno=int(sys.argv[1]))
-    # Without this entry, a forked process does not import modules from the folder of this file.
+    # This entry is the folder of this file, from which a forked process must not import modules.
     del sys.path[0]
     for module in sys.argv[2:]:
         importlib.import_module(module)
@@ -98,7 +98,7 @@ def serve(orders: socket.socket) -> Order | None:
 
 
 def _all(running: dict[int, tuple[int, int]]) -> list[int]:
-    """The descriptors of the server that a forked process closes."""
+    """The descriptors of all running processes, and of the pipes for their return codes."""
     return [fd for process, (_, pipe) in running.items() for fd in (process, pipe)]
 
 
@@ -112,8 +112,8 @@ def _report(process: int, pid: int, pipe: int) -> None:
 
 
 def _become(order: Order, server: int) -> None:
-    """Gives a forked process the environment, folder, output and signals that its order requires.
-    The process is killed when ``server``, the process that forked it, ends."""
+    """Gives this forked process the environment, the folder and the log of its order, and lets
+    Ctrl-C interrupt it. The process is killed when ``server``, the process that forked it, ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:
         os._exit(1)
@@ -127,7 +127,7 @@ def _become(order: Order, server: int) -> None:
         os.dup2(log, descriptor)
     os.close(log)
     tempfile.tempdir = None
-    # Python's own random generator gets a new seed in each fork without a call.
+    # Python's random generator gets a new seed in each fork. The generator of numpy does not.
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
 

@@ -6,11 +6,12 @@ process that has only imported modules (``fork_server.py``). Each fork has its o
 folder, log, sockets and threads, runs the usual ``main``, and can be killed by its id. Each process
 of tests has a separate server for each module.
 
-A process is started without a fork if it has another interpreter or several threads of torch, or if
-its machine has CUDA, which does not work after a fork. A fork's environment may differ from the
-server's only in Tokenbus's settings, because libraries read the environment when they are imported.
-Tests of ``tokenbus up``, ``supervisord.conf``, tensor parallelism and start-up errors also start
-processes without a fork.
+A process is started without a fork if ``IMPORTS`` does not have its module, or if it has another
+interpreter or several threads of torch. On a machine with CUDA, which does not work after a fork,
+no process is forked. A fork's environment may differ from the server's only in the variables of
+``OWN``, because libraries read the other variables when they are imported. Tests of ``tokenbus
+up``, ``supervisord.conf``, tensor parallelism and start-up errors also start processes without a
+fork.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for the end of the process, and returns its return code. Raises
-        subprocess.TimeoutExpired."""
+        subprocess.TimeoutExpired after ``timeout`` seconds."""
         if self.returncode is None and not self._ended(timeout):
             assert timeout is not None
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
@@ -184,5 +185,5 @@ def _forks_are_safe(environment: dict[str, str]) -> bool:
 
 
 def _of_libraries(environment: dict[str, str]) -> dict[str, str]:
-    """The part of an environment that is not Tokenbus's or pytest's."""
+    """The variables of an environment whose names do not begin with a prefix in ``OWN``."""
     return {k: v for k, v in environment.items() if not k.startswith(OWN)}

@@ -1,4 +1,4 @@
-"""A receiver of OpenTelemetry spans, which are sent as OTLP over HTTP as to a collector."""
+"""A receiver of OpenTelemetry spans. Like a collector, it receives OTLP over HTTP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 
 class Received(NamedTuple):
-    """A span, and the service that sent it."""
+    """A span, and the service that sent it. ``service`` ends with ``(client)`` if the span is of
+    the kind CLIENT. ``start`` and ``end`` are in nanoseconds since 1970."""
 
     service: str
     name: str
@@ -53,7 +54,7 @@ class Receiver:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def of(self, trace_id: str) -> dict[str, Received]:
-        """The spans of a trace, by the service that sent each."""
+        """The spans of a trace by their ``service``; of several spans of a service, the last."""
         return {span.service: span for span in list(self.spans) if span.trace_id == trace_id}
 
     def _take(self, request: ExportTraceServiceRequest) -> None:

@@ -2,8 +2,8 @@
 
 Use: ``python -m tests.pauses make test``, or ``make test-paused``. If any process may be stopped at
 any moment, all orders of events that are possible on a slow or busy machine occur sooner. So a test
-that relies on one order fails. The log has the time and the length of each stop. A test that itself
-stops a process can fail, because this program may continue that process.
+that relies on one order fails sooner. The log has the time and the length of each stop. A test that
+itself stops a process can fail, because this program may continue that process.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def pause(mark: str, rng: random.Random, options: argparse.Namespace, command: l
                     _send(process, signal.SIGCONT)
                     del ends[process]
                 found = [p for p in processes(mark) if p not in ends]
-                # A process is only stopped while more processes run than are stopped.
+                # At most ``at_once`` processes are stopped, and never more processes than run.
                 room = len(ends) < min(options.at_once, len(found))
                 if room and rng.random() < options.share:
                     process, seconds = rng.choice(found), options.longest * rng.random() ** 2
@@ -81,9 +81,9 @@ def main() -> int:
     """Runs the command of the arguments; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--longest", type=float, default=2.5, help="seconds of a pause, at most")
-    parser.add_argument("--at-once", type=int, default=2, help="processes that are stopped at once")
-    parser.add_argument("--share", type=float, default=0.5, help="how often one more is stopped")
+    parser.add_argument("--longest", type=float, default=2.5, help="longest pause, in seconds")
+    parser.add_argument("--at-once", type=int, default=2, help="most processes stopped at a time")
+    parser.add_argument("--share", type=float, default=0.5, help="chance of a stop, every 0.1 s")
     parser.add_argument("--log", type=Path, default=Path("build/pauses.log"))
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()

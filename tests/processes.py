@@ -1,4 +1,5 @@
-"""Brokers, workers and gateways as processes of a test, on random ports. They end with the test."""
+"""Brokers, workers and gateways as processes of tests, on random ports. A ``Bus`` ends the
+processes that it has started when its ``with`` block ends."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ _ports: set[int] = set()
 _port_locks = os.open(
     Path(tempfile.gettempdir(), f"tokenbus-test-ports-{os.getuid()}"), os.O_RDWR | os.O_CREAT, 0o600
 )
-"""A file in which each test process locks the bytes at its ports until it ends."""
+"""The descriptor of a file. For each port that a test process uses, it locks the byte at this
+offset until the process ends."""
 
 
 def free_port() -> int:
@@ -72,8 +74,8 @@ def free_port() -> int:
     because a client could otherwise connect to the broker of another test.
 
     The port is below the range that the kernel uses for outgoing connections. Otherwise an outgoing
-    connection could take the port of a broker that is being restarted; even a client's attempt to
-    reach this broker could.
+    connection could take the port of a broker that is being restarted. Even the connection of a
+    client that tries to reach this broker could take the port.
     """
     while True:
         port = _random.randrange(20_000, 32_000)
@@ -199,7 +201,7 @@ class Bus:
         return worker
 
     def start_other(self, role: str, **settings: object) -> Process:
-        """Starts a controller worker or a state worker (``role``)."""
+        """Starts a worker of another role: a controller worker, a state worker or a tool worker."""
         extra = {f"TOKENBUS_{k.upper()}": str(v) for k, v in settings.items()}
         log = self.folder / f"{role}-{len(self.others)}.log"
         module = f"tokenbus.workers.{role}"

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
-"""The audit events of a process that starts. ``multiprocessing`` starts processes without an audit
-event, so ``watch`` wraps its function."""
+"""The audit events that report the start of a process. ``multiprocessing`` starts processes without
+an audit event, so ``watch`` wraps its function."""
 INCIDENTAL = frozenset({"ldconfig", "gcc", "cc", "ld", "objdump", "uname", "lscpu"})
 """Programs that any test may start: the standard library and torch run them to find a shared
 library or the name of the processor."""
 COMPILER = "tokenbus.workers.controller.backends.compiling.process"
-"""A process that any test may start. It compiles a pattern that takes more than some milliseconds,
-so it depends on the machine whether a test starts the process."""
+"""A process that any test may start. It compiles a pattern whose compilation takes longer than a
+few milliseconds, so it depends on the machine whether a test starts the process."""
 
 _forbidden_in: str | None = None
 """The running test, if it may not start processes; otherwise None."""

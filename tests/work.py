@@ -1,4 +1,4 @@
-"""Counts the work of a function, which is the same on every machine."""
+"""Counts the calls that a function makes. The count is the same on every machine."""
 
 from __future__ import annotations
 
