@@ -1,7 +1,8 @@
 """Installs clients: ``python -m tests.agents.install openai codex``.
 
 Each client has its own folder in ``build/clients``, with the versions that ``environments`` lists.
-A failed installation ends the program with the exit code 1.
+If an installation fails, the program still installs the other clients, and then exits with the code
+1. If a name is unknown, it installs nothing and exits with the code 2.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def names() -> list[str]:
 
 
 def install(name: str) -> None:
-    """Installs a client unless it is installed. Raises an exception if the installation fails."""
+    """Installs a client, unless the versions of its list are already installed. Raises an exception
+    if the installation fails."""
     listed = LISTS / f"{name}.txt"
     if not listed.exists():
         listed = LISTS / name / "package.json"

@@ -159,9 +159,9 @@ def check_conversation(prompts: Sequence[str], *, thinking: bool = True) -> None
 
 
 def check_turns(prompt: str, thinking: bool = True) -> None:
-    """Checks that a prompt has all questions in order. Each question must be followed by thinking
-    (if ``thinking`` is true), a call and the call's result. The interrupted question may be
-    missing."""
+    """Checks that a prompt has all questions in order, except the interrupted question, which may
+    be missing. Each of the others must be followed by thinking (if ``thinking`` is true), a call
+    and the call's result."""
     text = plain(prompt, thinking)
     place = 0
     for number, question in enumerate(QUESTIONS):
@@ -178,7 +178,8 @@ def check_turns(prompt: str, thinking: bool = True) -> None:
 
 
 def conversations(prompts: Sequence[str]) -> list[list[str]]:
-    """Splits prompts into conversations. A prompt that has only the first question begins one."""
+    """Splits prompts into conversations. A prompt that has only the first question, and no result,
+    begins a conversation."""
     found: list[list[str]] = []
     for prompt in prompts:
         begins = prompt.count("<|user|>") == 1 and "<|result|>" not in prompt

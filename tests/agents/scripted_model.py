@@ -1,8 +1,9 @@
 """A model whose answers follow a script: it thinks, calls a tool, and answers after the result.
 
 A real worker runs the model. Its weights are random, but each token of the script makes the next
-token of the script the most likely one. The layer adds nothing. Masks choose the arguments of
-calls, and the values of arguments are as short as their schemas allow.
+token of the script the most likely one. The only layer of the model adds zero to the embeddings.
+Masks choose the arguments of calls, and the values of arguments are as short as their schemas
+allow.
 """
 
 from __future__ import annotations
