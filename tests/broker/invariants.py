@@ -1,4 +1,4 @@
-"""The invariants of the broker's tables, after each event."""
+"""Checks the invariants of the broker's tables, which hold after each event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An ATTACH to a stream that has ended is answered in parts, a bounded number of bytes per tick."""
+"""The answer to an ATTACH to a stream that has ended is sent in parts, with a bounded number of
+bytes in each tick."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ def bench(decoded: list[int]) -> Iterator[Bench]:
 
 
 def ended(bench: Bench, name: str = "c", stream: int = 1, key: str = "") -> str:
-    """Makes a session with an ended stream of ``ENTRIES``, and closes its connection; returns the
-    session's token."""
+    """Makes a session with an ended stream of ``ENTRIES`` entries, and closes the session's
+    connection; returns the session's token."""
     [(_, welcome)] = bench.client(name, "HELLO", HELLO, key)
     bench.client(name, "GENERATE", {"stream_id": stream, "model": "m", "prompt": [1]}, key)
     [header] = [header for kind, header in bench.to_worker("a") if kind == "GENERATE"]
@@ -184,8 +185,8 @@ def test_an_answer_whose_connection_is_lost_begins_again(bench: Bench) -> None:
 
 @pytest.mark.parametrize("keyed", [True, False])
 def test_clients_take_turns(bench: Bench, keyed: bool) -> None:
-    """Sessions of the same key share the key's turns. Together they delay another client as much as
-    one session would."""
+    """With keys, the sessions of a key share the key's turns. Together they delay another client as
+    much as one session would."""
     keys = ["k"] * 3 if keyed else [""] * 3
     greedy = [(f"g{i}", ended(bench, f"c{i}", key=key), key) for i, key in enumerate(keys)]
     token = ended(bench, "v", key="other" if keyed else "")

@@ -129,7 +129,8 @@ def test_of_too_many_connections_the_oldest_silent_ones_are_shut(
 
 
 def closes(peer: socket.socket) -> bool:
-    """Waits until the other side has closed a connection; raises TimeoutError."""
+    """Waits until the other side has closed a connection, and returns True. Raises TimeoutError if
+    the other side does not close the connection in time."""
     try:
         while peer.recv(4096):
             pass

@@ -48,8 +48,7 @@ def controller_worker(bench: Bench, name: str, *patterns: str, capacity: int = 4
 
 
 def begun(bench: Bench, stream: int = 1, **fields: Any) -> Header:
-    """Begins a request whose GPU worker has started its controller; returns the request's
-    header."""
+    """Begins a request, for which the GPU worker then sends START; returns the request's header."""
     bench.client("c", "GENERATE", generate(stream, controller="mine", **fields))
     [(_, header)] = [m for m in bench.to_worker("gpu") if m[0] == "GENERATE"]
     bench.send("gpu", "START", START, Header(header.request))
@@ -374,8 +373,8 @@ def test_clients_cannot_speak_as_workers(bench: Bench) -> None:
 
 
 def accepted(bench: Bench, stream: int = 1) -> Header:
-    """A request with a controller for which the GPU worker has not sent START yet; returns the
-    request's header."""
+    """Begins a request with a controller, for which the GPU worker does not send START yet; returns
+    the request's header."""
     assert bench.client("c", "GENERATE", generate(stream, controller="mine")) == []
     [(_, header)] = [m for m in bench.to_worker("gpu") if m[0] == "GENERATE"]
     return header
@@ -395,7 +394,7 @@ def start(bench: Bench, header: Header) -> str:
 def test_the_worker_that_was_reserved_gets_the_start(bench: Bench) -> None:
     controller_worker(bench, "a", capacity=2)
     headers = [accepted(bench, 1), accepted(bench, 2)]
-    # Another controller worker now has free places, but the first one is already reserved.
+    # Worker b now has free places, but the requests already have places at worker a.
     controller_worker(bench, "b", capacity=2)
     assert [start(bench, h) for h in headers] == ["a:START", "a:START"]
 
@@ -512,8 +511,8 @@ def test_a_second_start_of_a_request_is_ignored(bench: Bench) -> None:
 
 
 def waiting_starts(number: int) -> tuple[Bench, list[Header]]:
-    """A broker with ``number`` STARTs. A controller worker with one place runs the controller of
-    the first START."""
+    """A broker with ``number`` STARTs, and the headers of their requests. The controller worker
+    ``b`` has one place, and runs the controller of the first START. The other STARTs wait."""
     bench = Bench(expiry_s=1000.0)
     bench.worker("gpu", capacity=number)
     controller_worker(bench, "a", capacity=number)

@@ -227,7 +227,7 @@ def test_a_worker_learns_which_form_of_token_the_client_takes(bench: Bench) -> N
     assert begin("texts", 1, encodings=["msgpack"], capabilities=both_forms) == both_forms
     [(_, header)] = bench.to_worker("a")
     assert header.flags & 0xFF == both | Flag.TEXTS
-    # Texts are a part of columns, so they need columns.
+    # Without the capability ``columns``, ``text_columns`` has no effect.
     assert begin("entries", 1, encodings=["msgpack"], capabilities=["text_columns"]) == []
     [(_, header)] = bench.to_worker("a")
     assert header.flags & 0xFF == Flag.MSGPACK

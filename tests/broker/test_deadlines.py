@@ -77,7 +77,7 @@ def test_while_it_is_queued(bench: Bench) -> None:
 
 
 def test_while_its_worker_loads_prefills_decodes_or_waits_for_a_decision(bench: Bench) -> None:
-    """The broker cancels the request in the same way in all these cases."""
+    """The broker cancels a request in the same way, whatever its worker does."""
     bench.worker("a")
     begin(bench)
     bench.pass_time(LIMIT_S - 0.5)

@@ -331,7 +331,7 @@ def test_clients_that_crash_leave_nothing_in_memory(bench: Bench, capabilities: 
             bench.sent.clear()
         bench.pass_time(0.5)
         check_empty(bench.broker)
-        # The worker's last manifest names the last session.
+        # The broker keeps the last manifest of the worker, which names a session.
         bench.tokens("a", Header())
         left = [one for one in gc.get_objects() if isinstance(one, Session | Request)]
         assert left == []

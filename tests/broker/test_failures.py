@@ -1,5 +1,5 @@
-"""A defect or a malformed message affects at most one request: timers and other messages still
-run."""
+"""A defect or a malformed message affects as few requests as possible. Timers still run, and other
+messages are handled."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_full_pipes_are_tried_again_after_a_failure(server: BrokerServer) -> Non
     send(client, b"GENERATE", generate(1))
     while unpack(worker.recv_multipart())[0] != b"GENERATE":
         pass
-    # These messages do not all fit into the client's pipe, which the client does not read yet.
+    # Not all of these messages fit into the client's pipe, because the client does not read yet.
     head = encode_token_header([next(iter(server.core.state.sessions)).id])
     count = 3000
     for i in range(count):

@@ -38,8 +38,8 @@ def ask(bench: Bench, client: str, stream: int, key: str = "", **fields: Any) ->
 
 
 def served(bench: Bench, count: int) -> list[int]:
-    """The next ``count`` streams that the worker receives; each stream ends when it was
-    received."""
+    """The next ``count`` streams that the worker receives; each stream ends as soon as the worker
+    has received it."""
     found = []
     for _ in range(count):
         [worker] = bench.broker.state.workers.values()
@@ -146,7 +146,8 @@ def test_the_room_in_the_queue_is_shared_by_keys() -> None:
     bench = keyed(max_queued=16)
     ask(bench, "ann 0", 1, ANN)
     codes = [ask(bench, f"ann {number}", 2, ANN) for number in range(1, 14)]
-    # The requests of this priority have 14 places: alone, the key has half of them.
+    # The requests of this priority have 14 places. A key has half of them, even if no other key has
+    # requests.
     assert codes == [""] * 7 + ["client_limit"] * 6
     assert [ask(bench, f"ben {number}", 1, BEN) for number in range(3)] == [""] * 3
 

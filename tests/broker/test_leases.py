@@ -100,7 +100,8 @@ def test_a_change_is_reported_under_the_same_lease() -> None:
 
 
 def test_a_change_that_is_reported_after_the_lease_has_ended_loses_no_request() -> None:
-    """A worker that loads a model sends no heartbeat. Its first message is the update."""
+    """The worker was silent for longer than a lease. Its next message is the update of its
+    registration."""
     bench = Bench(expiry_s=5.0)
     worker = begun(bench)
     bench.pass_time(7.0)
@@ -127,8 +128,8 @@ def test_a_change_before_the_lease_is_granted_follows_it() -> None:
 
 def test_the_answer_to_an_earlier_register_grants_no_lease() -> None:
     """The broker has requested a registration twice. The answer to the first REGISTER arrives after
-    the second was sent. Entries that the worker then posted would reach the broker under the second
-    lease, before the JOURNALs of its streams."""
+    the second was sent. If it granted a lease, entries that the worker then posts would reach the
+    broker under the second lease, before the JOURNALs of their streams."""
     bench = Bench(expiry_s=5.0)
     worker = begun(bench)
     bench.pass_time(7.0)

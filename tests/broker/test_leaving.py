@@ -101,7 +101,8 @@ def test_where_no_worker_is_left_it_waits_for_none(bench: Bench) -> None:
 def test_where_its_workers_are_restarted_too_their_streams_are_refused_at_once(
     bench: Bench,
 ) -> None:
-    """Otherwise the next broker would wait for these workers for ``recover_s``."""
+    """If the streams were not refused, the next broker would wait for these workers for
+    ``recover_s``."""
     bench.worker("steers", role="controller")
     bench.client("returns", "GENERATE", generate(1))
     bench.sent += bench.broker.leave()

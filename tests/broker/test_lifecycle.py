@@ -35,7 +35,8 @@ WAYS = {
 
 
 class Table:
-    """A broker's state with one request and one worker. Tests make the transitions."""
+    """A broker's state with one worker, and a request in the state ``state``. Tests make further
+    transitions of this request."""
 
     def __init__(self, state: RequestState) -> None:
         self.bench = Bench()

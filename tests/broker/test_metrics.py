@@ -25,7 +25,7 @@ def status(bench: Bench, **fields: Any) -> dict[str, Any]:
 
 
 def values(series: list[dict[str, Any]], name: str) -> dict[str, float]:
-    """The values of a metric by their first label."""
+    """The values of a metric, by the value of their first label."""
     return {next(iter(s["labels"].values())): s["value"] for s in series if s["name"] == name}
 
 

@@ -25,7 +25,7 @@ def bench() -> Bench:
 
 
 def gone(bench: Bench, name: str) -> None:
-    """A worker's connection closes."""
+    """Reports to the broker that a worker's connection has closed."""
     bench.sent += bench.broker.on_gone(Side.BACK, peer_of(name), bench.now)
 
 
@@ -247,7 +247,8 @@ def test_what_a_client_misses_of_a_stream_that_waits_comes_from_the_broker(bench
     bench.worker("a")
     header = begun(bench, "a")
     bench.tokens("a", header, FIRST, entry(8, 1), entry(9, 2))
-    # The first ATTACH is lost with the worker; the second arrives while the stream waits.
+    # The worker is lost before it answers the first ATTACH. The second arrives while the stream
+    # waits.
     bench.client("c", "ATTACH", {"stream_id": 1, "received": 2})
     bench.to_client("c")
     gone(bench, "a")
@@ -558,8 +559,8 @@ def test_workers_that_leave_at_their_own_wish_count_against_no_request(bench: Be
 
 
 def test_a_request_that_never_reached_a_worker_is_not_why_it_died(bench: Bench) -> None:
-    """Several workers are lost at once. The broker notices each loss when it sends the request to
-    the worker."""
+    """Several workers are lost at once. The broker notices each further loss when it sends the
+    request to the worker."""
     for name in ("a", "b", "d", "e"):
         bench.worker(name)
     begun(bench, "a")
@@ -581,7 +582,7 @@ def test_a_worker_that_has_only_lost_its_connection_counts_against_no_request(
     for lost, other in 2 * [("a", "b"), ("b", "a")]:
         gone(bench, lost)
         continued(bench, other)
-        # The process is the same as before, so its silence was not a death.
+        # The same process registers again, so its closed connection was not a death.
         bench.worker(lost)
     # From here on, processes die, and their deaths count.
     for lost, following in ("ab", "bd"):

@@ -1,5 +1,5 @@
-"""Two processes register with the same worker's name: the first process keeps the name while it is
-alive."""
+"""Two processes register as workers with the same name: the first process keeps the name while it
+is alive and neither drains nor hangs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def bench() -> Bench:
 
 
 def register(bench: Bench, peer: str, process: int, **fields: Any) -> list[Outgoing]:
-    """A process registers with the name ``same``, as pid 1 of its container."""
+    """Registers a process with the name ``same``, as pid 1 of its container; returns the broker's
+    messages to this process."""
     body = Register(
         name="same",
         role="gpu",

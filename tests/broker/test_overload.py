@@ -108,8 +108,8 @@ def test_shares_always_leave_room_and_never_exceed_it(
         elif fits_share(own[client], total, most):
             own[client] += 1
         assert sum(own.values()) <= most
-        # A client has left at least as many places free as it has taken, so a new client gets a
-        # place.
+        # If one client has all taken places, it has left about as many places free, so a new client
+        # gets a place.
         if most > 13 and max(own.values()) == sum(own.values()):
             assert fits_share(own[6], sum(own.values()), most)
 
@@ -222,8 +222,8 @@ def test_a_request_that_would_spend_its_time_waiting_is_refused_at_once() -> Non
 
 
 def test_at_ten_times_the_load_what_is_served_is_served_in_time() -> None:
-    """Each request needs one second of the worker and has a time-out of ten: as many requests end
-    in time as the worker can serve."""
+    """Each request needs one second of the worker and has a time-out of ten seconds. Almost as many
+    requests end in time as the worker can serve."""
     bench = Bench()
     bench.worker("a", capacity=1)
     ended = 0

@@ -28,7 +28,7 @@ def started(bench: Bench, worker: str) -> list[int]:
 
 
 def end(bench: Bench, worker: str, stream: int) -> None:
-    """The worker ends a stream of the client ``c``."""
+    """A worker ends the only running stream with the number ``stream``."""
     [request] = [
         r for r in bench.broker.state.requests.values() if r.stream_id == stream and r.worker
     ]

@@ -94,7 +94,7 @@ def test_where_nothing_shows_an_earlier_run_it_waits_for_as_long_as_a_worker_may
 
 
 def begun(bench: Bench, *streams: int) -> None:
-    """Begins requests whose GPU worker has requested controllers."""
+    """Begins requests with a controller, for which the GPU worker then sends START."""
     for stream in streams:
         bench.client("c", "GENERATE", generate(stream, controller="mine"))
     for kind, header in bench.to_worker("gpu"):
@@ -235,7 +235,7 @@ def test_a_worker_that_is_lost_again_leaves_what_waits_for_it_as_any_other(bench
 
 @pytest.mark.parametrize("others", [[], ["regex"]])
 def test_a_controller_waits_for_its_worker(bench: Bench, others: list[str]) -> None:
-    """Either no controller worker runs, or one that serves other controllers."""
+    """Either no controller worker runs, or the only controller worker serves other controllers."""
     bench.worker("gpu")
     if others:
         controller_worker(bench, "other", *others)

@@ -24,7 +24,8 @@ from ..worlds.running_broker import running
 WAIT_S = 300.0
 START = len(SIGNATURE_AND_VERSION)
 SIGNATURE_BYTES = START - 1
-"""libzmq sends its signature, and waits for the broker's signature before it sends the rest."""
+"""Number of bytes that libzmq sends first: its signature. It sends the rest of its greeting only
+after it has received the broker's signature."""
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +35,9 @@ def broker() -> Iterator[KeyedBroker]:
 
 
 class Relay:
-    """Passes connections on to a broker. A client with another mechanism never receives the
-    broker's mechanism before the broker closes the connection."""
+    """Passes connections on to a broker, and withholds the broker's mechanism from libzmq until the
+    broker closes the connection. A client that first sends more than a signature is not libzmq, and
+    receives the mechanism."""
 
     def __init__(self, broker: str) -> None:
         host, _, port = broker.removeprefix("tcp://").rpartition(":")
@@ -139,7 +141,7 @@ class Refused:
 
 
 def refusal(address: str, key: OwnKey | None, peer: Refused) -> str:
-    """Why the broker at ``address`` refuses the connection."""
+    """The message of the error with which a connection to ``address`` is refused."""
     dealer = Dealer(address, peer, "refused", 0, key=key)
     peer.close = dealer.close
     dealer.start()

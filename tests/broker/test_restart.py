@@ -238,8 +238,8 @@ def test_an_attach_to_more_than_was_reported_waits_for_the_worker_that_has_it() 
 
 
 def test_a_worker_that_was_cut_off_before_a_move_is_not_taken_though_it_has_more() -> None:
-    """In the earlier copy, the entries of several sequences are in another order. So the number of
-    entries that the client has received does not apply to this copy."""
+    """In the earlier copy, the entries of several sequences may be in another order. So the number
+    of entries that the client has received does not apply to this copy."""
     for first in ("gpu", "stale"):
         world, stale, client = begun(sent=2)
         [call] = client.tokens
@@ -406,8 +406,8 @@ def test_the_controller_of_an_attempt_that_was_replaced_does_not_start() -> None
 
 
 def test_a_stream_that_its_worker_has_dropped_and_has_anew_is_delivered() -> None:
-    """Each message of the new attempt reaches the client after the worker has dropped the earlier
-    attempt."""
+    """After the worker has dropped the earlier attempt, each message of the new attempt reaches the
+    client."""
     world, gpu, client = begun()
     [call] = client.tokens
     sent_twice(world, gpu, True)
@@ -424,7 +424,8 @@ def test_a_stream_that_its_worker_has_dropped_and_has_anew_is_delivered() -> Non
 
 
 def test_a_worker_that_does_not_confirm_a_revoked_attempt_is_lost() -> None:
-    """The worker sends heartbeats, and prevents the request from moving to another worker."""
+    """The worker still sends heartbeats. Until the broker treats it as lost, the request does not
+    move to another worker."""
     world, gpu, client = begun(hung_step_s=20.0)
     [call] = client.tokens
     sent_twice(world, gpu, True)

@@ -181,8 +181,8 @@ def test_a_broker_that_a_client_has_left_claims_nothing_of_it(bench: Bench) -> N
 def test_variables_stay_while_a_session_that_comes_may_bring_their_requests(
     bench: Bench,
 ) -> None:
-    """The state worker registers again while the other workers still answer the CLAIM, because the
-    broker was stopped."""
+    """The broker was stopped, so the state worker registers again before the other workers have
+    answered the CLAIM."""
     hello(bench)
     live = [LiveRequest(request=n, session=0, stream_id=0) for n in (REQUEST, REQUEST + 1)]
     answer = bench.worker("s", role="state", patterns=[], default="", live=live)
@@ -353,7 +353,8 @@ def test_claims_of_other_sessions_are_answered_earlier(bench: Bench) -> None:
 
 
 def started(bench: Bench) -> Header:
-    """The header of a running request that has a controller, with a state worker."""
+    """Begins a request with a controller, at a broker with a state worker; returns the header of
+    the request."""
     bench.worker("s", role="state")
     bench.worker("k", role="controller", patterns=["mine"])
     bench.client("c", "HELLO", {"capabilities": ["recover"]})
@@ -393,8 +394,8 @@ def test_a_request_that_has_ended_for_its_client_may_go_on_at_another_broker(ben
 def test_the_state_worker_gets_whether_a_request_ended_without_its_client(
     bench: Bench, leaves: bool
 ) -> None:
-    """If the client has left, this attempt may be a copy, and the client's broker may run another
-    one."""
+    """If the client has left, this attempt may be a copy, and another copy may run for the client's
+    broker."""
     header = started(bench)
     if leaves:
         bench.client("c", "BYE", {"keep": True})
@@ -478,7 +479,7 @@ def test_one_connection_has_one_claim_at_the_workers_at_a_time(bench: Bench) -> 
     tokens = [f"{number:032x}" for number in range(50)]
     for token in tokens:
         hello(bench, token=token)
-    # Each HELLO ended the previous session, whose claim has not begun.
+    # Each HELLO ended the previous session. Only the claim of the first session has begun.
     assert [kind for kind, _ in bench.to_worker("a")] == ["CLAIM"]
     for worker in ("a", "b"):
         bench.send(worker, "CLAIMED", Claimed(session=session_id(tokens[0])))

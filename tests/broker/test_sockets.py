@@ -165,8 +165,8 @@ def test_the_streams_of_a_client_that_stops_reading_end_and_the_others_continue(
                     "prompt": [5, stream + 1],
                     "max_tokens": 1000,
                     "ignore_eos": True,
-                    # The text does not repeat, because drafts would put many tokens into few
-                    # messages.
+                    # The temperature is high, because drafts of a repetitive text would put many
+                    # tokens into few messages.
                     "temperature": 2.0,
                     "top_logprobs": 128,
                     "text": True,

@@ -28,7 +28,7 @@ KEY = "ab" * 32
 
 class ToolBench(Bench):
     """A broker with a GPU worker, the controller worker ``c1`` and the tool workers ``t1`` and
-    ``t2``, which serve ``add``. ``t2`` also serves ``search``."""
+    ``t2``. Both tool workers serve ``add``, and ``t2`` also serves ``search``."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

@@ -71,7 +71,7 @@ class ByHand:
 
 
 def frame(body: bytes, flags: int) -> bytes:
-    """A frame of ZMTP with a long size."""
+    """A frame of ZMTP whose size is encoded in eight bytes."""
     return struct.pack("!BQ", LARGE | flags, len(body)) + body
 
 
