@@ -18,7 +18,7 @@ from .workloads import modules, workloads
 
 
 def main() -> int:
-    """Runs the test; returns 1 if a stream's result differs from its undisturbed result."""
+    """Runs the test; returns 1 if the report has failures."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seconds", type=float, default=120.0, help="duration (default: 120)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the schedule (default: 1)")
@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=2.0, help="seconds between blows")
     parser.add_argument("--only-kills", action="store_true", help="kill processes, but stop none")
     parser.add_argument(
-        "--patient", action="store_true", help="wait for all streams after each blow"
+        "--patient", action="store_true", help="after each blow, wait until streams continue"
     )
     parser.add_argument("--only", default="", help="pattern of the requests' names")
     parser.add_argument("--undisturbed", type=int, default=1, help="number of rounds without blows")

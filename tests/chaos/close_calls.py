@@ -1,8 +1,8 @@
 """Finds the requests whose tokens depend on the last bits of logits.
 
 ``python -m tests.chaos --close-calls`` runs all requests once, with this module as the GPU worker.
-The worker repeats each choice with logits that differ as little as those of another batch. If the
-chosen token differs, it logs the seed of the request. Such a request receives a number in
+The worker repeats each choice after it has added small random noise to the logits. If the chosen
+token differs, it logs the seed of the request. Such a request receives a number in
 ``workloads.VARIANTS``.
 """
 

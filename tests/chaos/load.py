@@ -54,7 +54,7 @@ class Notes:
     again: list[str] = field(default_factory=list)
     """Requests that a client sent again from the beginning, with the reason."""
     cut_off: list[float] = field(default_factory=list)
-    """The pauses of bus streams whose client's broker received a blow."""
+    """The pauses of bus streams whose client's broker received a blow, in seconds."""
     ended: int = 0
     tokens: int = 0
 
@@ -142,8 +142,8 @@ class Load:
                 self._cut_off.add(name)
 
     def resumed(self, workload: Workload, pause_s: float) -> None:
-        """Records an entry of a stream. If the entry is the first after a blow to the broker of the
-        stream's client, records the pause before it."""
+        """Called when entries of a stream have arrived. If they are the first after a blow to the
+        broker of the stream's client, records the pause before them, in seconds."""
         if workload.name in self._cut_off:
             self._cut_off.remove(workload.name)
             self.notes.cut_off.append(pause_s)
@@ -210,7 +210,8 @@ the tables from disk. A request waits only a limited time for a compilation."""
 
 
 async def one_round(load: Load, workloads: Sequence[Workload]) -> list[Outcome]:
-    """Runs all requests once, at the same time."""
+    """Runs the requests in ``FIRST`` alone, and then all requests once, at the same time. Returns
+    the outcomes of all requests."""
     for first in workloads:
         if first.name in FIRST:
             await load.outcome(0, first)

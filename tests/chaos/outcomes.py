@@ -29,7 +29,9 @@ class Outcome:
     must have equal bits."""
 
     def difference(self, other: Outcome) -> str | None:
-        """The first difference of each part; None if the outcomes are equal."""
+        """Describes the difference of two outcomes: their errors if one has an error, else the
+        first difference of each part, else the first different log-probability. None if they are
+        equal and without errors."""
         if self.error is not None or other.error is not None:
             return f"errors: {self.error!r}, and {other.error!r}"
         different = []
@@ -48,7 +50,7 @@ class Outcome:
 
     @property
     def size(self) -> int:
-        """The number of tokens of all sequences."""
+        """The number of tokens of all sequences; 0 for a stream of server-sent events."""
         return sum(len(part) for name, part in self.parts.items() if name.endswith("tokens"))
 
 
@@ -112,7 +114,7 @@ def _likely(top: dict[int, float]) -> list[float]:
 
 
 def _numbers(value: Any) -> list[float]:
-    """Removes the fractional numbers from a JSON value; returns these numbers."""
+    """Replaces the fractional numbers in a JSON value by 0.0; returns the earlier numbers."""
     found: list[float] = []
     pairs = list(value.items() if isinstance(value, dict) else enumerate(value or []))
     for key, inner in pairs:

@@ -6,7 +6,8 @@ import tokenbus.workers.controller.python as tb
 
 
 class Alternating(tb.Controller):
-    """Allows words and numbers in turn, removes a repeated pair of tokens, and logs each round."""
+    """Allows words and numbers in turn, replaces the first four repeated pairs of tokens, and logs
+    each round."""
 
     tokenbus_name = "alternating"
 
@@ -76,7 +77,8 @@ class Pair(tb.Controller):
 
 
 async def survey(ctx: tb.Context) -> None:
-    """Generates several answers in a sequence, backtracks once, and writes the answers."""
+    """Generates several answers in a sequence, backtracks if an age is odd, and writes two of the
+    answers to a variable."""
     await ctx.fixed(" name: ")
     name = await ctx.gen(regex="[A-Z][a-z]{3,9}")
     place = ctx.label()
@@ -121,4 +123,4 @@ survey.tokenbus_name = "survey"  # type: ignore[attr-defined]
 meeting.tokenbus_name = "meeting"  # type: ignore[attr-defined]
 
 SERVED = ("Alternating", "Pair", "survey", "meeting")
-"""The names of the controllers that each of these workers serves."""
+"""The names of the controllers that each worker of the kind ``python`` serves."""

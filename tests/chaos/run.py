@@ -200,7 +200,8 @@ async def _under_blows(
 
 
 async def _all_went_on(load: Load, since: float) -> None:
-    """Waits until each stream has received an entry after the time ``since``, or has ended."""
+    """Waits until each stream has received an entry after the time ``since``, or has ended, but at
+    most ``RECOVER_S``."""
     streams = [name for name, at in load.progress.items() if at < since]
     deadline = time.monotonic() + RECOVER_S
     while time.monotonic() < deadline:

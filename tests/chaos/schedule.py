@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 KINDS = ("broker", "gpu", "controller", "python", "state", "gateway", "door", "guest", "zygote")
-"""The kinds of processes. ``door`` is the gateway that has streams; it is stopped, not killed.
-``guest`` is a guest process of a controller worker, and ``zygote`` is the parent of these
-processes."""
+"""The kinds of processes. ``python`` is a controller worker that serves Python controllers.
+``door`` is the gateway that has streams; it is stopped, not killed. ``guest`` is a guest process of
+a controller worker, and ``zygote`` is the parent of these processes."""
 MAX_STOP_S = 8.0
-"""Seconds for which a process is stopped. It is longer than a lease, and shorter than the time that
-a session waits for its client."""
+"""Maximum number of seconds for which a process is stopped. It is longer than a lease, and shorter
+than the time that a session waits for its client."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Blow:
 
 
 def blows(seed: int, kinds: Sequence[str] = KINDS, only_kills: bool = False) -> Iterator[Blow]:
-    """The endless blows of a seed. ``only_kills``: processes are killed but not stopped."""
+    """Yields the blows of a seed, without end. ``only_kills``: processes are killed but not
+    stopped."""
     chance = random.Random(seed)
     number = 0
     while True:

@@ -144,8 +144,8 @@ class System:
         shutil.copy(python_controllers.__file__, self.folder)
         served = tuple(f"python_controllers:{name}" for name in python_controllers.SERVED)
         self.http = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-        """The addresses of the gateways. The first gateway is killed; the second is only
-        stopped."""
+        """The addresses of the gateways. The first gateway is killed or stopped. The second has
+        streams, and is only stopped."""
         self.slots: list[Slot] = []
         for i in range(brokers):
             name = f"broker-{i}" if brokers > 1 else "broker"

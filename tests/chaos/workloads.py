@@ -1,4 +1,4 @@
-"""More than one hundred requests of every kind. Their outcomes do not depend on races.
+"""Requests of every kind, at least one hundred in all. Their outcomes do not depend on races.
 
 The requests avoid events that would depend on a race: the order of appends to a variable, the
 number of attempts of a compare-and-set, and the number of times that a suspended sequence is woken.
@@ -96,13 +96,13 @@ def modules() -> dict[str, bytes]:
     try:
         found["rust"] = compile_rust("choice")
     except pytest.skip.Exception:
-        # Without Rust for WASI, the puppet is a module with the same interface.
+        # Without Rust for WASI, this module is left out. The puppet has the same interface.
         found["rust"] = b""
     return {tag: wasm for tag, wasm in found.items() if wasm}
 
 
 def workloads(tags: set[str]) -> list[Workload]:
-    """All requests whose modules are in ``tags``."""
+    """All requests. Those of the module ``rust`` are left out if its tag is not in ``tags``."""
     made = [*_plain(), *_constrained(), *_wasm(), *_aici(tags), *_python(), *_http()]
     assert len(made) >= 100
     for i, one in enumerate(made):

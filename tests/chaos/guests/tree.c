@@ -1,7 +1,7 @@
 // Makes a tree of forks: DEPTH times, each sequence generates LENGTH tokens and forks into two.
 //
-// The argument is "DEPTH LENGTH". One fork continues with even token ids and the other with odd ones, so that the
-// forks differ with greedy sampling too.
+// The argument is "DEPTH LENGTH". The first token of one fork has an even id, and that of the other an odd id, so
+// that the forks differ with greedy sampling too.
 #include "tokenbus.h"
 
 static uint32_t depth, length, generated;
