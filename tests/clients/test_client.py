@@ -395,8 +395,8 @@ def test_an_invalid_address_is_refused_at_once() -> None:
 async def test_async_streams_interleave(bus: Bus) -> None:
     async with AsyncClient(bus.front) as client:
         order: list[int] = []
-        # A task reads entries that have already arrived without a pause. So the barrier makes each
-        # task wait for the others after each entry.
+        # A task does not pause while it reads entries that have already arrived. So the barrier
+        # makes each task wait for the others after each entry.
         meeting = asyncio.Barrier(8)
 
         async def read(number: int) -> str:
@@ -577,7 +577,7 @@ def test_a_thousand_streams_of_ten_processes_are_all_complete(bus: Bus, client: 
     for streams in got.values():
         assert len(streams) == STREAMS
         assert all(positions == list(range(TOKENS)) for positions, _ in streams)
-    # A stream that runs alone has the same tokens as the same stream in a process.
+    # A stream that runs alone has the same tokens as among the other streams.
     for number, i in ((0, 0), (4, 50), (9, 99)):
         alone = client.generate(
             [5 + number, 6 + i], max_tokens=TOKENS, temperature=1.0, seed=i, ignore_eos=True

@@ -328,7 +328,7 @@ async def main(ctx):
     for _ in range(70):
         await ctx.fixed(await ctx.receive())
 """
-"""A program that receives more inputs than may wait for a program."""
+"""A program that receives more inputs than may wait for a program at the same time."""
 
 
 def start_script(
@@ -358,7 +358,7 @@ def test_a_program_s_messages_are_printed_and_lines_are_its_inputs(
         "Your name?\n",
     ]
     process.stdin.write("Ada\nOslo\n")
-    process.stdin.flush()  # It stays open. The command does not wait for its end.
+    process.stdin.flush()  # Stdin stays open. The command does not wait for its end.
     assert process.wait(300) == 0
     assert process.stderr.read() == "\n--- message of 0\nAnd your town?\n"
     assert process.stdout is not None

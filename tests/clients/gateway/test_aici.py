@@ -33,7 +33,8 @@ FORM = pytest.mark.parametrize("path", ["controllers", "aici_modules"])
 
 @dataclass
 class Read:
-    """All values that a client has read from the events of a run. The keys are fork indices."""
+    """All values that a client has read from the events of a run. The keys of ``texts``, ``logs``,
+    ``ends`` and ``errors`` are fork indices."""
 
     head: dict[str, Any] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)

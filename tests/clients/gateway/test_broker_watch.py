@@ -1,4 +1,4 @@
-"""A gateway has a session that watches its broker before it forwards a WebSocket's messages.
+"""Before a gateway forwards a WebSocket's messages, it has a session that watches its broker.
 
 A socket of the test takes the place of the broker.
 """

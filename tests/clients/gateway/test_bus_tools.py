@@ -159,7 +159,7 @@ def test_the_result_or_the_error_of_a_call_is_in_the_next_prompt(
     assert without_ids([call]) == [{"name": name, "arguments": "{}", **reported}]
     assert choice.finish_reason == "stop"
     assert (choice.message.tool_calls, choice.message.content) == (None, "")
-    # The prompts of both turns are the same as if the client made the call itself.
+    # The prompts of both turns have as many tokens as if the client made the call itself.
     with steered.client() as client:
         status = client.ask(status_call(60.0, tools=[name])).status
     assert isinstance(status, Status)

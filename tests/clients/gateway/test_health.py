@@ -1,4 +1,5 @@
-"""Probes of a gateway. A gateway that ends finishes its requests. A rolling restart fails none."""
+"""Probes of a gateway. A gateway that ends finishes its requests. No request fails in a rolling
+restart."""
 
 from __future__ import annotations
 

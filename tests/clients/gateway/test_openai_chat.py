@@ -251,7 +251,7 @@ def test_an_answer_under_auto_is_free_until_a_call_begins(
         f"{gateway.url}/tokenize", json={"prompt": "<tool_call>"}, timeout=300
     ).json()
     given: dict[str, Any] = {
-        # Only the trigger's tokens are likely, and the prompt repeats the trigger.
+        # Only the tokens of "<tool_call>" are likely, and the prompt repeats this text.
         "messages": [{"role": "user", "content": "<tool_call> " * 8}],
         "logit_bias": {str(token): 60 for token in found["tokens"]},
         "extra_body": {"chat_template": ECHO_TEMPLATE},

@@ -43,7 +43,7 @@ FEW = {
 }
 """Maximum values of fields that cost time. Other tests check large values."""
 REST = -1
-"""The value of a maximum of tokens that means the rest of the context."""
+"""As a maximum number of tokens, this value stands for the rest of the context."""
 
 LIMITS = {
     "/v1/chat/completions": "max_tokens",

@@ -1,4 +1,4 @@
-"""``/v1/models`` if the tokenizer of one model cannot be read."""
+"""``/v1/models`` lists models whose tokenizer cannot be read, and further names of a model."""
 
 from __future__ import annotations
 

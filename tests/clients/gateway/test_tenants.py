@@ -89,7 +89,8 @@ def test_each_api_key_is_the_tenant_of_its_key(
 def test_only_an_api_key_with_the_operator_s_key_is_the_operator(
     tenants: tuple[Gateway, Worker, dict[str, tuple[str, str]]],
 ) -> None:
-    """The gateway's own key is the operator's, but this does not make its users the operator."""
+    """The gateway's own key is the operator's, but this does not make the gateway's users the
+    operator."""
     gateway, _, keys = tenants
     for name, (api_key, _) in keys.items():
         headers = {"authorization": f"Bearer {api_key}"}

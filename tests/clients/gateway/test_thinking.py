@@ -31,7 +31,8 @@ def api(gateway: Gateway) -> Iterator[openai.OpenAI]:
 
 
 def chat(api: openai.OpenAI, template: str = BEGUN, most: int | None = 4, **options: Any) -> Any:
-    """The choice of an answer with at most ``most`` tokens of thinking, or any number if None."""
+    """The choice of an answer with at most ``most`` tokens of thinking, or with any number of them
+    if ``most`` is None."""
     given: dict[str, Any] = {"max_completion_tokens": 60, "temperature": 0, **options}
     extra = {"chat_template": template, **({} if most is None else {"max_thinking_tokens": most})}
     answer = api.chat.completions.create(
