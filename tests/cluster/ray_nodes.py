@@ -181,7 +181,7 @@ class Load:
         self.tokens: dict[int, list[int]] = {number: [] for number in range(count)}
         self.faults: list[str] = []
         self.begun = threading.Semaphore(0)
-        """Counts the streams that have begun."""
+        """Counts the streams that have begun or failed."""
         self._bus = bus
         self._threads = [
             threading.Thread(target=self._read, args=(number,), daemon=True)
