@@ -4,7 +4,7 @@ libFuzzer (atheris) makes the inputs, and keeps those that reach new code. Code 
 corpus. The corpus grows in ``build/fuzz/TARGET``, where failing inputs are written too. At
 intervals and at the end, a line of JSON reports the number of inputs and their rate. It also has
 the peak size of the process, and its growth since the first tenth of the inputs. With ``--fast``,
-inputs are mutations of the first corpus, and the code is not instrumented.
+inputs are mutations of the first corpus and of the grown corpus, and the code is not instrumented.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("target")
     parser.add_argument("--runs", type=int, default=1_000_000, help="inputs to try")
-    parser.add_argument("--seed", type=int, default=1, help="of the mutations")
-    parser.add_argument("--input", type=Path, help="try this one input only, as a failure")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the mutations")
+    parser.add_argument("--input", type=Path, help="try only the input in this file")
     parser.add_argument("--fast", action="store_true", help="mutate the corpora, unguided")
     given = parser.parse_args()
     logging.disable(logging.CRITICAL)
@@ -108,7 +108,8 @@ def main() -> None:
         f"-rss_limit_mb={MAX_MB}",
         f"-artifact_prefix={folder}/",
         *([f"-dict={words}"] if target.words else []),
-        # The coverage of Python code does not show which field a decoder in C has reached.
+        # The first corpus is kept, although many of its inputs reach the same Python code, because
+        # coverage does not show which field a decoder in C has reached.
         "-keep_seed=1",
         "-len_control=0",
     ]

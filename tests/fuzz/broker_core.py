@@ -105,7 +105,7 @@ class Play:
         self._out(self.broker.on_workers([(self.draws.pick(WORKERS), frames)], self.now))
 
     def register(self) -> None:
-        """A worker registers, again or with the name of another worker."""
+        """A worker registers: for the first time, again, or with the name of another worker."""
         draws = self.draws
         role = draws.pick(["gpu", "controller", "state", "none"])
         body = {
@@ -224,7 +224,7 @@ def run(data: bytes) -> None:
 
 
 def corpus() -> Iterator[bytes]:
-    """Random sequences of events, and one in which a request arrives, runs and ends."""
+    """Random sequences of events."""
     draw = Random(3)
     for size in (8, 40, 200, 800):
         for _ in range(12):

@@ -17,5 +17,5 @@ class Target(NamedTuple):
     words: tuple[bytes, ...] = ()
     """Texts that mutations insert, such as keywords of the format."""
     max_bytes: int = 4096
-    """Maximum size of an input in bytes. An input that is a sequence of events has at most as many
-    events as the target plays."""
+    """Maximum size of an input in bytes. If the inputs are sequences of events, a larger input
+    would have more events than the target plays."""

@@ -33,7 +33,8 @@ _PARTS = (
 
 
 def modules() -> Iterator[bytes]:
-    """Modules of each ABI, each with one of ``_PARTS``, and bytes that are not modules."""
+    """Modules of each ABI, each with one of ``_PARTS``, an empty module, and bytes that are not a
+    module."""
     for abi in ("native", "aici"):
         calls = "".join(
             f'(func (export "{name}") {"(param i32)" if kind.params else ""} '
