@@ -1,4 +1,4 @@
-"""Attacks by answers to the host that a controller must not give."""
+"""Attacks by answers and host calls that a controller must not make."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ ATTACKS = (
     ),
     Attack(
         "json-numbers",
-        "returns numbers of 10,000 digits",
+        "returns a number of 10,000 digits",
         fails("returned"),
         puppet,
         'mid = {"Splice":{"backtrack":' + "9" * 10_000 + ',"ff_tokens":[1]}}',

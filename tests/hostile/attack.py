@@ -60,7 +60,7 @@ class Attack:
 
     name: str
     tries: str
-    """The effect that the attacker wants."""
+    """The action of the attacker, as a text that begins with a verb."""
     expected: Expected
     source: Callable[[], bytes] | str
     """A function that makes the module that the attacker uploads, or the name of a built-in

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MARKER = "(drop (i32.const 24301))"
-"""An instruction of a guest that ``repeated`` replaces."""
+"""Instructions of a guest, which ``repeated`` replaces."""
 MARKER_BYTES = b"\x41\xed\xbd\x01\x1a"
 _CODE = 10
 

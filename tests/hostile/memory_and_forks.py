@@ -114,13 +114,13 @@ ATTACKS = (
     ),
     Attack(
         "memory-far",
-        "writes 4 GiB after its memory",
+        "writes at the address 8 GiB - 2",
         fails("reached outside its memory"),
         partial(guest, mid="(i32.store offset=4294967295 (i32.const -1) (i32.const 1))"),
     ),
     Attack(
         "table-large",
-        "has a table of a million elements",
+        "grows a table, and writes after its end",
         fails("outside a table"),
         partial(
             guest,

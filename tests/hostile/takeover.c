@@ -38,7 +38,7 @@ static void notify(void) {
     if (write(worker_event, &one, 8)) {}
 }
 
-/* Waits for the worker. */
+/* Waits for a notification of the worker. */
 static void await(void) {
     struct timespec pause = {0, 200000};
     uint64_t count;

@@ -1,4 +1,5 @@
-"""Every attack of the table ends as it should, and the other tenant's streams do not change."""
+"""Each chosen attack of the table ends as expected, and the other tenant's streams do not
+change."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ ATTACKS = (
     loop("mid", "never ends mid_process", mid=LOOP),
     loop("post", "never ends post_process", post=LOOP),
     loop("late", "behaves for three rounds, then never ends", mid=LATE % LOOP),
-    loop("nested", "hides the loop in 59 other loops", mid=NESTED),
+    loop("nested", "has 59 other loops within the endless loop", mid=NESTED),
     Attack("loops-together", "uses all threads", TIMEOUT, partial(guest, init=LOOP), requests=MANY),
     loop("inbox", "loops while the host writes its tokens", pre=GROW_INBOX, grow=LOOP),
     Attack("aici-loop", "never ends, by the ABI of AICI", TIMEOUT, puppet, "mid loop"),

@@ -97,7 +97,7 @@ ATTACKS = (
     ),
     upload(
         "exports-100,000",
-        "has 100,000 exports",
+        "has 20,000 exports",
         "exports; at most 1000",
         lambda: guest(more=exports(20_000)),
     ),
@@ -115,7 +115,7 @@ ATTACKS = (
     ),
     upload(
         "import-memory",
-        "imports the memory of the host",
+        "imports a global of the host",
         "only functions can be imported",
         lambda: guest(imports='(import "env" "m" (global i32))'),
     ),
@@ -158,14 +158,14 @@ ATTACKS = (
     ),
     Attack(
         "regex-intersections",
-        "has a pattern of a billion states",
+        "has a pattern whose automaton has 2^29 states",
         ENDS_OR_REFUSED,
         "regex",
         "(a|b)*a(a|b){28}c",
     ),
     Attack(
         "regex-repeats",
-        "repeats a pattern a million times",
+        "repeats a letter up to a billion times",
         ENDS_OR_REFUSED,
         "regex",
         "((a{1,1000}){1,1000}){1,1000}",
@@ -200,7 +200,7 @@ ATTACKS = (
     ),
     Attack(
         "schema-patterns",
-        "intersects 20 patterns",
+        "intersects 17 patterns",
         ENDS_OR_REFUSED,
         "json_schema",
         intersection(20),
@@ -231,7 +231,7 @@ ATTACKS = (
     ),
     Attack(
         "yacc-garbage",
-        "has a grammar that is not one",
+        "sends a text that is not a valid grammar",
         Expected(("invalid_field", "controller_failed")),
         "yacc",
         "%% start : start start | ; " * 500,
@@ -245,7 +245,7 @@ ATTACKS = (
     ),
     Attack(
         "substring-large",
-        "repeats parts of 500 kB",
+        "searches substrings of a repetitive text of 420 kB",
         ENDS_OR_REFUSED,
         "substring",
         "abcdefghij klmnopqrst " * 20_000,

@@ -1,4 +1,4 @@
-"""A bus with an attacker and another tenant, whose calm streams run all the time."""
+"""A bus with an attacker and a calm tenant. The calm tenant's streams run all the time."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ PROMPT = "def add(a, b):"
 CALM_TOKENS = 40
 BOUND_S = 120.0
 MAX_DESCRIPTORS = 4 * MAX_CHANNELS
-"""Number of descriptors that the controller worker may have in addition to those at the start: two
-for each channel of two processes."""
+"""Maximum number of open descriptors of the controller worker in addition to those at the start:
+two for each channel of two processes."""
 MAX_GROWTH = 512 * 1024 * 1024
-"""Number of bytes by which the broker and the controller worker may grow during all attacks
-together. The number is large, because one answer of a guest process may have 64 MiB."""
+"""Maximum number of bytes by which the memory of the broker and the controller worker together may
+grow during all attacks. The number is large, because one answer of a guest process may have 64
+MiB."""
 INIT_MS = 400
-"""The setting ``controller_init_ms``. It is below the default, which shortens the attacks."""
+"""The setting ``controller_init_ms``. The value is below the default, so that the attacks take less
+time."""
 SETTINGS = {
     "controller_init_ms": INIT_MS,
     "controller_idle_wakes": 20,
@@ -61,7 +63,8 @@ class CalmStreams:
         self._wanted = self._tokens()
         assert len(self._wanted) == CALM_TOKENS
         self.arrivals: list[float] = []
-        """The time of each token, in seconds."""
+        """The time at which each token of the streams has arrived, in seconds of the monotonic
+        clock."""
         self.ended = 0
         """Number of streams that have ended with the right tokens."""
         self.failure: BaseException | None = None
@@ -75,7 +78,7 @@ class CalmStreams:
         until(
             lambda: self.ended >= before + count or self.failure is not None,
             BOUND_S,
-            "the calm tenant's streams end",
+            "the ends of the calm tenant's streams",
         )
         assert self.failure is None, self.failure
 
@@ -108,7 +111,8 @@ class CalmStreams:
 
 
 class HostileWorld:
-    """A broker, a worker of each role, an attacker, and another tenant's calm streams."""
+    """A broker, a GPU worker, a state worker, a controller worker, an attacker, and another
+    tenant's calm streams."""
 
     def __init__(self, bus: KeyedBus, attacker: Client, calm: Client) -> None:
         self.bus = bus
@@ -147,7 +151,7 @@ class HostileWorld:
         return outcomes[0]
 
     def problems(self) -> list[str]:
-        """The harm that an attack has done to others."""
+        """The harm that the attacks so far have done to others."""
         found = []
         for pid in self._others - self.processes():
             log = (self.bus.folder / "controller.log").read_text().splitlines()
