@@ -27,7 +27,8 @@ def diagram() -> str:
 
 
 def main() -> None:
-    """Prints the diagram, or ends with an error if the docs have another one."""
+    """With ``--draw``, prints the diagram. Otherwise exits with an error if the docs do not contain
+    this diagram."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draw", action="store_true", help="print the diagram")
     if parser.parse_args().draw:

@@ -67,7 +67,8 @@ def of_page(text: str) -> list[str]:
 
 
 def of_docstring(text: str) -> list[str]:
-    """The sentences of a docstring. An indented block after ``::`` is code."""
+    """The sentences of a docstring. Left out as code: an indented block after ``::``, and lines
+    that begin with ``>>>`` or ``|``."""
     plain: list[str] = []
     literal: int | None = None
     for line in text.splitlines():
@@ -94,7 +95,8 @@ def docstrings(source: str) -> list[str]:
 
 
 def comments(source: str) -> list[str]:
-    """The comments of a module. Comments on consecutive lines are joined."""
+    """The comments of a module, without directives such as ``noqa``. Comments on consecutive lines
+    are joined."""
     found: list[str] = []
     previous = -1, 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -1,5 +1,5 @@
-"""Counts sentences that must be read twice. Fails if a folder exceeds its ceiling, or if ``docs/``
-has too many words.
+"""Counts sentences with patterns that the house style forbids. Fails if a folder exceeds its
+ceiling, or if ``docs/`` has too many words.
 
 ``python -m tests.lint.sentences`` is part of ``make lint``. ``--show FOLDER`` prints the sentences
 of a folder. ``--lower`` writes smaller counts as new ceilings; a ceiling never rises.
@@ -57,7 +57,8 @@ def num_words(text: str) -> int:
 
 
 def folder_of(name: str) -> str:
-    """The folder in which a file is counted: the second level below ``workers`` and ``clients``."""
+    """The folder in which a file is counted: ``docs`` for pages, ``workers/NAME`` and
+    ``clients/NAME`` for their modules, and otherwise the top folder."""
     parts = name.split("/")[:-1]
     if not parts or name.endswith(".md"):
         return "docs"
