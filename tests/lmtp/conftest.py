@@ -39,8 +39,8 @@ def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
 
 @pytest.fixture(scope="session")
 def lmtp(transport: Transport) -> Lmtp:
-    """A connection with a session. The tests share the connection, so each test receives all of its
-    answers."""
+    """A connection with a session. The tests share the connection, so each test must receive all
+    answers to its messages."""
     connection = transport.connect()
     connection.hello()
     return connection
@@ -48,6 +48,6 @@ def lmtp(transport: Transport) -> Lmtp:
 
 @pytest.fixture(scope="session")
 def client(transport: Transport) -> Iterator[Client]:
-    """A Python client of the same system, which computes the expected results."""
+    """A Python client of the same system, from which tests get the expected results."""
     with Client(transport.address, patience_s=120.0) as client:
         yield client
