@@ -114,7 +114,7 @@ class Client:
         self._send()
 
     def leave(self) -> None:
-        """Ends the session. The client does not read its streams any more."""
+        """Ends the session. The model does not wait for the ends of its streams."""
         for reader in self.readers:
             reader.cancelled = True
         self.session.bye()
@@ -138,7 +138,7 @@ class Client:
         return count
 
     def on_time(self) -> None:
-        """Lets the session check the time."""
+        """Lets the session check the time. If the broker is silent for too long, connects again."""
         now = self._network.now
         self.session.on_time(now)
         self._send()
@@ -146,7 +146,8 @@ class Client:
             self.reconnect(0)
 
     def reconnect(self, lost: int) -> None:
-        """Replaces the connection by a new one, to the next broker."""
+        """Replaces the connection by a new one, to the next broker. ``lost``: see
+        ``Pipe.close``."""
         self.pipe.close(lost)
         self._network = next(self._networks)
         self.pipe = Pipe(self._network, Side.FRONT, self.pipe)

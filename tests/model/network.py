@@ -1,8 +1,10 @@
-"""Connections of a simulated bus: queues that lose their messages, and a broker that may die.
+"""Connections of a simulated bus: queues that may lose their last messages, and a broker that may
+die.
 
 As with ZeroMQ, the messages of a connection arrive in order or not at all. If a connection breaks,
 its socket opens another one with another routing id, and does not notify its owner. The broker
-notices the break only when it sends to the old routing id.
+notices the break when it sends to the old routing id. It also notices a break during a stop of the
+broker when it continues.
 """
 
 from __future__ import annotations
@@ -87,8 +89,8 @@ class Network:
         self.stopped = False
         """Whether the broker's process is stopped. Messages to it then wait."""
         self._left: list[tuple[Pipe, bytes, deque[Frames]]] = []
-        """Connections that were closed while the broker was stopped, with the messages that were
-        sent on them."""
+        """Connections that were closed while the broker was stopped, with the messages on them that
+        had not arrived."""
         self.start_broker()
 
     # --- the broker -----------------------------------------------------------------------------

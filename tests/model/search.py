@@ -8,9 +8,9 @@ they hit. After its failures, a run continues until all streams have ended. A ru
 has a wrong, missing or repeated token, or ends twice or never. A run also fails if a broker's
 tables disagree (``tests/broker/invariants.py``), or if a table still has an ended stream.
 
-Two reductions shorten the search, which remains exhaustive. A failure of a process has the same
-effect after each turn of other processes, so it is tried only once between two turns of the
-process. Failures of different processes at the same turn are tried in one order only.
+Two reductions shorten the search, which remains exhaustive. A failure of a worker or of the client
+has the same effect after each turn of other processes, so it is tried only once between two turns
+of this process. Failures of different processes at the same turn are tried in one order only.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .workers import Worker
 from .world import World
 
 LENGTHS = (1, 2, 3)
-"""Number of tokens of each stream."""
+"""Number of tokens of each sequence of a stream, for each stream."""
 TICK_TURNS = 12
 """Number of turns between two ticks of the clock."""
 LONG_S = 6.0
-"""Duration of a pause in seconds, which is longer than a lease."""
+"""Duration of a pause or a cut in seconds, which is longer than a lease."""
 
 
 @dataclass(frozen=True, order=True)
@@ -52,7 +52,8 @@ class Failure:
 
 
 def kinds(brokers: int) -> dict[str, tuple[str, ...]]:
-    """The kinds of failures of each process. A link has the number of its broker."""
+    """The kinds of failures of each process. The name of a failure of the link to the second broker
+    ends with ``1``."""
     links = [f"{kind}{link or ''}" for link in range(brokers) for kind in ("break", "cut")]
     of_worker = ("kill", *links, "stop", "drain")
     found = {
@@ -165,7 +166,7 @@ class Run:
             network.go_on()
 
     def _pass_time(self) -> None:
-        """Lets the clock pass the time of a lease, with ticks of the other processes."""
+        """Lets ``LONG_S`` pass. Processes that are not stopped continue meanwhile."""
         end = self.world.network.now + LONG_S
         while self.world.network.now < end:
             self.world.tick()
@@ -183,8 +184,8 @@ class Run:
                 return
 
     def _turns_of(self, process: str) -> Iterator[None]:
-        """Handles one message from a process to the broker, one message to the process, and one
-        step of a worker; yields after each."""
+        """Handles one message from the process to each broker, then one message from each broker to
+        the process, then one step of a worker; yields after each."""
         one: Client | Worker
         one = self._client if process == "client" else self._workers[int(process)]
         if isinstance(one, Worker) and one.gone:
@@ -207,7 +208,8 @@ class Run:
 
 def choices(touched: list[str], earliest: Failure | None, brokers: int = 1) -> Iterator[Failure]:
     """The failures that may follow ``earliest`` in a run. ``touched``: the process of each turn of
-    the run. A process may fail after each of its turns, and right after ``earliest``."""
+    the run. A broker may fail after each turn. Any other process may fail after each of its own
+    turns, and right after ``earliest``."""
     first = earliest.turn if earliest is not None else 1
     for turn in range(first, len(touched) + 1):
         for process, of_process in kinds(brokers).items():
@@ -288,8 +290,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--failures", type=int, default=2, help="failures of a run (default: 2)")
     parser.add_argument("--brokers", type=int, default=1, help="brokers, 1 or 2 (default: 1)")
-    parser.add_argument("--samples", type=int, default=0, help="play random runs only")
-    parser.add_argument("--seconds", type=float, default=600, help="time limit (default: 600)")
+    parser.add_argument("--samples", type=int, default=0, help="play this many random runs")
+    parser.add_argument("--seconds", type=float, default=600, help="time limit in s (default: 600)")
     parser.add_argument("--processes", type=int, default=2, help="processes (default: 2)")
     given = parser.parse_args()
     if given.samples:

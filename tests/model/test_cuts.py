@@ -1,5 +1,6 @@
-"""Links that are cut for a while, in simulated time: no message passes, and the processes do not
-notice that the connection is broken. Tokens that were computed meanwhile are not computed again."""
+"""Links that are cut for a while, in simulated time: no message passes, and the processes notice
+the cut only by the silence. If a worker continues a stream after the cut, it does not compute
+tokens again."""
 
 from __future__ import annotations
 
@@ -167,7 +168,7 @@ def test_a_client_that_stays_away_loses_its_streams(world: World) -> None:
 def test_links_that_are_cut_again_and_again_put_no_request_in_quarantine(world: World) -> None:
     worker, [client] = gpu(world), world.clients
     reader = client.submit(1, 60, "", 1)
-    # The cut begins before the stream's first token.
+    # The first cut begins before the stream's first token.
     for _ in range(3):
         cut(world, 20.0, worker)
     assert reader.over

@@ -42,8 +42,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def pauses(world: World, seconds: float, go_on: Callable[[], None]) -> list[float]:
-    """The longest pause of each stream if a process is stopped for ``seconds``. ``go_on`` lets the
-    process continue."""
+    """Lets ``seconds`` pass after the caller has stopped a process, and continues the process with
+    ``go_on``. Returns the longest pause of each stream, in seconds."""
     last = {reader: (world.network.now, reader.next[0]) for reader in world.readers()}
     longest = dict.fromkeys(last, 0.0)
 
@@ -71,7 +71,8 @@ def notices(readers: list[Reader]) -> set[str]:
 
 @pytest.mark.parametrize("seconds", [1.0, 4.5, 6.5, 8.0, 12.0, 20.0])
 def test_streams_go_on_at_once_when_the_broker_does(world: World, seconds: float) -> None:
-    """All workers have closed their connections meanwhile, so no request becomes a suspect."""
+    """After a long stop, all workers have closed their connections, so no request becomes a
+    suspect."""
     world.network.stopped = True
     assert max(pauses(world, seconds, world.network.go_on)) <= seconds + MOVE_S
     assert not any(reader.error for reader in world.readers())

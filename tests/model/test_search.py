@@ -1,4 +1,5 @@
-"""Plays all runs with one failure, and the runs with two failures that once violated a promise."""
+"""Plays all runs with one failure, runs with three deaths, and the runs with two failures that once
+violated a promise."""
 
 from __future__ import annotations
 

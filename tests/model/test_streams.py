@@ -18,7 +18,7 @@ from .world import World
 STEPS = 40
 SETTINGS = {"session_grace_s": 30.0, "move_wait_s": 1e6, "recover_s": 8.0}
 LOST = st.integers(0, 3)
-"""Number of the last messages on a connection that are lost with it."""
+"""Number of messages that a connection loses when it ends: the last ones."""
 INDEX = st.integers(0, 7)
 
 
@@ -116,7 +116,8 @@ class Streams(RuleBasedStateMachine):
             logging.disable(logging.NOTSET)
 
     def check(self, reader: Reader) -> None:
-        """The invariants of a stream that has ended."""
+        """Checks that a stream has no error. After three failures of workers, it may be
+        quarantined."""
         if reader.error is not None:
             killer = reader.error.code == Code.QUARANTINED and self.deaths >= 3
             assert killer, f"a stream ended with {reader.error}"

@@ -78,7 +78,8 @@ class Carrier:
 
     def turn(self, most: int) -> int:
         """Runs a turn of the bus thread: receives up to ``most`` messages, and sends the posted
-        messages. Returns the number of received messages."""
+        messages. Opens another connection if the broker has been silent for too long. Returns the
+        number of received messages."""
         pipe, now = self.pipe, self._network.now
         assert pipe is not None
         taken = [pipe.down.popleft() for _ in range(min(most, len(pipe.down)))]
@@ -295,7 +296,7 @@ class GpuWorker(Worker):
         self._begin(message)
 
     def _claim(self, session: int, link: int) -> None:
-        """Handles a CLAIM: the client of a session has come to another broker."""
+        """Handles a CLAIM: the client of a session has come to the broker of this link."""
         released: dict[int, list[int]] = {}
         for number, stream in self._reported().items():
             if stream.header.address != session:

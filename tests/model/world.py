@@ -1,4 +1,4 @@
-"""A simulated system: real broker, sessions and leases, with simulated time."""
+"""A simulated system: a real broker, and real sessions and leases, with simulated time."""
 
 from __future__ import annotations
 
