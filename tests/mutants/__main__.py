@@ -17,7 +17,7 @@ from .faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[2]
 TESTS = ("tests/broker", "tests/model")
-"""The tests of the broker's core, all of which are part of ``make test-quick``."""
+"""The folders whose tests run. Tests that start processes are left out."""
 LEFT_OUT = "tests/broker/test_lifecycle.py::test_the_docs_have_the_diagram_of_the_table"
 """This test fails after any change of the table, whether or not the change is a fault."""
 TIMEOUT_S = 900
@@ -68,7 +68,7 @@ def found(fault: Fault) -> tuple[bool, str]:
 def main() -> None:
     """Tries the faults, and prints the test that has found each fault."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-k", default="", help="only faults whose name contains this")
+    parser.add_argument("-k", default="", help="only faults with this text in their name")
     parser.add_argument("--processes", type=int, default=2, help="processes (default: 2)")
     given = parser.parse_args()
     chosen = [fault for fault in FAULTS if given.k in fault.name]
