@@ -1,4 +1,4 @@
-"""Converts lines to frames and back for a carrier that does not decode bodies."""
+"""The conversion of lines to frames and back, in programs that forward most bodies undecoded."""
 
 from __future__ import annotations
 
