@@ -28,7 +28,7 @@ def test_the_wheel_holds_every_module(wheel: zipfile.ZipFile) -> None:
         f"{package.replace('.', '/')}/{file.relative_to(ROOT / folder)}"
         for package, folder in PACKAGES.items()
         for file in (ROOT / folder).rglob("*.py")
-        if "typescript" not in file.parts  # A package of npm, with a tool that makes a part of it.
+        if "typescript" not in file.parts  # This npm package is not part of the wheel.
     }
     assert sources - set(wheel.namelist()) == set()
 

@@ -166,7 +166,8 @@ def test_streams_leave_a_worker_that_is_restarted_and_are_finished_before_the_en
         client.generate([5], max_tokens=3, retry_s=WAIT_S).wait()
 
         def begin() -> tuple[Stream, int]:
-            """A stream that has begun, and the process id of its worker, which is then stopped."""
+            """Begins a stream, and stops the worker of the stream. Returns the stream and the
+            process id of the worker."""
             stream = client.generate([5, 6], n=4, max_tokens=900, ignore_eos=True, retry_s=0)
             next(iter(stream))
             [worker] = [w.pid for w in client.status().workers if w.role == "gpu"]

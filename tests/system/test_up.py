@@ -168,7 +168,7 @@ def test_every_process_is_replaced_while_streams_run_and_none_fails(start: Start
         assert len(after) == 4
         assert not before & after
     assert system.end() == 0
-    # Each process ended by itself, with code 0. supervisord may show that it "exited early".
+    # Each process ended by itself, with code 0. supervisord may show "exited early" for a process.
     assert "killed by" not in system.output
     assert "exited with code" not in system.output
 

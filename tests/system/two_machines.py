@@ -92,8 +92,8 @@ def _configure(interface: str, address: str, mask: str) -> None:
 
 class Link:
     """Carries packets between two machines, in each direction with a delay of ``delay_s`` seconds,
-    and loses the fraction ``loss`` of the packets. While ``cut`` is True, all packets are lost,
-    even those that are on their way."""
+    and loses the fraction ``loss`` of the packets. Packets that would arrive while ``cut`` is True
+    are also lost."""
 
     def __init__(self, one: Machine, other: Machine, seed: int = 1) -> None:
         self.delay_s = self.loss = 0.0
