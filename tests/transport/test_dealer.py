@@ -187,8 +187,8 @@ def test_other_threads_send_on_the_socket_while_its_own_receives(
         thread.join()
 
     def sent_here() -> bool:
-        """Sends a message; returns whether this thread has sent a message itself. Usually it does,
-        because the connection's thread waits."""
+        """Sends a message; returns whether this thread has sent a message itself. Usually this
+        thread sends it, because the connection's thread waits."""
         peer.to_send.append([b"d", b"0"])
         dealer.send(peer.to_send)
         return threading.current_thread().name in senders
@@ -223,7 +223,7 @@ def test_a_broker_that_is_lost_gets_a_new_socket(router: Router) -> None:
 
 
 def test_zeromq_does_not_send_queued_messages_to_the_next_broker() -> None:
-    """Otherwise a restarted broker would receive the queued messages before the peer's first
+    """If ZeroMQ sent queued messages, a restarted broker would receive them before the peer's first
     message."""
     socket = make_dealer(zmq.Context.instance())
     events = socket.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED)
