@@ -55,7 +55,8 @@ def pause(mark: str, rng: random.Random, options: argparse.Namespace, command: l
                     _send(process, signal.SIGCONT)
                     del ends[process]
                 found = [p for p in processes(mark) if p not in ends]
-                # At most ``at_once`` processes are stopped, and never more processes than run.
+                # Another process is stopped only if fewer than ``at_once`` processes are stopped,
+                # and more run than are stopped.
                 room = len(ends) < min(options.at_once, len(found))
                 if room and rng.random() < options.share:
                     process, seconds = rng.choice(found), options.longest * rng.random() ** 2

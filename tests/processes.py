@@ -201,7 +201,7 @@ class Bus:
         return worker
 
     def start_other(self, role: str, **settings: object) -> Process:
-        """Starts a worker of another role: a controller worker, a state worker or a tool worker."""
+        """Starts a controller worker or a state worker, as ``role`` says."""
         extra = {f"TOKENBUS_{k.upper()}": str(v) for k, v in settings.items()}
         log = self.folder / f"{role}-{len(self.others)}.log"
         module = f"tokenbus.workers.{role}"
