@@ -1,4 +1,5 @@
-"""The broker notices a worker's closed connection long before a heartbeat is due."""
+"""The broker notices a worker's closed connection long before a heartbeat is due, and ends a lease
+on time."""
 
 from __future__ import annotations
 

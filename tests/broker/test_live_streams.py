@@ -1,4 +1,5 @@
-"""STATUS with ``streams`` lists the running and waiting streams, with their clients and workers."""
+"""STATUS with ``streams`` lists the running and waiting streams that the client may see, with their
+clients and workers."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def test_a_gateway_sees_its_own_streams_only() -> None:
     assert live(bench, "g") == []
     bench.client("g", "GENERATE", generate(2))
     [own] = live(bench, "g")
-    assert [own["request"]] == [s["request"] for s in live(bench, "c")][1:], "the operator sees all"
+    assert [own["request"]] == [s["request"] for s in live(bench, "c")][1:], "a stream is missing"
 
 
 def test_a_gateway_that_takes_a_local_session_over_sees_no_more() -> None:
@@ -151,7 +152,7 @@ def test_to_list_the_streams_of_a_few_sessions_looks_at_no_others(
 
     class Unlisted(dict[int, Request]):
         def values(self) -> NoReturn:
-            raise AssertionError("the requests of all clients were gone through")
+            raise AssertionError("the search went through the requests of all clients")
 
     state = bench.broker.state
     monkeypatch.setattr(state, "requests", Unlisted(state.requests))

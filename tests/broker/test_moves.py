@@ -286,7 +286,7 @@ def test_the_entries_of_a_stream_that_waits_are_sent_a_bounded_number_of_times(
     header, transcript = continued(bench, "b")
     assert len(transcript.entries) == 3
     bench.client("c", "ATTACH", {"stream_id": 1, "received": 1})
-    assert [kind for kind, _ in bench.to_worker("b")] == ["ATTACH"], "the refused client gets all"
+    assert [kind for kind, _ in bench.to_worker("b")] == ["ATTACH"], "the worker must answer"
 
 
 @pytest.mark.parametrize("answered", [False, True])

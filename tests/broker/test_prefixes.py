@@ -1,4 +1,5 @@
-"""A request is sent to a worker whose cache has the beginning of the request's prompt."""
+"""A request is sent to a worker whose cache has the beginning of the request's prompt, unless this
+worker has much more load than another."""
 
 from __future__ import annotations
 

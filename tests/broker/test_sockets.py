@@ -1,5 +1,5 @@
 """Misbehaving clients at a real broker and worker: only the client that misbehaves receives an
-error."""
+error. Streams continue if workers vanish or stop."""
 
 from __future__ import annotations
 

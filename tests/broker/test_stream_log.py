@@ -60,7 +60,8 @@ def test_a_request_begins_between_messages_of_equal_layout() -> None:
 
 
 def test_more_than_there_is_memory_for_goes_through_it() -> None:
-    """The oldest segments are reused first, whether or not a request still needs their entries."""
+    """When the buffer is full, its oldest messages are distributed to the journals, and their
+    segments are reused. No entry of a live request is lost."""
     world = World(1, sessions=2)
     kept, other = world.logs
     kept.begin(1, 1, 10)
