@@ -12,7 +12,7 @@ KINDS = ("broker", "gpu", "controller", "python", "state", "gateway", "door", "g
 a controller worker, and ``zygote`` is the parent of these processes."""
 MAX_STOP_S = 8.0
 """Maximum number of seconds for which a process is stopped. It is longer than a lease, and shorter
-than the time that a session waits for its client."""
+than the silence after which the broker cancels the requests of a client."""
 
 
 @dataclass(frozen=True)
