@@ -249,7 +249,7 @@ def test_closing_the_client_ends_its_streams(bus: Bus, client: Client) -> None:
     other.close()
     with pytest.raises(ConnectionLostError, match="closed"):
         list(iter_entries)
-    until(lambda: idle(client), WAIT_S, "its streams ended")
+    until(lambda: idle(client), WAIT_S, "the end of its streams")
     with pytest.raises(RuntimeError, match="closed"):
         other.generate(PROMPT)
 

@@ -1,4 +1,5 @@
-"""Embeddings, reranking and scores of a decoder and of an encoder equal those of transformers."""
+"""Embeddings of a decoder and of an encoder equal those of transformers. Reranking and scores
+compare embeddings."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def events(response: httpx.Response) -> Iterator[str]:
 def test_a_draining_gateway_is_not_ready_and_finishes_what_runs(steered: Bus) -> None:
     door = steered.start_gateway()
     # A gateway that was probed does not close its port before a probe has received a 503.
-    until(lambda: get(door, "/ready")[0] == 200, 300.0, "it is ready")
+    until(lambda: get(door, "/ready")[0] == 200, 300.0, "a gateway that is ready")
     with httpx.stream(
         "POST", f"{door.url}/v1/completions", json=body(150, stream=True), timeout=120.0
     ) as response:

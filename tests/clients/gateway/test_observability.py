@@ -156,7 +156,7 @@ def test_every_metric_is_served_and_two_gateways_show_the_same(
         }
 
     until(lambda: not missing(), 300.0, lambda: f"metrics: {missing()}")
-    until(lambda: shared(scrape(door)) == shared(scrape(other)), 300.0, "the same numbers")
+    until(lambda: shared(scrape(door)) == shared(scrape(other)), 300.0, "equal metrics")
     assert total(scrape(door), "errors_total") >= 2
 
 

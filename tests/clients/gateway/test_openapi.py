@@ -1,5 +1,5 @@
-"""The OpenAPI document is valid and complete. No request gets a status of 500, whether the document
-allows the request or not."""
+"""The OpenAPI document is valid and complete. No request gets a status of 500 or more, whether the
+document allows the request or not. Only ``/ready`` and ``/health`` may answer 503."""
 
 from __future__ import annotations
 
@@ -134,7 +134,8 @@ def test_no_request_makes_the_gateway_fail(gateway: Gateway, schema: OpenApiSche
 
 
 def try_cases(cases: st.SearchStrategy[Case], client: httpx.Client) -> None:
-    """Sends random requests, and checks that none gets a status of 500 or more."""
+    """Sends random requests, and checks that none gets a status of 500 or more, except a 503 of
+    ``/ready`` or ``/health``."""
 
     @settings(
         max_examples=examples(8),
