@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1_000_000, help="inputs to try")
     parser.add_argument("--seed", type=int, default=1, help="seed of the mutations")
     parser.add_argument("--input", type=Path, help="try only the input in this file")
-    parser.add_argument("--fast", action="store_true", help="mutate the corpora, unguided")
+    parser.add_argument("--fast", action="store_true", help="mutate the corpora, without coverage")
     given = parser.parse_args()
     logging.disable(logging.CRITICAL)
     target = _target(given.target, guided=not given.fast and given.input is None)

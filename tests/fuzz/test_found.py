@@ -1,4 +1,4 @@
-"""Defects that fuzzing has found, each with the smallest input that failed."""
+"""Defects that fuzzing has found, each with a short input or sequence of messages that failed."""
 
 from __future__ import annotations
 
