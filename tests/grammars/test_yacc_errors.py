@@ -1,4 +1,5 @@
-"""The error for a wrong grammar has the line, the column and the expected symbols."""
+"""The error for a wrong grammar has the line and the column of the fault, and names the fault. A
+grammar that is too large is refused within the bounds."""
 
 from __future__ import annotations
 
