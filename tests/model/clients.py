@@ -60,7 +60,7 @@ class Reader:
             return
         pos = self.next[seq]
         right = entry_at(self.request, seq, pos)
-        assert entry.pos == pos, f"token {pos} of sequence {seq} is next, and {entry.pos} came"
+        assert entry.pos == pos, f"expected token {pos} of sequence {seq}, not {entry.pos}"
         assert entry.token == right.token
         assert entry.logprob == right.logprob
         assert entry.logs == right.logs
@@ -69,7 +69,7 @@ class Reader:
         if entry.finish_reason is not None:
             self.ended.add(seq)
             left = len(self.next) - len(self.ended)
-            assert entry.live == left, f"{left} sequences are left, and the entry says {entry.live}"
+            assert entry.live == left, f"{left} sequences are left, but live is {entry.live}"
 
     def _end(self, error: TokenbusError | None) -> None:
         self.over = True
