@@ -1,4 +1,4 @@
-"""The entries of a TOKEN are the same after conversion to columns and back."""
+"""The entries of each stream in a TOKEN are the same after conversion to columns and back."""
 
 from __future__ import annotations
 
