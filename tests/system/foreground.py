@@ -72,7 +72,7 @@ class Foreground:
         until(
             lambda: "ready" in self.output or self.process.poll() is not None,
             seconds,
-            f"ready; it printed {self.output!r}",
+            f"a system that is ready; the command printed {self.output!r}",
         )
         assert self.process.poll() is None, self.output + self.logs
 

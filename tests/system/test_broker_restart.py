@@ -138,7 +138,7 @@ def test_streams_outlive_a_broker_that_is_stopped_for_a_while(system: Bus) -> No
             next(iter(stream))
         system.broker.send(signal.SIGSTOP)
         try:
-            until(lambda: "is silent" in system.workers[0].log, 300.0, "the worker notices")
+            until(lambda: "is silent" in system.workers[0].log, 300.0, "a silent broker")
         finally:
             system.broker.send(signal.SIGCONT)
         assert [content(stream) for stream in streams] == reference

@@ -1,4 +1,5 @@
-"""Commands to a supervisord that does not answer."""
+"""Commands to a supervisord that does not answer, a second system in a run directory, and the exits
+of processes."""
 
 from __future__ import annotations
 

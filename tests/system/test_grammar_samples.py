@@ -202,7 +202,7 @@ def judge_c(text: str) -> None:
     """
     tree = C.parse(plain_c(preprocessed(text)).encode())
     if tree.root_node.has_error:
-        raise SyntaxError(f"an error or something missing: {tree.root_node}")
+        raise SyntaxError(f"a syntax error or a missing part: {tree.root_node}")
 
 
 JUDGES: dict[str, Callable[[str], None]] = {
@@ -240,7 +240,7 @@ def test_what_ends_by_itself_is_taken_by_another_parser(name: str, steered: Bus)
             JUDGES[name](text)
         except Exception as error:
             refused.append((text, error))
-    assert not refused, f"{len(refused)} of {len(ended)}, the first: {refused[0]}"
+    assert not refused, f"{len(refused)} of {len(ended)} refused: {refused[0]}"
     assert len(ended) >= SAMPLES / 2
 
 

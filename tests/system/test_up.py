@@ -240,7 +240,7 @@ def test_a_killed_worker_and_a_killed_broker_come_back(start: Start) -> None:
         until(lambda: len(workers() - before) == 3, 120.0, "all workers are there again")
         names = ("gpu-worker-0", "controller-worker-0", "state-worker-0")
         lines = [f"{name}: killed by SIGKILL; it will be restarted\n" for name in names]
-        until(lambda: all(line in system.output for line in lines), 60.0, "reports of the kills")
+        until(lambda: all(line in system.output for line in lines), 60.0, "output about each kill")
         assert client.generate("import ", **STEERED).text() in ("os", "sys")
         os.kill(broker, signal.SIGKILL)
         assert client.generate("import ", **STEERED).text() in ("os", "sys")
