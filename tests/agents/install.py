@@ -20,7 +20,7 @@ LISTS = Path(__file__).parent / "environments"
 client."""
 FOLDER = Path(__file__).parents[2] / "build" / "clients"
 INSTALL_S = 900.0
-"""Time limit of one installation, in seconds. It only bounds a hang."""
+"""Time limit of one installation, in seconds. Only a hang reaches this limit."""
 
 
 def names() -> list[str]:

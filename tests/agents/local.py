@@ -21,7 +21,7 @@ from .install import FOLDER
 
 PROGRAMS = Path(__file__).parent / "programs"
 RUN_S = 600.0
-"""Time limit of a client's run, in seconds. It only bounds a hang."""
+"""Time limit of a client's run, in seconds. Only a hang reaches this limit."""
 QUESTIONS = [f"Question {number}?" for number in range(5)]
 INTERRUPTED = 2
 """Index of the question during whose answer the client is interrupted."""

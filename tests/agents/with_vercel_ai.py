@@ -1,4 +1,5 @@
-"""Conversations with the package ``ai`` through each of its providers, and its recipe."""
+"""Conversations with the package ``ai`` through several providers, and the recipe for this
+package."""
 
 from __future__ import annotations
 

@@ -62,6 +62,6 @@ async def main(url: str) -> None:
 
 
 if __name__ == "__main__":
-    # LMQL's client warns about messages that it does not understand.
+    # LMQL's client warns about messages that it does not understand. Here, a warning is an error.
     warnings.simplefilter("error")
     asyncio.run(main(sys.argv[1]))

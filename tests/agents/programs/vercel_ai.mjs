@@ -1,4 +1,4 @@
-// Holds a conversation with the ai package and each of its providers.
+// Holds a conversation with the ai package through each of several providers.
 
 import assert from "node:assert";
 import { createAnthropic } from "@ai-sdk/anthropic";
