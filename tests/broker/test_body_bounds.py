@@ -1,4 +1,4 @@
-"""The broker refuses bodies that would take long to decode before it decodes them."""
+"""Before the broker decodes a body, it refuses the body if decoding would take long."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Buffers of a session: they are stored, requests name them, and their number is bounded. A
-``save`` that does not fit is refused."""
+"""Buffers of a session: they are stored, requests name them, and their number and size are bounded.
+A ``save`` that does not fit is refused."""
 
 from __future__ import annotations
 

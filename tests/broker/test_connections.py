@@ -78,8 +78,8 @@ def test_a_connection_with_the_routing_id_of_a_closed_one_gets_a_session_of_its_
 
 
 def test_a_session_has_no_connection_once_that_has_closed(broker: Broker) -> None:
-    # Otherwise an attacker's silent connection with this routing id would receive the session's
-    # tokens.
+    # If the session kept its connection, an attacker's silent connection with this routing id would
+    # receive the session's tokens.
     server, (key, _) = broker
     victim = RawPeer(server.front_endpoint, key)
     session_token(victim)

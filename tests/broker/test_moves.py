@@ -493,8 +493,8 @@ def test_a_request_that_kills_its_workers_is_quarantined_after_three_deaths(benc
 
 
 def test_two_deaths_by_chance_put_a_request_on_trial_only(bench: Bench) -> None:
-    """The request's third worker survives, or has a new token of the request before the worker
-    dies."""
+    """The request's third worker samples a new token before it dies, so the count of deaths begins
+    again."""
     bench.worker("a")
     header = begun(bench, "a")
     for lost, following in ("ab", "bd"):

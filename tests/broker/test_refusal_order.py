@@ -1,4 +1,5 @@
-"""The reason for a refused connection, for each order in which the broker's answer may arrive."""
+"""The reason for a refused connection, for each order in which the broker's mechanism, its refusal
+and the end of the connection may arrive."""
 
 from __future__ import annotations
 

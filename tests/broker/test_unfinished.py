@@ -61,7 +61,8 @@ class ByHand:
         return True
 
     def wait_for_close(self) -> None:
-        """Waits until the broker has closed the connection. Raises TimeoutError."""
+        """Waits until the broker has closed the connection. Raises TimeoutError after
+        ``WAIT_MS``."""
         try:
             while self.socket.recv(4096):
                 pass
