@@ -41,7 +41,8 @@ class Move:
     """Seconds without new entries at the client, from the last entry before the notice to the first
     entry after it."""
     noticed_s: float
-    """The pause in the notice, which does not include the time until the loss was detected."""
+    """The pause that the notice reports, in seconds. It does not include the time until the loss
+    was detected."""
 
 
 @dataclass

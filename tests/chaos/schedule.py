@@ -22,7 +22,8 @@ class Blow:
     number: int
     kind: str
     which: int
-    """The number of the process within its kind, modulo the number of such processes."""
+    """A number that chooses the process: its index is this number modulo the number of processes of
+    the kind."""
     stop_s: float | None
     """Seconds for which the process is stopped; None if the process is killed."""
 

@@ -20,7 +20,7 @@ from . import python_controllers
 from .schedule import Blow
 
 START_S = 300.0
-"""Maximum time until all workers have registered, in seconds. It only bounds a hang."""
+"""Maximum time until all workers have registered, in seconds. Only a hang reaches this limit."""
 LOOK_S = 0.02
 SETTINGS: dict[str, object] = {
     "kv_cache_bytes": 96 * 2**20,

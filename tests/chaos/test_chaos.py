@@ -1,6 +1,6 @@
 """Runs streams of every kind while a process is killed or stopped every two seconds. Each stream
-must have the tokens, texts, logs, storage and finish reasons of an undisturbed run, and must not be
-sent again. ``make chaos`` runs for a chosen time."""
+must have the tokens, texts, logs, storage and finish reasons of an undisturbed run, and may be sent
+again only after the death of a broker. ``make chaos`` runs for a chosen time."""
 
 from __future__ import annotations
 
