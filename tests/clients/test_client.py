@@ -62,7 +62,7 @@ def test_tokens_stream_and_their_texts_make_the_text(client: Client) -> None:
 
 @pytest.mark.process
 def test_a_program_without_a_system_prints_the_remedy_while_it_waits() -> None:
-    """Runs the program of the README, which does not configure logging."""
+    """Runs the program of the README. This program does not configure logging."""
     front = f"tcp://127.0.0.1:{free_port()}"
     program = (
         f"from tokenbus.clients import Client\n"
@@ -577,7 +577,7 @@ def test_a_thousand_streams_of_ten_processes_are_all_complete(bus: Bus, client: 
     for streams in got.values():
         assert len(streams) == STREAMS
         assert all(positions == list(range(TOKENS)) for positions, _ in streams)
-    # A stream that runs alone has the same tokens as among the other streams.
+    # A stream has the same tokens if it runs alone.
     for number, i in ((0, 0), (4, 50), (9, 99)):
         alone = client.generate(
             [5 + number, 6 + i], max_tokens=TOKENS, temperature=1.0, seed=i, ignore_eos=True

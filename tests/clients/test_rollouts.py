@@ -21,7 +21,7 @@ pytestmark = pytest.mark.process
 WAITS = "embedded gets version 2 from another worker"
 """A part of the log of a worker that waits for the current weights."""
 WAIT_S = 300.0
-"""Time limit of a wait, in seconds. It only bounds a hang."""
+"""Time limit of a wait, in seconds. Only a hang reaches this limit."""
 
 
 def versions(client: Client) -> list[int]:

@@ -114,7 +114,7 @@ def test_on_a_terminal_it_redraws_until_ctrl_c(bus: Bus) -> None:
         while piece := os.read(ours, 65_536):
             shown += piece
     assert process.wait(300.0) == 130
-    assert shown.startswith(b"\x1b[?1049h")  # It opens the alternate screen, and closes it.
+    assert shown.startswith(b"\x1b[?1049h")  # The command opens and closes the alternate screen.
     assert b"\x1b[?1049l" in shown
     assert b"Ctrl-C: end" in shown
 

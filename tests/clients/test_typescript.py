@@ -1,4 +1,5 @@
-"""The TypeScript client has current messages and strict types, and passes its own tests."""
+"""The TypeScript client has the message types of ``protocol/``, has no type ``any``, and passes its
+own tests."""
 
 from __future__ import annotations
 

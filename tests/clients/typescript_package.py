@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "clients" / "typescript"
 COPY = ROOT / "build" / "typescript"
 LIMIT_S = 500.0
-"""Time limit of a command, in seconds. It only bounds a hang."""
+"""Time limit of a command, in seconds. Only a hang reaches this limit."""
 
 needs_node = pytest.mark.skipif(
     not (shutil.which("node") and shutil.which("npm")),

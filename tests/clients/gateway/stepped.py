@@ -26,7 +26,7 @@ from tokenbus.workers.bus import Bus, FromBus
 from tokenbus.workers.gpu import embedded
 
 WAIT_S = 120.0
-"""Time limit for the arrival of a message, in seconds. It only bounds a hang."""
+"""Time limit for the arrival of a message, in seconds. Only a hang reaches this limit."""
 
 
 def encoding_to(header: Header) -> Encoding:

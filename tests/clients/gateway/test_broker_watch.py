@@ -20,7 +20,7 @@ from tokenbus.protocol.messages import PROTOCOL_VERSION, Pong, Welcome
 from tokenbus.protocol.settings import Settings
 
 BOUND_S = 120.0
-"""Time limit of a wait, in seconds. It only bounds a hang."""
+"""Time limit of a wait, in seconds. Only a hang reaches this limit."""
 
 
 class Broker:

@@ -22,7 +22,7 @@ from ...workers.gpu.changed_weights import write_embedded
 pytestmark = pytest.mark.process
 
 WAIT_S = 300.0
-"""Time limit of a wait, in seconds. It only bounds a hang."""
+"""Time limit of a wait, in seconds. Only a hang reaches this limit."""
 ORDINARY, TRAINER = new_key(), new_key()
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/pause", {}),
