@@ -46,7 +46,7 @@ RECORD = 36
 RESULTS = 256
 """The address at which the guest's functions find their results."""
 BLOCK = 512
-"""The address of the block of the native ABI, which texts in JSON follow."""
+"""The address of the call block of the native ABI. Texts in JSON follow this block."""
 MAX_CALLS = 24
 JSON = (
     b"{}",
