@@ -20,7 +20,7 @@ from .prose import of_file
 ROOT = Path(__file__).parents[2]
 CEILINGS = Path(__file__).with_name("ceilings.json")
 GOALS = {"openings": 20, "dialect": 10, "long": 100}
-"""Target for the number of sentences of each kind in all folders."""
+"""Target for the number of sentences of each kind in all folders together."""
 MAX_WORDS = 32
 MAX_DOCS_WORDS = 40_000
 """Maximum number of words in all pages of ``docs/``, including tables and examples."""
