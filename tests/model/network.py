@@ -3,8 +3,8 @@ die.
 
 As with ZeroMQ, the messages of a connection arrive in order or not at all. If a connection breaks,
 its socket opens another one with another routing id, and does not notify its owner. The broker
-notices the break when it sends to the old routing id. It also notices a break during a stop of the
-broker when it continues.
+notices the break when it sends to the old routing id. If a connection breaks while the broker is
+stopped, the broker notices the break when it continues.
 """
 
 from __future__ import annotations
