@@ -1,5 +1,5 @@
-"""A dialogue in which every process dies: the program receives each input once, and the client sees
-the messages and tokens of an undisturbed run."""
+"""A dialogue in which a process of each role dies: the program receives each input once, and the
+client sees the messages and tokens of an undisturbed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Two machines with real workers, each with a folder of modules, and two tenants with keys."""
+"""Controller workers of two machines, each machine with its own folder of modules, and two tenants
+with keys. In these tests, all processes run on this machine."""
 
 from __future__ import annotations
 

@@ -106,8 +106,8 @@ def test_a_wall_clock_that_jumps_an_hour_and_back_changes_nothing(system: System
 
 @contextlib.contextmanager
 def connections(address: str, count: int) -> Iterator[None]:
-    """Opens ``count`` connections to an address, on which nothing is sent, for the ``with``
-    block."""
+    """For the ``with`` block, opens ``count`` connections to an address, and sends nothing on
+    them."""
     place = urlsplit(address)
     with contextlib.ExitStack() as stack:
         for _ in range(count):

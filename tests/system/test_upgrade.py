@@ -18,8 +18,8 @@ from .conftest import ROOT
 pytestmark = pytest.mark.process
 
 WITHOUT_A_TAG = "2e1e3d5018301e9b1155f0f9196b508495015c2e"
-"""The commit that is used as the earlier release if no release has a tag. It is from before
-CHANGELOG.md began."""
+"""The commit that is used as the earlier release if no release has a tag. This commit is older than
+CHANGELOG.md."""
 OPTIONS: GenerateOptions = {"max_tokens": 20, "ignore_eos": True, "retry_s": 300}
 LONG: GenerateOptions = {"n": 4, "max_tokens": 300, "ignore_eos": True, "retry_s": 0}
 STEERED: GenerateOptions = {
