@@ -143,7 +143,7 @@ def test_a_refusal_says_when_as_fast_as_the_queue_was_served() -> None:
     bench.worker("a", capacity=1)
     for number in range(8):
         fill(bench, f"c{number}", 1)
-    # Before the first request was served, the broker cannot estimate the wait.
+    # Until a first request has been served, the broker cannot estimate the wait.
     [(_, error)] = bench.client("x", "GENERATE", generate(1))
     assert (error["code"], error["retry_after_s"]) == ("queue_full", RETRY_AFTER_S)
     for number in range(20):
