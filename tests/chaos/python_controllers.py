@@ -77,7 +77,7 @@ class Pair(tb.Controller):
 
 
 async def survey(ctx: tb.Context) -> None:
-    """Generates several answers in a sequence, backtracks if an age is odd, and writes two of the
+    """Generates several answers in a sequence, backtracks if the age is odd, and writes two of the
     answers to a variable."""
     await ctx.fixed(" name: ")
     name = await ctx.gen(regex="[A-Z][a-z]{3,9}")
