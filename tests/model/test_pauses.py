@@ -1,5 +1,6 @@
 """The pauses of streams when a process stops for a while, in simulated time. A stream pauses at
-most for as long as the process was stopped, or as the broker needs to notice it."""
+most ``MOVE_S`` longer than the process was stopped. If the process is a worker, the stream also
+pauses at most ``MOVE_S`` longer than a lease."""
 
 from __future__ import annotations
 
