@@ -42,7 +42,8 @@ def faulty(fault: Fault, folder: Path) -> Path:
 
 
 def found(fault: Fault) -> tuple[bool, str]:
-    """Whether the tests find a fault, and the first test that fails."""
+    """Whether the tests find a fault, and the first test that fails, or the end of the output if no
+    test fails."""
     with tempfile.TemporaryDirectory() as folder:
         copy = faulty(fault, Path(folder))
         options = (
