@@ -22,8 +22,8 @@ pytestmark = pytest.mark.process
 CUT_S = 20.0
 DELAY_S, LOSS = 0.1, 0.01
 DRAWN: dict[str, Any] = {"temperature": 1.0, "top_k": 20, "seed": 7, "ignore_eos": True}
-"""Options of sampled streams. Their prompts have few tokens, because the last bits of logits depend
-on the shape of the batch."""
+"""Options of sampled streams. Only 20 tokens can be sampled at each position, so that the last bits
+of logits, which depend on the shape of the batch, rarely decide between two tokens."""
 STEERED = {"text": False, "retry_s": 0}
 """Options of streams with controllers. A step of such a stream takes four times the link's delay,
 and more if the controller uses variables."""
