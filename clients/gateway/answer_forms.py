@@ -194,8 +194,8 @@ def structure_of(family: Family, wanted: Wanted) -> Structure:
 
 
 class _Building:
-    """Builds a structure for all families except gpt-oss. Its phases are the beginning, the text
-    after thinking, the text after a call, the end, and the empty line between thinking and a
+    """Builds a structure for all families except gpt-oss. Its phases are the beginning, the answer
+    after thinking, the part after a call, the end, and the empty line between thinking and a
     constrained text."""
 
     BEGIN, ANSWER, CALLED, END, SPACED = range(5)

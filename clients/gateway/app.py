@@ -113,7 +113,8 @@ async def _tokenbus_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Answers a request for an unknown path, or with a method that the path does not accept."""
+    """Answers a request that Starlette refuses, for example because its path is unknown or the path
+    does not accept its method."""
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     path = request.url.path

@@ -16,7 +16,8 @@ from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 MAX_EARLY_CHARS = 65_536
-"""``Arrivals.during`` stops receiving when the unread messages have this number of characters."""
+"""``Arrivals.during`` stops receiving when the unread text messages have this number of characters
+or more."""
 MAX_EARLY = 64
 """``Arrivals.during`` stops receiving when this number of messages is unread."""
 NO_STATUS = 1005

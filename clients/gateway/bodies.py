@@ -33,7 +33,8 @@ MAX_CONTAINERS = 65_536
 number."""
 _STRUCTURE = b",[{"
 """Outside strings, one of these characters precedes each element of a list and each field of an
-object. Counting the characters therefore counts the values."""
+object. Counting the characters therefore counts the values; an empty list or object counts twice.
+"""
 
 
 class Body(Struct, kw_only=True):
@@ -46,8 +47,8 @@ B = TypeVar("B", bound=Body)
 
 async def read_bytes(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
     """The body of a request, decompressed. Raises ApiError 413 if the body is longer than ``limit``
-    bytes, and 415 if its encoding is unknown. Raises UnavailableError if the gateway's or the
-    user's memory for bodies is used up."""
+    bytes, 415 if its encoding is unknown, and 400 if it is incomplete or not valid gzip. Raises
+    UnavailableError if the gateway's or the user's memory for bodies is used up."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(int(declared), limit)
@@ -95,8 +96,9 @@ async def read_body(request: Request, kind: type[B], ignored: Ignored | None = N
     """The JSON body of a request as a ``kind``. ``ignored`` receives the names of fields that have
     no effect. If ``ignored`` is None, unknown fields are refused.
 
-    Raises ApiError 415 if the content type is not JSON, 413 if the body is too large, and 400 if
-    the body is not a valid ``kind``. The error 400 has the path of the faulty field.
+    Raises ApiError 415 if the content type is not JSON, 413 if the body is too large or has too
+    many values, and 400 if the body is not a valid ``kind``. The error 400 has the path of a faulty
+    field.
     """
     check_json(request)
     return await decode_in_turn(gateway_of(request), await read_bytes(request), kind, ignored)

@@ -19,7 +19,7 @@ PAGE = "index.html"
 
 
 def routes() -> list[BaseRoute]:
-    """The routes ``/console``, and ``/console/NAME`` for each file."""
+    """The routes ``/console`` and ``/console/``, and ``/console/NAME`` for each file."""
     return [
         Route("/console", serve_file(FOLDER / PAGE)),
         Route("/console/", _to_page),

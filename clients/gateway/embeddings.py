@@ -1,4 +1,5 @@
-"""Computes the vectors of texts for ``/v1/embeddings``, ``/v1/rerank`` and ``/score``."""
+"""Computes the vectors of texts, for OpenAI's and Ollama's embeddings, and for ``/rerank`` and
+``/score``."""
 
 from __future__ import annotations
 
@@ -96,9 +97,8 @@ async def _ids(model: ServedModel, place: str, text: str | list[int]) -> list[in
 async def vectors(
     gateway: Gateway, model: ServedModel, texts: Texts, pooling: Pooling | None
 ) -> list[array[float]]:
-    """A vector of length 1 for each text, in the order of the texts. The vectors count towards the
-    user's share of the memory until the end of the request. Raises ApiError and
-    UnavailableError."""
+    """A unit vector for each text, in the order of the texts. The vectors count towards the user's
+    share of the memory until the end of the request. Raises ApiError and UnavailableError."""
     options: EmbedOptions = {"model": model.name}
     if pooling is not None:
         options["pooling"] = pooling
@@ -156,7 +156,7 @@ def _scaled(part: array[float]) -> array[float]:
 
 
 async def similarities(pairs: Iterable[tuple[array[float], array[float]]]) -> list[float]:
-    """The cosine of each pair of vectors of length 1."""
+    """The cosine of the angle between the two unit vectors of each pair."""
     return await in_turns(pairs, lambda pair: math.fsum(map(mul, *pair)))
 
 

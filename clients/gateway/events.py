@@ -1,4 +1,5 @@
-"""Sends server-sent events. If the HTTP client disconnects, the stream on the bus is cancelled."""
+"""Sends server-sent events. If the HTTP client disconnects, the stream on the bus is closed:
+cancelled, or left to a repeated request (``idempotency.py``)."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class EventStream(Response):
     """An answer that sends the events from the generator ``events``, which yields one or several
     whole events at a time.
 
-    When the client disconnects, the generator is cancelled and closed, which cancels the stream
-    that it reads. While the client does not read, the generator waits.
+    When the client disconnects, the generator is cancelled and closed, which closes the stream that
+    it reads. While the client does not read, the generator waits.
     """
 
     media_type = "text/event-stream"

@@ -67,8 +67,7 @@ def sampling_of(
     seed: int | None = None,
     min_tokens: int | None = None,
 ) -> GenerateOptions:
-    """The options that change the distribution from which the next token is sampled. Fields that
-    are missing or have no effect are left out."""
+    """The sampling options for these fields. Fields that are None are left out."""
     options: GenerateOptions = {}
     if min_p:
         options["min_p"] = min_p

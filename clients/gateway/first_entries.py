@@ -18,9 +18,9 @@ async def first_entries(
 ) -> list[Token]:
     """The first entries of the stream that answers ``request``.
 
-    Raises TokenbusError if the stream fails before its first token, unless the error's code is in
-    ``shown``: the body of the answer reports such errors. Raises ClientDisconnect if the client
-    disconnects. If an error is raised, the stream is closed.
+    Raises TokenbusError if the bus refuses the request, or if the first entry is an error whose
+    code is not in ``shown``: the body of the answer reports errors with these codes. Raises
+    ClientDisconnect if the client disconnects. If an error is raised, the stream is closed.
     """
     try:
         first = await unless_disconnected(request.receive, stream.arrived())

@@ -46,7 +46,7 @@ class BoundedHttp(HttpToolsProtocol):
     """Maximum number of connections of one process, including WebSockets."""
 
     _head_bytes = 0
-    """Number of bytes in the headers and trailers of the current request."""
+    """Number of bytes in the headers and trailers of the current request, with ``HEADER_COST``."""
     _unfinished_bytes = 0
     """Number of received bytes of an incomplete first line or header."""
     _finished = False
@@ -208,7 +208,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Called when the client has read nearly all of the buffered answer."""
+        """Called when the client has read most of the buffered answer."""
         self._read_again()
         super().resume_writing()
 

@@ -10,7 +10,7 @@ need state from the first gateway. If a client sends the key of another user, th
 computes a different token.
 
 If the broker does not have the stream any more, the request runs again. If the request has no seed,
-a seed is computed like the session's token, so that the repetition generates the same tokens.
+a seed is computed like the session's token, so that the repetition has the same seed.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ KEY = re.compile(r'"?[!#-~]{1,256}"?')
 """A valid key: visible characters. The quotes, which the draft requires, may be left out."""
 EVENT_ID = re.compile(r"[0-9]{1,15}")
 MAX_NAMED = 256
-"""Maximum number of named requests of a gateway that have their own session and thread. Further
-named requests use the shared session, and run again if they are repeated."""
+"""Maximum number of named requests of a gateway that have their own session and thread. Each user
+may have a share of this number (``fits_share``). Further named requests use the shared session, and
+run again if they are repeated."""
 STREAM_BITS, TRY_BITS = 12, 8
 """A stream id has three fields. The lowest ``TRY_BITS`` bits count how often the gateway has sent
 the stream's request again (``Call.base``). The next ``STREAM_BITS`` bits are the number of the
@@ -102,9 +103,10 @@ class NamedRequest:
 
     def client(self, make: Callable[[str], NamedClient]) -> NamedClient | None:
         """The bus client of the request's session, which ``make`` creates from the token at the
-        first call. None if this gateway has the maximum number of such clients.
+        first call. None if this gateway or the user has the maximum number of such clients.
 
-        Raises ApiError 409 if this gateway serves a request with the same key and another body.
+        Raises ApiError 409 if this gateway serves a request with the same key, but another path or
+        body.
         """
         if self._client is None and self._rooms.enter(self.token, self.base, self._user):
             try:
@@ -145,7 +147,8 @@ class NamedRequests:
 
     @cached_property
     def secret(self) -> bytes:
-        """The secret that the gateways of a system share."""
+        """The secret that the gateways of a system share. If the shared secret cannot be read, a
+        random secret of this process."""
         try:
             return _secret(self._settings)
         except OSError as error:
@@ -176,7 +179,7 @@ class NamedRequests:
     def enter(self, token: str, base: int, user: str) -> bool:
         """Adds a request of ``user`` with its own session. Returns False if too many such requests
         are open; the request then has to use the shared session. Raises ApiError 409 if the key is
-        in use for another request."""
+        in use for another path or body."""
         other, count = self._open.get(token, (base, 0))
         if other != base:
             raise reused()
@@ -284,7 +287,7 @@ class NumberedEvents:
 
 
 def reused() -> ApiError:
-    """The error for a key that was used for another body."""
+    """The error for a key that was used for another path or body."""
     return ApiError(
         409,
         f"this {HEADER} was already used for a request with another path or body; use a new key "

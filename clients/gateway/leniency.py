@@ -74,8 +74,8 @@ _ANTHROPIC = {
 """Fields of Anthropic's interface. ``cache_control`` has no effect, because prefixes are always
 cached."""
 WITHOUT_EFFECT = frozenset(_OPENAI | _SENT_BACK | _ANTHROPIC)
-"""Fields of other servers that never change an answer of this gateway. ``strict_fields`` accepts
-them."""
+"""Fields of other servers. If the struct of a body does not declare such a field, the field does
+not change the answer, and ``strict_fields`` accepts it."""
 CHANGES_ANSWER = {
     "prompt": "prompts are not stored; send the messages",
     "prompt_embeds": "prompts are text or token ids",

@@ -1,7 +1,7 @@
 """Lets the successor of a gateway start before the gateway's last stream has ended.
 
-supervisord starts the successor when the gateway's process has exited. This process therefore only
-starts a child process, which serves the requests, and waits for it. On SIGUSR2 the child stops
+supervisord starts the successor when the process that it started has exited. That process therefore
+only starts a child process, which serves the requests, and waits for it. On SIGUSR2 the child stops
 listening and the parent exits; the successor then listens on the same port, and the child finishes
 its streams within ``linger_s``. On SIGTERM both processes end within ``drain_s``.
 """
@@ -29,8 +29,8 @@ class Leaving:
         self._end_with_parent(signal.SIGKILL)
 
     def leave(self) -> None:
-        """Makes the parent exit, and this process continue without its parent. If the parent ended
-        earlier, this process would be killed."""
+        """Makes the parent exit, and this process continue without its parent. Until this call, the
+        end of the parent kills this process."""
         self._end_with_parent(0)
         # Signals to the process group of the successor must not reach this process.
         os.setsid()
@@ -49,9 +49,9 @@ class Leaving:
 
 def run(serve: Callable[[Leaving], int]) -> int:
     """Runs ``serve`` in a child process. In the child, this function returns the result of
-    ``serve``. In the parent, it waits until the child ends and returns the child's exit code, or
-    until the child calls ``Leaving.leave`` and returns 0. Must be called before the first thread
-    starts."""
+    ``serve``. In the parent, it returns 0 when the child calls ``Leaving.leave``, or the child's
+    exit code when the child ends (128 plus the signal's number if a signal has ended the child).
+    Must be called before the first thread starts."""
     reader, writer = os.pipe()
     parent = os.getpid()
     serving = os.fork()

@@ -21,7 +21,7 @@ from .token_bytes import bytes_of, decoders
 from .tokenization import Tokenization
 
 FRESH_S = 10.0
-"""Time after which a model's description is requested again, in seconds."""
+"""Age in seconds from which a model's cached description is requested again before it is used."""
 SHORT_TEXT = 4096
 """Maximum length of a text, in characters or tokens, that is encoded or decoded in the event
 loop."""
@@ -69,8 +69,8 @@ class ServedModel:
 
     async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of ``text``. A long text is encoded on a thread. Before a short text is
-        encoded, the event loop serves other requests. Raises RequestError if the text is too long
-        for the model."""
+        encoded, the event loop serves other requests. Raises RequestError if a text of more than
+        ``SHORT_TEXT`` characters is too long for the model."""
         if len(text) <= SHORT_TEXT:
             await asyncio.sleep(0)
             return self.encode(text, special=special)

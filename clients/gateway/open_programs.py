@@ -56,8 +56,8 @@ class OpenPrograms:
         running.streams.append(stream)
 
     def stream(self, id: str) -> AsyncStream:
-        """The stream of the current task's user whose request has this id. Raises ApiError 404 if
-        the user has no such stream, and 409 if the user has several."""
+        """The stream, with a controller, of the request that has this id and the current task's
+        user. Raises ApiError 404 if there is no such stream, and 409 if there are several."""
         who = current_user.get(), _tenant()
         own = [one for one in self._running.get(id, ()) if (one.user, one.tenant) == who]
         streams = [stream for one in own for stream in one.streams]

@@ -15,8 +15,8 @@ from ...protocol.errors import Code, RequestError
 from ...protocol.messages import CLIENT_MESSAGES, StreamId
 
 ANSWERED = CLIENT_MESSAGES.keys() - {b"HELLO", b"CANCEL", b"INPUT", b"BUFFER", b"PING", b"BYE"}
-"""Types of client messages that begin or resume a stream. The answer has the message's
-``stream_id``."""
+"""Types of client messages that are answered under their ``stream_id``, with a stream or with one
+message."""
 
 
 _ENDS = re.compile(rb'finish_reason(?:":"|[\xa0-\xbf])')

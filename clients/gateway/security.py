@@ -18,7 +18,7 @@ from .turns import current_tenant, current_user
 OPEN_PATHS = frozenset({"/live", "/ready"})
 """Paths that need no API key, because the probes of a cluster do not have a key."""
 SUBPROTOCOL = "tokenbus"
-"""The WebSocket subprotocol that a browser sends together with its key, as ``key.<KEY>``."""
+"""The WebSocket subprotocol that a browser sends together with the subprotocol ``key.<KEY>``."""
 
 
 class RequireKey:

@@ -82,10 +82,11 @@ def listen(settings: Settings) -> socket.socket:
 class GatewayServer(uvicorn.Server):
     """Serves ``app`` until SIGTERM or SIGINT, then finishes the running requests.
 
-    After the first signal, ``/ready`` answers 503. If a load balancer polls ``/ready``, connections
-    are accepted until the load balancer has received the 503, so that it does not send requests to
-    a closed port. SIGUSR2 has the same effect as SIGTERM, except that a successor takes over the
-    port, and this process has more time to finish its requests (``lingering.py``).
+    After the first signal, ``/ready`` answers 503. If a load balancer polls ``/ready`` and only
+    this gateway listens on the port, connections are accepted until the load balancer has received
+    the 503, or for ``READY_SEEN_S``, so that it does not send requests to a closed port. SIGUSR2
+    has the same effect as SIGTERM, except that a successor takes over the port, and this process
+    has more time to finish its requests (``lingering.py``).
     """
 
     def __init__(self, app: Starlette, settings: Settings, leaving: Leaving | None = None) -> None:
@@ -120,7 +121,8 @@ class GatewayServer(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handles a signal: the first one starts the drain, a further one ends the process."""
+        """Handles a signal. The first signal starts the drain. A further signal ends the wait for a
+        load balancer or, after this wait, the process."""
         gateway = getattr(self._app.state, "gateway", None)
         if self.should_exit or not isinstance(gateway, Gateway):
             self.should_exit = self.force_exit = True
@@ -139,9 +141,9 @@ class GatewayServer(uvicorn.Server):
         await super().serve(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Shuts down without failing a request. Connections that the kernel has accepted are
-        served. The next answer on an open connection has ``connection: close``, and after this
-        answer the connection is closed."""
+        """Shuts down when the running requests have ended, or after ``drain_s`` (``linger_s`` after
+        SIGUSR2). Connections that the kernel has accepted are served. The next answer on an open
+        connection has ``connection: close``, and after this answer the connection is closed."""
         began = self._loop.time()
         await self._stop_listening(sockets or [])
         gateway: Gateway = self._app.state.gateway

@@ -1,4 +1,5 @@
-"""Renders conversations in unusual orders, to show the effect of a model's chat template."""
+"""Renders example conversations, some in unusual orders, to show the effect of a model's chat
+template."""
 
 from __future__ import annotations
 

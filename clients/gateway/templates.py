@@ -1,4 +1,4 @@
-"""Renders messages to the text of a prompt with chat templates, in a separate process.
+"""Renders messages to the text of a prompt with chat templates, in separate processes.
 
 Templates have the form that transformers defines. The options of ``Templates.render`` have vLLM's
 names and effects.
@@ -39,9 +39,10 @@ MAX_TEMPLATE = 256 * 1024
 class Templates:
     """Renders the conversations of all requests of a gateway.
 
-    One process renders the models' templates, and another process the templates in requests. A slow
-    template in a request therefore delays only other users' templates in requests, each user by at
-    most one rendering. Each process is started for its first request.
+    One process renders the models' templates. Another process renders the templates in requests and
+    checks values against schemas. A slow template in a request therefore delays only requests to
+    the second process, and those of each other user by at most one rendering. Each process is
+    started for its first request.
     """
 
     def __init__(self, trust_requests: bool = False) -> None:
@@ -63,8 +64,9 @@ class Templates:
     ) -> str:
         """The text of ``messages`` under the model's template, or under ``chat_template``.
 
-        Raises ApiError 400 if the template is not valid, refuses the messages or takes too long, or
-        if ``chat_template`` is given and this gateway does not trust requests.
+        Raises ApiError 400 if the template is not valid, refuses the messages or exceeds a bound,
+        or if ``chat_template`` is given and this gateway does not trust requests. Raises ApiError
+        429 or 503 if the process has too many requests, and 503 after ``WALL_S``.
         """
         if chat_template is not None and not self._trust_requests:
             raise ApiError(

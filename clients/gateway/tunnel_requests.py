@@ -46,8 +46,8 @@ class TunnelRequests:
         self._taken = 0
 
     def sent(self, frames: Frames) -> Frames:
-        """Counts a client's message if it begins or resumes a stream, and returns the frames to
-        send to the broker; raises TokenbusError."""
+        """Counts a client's message if its type is in ``ANSWERED``, and returns the frames to send
+        to the broker; raises TokenbusError."""
         kind = frames[0]
         if kind not in ANSWERED:
             return frames

@@ -19,8 +19,9 @@ MAX_CONTROL_FRAMES = 64
 MAX_FRAGMENTS = 1024
 """Maximum number of fragments of a message whose fragments are small."""
 MIN_FRAGMENT_BYTES = 512
-"""Minimum average size of the fragments of a message with at least ``MAX_FRAGMENTS`` fragments, in
-bytes. The refusal recommends twice this size, because single fragments may be shorter."""
+"""Minimum average size of the fragments of a message with more than ``MAX_FRAGMENTS`` fragments, in
+bytes. The refusal recommends at least twice this size for each fragment, so that the average stays
+above the minimum even if some fragments are shorter."""
 POLICY_VIOLATION = 1008
 """Close code (RFC 6455, section 7.4.1)."""
 
@@ -50,7 +51,7 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         self._reading.proceed()
 
     def resume_writing(self) -> None:
-        """Called when the client has read nearly all of the buffered messages."""
+        """Called when the client has read most of the buffered messages."""
         super().resume_writing()
         self._reading.proceed()
 

@@ -56,7 +56,7 @@ class AiciCompletion(Body):
     """A text or a list of token ids, or a list whose only element is a text or a list of token
     ids."""
     aici_module: Name | None
-    """The name of the controller; null if the request does not have a controller."""
+    """The name of the controller; null or ``none`` if the request does not have a controller."""
     aici_arg: Any = None
     model: str | None = ""
     """The name of the model; empty or ``*`` for the default model."""

@@ -14,7 +14,7 @@ from ..context import gateway_of
 from ..json import json_response
 
 NOBODY = "localhost"
-"""The value of ``updated_by`` at a gateway without API keys, as in AICI's own server."""
+"""The value of ``updated_by`` if the tag was assigned without an API key, as in AICI's server."""
 
 TagName = Annotated[str, Meta(min_length=1, max_length=256)]
 

@@ -183,8 +183,8 @@ def finish_reason(ended: Token | GeneratedSequence) -> str | None:
 
 
 def controller_options(controller: str | None, arg: Any) -> GenerateOptions:
-    """The options for a controller and its argument. A text is passed unchanged, any other argument
-    as JSON."""
+    """The options for a controller and its argument. A text is passed unchanged, None as an empty
+    text, and any other argument as JSON."""
     if controller is None or controller == NO_CONTROLLER:
         return {}
     if arg is None or isinstance(arg, str):

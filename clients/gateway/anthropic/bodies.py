@@ -126,7 +126,7 @@ class Messages(Body):
     thinking: Thinking | None = None
     thread: Any = None
     """Refused unless it is null. Later requests of a thread contain only new messages, but this
-    gateway does not store the earlier ones."""
+    gateway does not store the earlier messages."""
 
 
 class CountTokens(Messages):

@@ -29,7 +29,7 @@ from .conversation import to_conversation
 
 PATH = "/v1/messages"
 PING_S = 10.0
-"""Seconds without new text after which a ``ping`` is sent, so that proxies do not close the
+"""Seconds without a new entry after which a ``ping`` is sent, so that proxies do not close the
 connection."""
 
 

@@ -1,4 +1,5 @@
-"""The common form of conversations and answers, to which each HTTP interface translates its own.
+"""The common form of conversations and answers. Each HTTP interface translates between this form
+and its own form.
 
 A conversation has turns, and a turn has parts. The chat template renders a conversation to a
 prompt. An answer is a list of parts too, so that it can become a turn of the next request.

@@ -61,8 +61,8 @@ class Receipt(Struct, kw_only=True, omit_defaults=True):
     """``complete``: the text is a complete value. ``closed``: the shortest completion was appended
     before the token limit. ``cut``: the text ends inside a value."""
     keywords: dict[str, KeywordState] = field(default_factory=dict)
-    """The outcome of each schema keyword that masks did not enforce. The finished text was checked
-    against these keywords."""
+    """For each schema keyword that masks did not enforce: whether the finished text was checked
+    against it, and failed."""
     logs: str = ""
     """The log of the controller."""
     storage: list[Any] = field(default_factory=list)

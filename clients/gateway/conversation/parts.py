@@ -87,9 +87,9 @@ class Fitting:
     """Whether and how the prompt is shortened."""
 
     reserve: int | None = None
-    """Number of tokens for which the context must have room after the prompt. If there is less
-    room, the oldest turns are left out. If this field is None, all turns are rendered, and a prompt
-    that does not fit is refused."""
+    """Number of tokens for which the context must have room after the prompt, but at most half of
+    the context. If there is less room, the oldest turns are left out. If this field is None, all
+    turns are rendered, and a prompt that does not fit is refused."""
     last_tokens: int | None = None
     """Number of tokens to keep at the end of the prompt, if ``reserve`` is None. The value -1 keeps
     as many as fit into the context, and None keeps all."""

@@ -52,7 +52,8 @@ class Prepared:
 async def prepare(
     resources: Resources, name: str, conversation: Conversation, ignored: Ignored
 ) -> Prepared:
-    """Renders a conversation for the model ``name``, and plans its answer. Raises ApiError."""
+    """Renders a conversation for the model ``name``, and plans its answer. Raises ApiError or
+    TokenbusError."""
     model = await resources.models.get(name)
     rules = conversation.rules
     called = calling(conversation.tools, rules.choice, rules.parallel)

@@ -17,7 +17,7 @@ async def fitting_ids(
     resources: Resources, model: ServedModel, conversation: Conversation, ignored: Ignored
 ) -> list[int]:
     """The token ids of a conversation, which is shortened as ``conversation.fitting`` requests.
-    Raises ApiError 400."""
+    Raises ApiError or TokenbusError."""
     how, context = conversation.fitting, model.info.context_length
     if how.reserve is None:
         whole = await prompt_ids(resources, model, conversation, ignored)

@@ -1,4 +1,5 @@
-"""The OpenAI-compatible interface: ``/v1/…``, ``/tokenize`` and ``/detokenize``.
+"""The OpenAI-compatible interface: ``/v1/…``, ``/rerank``, ``/score``, ``/tokenize`` and
+``/detokenize``.
 
 Fields that vLLM adds to OpenAI's interface have vLLM's names.
 """

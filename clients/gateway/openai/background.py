@@ -87,8 +87,7 @@ async def adopt(gateway: Gateway, found: Stored) -> None:
 
 
 async def stored_events(gateway: Gateway, id: str, after: int) -> AsyncGenerator[bytes, None]:
-    """The events of a response in the background after the event with the number ``after``, up to
-    the response's end."""
+    """The events of a background response from number ``after`` + 1 to the response's end."""
     stored = gateway.stored
     user = current_user.get()
     held = 0

@@ -156,8 +156,8 @@ def _choice(job: ChatJob, sequence: GeneratedSequence) -> ChatChoice:
 
 
 def _choice_of_turns(job: ChatJob, turns: ToolTurns) -> ChatChoice:
-    """The choice of an answer with several turns. Its message has the texts of all turns, and the
-    calls of the client's functions."""
+    """The choice of an answer with several turns. Its message has the texts and the thinking of all
+    turns, and the calls of the client's functions."""
     parts = [
         part
         for turn in turns.turns

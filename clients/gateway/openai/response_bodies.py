@@ -124,8 +124,8 @@ class ResponsesRequest(TextRequest, kw_only=True):
         return LOGPROBS in (self.include or ())
 
     def check_include(self, ignored: Ignored) -> None:
-        """Adds the parts of ``include`` that have no effect to ``ignored``. Raises ApiError 400 for
-        an unknown part if the setting ``strict_fields`` is on."""
+        """If parts of ``include`` have no effect, adds their names to ``ignored``. Raises ApiError
+        400 for an unknown part if the setting ``strict_fields`` is on."""
         for place, name in enumerate(self.include or ()):
             if name == REASONING:
                 ignored.add(f"include: {REASONING}")
@@ -146,9 +146,9 @@ class ResponsesRequest(TextRequest, kw_only=True):
         if self.store or self.background or ignored.strict:
             raise ApiError(
                 413,
-                f"instructions, tools, tool_choice, text and metadata have {copied} bytes, and a "
-                f"stored response has at most {MAX_COPIED_BYTES} of them; send less, or send "
-                "store=false and leave out background",
+                f"instructions, tools, tool_choice, text and metadata have {copied} bytes "
+                f"together; a stored response copies at most {MAX_COPIED_BYTES} bytes of its "
+                "request; send less, or send store=false and leave out background",
                 code="too_large",
             )
         self.store = False
@@ -215,7 +215,7 @@ class OutputMessage(Struct, tag="message", tag_field="type"):
 
 
 class OutputCall(Struct, tag="function_call", tag_field="type"):
-    """A call of the answer."""
+    """A call of a function, as an item of the answer."""
 
     id: str
     call_id: str

@@ -70,7 +70,7 @@ class OfferedTools:
     places: dict[str, ToolPlace] = field(default_factory=dict)
     """The namespace and name of each tool in the request, by the name that the model sees."""
     custom: set[str] = field(default_factory=set)
-    """The names that the model sees of the tools whose input is a text."""
+    """The names, as the model sees them, of the tools whose input is a text."""
     _shown: dict[ToolPlace, str] = field(default_factory=dict)
     """The name that the model sees, by the tool's namespace and name in the request."""
 

@@ -64,7 +64,7 @@ class TokenFields(Struct, kw_only=True):
 
 
 class TokenReports:
-    """Writes the fields of choices that ``body`` asks for."""
+    """Makes the fields of choices that ``body`` asks for."""
 
     def __init__(self, body: Any) -> None:
         """``body``: a ``SampledRequest``."""

@@ -78,8 +78,9 @@ class ToolTurns:
     async def batches(self) -> AsyncGenerator[tuple[ModelTurn, Sequence[Token]], None]:
         """Yields the entries of all turns as they arrive, each with its turn.
 
-        Raises ApiError if an error occurs before the first call of a tool. A later error ends the
-        answer without an exception, so that the client receives the calls that were made.
+        Raises ApiError or TokenbusError if an error occurs before the first call of a tool. A later
+        error ends the answer without an exception, so that the client receives the calls that were
+        made.
         """
         more = True
         while more:

@@ -61,7 +61,7 @@ class Stored(Struct):
     events: int = 0
     """Number of stored events."""
     expired: bool = False
-    """Whether no gateway generates this unfinished response."""
+    """Whether the response is unfinished and its lease has expired."""
 
     @property
     def active(self) -> bool:
@@ -275,7 +275,8 @@ class Database:
 
     def adopt(self, user: str, id: str, owner: str) -> Stored | None:
         """Gives ``owner`` the lease of an unfinished response if the lease has expired; returns the
-        response. None if another gateway generates the response, or if it is finished."""
+        response. None if the response is finished or not stored, or if its lease has not
+        expired."""
         with self._transaction() as run:
             found = self.find(user, id)
             if found is None or not found.expired or found.body is None:
