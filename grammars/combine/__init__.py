@@ -6,7 +6,7 @@ combination can be a part of another combination. There is one file for each ste
 
     rows         the transitions of the parts by labels: bytes with the same label are equivalent
     places       the states of several parts in which a text may be: a subset construction
-    stops        the state of a text in a part, and how much of a stop the text ends with
+    stops        pairs of a state of the part and the number of matched bytes of the stop
     build        all states that are reached, their minimal automaton, and its table
     operations   the four operations
 """

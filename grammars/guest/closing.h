@@ -1,8 +1,8 @@
 // Completes a text with few bytes. Under a regular expression, the bytes are a shortest path over
-// its states. Under a grammar, the parser's stack is completed with rests: a rest of a parser state
-// is a list of terminals that completes one unfinished rule of this state
-// (grammars/yacc/closing.py). The bytes are the shortest texts of the terminals in the cheapest
-// rests.
+// its states. Under a grammar, the unfinished lexeme is completed first, and then the parser's
+// stack with rests: a rest of a parser state is a list of terminals that completes one unfinished
+// rule of this state (grammars/yacc/closing.py). The bytes are the shortest texts of the terminals
+// in the cheapest rests, separated where necessary by texts that SKIP matches.
 #ifndef GRAMMAR_CLOSING_H
 #define GRAMMAR_CLOSING_H
 

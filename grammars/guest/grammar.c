@@ -118,9 +118,9 @@ EXPORT("grammar_append") uint32_t export_append(void) {
 }
 
 // Runs the usual rounds of `count` sequences. The inbox has pairs of a sequence and a token. A
-// token is appended if it can follow and the next mask is in the cache, allows a token and does not
-// have MASK_FORCED. The mask's address then replaces the token in the inbox. Otherwise 0 replaces
-// the token, and the sequence is unchanged.
+// token is appended if it can follow and the next mask is in the cache and has MASK_ANY, but not
+// MASK_FORCED. The mask's address then replaces the token in the inbox. Otherwise 0 replaces the
+// token, and the sequence is unchanged.
 EXPORT("grammar_rounds") uint32_t export_rounds(void) {
     uint32_t *pairs = (uint32_t *)inbox;
     for (uint32_t i = 0; i < block.count; i++, pairs += 2) {

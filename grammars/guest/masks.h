@@ -42,7 +42,7 @@ static edge *edges;                // [EDGES] with a parser
 static uint32_t edge_count, place_count;
 static kept_mask *buckets[BUCKETS];
 static uint32_t *work;             // the mask that is being computed
-static uint32_t *viable_sets;      // [LONGEST + 2][words]
+static uint32_t *viable_sets;      // [LONGEST + 3][words]
 static uint32_t found_masks;       // number of results that were not in the cache
 
 static void open_masks(void) {
@@ -56,7 +56,7 @@ static void open_masks(void) {
     }
 }
 
-// Drops all masks from the cache, to make room.
+// Drops all masks and spellings from the cache, to make room.
 static void forget(void) {
     arena_empty();
     zero(buckets, sizeof buckets);

@@ -63,7 +63,7 @@ static void *stay(uint32_t bytes) {
 static uint8_t *chunks[MAX_CHUNKS];
 static uint32_t chunk_count, chunk_now, chunk_used;
 
-// Adds a block of memory that is no longer used to the arena.
+// Adds the whole chunks of a free block of memory to the arena.
 static void arena_give(uint8_t *block, uint32_t bytes) {
     for (; bytes >= CHUNK && chunk_count < MAX_CHUNKS; block += CHUNK, bytes -= CHUNK)
         chunks[chunk_count++] = block;

@@ -1,6 +1,6 @@
 // Finds, for a lexer state and each token that is appended in it, the token's spelling (the
-// terminals that the token completes) and the kind of lexeme that the token leaves unfinished. Both
-// do not depend on the parser's stack.
+// terminals that the token completes) and the kind of lexeme that the token leaves unfinished.
+// Neither depends on the parser's stack.
 //
 // Most tokens do not complete a terminal: they stay inside one lexeme. Tokens with the same
 // spelling that leave the same kind of lexeme unfinished are allowed together on every stack: they

@@ -106,7 +106,7 @@ static void merge(merging *m, const uint32_t *nodes, uint32_t count) {
     }
 }
 
-// Writes the nodes in preorder; destroys `m`.
+// Writes the nodes of `m` to `v` in preorder.
 static void lay_out(merging *m) {
     const uint32_t count = m->count;
     uint8_t *class_of = stay(count), *depth = stay(count);

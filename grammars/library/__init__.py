@@ -12,7 +12,8 @@ from importlib.resources import files
 
 _BLOCK = re.compile(r"^```(lines|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = "▲"
-"""A rejected sample has this mark before the character that cannot follow."""
+"""In a rejected sample, this mark precedes the character that cannot follow. A rejected sample
+without the mark is only incomplete."""
 
 
 def names(kind: str = "y") -> list[str]:

@@ -1,9 +1,9 @@
 """Finds the part of a pattern that makes it too large.
 
-The search begins with the whole pattern as the part. It compiles each item of the part alone, for a
-short time, and continues with an item that is too large by itself. If each item of a concatenation
-is small enough but the items together are too large, the result is the shortest run of items that
-is too large.
+The search begins with the whole pattern as the part. It compiles the longest items of the part,
+each alone and for a short time, and continues with an item that is too large by itself. If each
+item of a concatenation is small enough but the items together are too large, the result is the
+shortest run of items that is too large.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def _widest(tree: Tree) -> int:
 
 
 def _first(tree: Tree, trial: Trial) -> Grown | None:
-    """The longest item of a tree that is too large by itself; None if no item is too large."""
+    """The longest item of a tree that is too large by itself; None if none of the ``_TRIED``
+    longest items is too large."""
     items = () if isinstance(tree, Chars) else _items(tree)
     for part in sorted(items, key=spelled_out, reverse=True)[:_TRIED]:
         if isinstance(part, Chars):

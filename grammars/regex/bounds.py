@@ -16,9 +16,9 @@ _TICKS = 256
 class RegexError(ValueError):
     """A pattern that is not valid, uses an unsupported construct, or exceeds a limit.
 
-    ``pattern`` is the whole pattern. ``position`` is the index of the first faulty character, or
-    None if the error does not have a single place. ``message`` says what is wrong and what would be
-    right.
+    ``pattern`` is the whole pattern, or a text of a choice. ``position`` is the index of the first
+    faulty character, or None if the error does not have a single place. ``message`` says what is
+    wrong and what would be right.
     """
 
     def __init__(self, message: str, pattern: str, position: int | None = None) -> None:

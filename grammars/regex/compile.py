@@ -57,7 +57,7 @@ def compile_choice(
 ) -> Dfa:
     """The automaton of a choice of literal texts. It matches exactly these texts.
 
-    Raises RegexError if ``texts`` is empty, or if the texts exceed the limits.
+    Raises RegexError if ``texts`` is empty, exceeds the limits, or contains a lone surrogate.
     """
     if not texts:
         raise RegexError("the choice has 0 texts; it must have at least 1", "")

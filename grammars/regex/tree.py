@@ -127,8 +127,8 @@ def void(tree: Tree) -> Tree | None:
 
 
 class _Reader:
-    """Converts the parser's nodes. ``ends``: whether a node is at the start, and whether it is at
-    the end of the pattern."""
+    """Converts the parser's nodes. ``ends`` has two values: whether a node is at the start of the
+    pattern, and whether it is at the end of the pattern."""
 
     def __init__(self, pattern: str, budget: Budget) -> None:
         self.pattern = pattern

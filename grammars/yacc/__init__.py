@@ -11,6 +11,7 @@ A grammar is compiled in these steps, with one file for each step:
     lr1         the LR(1) automaton, merged as Pager does
     tables      actions and gotos, conflicts resolved as yacc does
     conflicts   conflicts that precedences do not decide, with an example of the input
+    closing     the terminals that complete the rules of each parser state in few bytes
     compile     all of these steps, with the lexer of ``grammars.regex``
     compiled    the result, and its binary form for the guest engine and for the disk
     parser, recognizer
