@@ -56,8 +56,8 @@ def lmql_client() -> Path:
 
 
 def lmql(transformers: int) -> Path:
-    """The environment with LMQL, the packages that LMQL imports, and the major version
-    ``transformers`` of transformers, whose tokenizer LMQL uses."""
+    """The environment with LMQL and the packages that LMQL imports. ``transformers``: the major
+    version of the package transformers, whose tokenizer LMQL uses."""
     version = f"transformers>={transformers},<{transformers + 1}"
     needs = (*LMQL_CLIENT_NEEDS, "astunparse==1.6.3", "openai", "tiktoken", version)
     return environment(f"lmql-transformers-{transformers}", needs, alone=[LMQL], borrow=True)

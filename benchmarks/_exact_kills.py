@@ -17,15 +17,15 @@ Job = tuple[list[int], Sampling]
 Streams = dict[tuple[int, int], list[tuple[int, float]]]
 """Tokens and log-probabilities, by request and sequence."""
 READ = 6
-"""Number of entries of a stream that are read before its worker is killed."""
+"""Number of entries of the first stream that are read before a worker is killed."""
 PATIENCE_S = 600.0
 
 
 class KilledWorkers:
     """A broker and two GPU workers with the setting ``exact`` and different numbers of threads.
 
-    If both workers are ready when a ``run`` begins, it kills a worker that has requests, after some
-    entries of its first request.
+    ``run`` first reads ``READ`` entries of the stream of its first job. If both workers were ready
+    when ``run`` began, it then kills a worker that has requests.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -23,8 +23,8 @@ _clock = time.perf_counter
 
 
 def c_file(world: World, fresh: int, passes: int) -> dict[str, float]:
-    """Microseconds of a mask in a C file: mean and 99th percentile, each the median of several
-    passes."""
+    """Microseconds of a mask in a C file (mean and 99th percentile), and of an append of a token
+    (mean). Each figure is the median of several passes."""
     tokens = world.tokens(C_FILE.read_text())
     tables = compile_grammar(library.grammar("c")).grammar.to_bytes()
     first, again, appends = [], [], []

@@ -10,7 +10,7 @@ def arguments(what: str | None, **numbers: int) -> argparse.Namespace:
     """Parses the command line of a benchmark. ``numbers``: further options and their defaults."""
     parser = argparse.ArgumentParser(description=what)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--quick", action="store_true", help="run fewer and shorter rounds")
+    parser.add_argument("--quick", action="store_true", help="run a shorter measurement")
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     return parser.parse_args()

@@ -84,7 +84,8 @@ def draw(logits: torch.Tensor, indices: Sequence[int] | None, rows: Rows) -> Dra
     if rows.masks:
         masked = list(rows.masks)
         words = np.stack(list(rows.masks.values()))
-        # The first tokens of the vocabulary are not chosen, because they end a text.
+        # The first tokens of the vocabulary, which end a text, are chosen only if the mask allows
+        # no later token.
         first = 8 + int(rows.positions[0]) * 37 % (words.shape[1] // 2)
         at = first + (words[:, first:] != 0).argmax(1)
         found = words[np.arange(len(masked)), at].astype(np.int64)

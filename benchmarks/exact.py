@@ -31,7 +31,7 @@ ZERO = ("differing_bits", "streams_that_are_not_exact", "exact_vs_transformers")
 NEW = 48
 """Number of tokens of each stream."""
 CHUNKS = (17, 100, 2048)
-"""Maximum number of tokens of a step, for each of the compared engines."""
+"""Maximum number of tokens of a step, for three of the compared engines."""
 Job = tuple[list[int], Sampling]
 Streams = dict[tuple[int, int], list[tuple[int, float]]]
 """Tokens and log-probabilities, by request and sequence."""
@@ -60,8 +60,9 @@ def jobs_of(rng: random.Random, count: int, vocab: int) -> list[Job]:
 
 
 def run(engine: Engine, jobs: Sequence[Job], moved: Streams | None = None) -> Streams:
-    """Runs requests together. ``moved``: the streams of an earlier run. If they are given, every
-    third request that has one sequence continues after some tokens of its earlier stream."""
+    """Runs requests together. ``moved``: the streams of an earlier run. If they are given, a
+    request continues after some tokens of its earlier stream if it has one sequence and its number
+    is a multiple of 3."""
     found: Streams = {}
     for number, (prompt, sampling) in enumerate(jobs):
         continued = None

@@ -2,12 +2,12 @@
 
 The attacks are those of ``tests/hostile``: hostile modules, hostile arguments, and guest processes
 that an attacker controls. Another tenant's streams, the *calm streams*, run all the time in the
-same workers. An attack is compared with a period of equal length in which the attacker's client
+same workers. An attack is compared with the period before it, in which the attacker's client
 uploads a harmless module and uses it in the same number of ordinary requests: a tenant may use its
 share of the cores and of the model. ``calm_gap_ms`` compares the largest times between two calm
-tokens, and ``calm_throughput`` the numbers of calm tokens. ``calm_throughput_vs_alone`` compares
-with periods in which the attacker's client does nothing. ``client_import_ratio`` is the ratio of
-the client's import time to the import time of its two required libraries.
+tokens, and ``calm_throughput`` the numbers of calm tokens per second. ``calm_throughput_vs_alone``
+compares with periods in which the attacker's client does nothing. ``client_import_ratio`` is the
+ratio of the client's import time to the import time of its two required libraries.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def period(world: HostileWorld, begin_s: float, end_s: float) -> Period:
 
 
 def measure(world: HostileWorld, attack: Attack, wait_s: float) -> Measured:
-    """Makes ordinary requests, then the attack. ``wait_s``: the attack's usual duration."""
+    """Makes ordinary requests, then the attack. ``wait_s``: expected duration of the attack, in
+    seconds."""
     module = None if isinstance(attack.source, str) else attack.source()
     ordinary = replace(ORDINARY, options=attack.options, requests=attack.requests)
     harmless = new_module()

@@ -2,8 +2,8 @@
 
 - ``served_vs_forward_*``: ratio to the ideal rate, at which each step takes only the time of the
   forward. The forward is a sleep (``_standin_gpu.py``), so that the CPU is free. The client only
-  counts tokens, except in ``…_python``, where it is our ``AsyncClient``. The time is measured from
-  a tenth to eight tenths of the tokens, while all streams run.
+  counts tokens, except in ``…_python``, where it is our ``AsyncClient``. The measurement begins
+  when a tenth of the tokens has arrived and ends when eight tenths have arrived.
 - ``served_vs_engine_*``: ratio of our ``AsyncClient`` on the bus to the same engine within a
   process. The model is a Llama with 21 million parameters, and prompts have 32 tokens. A run has
   one stream of 192 tokens or 32 streams of 64 tokens.
@@ -37,7 +37,7 @@ from _served import HERE, Loader, System
 
 ROUNDS = 5
 SHORT = 0.15
-"""Size of a warm-up run, relative to a normal run."""
+"""Size of a warm-up run, and of a run with ``--quick``, relative to a normal run."""
 MINUTE_S = 60.0
 SETTINGS = {"speculation": "off"}
 TEXT = {"text": True}
@@ -55,7 +55,8 @@ class Load(NamedTuple):
     prompt: int = 8
     options: dict[str, Any] = {}
     rate: str = "middle"
-    """The key of the client's answer: ``whole`` or ``middle`` (``_serving_client.py``)."""
+    """The rate in the client's answer that figures use: ``whole`` or ``middle``
+    (``_serving_client.py``)."""
 
 
 LOADS = {
