@@ -68,8 +68,8 @@ async def tokenized(
         if len(own) > longest:
             raise ApiError(
                 400,
-                f"{place} has {len(own)} tokens; {model.name} takes at most {longest}; shorten it, "
-                "or set truncate_prompt_tokens to -1",
+                f"{place} has {len(own)} tokens; {model.name} takes at most {longest}; shorten the "
+                "text, or set truncate_prompt_tokens to -1 (Ollama: truncate to true)",
                 code="context_length_exceeded",
                 param=place,
             )

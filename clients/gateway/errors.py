@@ -32,8 +32,8 @@ _STATUS: dict[str, int] = {
     Code.TIMEOUT: 504,
     Code.INTERNAL: 500,
 }
-"""The HTTP status for each error code of the bus. The codes that are missing here report a fault of
-the request, and have the status 400."""
+"""The HTTP status for each error code of the bus. The codes that are missing here have the status
+400: the request, its controller, or a tool of the controller has failed."""
 
 _TYPES = {
     401: "authentication_error",

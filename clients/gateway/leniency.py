@@ -1,10 +1,10 @@
 """Decides which fields of a request have no effect, and which fields are refused.
 
 Programs send fields that this gateway does not implement. By default, the header
-``x-tokenbus-ignored`` of the answer names unknown fields at the top level, and unknown fields at
-deeper levels are dropped. Elements of an unknown ``type``, such as hosted tools, are left out of
-lists, and the header names these elements. With the setting ``strict_fields``, unknown fields and
-elements are refused, except fields in ``WITHOUT_EFFECT``.
+``x-tokenbus-ignored`` of the answer names unknown fields at the top level that are neither null nor
+false, and unknown fields at deeper levels are dropped. Elements of an unknown ``type``, such as
+hosted tools, are left out of lists, and the header names these elements. With the setting
+``strict_fields``, unknown fields and elements are refused, except fields in ``WITHOUT_EFFECT``.
 """
 
 from __future__ import annotations

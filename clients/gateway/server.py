@@ -83,10 +83,10 @@ class GatewayServer(uvicorn.Server):
     """Serves ``app`` until SIGTERM or SIGINT, then finishes the running requests.
 
     After the first signal, ``/ready`` answers 503. If a load balancer polls ``/ready`` and only
-    this gateway listens on the port, connections are accepted until the load balancer has received
-    the 503, or for ``READY_SEEN_S``, so that it does not send requests to a closed port. SIGUSR2
-    has the same effect as SIGTERM, except that a successor takes over the port, and this process
-    has more time to finish its requests (``lingering.py``).
+    this gateway listens on the port, connections are still accepted until the load balancer has
+    received the 503, but at most for ``READY_SEEN_S``. The load balancer then does not send
+    requests to a closed port. SIGUSR2 has the same effect as SIGTERM, except that a successor takes
+    over the port, and this process has more time to finish its requests (``lingering.py``).
     """
 
     def __init__(self, app: Starlette, settings: Settings, leaving: Leaving | None = None) -> None:

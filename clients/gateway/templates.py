@@ -91,7 +91,7 @@ class Templates:
             raise invalid_field(
                 "chat_template_kwargs",
                 "chat_template_kwargs has 'messages', which the template gets from the request; "
-                "remove it",
+                "remove 'messages'",
             )
         request = {
             "template": template_of(model) if chat_template is None else chat_template,

@@ -132,8 +132,8 @@ class Tunnels:
         if not fits_share(own, len(self._open), self._max_sockets):
             raise UserLimitError(
                 Code.CLIENT_LIMIT,
-                f"you have {own} open WebSockets, and this gateway has {self._max_sockets} for all "
-                "users; close some",
+                f"you have {own} open WebSockets, and this gateway allows {self._max_sockets} for "
+                "all users together; close some",
             )
         for watch in self._watches:
             watch.start()

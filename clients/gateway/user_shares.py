@@ -264,7 +264,7 @@ def check_priority(priority: int) -> None:
     if priority > 0:
         raise RequestError(
             Code.NOT_ALLOWED,
-            "only an API key with its own tenant may have a priority above that of all other "
-            "users; lower the priority or leave it out",
+            "only an API key with its own tenant may raise the priority above the default; leave "
+            "priority out",
             path="$.priority",
         )

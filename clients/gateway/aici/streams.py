@@ -107,7 +107,7 @@ class Run:
         status.
 
         Raises TokenbusError if the request is refused, and ClientDisconnect if the client has
-        disconnected. An error of a controller is reported as an error of its sequence.
+        disconnected. If a controller ends a sequence with an error, the sequence reports the error.
         """
         with_text: GenerateOptions = {**options, "text": True}
         stream = gateway.client.generate(prompt, **with_text)

@@ -79,8 +79,8 @@ class Receipt(Struct, kw_only=True, omit_defaults=True):
     code: str = ""
     """The code of ``error``."""
     exact: bool | None = None
-    """Whether each step of the answer was exact: the bits of the step's results do not depend on
-    the batch and the worker. Missing if a worker of an earlier release does not report it."""
+    """Whether each step of the answer was exact: the bits of the step's results depend neither on
+    the batch nor on the worker. Missing if a worker of an earlier release does not report it."""
     backtrack: int = 0
     """Number of characters that a client must remove from the text before it adds the chunk's
     text. Only in chunks."""

@@ -51,8 +51,8 @@ def _hoisted(turns: list[Turn]) -> list[Turn]:
 
 
 def _merged(turns: list[Turn]) -> list[Turn]:
-    """The turns after consecutive turns of one role were joined. A turn with results of calls is
-    not joined to earlier turns, so that results precede all texts of their turn."""
+    """Joins consecutive turns of one role. A turn with results of calls is not joined to earlier
+    turns, so that results precede all texts of their turn."""
     rows: list[list[Turn]] = []
     for turn in turns:
         if rows and rows[-1][0].role == turn.role and not of_kind(turn.parts, Result):

@@ -38,7 +38,7 @@ async def described(gateway: Gateway, names: Sequence[str]) -> dict[str, Tool]:
         raise ApiError(
             400,
             f"{HEADER} cannot be combined with tools of the type 'bus', because a repeated request "
-            "would call the tools again; leave it out",
+            f"would call the tools again; leave out {HEADER}",
             code="invalid_header",
         )
     if len(names) > MAX_DESCRIBED_TOOLS:

@@ -155,10 +155,10 @@ class ChatRequest(SampledRequest, kw_only=True):
         """Raises ApiError 400 if fields contradict each other."""
         if self.top_logprobs and not self.logprobs:
             raise invalid_field(
-                "top_logprobs", "top_logprobs is given without logprobs; set it to true"
+                "top_logprobs", "top_logprobs is given without logprobs; set logprobs to true"
             )
         if self.functions and self.tools:
-            raise invalid_field("functions", "functions is the older form of tools; give one")
+            raise invalid_field("functions", "functions and tools cannot be combined; give tools")
         self.check_prompt()
         check_max_tokens("max_tokens", self.max_tokens)
         check_max_tokens("max_completion_tokens", self.max_completion_tokens)

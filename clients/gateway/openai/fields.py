@@ -56,8 +56,8 @@ class TextRequest(Body):
     """Fields of completions, chat and responses."""
 
     model: str = ""
-    """The name of the model. If the name is empty, the served model is used if there is only one,
-    otherwise the embedded model."""
+    """The name of the model. If the name is empty, the workers' default model is used or, if their
+    defaults differ, the embedded model."""
     stream: bool | None = None
     temperature: Temperature | None = None
     """Default: 1."""

@@ -194,7 +194,7 @@ class ResponseJob:
 
 
 async def read_input(gateway: Gateway, body: ResponsesRequest, ignored: Ignored) -> ResponseInput:
-    """The input of a request, with stored items in place of references. Raises ApiError 400."""
+    """The input of a request, with stored items in place of references. Raises ApiError."""
     given = await resolved(gateway.stored, _listed(body.input))
     context: list[dict[str, Any]] = []
     if body.previous_response_id is not None:
@@ -203,8 +203,8 @@ async def read_input(gateway: Gateway, body: ResponsesRequest, ignored: Ignored)
 
 
 async def stored_input(gateway: Gateway, response: Stored, ignored: Ignored) -> ResponseInput:
-    """The input of a stored response. Raises ApiError 400 if an earlier response is not stored any
-    more."""
+    """The input of a stored response. Raises ApiError, for example if an earlier response is not
+    stored any more."""
     found = await gateway.stored.call(lambda database, user: database.given(user, response.id))
     given = [msgspec.json.decode(data) for data in found]
     context: list[dict[str, Any]] = []

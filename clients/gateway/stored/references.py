@@ -21,8 +21,8 @@ async def resolved(stored: StoredResponses, given: list[dict[str, Any]]) -> list
     """An input with the current user's stored items in place of references. Raises ApiError 400 if
     an item is not stored, or if the items are too large together.
 
-    Some clients send back a reasoning item without its text. If the item is stored, it is replaced
-    by the stored item, otherwise it is left as it is.
+    Some clients send back a reasoning item without its text. If this item is stored, the stored
+    item replaces it. Otherwise it is not changed.
     """
     ids = [id for item in given if isinstance(id := item.get("id"), str) and _refers(item)]
     found: dict[str, bytes] = {}
