@@ -19,7 +19,8 @@ successor serves (``lingering.py``)."""
 
 
 def main() -> int:
-    """Runs the gateway until SIGINT or SIGTERM; returns the exit code."""
+    """Runs the gateway until SIGINT, SIGTERM or (with ``LINGERS``) SIGUSR2. Returns the exit
+    code."""
     return run(_serve) if LINGERS in sys.argv[1:] else _serve(None)
 
 
@@ -55,7 +56,8 @@ def _serve(leaving: Leaving | None) -> int:
         # supervisord does not restart a process that exits with 2. The exit code is not 2 if the
         # address is in use, because the address may become free.
         return 1 if isinstance(error, BindError) and error.in_use else 2
-    # The gateway tokenizes one text at a time, so the tokenizer's own threads would only cost time.
+    # Each call of a tokenizer encodes one text. The tokenizer's own threads, which share the texts
+    # of a call, would only cost time.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     server = GatewayServer(build(settings, keys), settings, leaving)
     log = logging.getLogger("tokenbus.gateway")

@@ -3,7 +3,7 @@
 Each family of models was trained on one form, which its chat template shows. A *structure*
 (``protocol.structure``) describes an answer: its *tags* are marked parts, such as a call, and its
 *phases* determine which text and tags may follow. The controller worker computes masks from the
-structure, and the gateway splits the answer into its parts with it.
+structure, and the gateway uses it to split the answer into its parts.
 """
 
 from __future__ import annotations

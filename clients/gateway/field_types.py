@@ -96,7 +96,7 @@ def check_max_tokens(name: str, value: int | None) -> None:
 
 
 def stops_of(given: str | list[str] | None) -> list[str]:
-    """The stop strings of a field, without empty ones."""
+    """The stop strings of a field, without empty strings."""
     strings = [given] if isinstance(given, str) else given or []
     return [string for string in strings if string]
 

@@ -31,7 +31,8 @@ one second."""
 BODY_BYTES_S = 1024
 """Minimum rate at which a long body must arrive, in bytes per second."""
 UNREAD_S = 300.0
-"""Time after which a client that does not read its answer is disconnected, in seconds."""
+"""Time in which a client must read most of the buffered answer, in seconds. After this time, the
+client is disconnected."""
 RESERVE = 64
 """Number of connections above the maximum that are accepted, but may only request ``PROBES``."""
 

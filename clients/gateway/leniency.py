@@ -81,8 +81,9 @@ CHANGES_ANSWER = {
     "prompt_embeds": "prompts are text or token ids",
     "use_beam_search": "sequences are sampled; leave use_beam_search out",
 }
-"""Unknown fields at the top level that are refused even without ``strict_fields``, because without
-them the answer would not be the requested one. The values are the ends of the error messages."""
+"""Unknown fields at the top level that are refused even without ``strict_fields``, because an
+answer that ignores them is not the requested answer. The values are the ends of the error
+messages."""
 REFERENCES = frozenset({"item_reference"})
 """Types of elements that are never left out, because they stand for parts of the conversation. If
 an interface does not support such a type, it refuses the request."""

@@ -209,7 +209,7 @@ def of_status(status: Status | None) -> Iterator[Series]:
 
 
 def _labelled(series: Iterable[Series], worker: str) -> Iterator[Series]:
-    """Adds to each series the label ``worker``, which names the process that counted it."""
+    """Adds to each series the label ``worker``, which names the process that reported it."""
     for one in series:
         yield Series(one.name, {**one.labels, "worker": worker}, one.value, one.histogram)
 
@@ -232,8 +232,8 @@ def _metric(name: str, family: Family, series: list[Series]) -> Metric:
 
 
 def _buckets(one: Series) -> list[tuple[str, float]]:
-    """The buckets of a histogram in Prometheus's form: each count includes those of all smaller
-    buckets."""
+    """The buckets of a histogram in Prometheus's form: each count includes the counts of all
+    smaller buckets."""
     assert one.histogram is not None
     bounds = [*map(floatToGoString, one.histogram.bounds), "+Inf"]
     total, buckets = 0, []

@@ -82,7 +82,7 @@ def _password(value: str) -> str:
 
 
 class OriginCheck:
-    """Refuses requests that pages of other sites make a browser send.
+    """Refuses requests that a browser sends for pages of other sites.
 
     A browser sends the page's origin in ``Origin``. Pages of this gateway and of the ``allowed``
     origins (``*``: all) may send requests. Without API keys (``any_host`` is False), ``Host`` must

@@ -40,8 +40,9 @@ KEPT = 32
 LENGTH = struct.Struct("<I")
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Text that is added to the message to continue, so that the end of this message can be found in
-the rendered text. If the template strips white space, the final space of the tag is missing."""
+"""Text that is added to the message that the model continues, so that the end of this message can
+be found in the rendered text. If the template strips white space, the final space of the tag is
+missing."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Field names of a message's reasoning in the templates of different models."""
 

@@ -1,4 +1,4 @@
-"""Renders messages to the text of a prompt with chat templates, in separate processes.
+"""Uses chat templates to render messages to the text of a prompt, in separate processes.
 
 Templates have the form that transformers defines. The options of ``Templates.render`` have vLLM's
 names and effects.

@@ -4,8 +4,8 @@ The HTTP requests of a tenant share a session at the broker, except requests wit
 key. Each WebSocket has its own session.
 Users are identified by the name of their API key, otherwise by their address. All users share a
 maximum number of streams and a maximum amount of memory for bodies. A user with too many open
-requests receives a 429, while other users are served. If the maximum is reached, requests receive a
-503.
+requests receives a 429, while other users are served. If the maximum number of streams is reached,
+each request for a further stream receives a 503.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Receipt(Struct, kw_only=True, omit_defaults=True):
     before the token limit. ``cut``: the text ends inside a value."""
     keywords: dict[str, KeywordState] = field(default_factory=dict)
     """For each schema keyword that masks did not enforce: whether the finished text was checked
-    against it, and failed."""
+    against it, and whether the check failed."""
     logs: str = ""
     """The log of the controller."""
     storage: list[Any] = field(default_factory=list)

@@ -123,7 +123,7 @@ class Checks:
     """The outcome of each keyword, by the number of the sequence."""
     _choices: GrowingChoices = field(init=False)
     _bytes_left: int = MAX_CHECKED_BYTES
-    """Bytes that may still be checked; 0 after a check that took too long."""
+    """Bytes that may still be checked; 0 after a check for which the other process has failed."""
 
     def __post_init__(self) -> None:
         self._choices = GrowingChoices(self.form)

@@ -10,7 +10,7 @@ LATEST = ":latest"
 
 async def served_name(gateway: Gateway, name: str) -> str:
     """The name of the model that ``name`` means. This is ``name`` without ``:latest`` if a model is
-    loaded under that name and none under ``name`` itself; otherwise ``name``."""
+    loaded under that name and no model under ``name`` itself; otherwise ``name``."""
     if not name.endswith(LATEST):
         return name
     loaded = await loaded_names(gateway)

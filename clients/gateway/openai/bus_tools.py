@@ -2,8 +2,8 @@
 a model's answer contains.
 
 The gateway makes a call by sending a request with the built-in program ``call_tool``. The rules for
-calls by programs therefore apply: allow-lists, shares, time-outs, and that a call is made at most
-once. A separate message type would need a second implementation of these rules.
+calls by programs therefore apply: allow-lists, shares, time-outs, and the rule that a call is made
+at most once. A separate message type would need a second implementation of these rules.
 """
 
 from __future__ import annotations

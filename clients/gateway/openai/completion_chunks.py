@@ -48,7 +48,7 @@ class CompletionChunks:
         self._reports = TokenReports(body)
         self._prompts = prompts
         self._begun: set[tuple[int, int]] = set()
-        """The choices whose first chunk has been written, as pairs of a prompt's place and ``seq``.
+        """The choices whose first chunk has been encoded, as pairs of a prompt's index and ``seq``.
         Only the first chunk has the token ids of the prompt."""
         self._indexes = Indexes([body.n or 1] * len(prompts))
         self._choices = [GrowingChoices() for _ in prompts]

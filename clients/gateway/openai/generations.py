@@ -58,7 +58,8 @@ class Generations:
                 raise self._named(error) from None
 
     def close(self) -> None:
-        """Cancels the streams that still run."""
+        """Closes the streams. Streams that still run are cancelled, or continue for a repeated
+        request (``idempotency.py``)."""
         for stream in self.streams:
             stream.close()
 
@@ -82,8 +83,8 @@ class Generations:
         """Yields entries as they arrive. Entries that arrive together are one batch. Raises
         ApiError.
 
-        If the generator ends early, for example by an error or a cancellation, it cancels the
-        running streams.
+        If the generator ends early, for example by an error or a cancellation, it closes the
+        streams.
         """
         try:
             if len(self.streams) == 1:

@@ -93,7 +93,7 @@ class ScoreList(Struct):
 
 
 async def rerank(request: Request) -> Response:
-    """Answers with the documents, the most similar one to the query first."""
+    """Answers with the documents, sorted by their similarity to the query."""
     ignored = ignored_of(request)
     body = await read_body(request, RerankRequest, ignored)
     answer = await unless_disconnected(request.receive, _reranked(gateway_of(request), body))

@@ -64,7 +64,7 @@ class TokenFields(Struct, kw_only=True):
 
 
 class TokenReports:
-    """Makes the fields of choices that ``body`` asks for."""
+    """Makes those fields of choices that ``body`` requests."""
 
     def __init__(self, body: Any) -> None:
         """``body``: a ``SampledRequest``."""

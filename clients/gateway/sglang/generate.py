@@ -32,7 +32,8 @@ from .bodies import GenerateRequest, Prompt, SamplingParams
 
 GROWTH = 16
 """Each event of a stream repeats the whole answer so far. To bound the size of the stream, an event
-follows only when the answer has grown by more than its length divided by this number."""
+follows only when the answer has ended, or has grown by more than its length in the last event
+divided by this number."""
 FIELDS = {
     "max_tokens": "sampling_params.max_new_tokens",
     "min_tokens": "sampling_params.min_new_tokens",

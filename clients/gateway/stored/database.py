@@ -14,8 +14,8 @@ from msgspec import Struct
 from .tables import connect
 
 MAX_BYTES = 512 * 1024 * 1024
-"""Maximum bytes of the stored responses of all users. Beyond it, the user with the most bytes
-loses responses until the sum fits: finished ones first, the least recently used first."""
+"""Maximum bytes of the stored responses of all users. If they have more, responses of the user with
+the most bytes are deleted: finished responses first, in the order of their last use."""
 MAX_BYTES_OF_ONE = 64 * 1024 * 1024
 """Maximum bytes of the stored responses of one user."""
 MAX_RESPONSES_OF_ONE = 4096
@@ -315,9 +315,9 @@ class Database:
             return found
 
     def events(self, user: str, id: str, after: int) -> list[tuple[int, bytes]]:
-        """The groups of events after the event with the number ``after``. For each group, returns
-        the number of its first event, and its events. The first group may also contain earlier
-        events."""
+        """The next groups of events after the event with the number ``after``, within
+        ``EVENT_GROUPS`` and ``EVENT_BYTES``. For each group, returns the number of its first event,
+        and its events. The first group may also contain earlier events."""
         rows = self._connection.execute(
             "SELECT first, data FROM events JOIN responses ON response = number"
             " WHERE user = :user AND id = :id AND responses.events > :next AND first >= (SELECT"
