@@ -1,4 +1,5 @@
-"""One interface for engines that compute masks: our grammar engine and those it is compared with.
+"""One interface for engines that compute masks: our grammar engine, and the engines with which it
+is compared.
 
 An engine is constructed from a grammar and walks a text. It fills the mask at the beginning of the
 text. Then, for each token, it accepts the token and fills the next mask. Only accepting and filling

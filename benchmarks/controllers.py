@@ -313,7 +313,7 @@ def tokens_per_s(client: Client, streams: int, new: int, controller: str | None)
 
 def waits(folder: Path, model: Path, new: int) -> dict[str, float]:
     """The time that a batch waits for masks, and the ratio of tokens per second with masks to
-    without. The forward is a sleep, so that the CPU is free."""
+    tokens per second without masks. The forward is a sleep, so that the CPU is free."""
     out = folder / "waits.json"
     gpu = [str(Path(__file__).parent / "_standin_gpu.py"), str(FORWARD_S), str(out)]
     with system(gpu, model) as running:
@@ -346,8 +346,8 @@ def constrained(folder: Path, model: Path, new: int, runs: int) -> float:
 
 
 def biased(folder: Path, model: Path, new: int) -> dict[str, float]:
-    """Ratios of tokens per second with biases to tokens per second without, for a batch of 32. The
-    forward is a sleep, so that the CPU is free."""
+    """Ratios of tokens per second with biases to tokens per second without biases, for a batch of
+    32. The forward is a sleep, so that the CPU is free."""
     out = folder / "biased.json"
     gpu = [str(Path(__file__).parent / "_standin_gpu.py"), str(FORWARD_S), str(out)]
     rates: dict[str | None, list[float]] = {None: [], "sparse_bias": [], "dense_bias": []}

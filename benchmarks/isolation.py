@@ -34,7 +34,7 @@ from tests.workers.controller.wasm.hostile.guests import guest
 SETTLED_S = 0.2
 """Time after an attack that still counts as part of the attack, in seconds."""
 MIN_PERIOD_S, MAX_PERIOD_S = 0.5, 3.0
-"""Bounds of a period without an attack, in seconds."""
+"""Bounds of the time that is intended for a period without an attack, in seconds."""
 ALONE_S = 10.0
 """Seconds without any request of the attacker's client, before and after all attacks."""
 ORDINARY = Attack("ordinary", "", Expected(), guest)

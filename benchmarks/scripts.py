@@ -95,7 +95,8 @@ class World:
         controller.mid_process((0,), self.mask)
 
     def rounds(self, controller: Controller, count: int) -> float:
-        """Seconds of a round; the sampled token is the first one that the mask allows."""
+        """Seconds of a round. The sampled token is always the first token that the first mask
+        allows."""
         token = allowed(self.mask, self.vocabulary.size)[0]
         spent = 0.0
         for _ in range(count):
