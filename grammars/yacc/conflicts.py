@@ -25,8 +25,8 @@ class Conflict:
 
     ``kind``: shift/reduce or reduce/reduce. ``terminal``: the next lexeme, at which the parser must
     decide. ``kept``: the action that the parser takes, in words; ``dropped``: the action that the
-    parser does not take. ``example``: the lexemes of a shortest beginning of a text that leads to
-    the conflict, or "" if the search did not find a beginning in time.
+    parser does not take. ``example``: the shortest sequence of lexemes from the beginning of a text
+    to the conflict, or "" if the search did not find a sequence in time.
     """
 
     kind: str
