@@ -1,4 +1,4 @@
-"""Finds the part of a pattern that makes it too large.
+"""Finds the part of a pattern that makes the pattern too large.
 
 The search begins with the whole pattern as the part. It compiles the longest items of the part,
 each alone and for a short time, and continues with an item that is too large by itself. If each

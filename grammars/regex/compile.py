@@ -81,8 +81,8 @@ def compile_lexer(
     """The minimal automaton that finds all lexemes that match a text.
 
     If a lexeme matches the empty text, the start state accepts; the caller decides whether this is
-    an error. Limits and errors are those of ``compile_regex``. An error has the pattern of the
-    faulty lexeme, and its message names the lexeme.
+    an error. Limits and errors are those of ``compile_regex``. If one lexeme is faulty, the error
+    has its pattern, and the message names it.
     """
     budget = Budget(max_states, max_seconds * (1 - _BLAME_SHARE))
     length = sum(len(lexeme.pattern) for lexeme in lexemes)

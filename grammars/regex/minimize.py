@@ -3,8 +3,8 @@ original.
 
 Source: A. Valmari, Fast brief practical DFA minimization, Information Processing Letters 112, 2012:
 Hopcroft's refinement for automata in which most transitions are missing, O(m log n) for m
-transitions and n states. In turns, blocks of states are split by blocks of transitions, and blocks
-of transitions by blocks of states.
+transitions and n states. Alternately, blocks of transitions split blocks of states, and blocks of
+states split blocks of transitions.
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ def compile_grammar(
 ) -> Compilation:
     """Compiles a grammar in AICI's format (docs/grammars.md).
 
-    Raises GrammarError if the grammar cannot be parsed, fails a check, or needs more than
-    ``max_states`` parser states or ``max_seconds`` seconds. The error has a line and a column if it
-    belongs to one place.
+    Raises GrammarError if the grammar cannot be parsed, fails a check, exceeds a bound, or needs
+    more than ``max_states`` parser states or ``max_seconds`` seconds. The error has a line and a
+    column if it belongs to one place.
     """
     deadline = time.monotonic() + max_seconds
     grammar = number_grammar(read_source(text))
