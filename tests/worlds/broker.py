@@ -40,7 +40,7 @@ class Bench:
     def client(
         self, name: str, kind: str, body: dict[str, Any] | None = None, key: str = ""
     ) -> list[tuple[str, Any]]:
-        """Sends a message from a client; returns the immediate answers."""
+        """Sends a message from a client; returns the messages to the client since the last call."""
         frames = [kind.encode(), msgspec.json.encode(body or {})]
         if kind == "HELLO":
             self._msgpack.discard(name)
@@ -58,7 +58,7 @@ class Bench:
         return msgspec.msgpack.decode(answer[2], type=Registered)
 
     def send(self, name: str, kind: str, body: Any, header: Header | None = None) -> list[Outgoing]:
-        """Sends a message from a worker; returns the broker's immediate messages."""
+        """Sends a message from a worker; returns the messages with which the broker reacts."""
         frames = [kind.encode(), encode_header(*(header or Header())), encode_body(body, "msgpack")]
         out = self.broker.on_worker(peer_of(name), frames, self.now)
         self.sent += out
@@ -67,7 +67,7 @@ class Bench:
     def tokens(
         self, name: str, to: Header, *entries: Token, final: bool = False, columns: bool = False
     ) -> list[Any]:
-        """Sends a worker's TOKEN message for one stream, in the encoding that ``to`` has."""
+        """Sends a worker's TOKEN message for the stream whose GENERATE had the header ``to``."""
         finished = [to.request] if final else []
         head = encode_token_header([to.address], finished)
         body = pack_columns(entries) if columns else list(entries)
@@ -83,11 +83,12 @@ class Bench:
             self.sent += self.broker.tick(self.now)
 
     def to_client(self, name: str) -> list[tuple[str, Any]]:
-        """The messages sent to a client since the last call."""
+        """The types and bodies of the messages to a client since the last call."""
         return self._take([], name)
 
     def to_worker(self, name: str) -> list[tuple[str, Header]]:
-        """The messages sent to a worker since the last call, without heartbeats."""
+        """The types and headers of the messages to a worker since the last call, except HEARTBEAT
+        and REGISTERED."""
         mine = [m for m in self.sent if m.side is Side.BACK and m.peer == peer_of(name)]
         self.sent = [m for m in self.sent if m not in mine]
         found = [(m.frames[0].decode(), decode_header(m.frames[1])) for m in mine]

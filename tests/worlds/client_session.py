@@ -31,7 +31,8 @@ class Bench:
         self.session.on_frames([message_type.encode(), msgspec.json.encode(body)], self.now)
 
     def tokens(self, call: Call, *tokens: int, last: bool = False, seq: int = 0) -> None:
-        """Sends the next entries of a call's stream."""
+        """Passes the next tokens of a call's sequence to the session. ``last``: whether the
+        sequence ends."""
         first = call.counted.get(seq, 0)
         entries = [
             Token(token=t, stream_id=call.number, logprob=0.0, finish_reason=None, pos=first + i)

@@ -1,4 +1,4 @@
-// A preloaded library that adds the seconds in a mapped file to the wall clock, so that a test can set the clock.
+// A preloaded library that adds the number of seconds in the file CLOCK_OFFSET to the wall clock, so that a test can set the clock.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-"""The requests of a controller worker under one constraint, without processes."""
+"""The sequence groups of a controller worker under one constraint, without processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def constraints() -> Constraints:
 
 
 class World:
-    """The requests of one worker under one constraint. Each STEP runs when it arrives."""
+    """``GROUPS`` sequence groups under one constraint. ``step`` runs all jobs of a STEP itself."""
 
     def __init__(self, constraint: str, arg: str, max_tokens: int = 120) -> None:
         program = constraints().get(constraint)
@@ -42,7 +42,7 @@ class World:
         self.groups: dict[int, SequenceGroup] = {}
         self.posted: list[list[bytes]] = []
         self.num_jobs = 0
-        """The number of jobs into which the last STEP was split."""
+        """The number of jobs that ``round_jobs`` has made for the last STEP."""
         for request in range(1, GROUPS + 1):
             group = SequenceGroup(
                 request, 9, Limits(), arg.encode(), max_tokens, False, VariableStorage().apply
@@ -63,7 +63,7 @@ class World:
         return controller
 
     def step(self, tokens: dict[int, Sequence[int]], ended: Iterable[int] = ()) -> list[StepResult]:
-        """Runs a STEP with the tokens of each request; returns the results in request order."""
+        """Runs a STEP with the tokens of each request; returns the results, sorted by request."""
         begun = []
         for request, given in tokens.items():
             found = self.groups[request].step(0, given, request in ended, None)

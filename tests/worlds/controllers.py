@@ -45,7 +45,7 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
 """
 """A guest whose argument chooses its behaviour. With "mask", it allows all tokens with a mask. With
 "loop", it has an endless loop in its third round. With "empty", it forks into two sequences: one
-has an empty mask, and the other suspends."""
+has an empty mask, and the other suspends after one token."""
 
 
 class System:
@@ -69,7 +69,7 @@ class System:
         return self.run(prompt, controller=SCRIPTED, controller_arg=arg, **options)
 
     def idle(self) -> bool:
-        """Whether the workers have removed all requests."""
+        """Whether no worker has a request, a used block of the KV cache or a sequence group."""
         workers = self.client.status().workers
         blocks = sum(w.load.get("kv_blocks_used", 0) for w in workers)
         rooms = sum(w.load.get("sessions", 0) for w in workers if w.role == "controller")
@@ -80,7 +80,8 @@ class System:
 def serving_main(
     bus: Bus, folder: Path, module: str, text: str = "async def main(ctx):\n    pass\n"
 ) -> Iterator[None]:
-    """Runs a worker that serves the controller ``main`` of a new Python module in a folder."""
+    """Writes a Python module into a folder. For the ``with`` block, runs a worker that serves the
+    module's controller ``main``."""
     (folder / f"{module}.py").write_text(text)
     served = Process(
         "tokenbus.workers.controller",

@@ -1,4 +1,4 @@
-"""A client of an engine that is stepped without a worker."""
+"""A client of an engine. The test runs the engine's steps, without a worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ SEEDED = Sampling(max_tokens=LENGTH, ignore_eos=True, temperature=1.0, seed=5)
 
 
 class ClientView:
-    """The text that a client has received, from the outputs of a request."""
+    """The tokens, texts, finish reasons and errors that a client has received, by sequence. They
+    are computed from the engine's outputs for one request."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {0: []}
@@ -44,7 +45,7 @@ class ClientView:
 
 
 def run(engine: Engine, client: ClientView | None = None) -> ClientView:
-    """Runs steps until all requests have ended."""
+    """Runs steps until the engine has no work; returns the client that received the outputs."""
     client = client or ClientView()
     while engine.has_work:
         client.take(engine.step())

@@ -1,4 +1,5 @@
-"""A GPU worker in the test's process with a real broker. A test can make a part of it fail."""
+"""A GPU worker in the test's process, with a real broker. A test can make parts of the worker
+fail."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class InProcess:
         return self.results[0] if self.results else None
 
     def wait_until_idle(self) -> None:
-        """Waits until the broker and the worker have removed all requests."""
+        """Waits until no worker has a request or a used block of the KV cache."""
         with self.bus.client() as client:
 
             def idle() -> bool:

@@ -46,7 +46,7 @@ class Loop:
         self.load("m")
 
     def load(self, model: str) -> None:
-        """Loads a model."""
+        """Makes an engine with the loaded model, under the name ``model``."""
         config = EngineConfig(
             kv_cache_bytes=2**22,
             max_num_batched_tokens=self.batched,
@@ -98,7 +98,7 @@ class Loop:
         self.give(b"RESULT", results, 0, CONTROLLER)
 
     def turn(self) -> None:
-        """Runs one iteration of ``run``."""
+        """Runs one iteration of the loop of ``GpuWorker.run``, without ``_report_pages``."""
         worker = self.worker
         worker._take()
         worker._report()
@@ -108,11 +108,11 @@ class Loop:
         worker._step()
 
     def sent(self, kind: bytes, link: int = 0) -> list[list[bytes]]:
-        """All sent messages of a type over a link."""
+        """All messages of a type that the worker has sent over a link."""
         return [frames for frames in self.worker._bus._links[link]._outbox if frames[0] == kind]
 
     def entries(self, request: int) -> list[Any]:
-        """The entries that a request's client has received."""
+        """The entries that the worker has sent over link 0 to the client of a request."""
         bodies = [body for frames in self.sent(b"TOKEN") for body in frames[2:]]
         entries = [entry for body in bodies for entry in msgspec.json.decode(body)]
         return [entry for entry in entries if entry["stream_id"] == request]

@@ -31,7 +31,7 @@ class System:
         return self.run("calm", max_tokens=CALM_TOKENS)[0].tokens
 
     def run(self, controller: str | bytes, **options: Any) -> list[GeneratedSequence]:
-        """Runs a request to its end. A module is uploaded first."""
+        """Runs a request to its end. If ``controller`` is a module, the client uploads it first."""
         name = controller if isinstance(controller, str) else self.upload(controller)
         given = {"max_tokens": 5, "ignore_eos": True, "timeout_s": 300.0, "text": False} | options
         return self.client.generate("x = 1", controller=name, **given).wait()
@@ -49,7 +49,7 @@ class System:
         return made
 
     def fails(self, controller: bytes | str, **options: Any) -> TokenbusError:
-        """The error that the client of a guest receives."""
+        """Runs a guest, which must fail; returns the error that its client receives."""
         name = controller if isinstance(controller, str) else self.upload(controller)
 
         def act() -> TokenbusError:
@@ -60,7 +60,7 @@ class System:
         return self.undisturbed(act)
 
     def controller_error(self, controller: bytes | str, **options: Any) -> str:
-        """The text of the error ``controller_failed`` of a guest."""
+        """Runs a guest, which must fail; returns the text of its error ``controller_failed``."""
         error = self.fails(controller, **options)
         assert type(error) is ControllerError
         assert error.code == "controller_failed"
@@ -68,7 +68,7 @@ class System:
         return error.message
 
     def refusal(self, wasm: bytes) -> RequestError:
-        """The error with which a module is refused."""
+        """Uploads a module, which must be refused; returns the error."""
 
         def act() -> RequestError:
             with pytest.raises(RequestError) as caught:

@@ -30,7 +30,7 @@ NONE = Quotas()
 
 
 class KeyedBroker:
-    """A broker on TCP for clients and on a Unix socket for workers, both with keys."""
+    """A broker that accepts only connections with keys. Clients connect over TCP."""
 
     def __init__(self, back: str = "") -> None:
         """``back``: the address for workers. If it is empty, workers use a Unix socket."""
@@ -63,7 +63,7 @@ class KeyedBroker:
         self._temporary.cleanup()
 
     def new_key(self, name: str, role: Role = "client", quotas: Quotas = NONE) -> OwnKey:
-        """A key that may connect after the broker has read the folder of keys."""
+        """Makes and allows a key. It is accepted as soon as the broker has read the key folder."""
         key = self.stranger(name, role)
         self.keys.allow(role, name, Allowed(public=key.public, **msgspec.structs.asdict(quotas)))
         return key

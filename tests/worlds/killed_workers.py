@@ -38,14 +38,15 @@ class System:
         [self.reference] = self.stream().wait()
 
     def with_controllers(self, count: int) -> None:
-        """Starts controller workers until ``count`` of them are registered."""
+        """Starts controller workers until ``count`` of them run, and waits until ``count`` are
+        registered."""
         self.controllers = [c for c in self.controllers if c.alive]
         while len(self.controllers) < count:
             self.controllers.append(self.bus.start_other("controller"))
         until(lambda: len(self.of("controller")) >= count, BOUND_S, f"{count} controller workers")
 
     def start_state(self) -> None:
-        """Starts the state worker."""
+        """Starts the state worker, and waits until it is registered."""
         self.state = self.bus.start_other("state")
         until(
             lambda: self.state.pid in [w.pid for w in self.of("state")], BOUND_S, "a state worker"
@@ -78,7 +79,8 @@ class System:
             assert reader.tokens == self.reference.tokens
 
     def wait_until_free(self) -> None:
-        """Waits until the workers have no requests and the controller workers no sessions."""
+        """Waits until no worker has a request, no controller worker has a sequence group, and the
+        state worker has no variables."""
 
         def free() -> bool:
             workers = self.client.status().workers

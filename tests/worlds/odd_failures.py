@@ -26,7 +26,8 @@ COUNTS = guest(
     mid=f"""(drop {call("var_append", 512, 4, 512, 1, -1, FREE)})
       {call("log", FREE, 1)}"""
 )
-"""A guest that appends a byte to a variable in each round, and logs the new version."""
+"""A guest that appends a byte to a variable in each round, and logs the first byte of the new
+version."""
 
 
 def limit(process: Process, kind: int, soft: int) -> None:
@@ -65,7 +66,8 @@ class Clock:
 
 
 class System:
-    """A worker of each role, a gateway and a client."""
+    """A broker, a GPU worker, a state worker, a controller worker, a gateway and a client. The
+    processes have few file descriptors."""
 
     def __init__(self, bus: Bus, clock: Clock) -> None:
         self.bus, self.clock = bus, clock

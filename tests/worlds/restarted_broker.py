@@ -87,7 +87,7 @@ class GpuWorker(Peer):
         self.held: list[list[bytes]] = []
 
     def catch_up(self) -> None:
-        """Ends the busy state."""
+        """Ends the busy state, and handles the messages that have arrived meanwhile."""
         self.takes, held, self.held = None, self.held, []
         for frames in held:
             self.receive(frames)
@@ -233,7 +233,7 @@ class ClientPeer(Peer):
 
 
 class World:
-    """A broker, which may not run, and its peers."""
+    """A broker, which a test can kill and start again, and its peers."""
 
     def __init__(self, **settings: Any) -> None:
         self.now = 100.0
@@ -260,7 +260,8 @@ class World:
             self._route(self.broker.on_gone(peer.side, peer.id, self.now))
 
     def run(self, *only: Peer) -> None:
-        """Delivers the messages of ``only``, or of all peers, until all messages are delivered."""
+        """Delivers the messages of ``only``, or of all peers, and the broker's answers, until no
+        messages are left. If no broker runs, the messages are lost."""
         moved = True
         while moved:
             moved = False

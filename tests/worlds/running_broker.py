@@ -66,7 +66,8 @@ class RawPeer:
 def intrude(
     address: str, routing_id: bytes, frames: list[bytes], expected: bytes, key: OwnKey | None = None
 ) -> tuple[RawPeer, list[bytes]]:
-    """A peer with another peer's routing id, and its first answer of the type ``expected``.
+    """Connects a peer with another peer's routing id; returns the new peer and its first answer,
+    whose type contains ``expected``.
 
     The first attempts fail while libzmq or the broker still has the earlier connection.
     """

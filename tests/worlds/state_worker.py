@@ -49,7 +49,7 @@ class Dealer:
 
 
 class Client(Dealer):
-    """A client that starts and cancels streams with a controller."""
+    """A client whose messages the test sends."""
 
     def __init__(self, bus: Bus) -> None:
         super().__init__(bus.front)
@@ -122,7 +122,7 @@ class System:
 
     @property
     def status(self) -> WorkerStatus:
-        """The broker's report on the state worker."""
+        """The broker's report on the state worker, or ``_NOBODY`` if none is registered."""
         with self.bus.client() as client:
             states = [worker for worker in client.status().workers if worker.role == "state"]
         return max(states, key=lambda worker: worker.pid == self.state.pid, default=_NOBODY)
@@ -142,8 +142,8 @@ class System:
         self.controller.send(b"VARIABLE", msgpack.encode(op), op.request)
 
     def answers(self, wait_s: float) -> Iterator[bytes]:
-        """Yields the answers, without the mark of a repeated answer, until none arrives for
-        ``wait_s`` seconds."""
+        """Yields the answers to operations, without the mark of a repeated answer, until no message
+        arrives for ``wait_s`` seconds."""
         while self.controller.socket.poll(int(1000 * wait_s)):
             frames = unpack(self.controller.socket.recv_multipart())
             if frames[0] == b"VARIABLE_ANSWER":

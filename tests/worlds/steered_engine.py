@@ -85,11 +85,11 @@ class Bench:
         """The outputs that the client of each request has received."""
         self.live: dict[int, int] = {}
         self.waited = 0
-        """Number of steps that waited for missing decisions."""
+        """Number of times that a step waited for missing decisions."""
         self._host = machine_id() if host is None else host
         self._inbox: deque[tuple[bool, bytes, list[bytes]]] = deque()
-        """Each decision, and whether it arrives while the next step waits. If that step does not
-        wait, the decision arrives after the step."""
+        """For each RESULT that has not arrived: whether it arrives while the next step waits, its
+        body, and its attachments. If that step does not wait, the RESULT arrives after the step."""
 
     # --- the client -----------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class Bench:
         ignore_eos: bool = True,
         text: bool = False,
     ) -> None:
-        """Adds a request like ``GpuWorker``."""
+        """Adds a request in the same way as ``GpuWorker``."""
         loaded = self.engine.loaded
         self.engine.add(request, prompt, sampling, text=text)
         self.live[request] = 1
@@ -156,7 +156,7 @@ class Bench:
         self._inbox = deque((False, body, masks) for _, body, masks in self._inbox)
 
     def run(self, answers: Answers, steps: int = 2000) -> None:
-        """Runs steps until every stream has ended. Each update is answered immediately."""
+        """Runs steps until every stream has ended. Each update is answered before the next step."""
         for request, _ in self.starts:
             self.send(*answers(StepSequence(request, 0, [])))
         self.starts.clear()
@@ -215,12 +215,12 @@ class Bench:
 
 
 def sample(update: StepSequence, seq: int | None = None, **more: object) -> StepResult:
-    """The decision to sample a sequence."""
+    """The decision to sample the next token of a sequence."""
     return StepResult(update.request, update.seq if seq is None else seq, "sample", **more)  # type: ignore[arg-type]
 
 
 def freely(update: StepSequence) -> list[StepResult]:
-    """A controller that allows every token."""
+    """The decisions of a controller that allows every token and stops at the sequence's end."""
     if update.ended is not None:
         return [StepResult(update.request, update.seq, "stop")]
     return [sample(update)]

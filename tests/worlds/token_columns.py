@@ -78,7 +78,8 @@ class World:
         self.session.outgoing = []
 
     def _resume(self, lost: int) -> None:
-        """Breaks the connection, which loses messages, and resumes the session on a new one."""
+        """Breaks the connection, so that ``lost`` tokens of each stream are lost, and resumes the
+        session on a new connection."""
         for _ in range(lost):
             for stream in self._sent:
                 self._token_of(stream, 0, with_text=False)
@@ -91,7 +92,7 @@ class World:
         ]
         # Tokens that arrive before the answer are discarded.
         self._tokens([self._token(call, seq, False) for call, seq in KEYS])
-        # An answer to the ATTACH of an earlier connection repeats an entry.
+        # If ``lost`` is odd, the answer repeats an entry, like an answer to an earlier ATTACH.
         missed: list[Token] = []
         for body in attached:
             stream, received = body["stream_id"], max(0, body["received"] - lost % 2)

@@ -36,7 +36,7 @@ class Machines:
         self.second = bus.folder / "second"
 
     def tokens(self, client: Client, controller: str) -> int:
-        """The number of tokens of a stream with this controller."""
+        """Runs a stream with this controller; returns the number of its tokens."""
         stream = client.generate(
             [40, 41, 42], controller=controller, max_tokens=9, ignore_eos=True, timeout_s=TIMEOUT_S
         )
