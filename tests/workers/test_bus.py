@@ -111,7 +111,7 @@ def test_what_is_posted_between_two_leases_is_dropped() -> None:
         return answer
 
     def received() -> tuple[bytes, bytes]:
-        """The type and the body of the next message of the worker that is not a heartbeat."""
+        """The type and the body of the worker's next message that is not a HEARTBEAT."""
         while (message := unpack(router.receive()[1:]))[0] == b"HEARTBEAT":
             pass
         kind, _, body = message
@@ -145,7 +145,7 @@ def test_what_is_posted_between_two_leases_is_dropped() -> None:
 def test_a_worker_that_is_refused_logs_the_reason_and_tries_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """So the worker serves as soon as a broker of its version runs at this address."""
+    """A worker that tries again serves as soon as a broker of its version runs at this address."""
     router = Router(zmq.Context.instance())
     worker = connection(router.address)
     worker.start()
@@ -153,7 +153,7 @@ def test_a_worker_that_is_refused_logs_the_reason_and_tries_again(
     error = Error(code="unsupported_version", message="version 1 is not supported")
     refusal = [b"ERROR", encode_header(), encode_body(error, "msgpack")]
     router.send([sender, *pack(refusal)])
-    # A broker of another version does not pack its messages.
+    # A broker of another version may not pack its messages.
     router.send([sender, *refusal])
     until(lambda: "version 2 is required" in caplog.text, WAIT_S, "both messages were logged")
     assert "refuses this worker: version 1 is not supported" in caplog.text
@@ -166,7 +166,7 @@ def test_a_worker_that_is_refused_logs_the_reason_and_tries_again(
 
 
 def test_what_is_about_requests_of_an_earlier_registration_is_dropped() -> None:
-    """The broker ended those requests when the registration ended."""
+    """The broker has ended the requests of the earlier registration."""
     router = Router(zmq.Context.instance())
     worker = connection(router.address)
     worker.start()
@@ -199,8 +199,8 @@ def test_a_new_socket_drops_what_was_not_taken_from_the_old_one() -> None:
     router = Router(zmq.Context.instance())
 
     def answer_until_arrived(body: bytes, expiry_s: float) -> None:
-        """Answers each registration, and sends a request with it, until such a request has
-        arrived."""
+        """Answers each registration, and sends a request after each answer, until a request with
+        this body has arrived."""
         answer = Registered(worker=1, heartbeat_s=0.05, expiry_s=expiry_s)
         while body not in arrived:
             sender, *received = router.receive()
@@ -237,7 +237,8 @@ except RuntimeError as error:
 
 
 def test_a_worker_whose_context_was_terminated_does_not_wait_for_messages() -> None:
-    """The test runs in a separate process, because the context has all sockets of a process."""
+    """The worker runs in a separate process, because terminating the context also closes the
+    sockets of other tests in the same process."""
     done = subprocess.run(
         [sys.executable, "-c", TERMINATED, "tcp://127.0.0.1:9"],
         capture_output=True,

@@ -12,7 +12,8 @@ UNLIMITED = "9223372036854771712"
 
 
 def machine(folder: Path, cgroup: str, limits: dict[str, str]) -> int:
-    """The result of ``machine_memory`` on a machine of 16 GB. ``limits``: the limits by file."""
+    """The result of ``machine_memory`` on a machine with ``TOTAL`` bytes. ``limits``: the content
+    of each file with a limit."""
     (folder / "proc/self").mkdir(parents=True)
     (folder / "proc/meminfo").write_text("MemFree: 5 kB\nMemTotal:       16000000 kB\n")
     (folder / "proc/self/cgroup").write_text(cgroup)

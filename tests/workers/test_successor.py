@@ -1,4 +1,4 @@
-"""A process asks supervisord whether another process will replace it."""
+"""A process asks supervisord whether supervisord will start another process in its place."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def supervisord(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A real supervisord with one program. At SIGTERM, the program writes its answer to a file and
-    exits."""
+    """A real supervisord with one program. At SIGTERM, the program writes the results of
+    ``successor_comes`` to a file and exits."""
     process = subprocess.Popen(
         [sys.executable, "-m", "supervisor.supervisord", "-c", folder / "conf"],
         stdout=subprocess.DEVNULL,

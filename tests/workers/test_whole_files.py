@@ -11,7 +11,7 @@ from tokenbus.workers.whole_files import clear_left, write_first, write_whole
 
 @pytest.fixture
 def cleared_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process clears the folder when a file has been begun but is not locked."""
+    """Clears the folder, as another process would, when a file has been created but not locked."""
     lock = fcntl.flock
     calls: list[int] = []
 
