@@ -50,14 +50,14 @@ class Disk:
     fails: Callable[[int, str, str], bool] = lambda number, call, name: False
     """Whether a call fails; takes its number, its kind and the name of its file."""
     after: Callable[[str, str], None] = lambda call, name: None
-    """Called after each call that has succeeded."""
+    """Called after each sync and each rename that has succeeded."""
     calls: list[tuple[str, str]] = field(default_factory=list)
     _files: dict[tuple[int, int], _File] = field(default_factory=dict)
     _durable: dict[str, _File] = field(default_factory=dict)
 
     def images(self) -> Iterator[dict[str, bytes]]:
-        """The possible files after a power failure. The folder has its old names or its new ones,
-        and the files have their synced content or all of it."""
+        """Files that a power failure may leave. The folder has the names of its last sync or its
+        current names, and the files have their synced content or their current content."""
         there = {path.name: self._of(path) for path in self.folder.iterdir()}
         for names in (self._durable, there):
             yield {name: file.durable for name, file in names.items()}

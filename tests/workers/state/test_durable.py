@@ -94,8 +94,8 @@ def held(variables: DurableVariables) -> tuple[int, int, int]:
 
 
 def read(variables: DurableVariables) -> list[tuple[int, bytes | None]]:
-    """The version and the value of every variable. To read is also an operation, so each variable
-    is read only once."""
+    """The version and the value of every variable. A read is also an operation, so a second call
+    for the same log returns the answers of the first call."""
     ops = [Variable(r, 1000, i, "get", n) for r in (1, 2, 3) for i, n in enumerate(NAMES)]
     answers = [one(variables, op) for op in ops]
     return [(answer.version, answer.value) for answer in answers]
@@ -184,7 +184,7 @@ def assert_only_the_tail_is_lost(folder: Path, steps: Steps, whole: int) -> None
     done = sum(size <= whole for size in steps.sizes) - 1
     with opened(folder) as variables:
         assert held(variables) == steps.counts[done]
-        # Operations without an answer are sent again, and have the same answers as before.
+        # All operations are sent again, and have the same answers as before.
         for op, answer in zip(steps.ops, steps.answers, strict=True):
             assert do(variables, op) == answer
     with opened(folder) as variables:
@@ -301,8 +301,8 @@ def test_a_long_log_gets_as_short_as_what_is_held(folder: Path) -> None:
 
 
 def test_operations_go_on_while_the_log_is_rewritten(folder: Path) -> None:
-    """Each request has 600 KiB and is saved in a slice of its own. Some are already saved, others
-    are not."""
+    """Each request has 600 KiB and is saved in a slice of its own. When operations arrive, some
+    requests are already saved, and others are not."""
     with opened(folder, compact_floor=1) as variables:
         for request in range(1, 9):
             for i in range(3):
@@ -387,7 +387,7 @@ def test_a_log_that_cannot_be_rewritten_goes_on_as_it_is(folder: Path) -> None:
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Makes the kernel refuse to write beyond ``size``, as on a full disk."""
+    """Makes the kernel refuse to write beyond ``size`` bytes of a file, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -408,7 +408,7 @@ def test_what_cannot_be_written_is_refused_and_not_done(folder: Path) -> None:
             assert "cannot write its log" in str(refused.error)
             assert "try again" in str(refused.error)
             assert refused.again
-            # There is still room for a little.
+            # There is still room for a small operation.
             assert one(variables, Variable(1, 0, 3, "get", "x")).value == b"a"
         with opened(as_killed(folder)) as other:
             assert held(other) == held(variables)

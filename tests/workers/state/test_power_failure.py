@@ -70,8 +70,8 @@ def assert_all_is_on_the_disk(disk: Disk, tables: Tables) -> None:
 
 
 def fill(variables: DurableVariables, request: int) -> None:
-    """Writes a variable of a request again and again. Its value is larger than a slice of a
-    compaction, and the log grows."""
+    """Writes a variable of a request ten times, so that the log grows. The variable's value is
+    larger than a slice of a compaction."""
     ops = [Variable(request, 0, i, "set", "x", bytes([request, i]) * SLICE) for i in range(10)]
     variables.apply([(op, msgpack.encode(op)) for op in ops])
 
@@ -173,7 +173,7 @@ def test_a_log_whose_sync_has_failed_answers_nothing_until_it_is_written_anew(
 def test_the_log_of_a_killed_worker_is_on_the_disk_before_the_next_one_answers(
     folder: Path,
 ) -> None:
-    """The killed worker has written a table, but has not synced it."""
+    """The disk of this test treats all files of the killed worker as written but not synced."""
     with opened(folder) as variables:
         assert Tables(variables).write("ann", b"written")
         copy = as_killed(folder)

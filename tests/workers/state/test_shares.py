@@ -1,5 +1,5 @@
-"""The shares of the state worker that a tenant and a request may have. The worker is real, but has
-no connection."""
+"""The shares of the state worker's memory that a tenant and a request may have. The worker is real,
+but has no connection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenbus.workers.state.variables import KIB, MIB
 from tokenbus.workers.state.worker import StateWorker
 
 TOTAL = 4 * MIB
-"""The memory of all variables on the machine of these tests, in bytes."""
+"""The most memory that all variables may use on the machine of these tests, in bytes."""
 ANN, BEN = Tenant("ann"), Tenant("ben")
 VALUE = 50 * KIB
 
@@ -27,8 +27,8 @@ _counts = count(1)
 
 
 def operation(request: int, tenant: Tenant | None, size: int = VALUE) -> FromBus:
-    """An operation that sets a new variable to a value of this size. The attachment names the
-    tenant, as the broker does."""
+    """An operation that sets a new variable to a value of this size. An attachment names the
+    tenant, as in messages that the broker forwards."""
     number = next(_counts)
     op = Variable(request, 0, number, "set", f"x{number}", bytes(size))
     whose = [] if tenant is None else [tenant.encode()]

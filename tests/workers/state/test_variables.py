@@ -42,7 +42,7 @@ def do(storage: VariableStorage) -> Do:
 
 
 def doing(storage: VariableStorage) -> Do:
-    """Makes operations of request 1 and sequence 0, each with the next count, unless a test gives
+    """Does operations of request 1 and lineage 0, each with the next count, unless a test gives
     other fields."""
     counts = count(1)
 

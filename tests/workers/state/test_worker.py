@@ -1,4 +1,5 @@
-"""The state worker as a process, with a real broker. The tests play the other workers."""
+"""The state worker as a process, with a real broker. The tests act as the client and as the other
+workers."""
 
 from __future__ import annotations
 
