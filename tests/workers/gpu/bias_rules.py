@@ -41,7 +41,7 @@ class Rule:
     token and the number of the sequence."""
 
     num: int
-    """Number of biased tokens; ``VOCAB``: the bias is dense."""
+    """Number of biased tokens besides two further ones; ``VOCAB``: the bias is dense."""
     masked: int
     """1: most rounds have a mask; 0: no round has one."""
     splice_at: int

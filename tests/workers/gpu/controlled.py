@@ -158,7 +158,7 @@ def vocabulary_of(
 
 
 def script(rng: Random, longest: int) -> dict[str, Any]:
-    """A random script of decisions. Its forks fork too."""
+    """A random script of decisions. Forks may fork again, up to a depth of three."""
 
     def some(length: int, depth: int) -> list[list[Any]]:
         done: list[list[Any]] = []

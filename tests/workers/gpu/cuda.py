@@ -96,7 +96,7 @@ class Cuda:
         self.captures: list[Capture] = []
         self.replays = 0
         self.on_capture: Callable[[], None] = lambda: None
-        """Called within each capture."""
+        """Called at the beginning of each capture."""
 
     def malloc(self) -> None:
         """An allocation by the calling thread. It breaks a capture of this thread, and in mode

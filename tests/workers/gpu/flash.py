@@ -29,8 +29,8 @@ def varlen_attn(
     block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """Attention of packed queries over paged keys. Raises RuntimeError for arguments that the
-    kernel refuses."""
+    """Attention of packed queries over the blocks of a KV cache. Raises RuntimeError for arguments
+    that the kernel refuses."""
     if cu_seq_k is None:
         raise RuntimeError("cu_seqlens_k: bad optional access")
     if seqused_k is None or block_table is None:
@@ -73,7 +73,7 @@ def attention(
     window_size: list[int],
     cap: float = 0.0,
 ) -> torch.Tensor:
-    """Plain attention of packed queries over paged keys, ``[total, heads, dim]``."""
+    """Plain attention of packed queries over the blocks of a KV cache: ``[total, heads, dim]``."""
     starts = cu_seq_q.tolist()
     repeat = query.shape[1] // cache[0].shape[2]
     demand(starts[-1] == len(query), "cu_seqlens_q must end at the number of queries")

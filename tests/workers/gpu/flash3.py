@@ -2,7 +2,8 @@
 
 The signature is that of ``hopper/flash_attn_interface.py``. The checks are those of ``mha_fwd`` in
 ``hopper/flash_api.cpp``, except for the device and for float16 or bfloat16. This stand-in computes
-only the calls that the engine makes: packed queries over paged keys, without new keys.
+only the calls that the engine makes: packed queries over the blocks of a KV cache, without new
+keys.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> torch.Tensor:
-    """Attention of packed queries over paged keys. Raises an exception for arguments that the
-    kernel refuses."""
+    """Attention of packed queries over the blocks of a KV cache. Raises an exception for arguments
+    that the kernel refuses."""
     assert k_cache.stride(-1) == 1, "k_cache must have contiguous last dimension"
     assert v_cache.stride(-1) == 1, "v_cache must have contiguous last dimension"
     demand(num_splits == 1, "only num_splits=1 makes the split independent of the batch")

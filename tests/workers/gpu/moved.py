@@ -92,7 +92,8 @@ class Moving:
 
 
 def check_notice(loop: Loop) -> None:
-    """Fails unless the client was notified of the move once, before the first new entry."""
+    """Fails unless the client was notified of the move once, before the first new entry. Without a
+    new entry, the client must not be notified."""
     kinds = [frames[0] for frames in loop.worker._bus._links[0]._outbox]
     if not any(token_messages(loop)):
         assert b"SYSTEM" not in kinds

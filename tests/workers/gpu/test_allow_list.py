@@ -10,8 +10,8 @@ from tokenbus.workers.gpu.model.allow_list import is_allowed
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a folder of models, a folder outside it, and a link from the first to the
-    second."""
+    """A folder with the folders ``models`` and ``evil``. The link ``models/link`` leads to
+    ``evil``, and the link ``known`` leads to ``models``."""
     for name in ("models/good", "models/a/b", "evil"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "models" / "link").symlink_to(tmp_path / "evil")

@@ -273,8 +273,8 @@ def test_a_controller_gets_no_token_of_an_earlier_attempt(
 def test_a_decision_for_an_attempt_that_was_dropped_is_void(
     embedded: LoadedModel, tmp_path: Path
 ) -> None:
-    """The worker has dropped the earlier attempt before the request comes back. It has no record of
-    the attempt, but the answer to the attempt's START still arrives."""
+    """The worker has dropped the earlier attempt before the request comes back. The worker has no
+    record of the attempt, but the answer to the attempt's START still arrives."""
     loop = Loop(tmp_path, embedded)
     begin(loop, MOVED, controller="c")
     loop.turn()

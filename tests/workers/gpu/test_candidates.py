@@ -1,4 +1,4 @@
-"""Each token reports the distribution that it was drawn from, if its request asks for it."""
+"""If a request asks for it, each token has a report of the distribution from which it was drawn."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""With torch.compile every stream is the same: with overlapping and other steps, with drafts, under
-controllers, and after a move to another worker."""
+"""With torch.compile every stream is the same: with steps that overlap or run in turn, with drafts,
+under controllers, and after a move to another worker."""
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ def begun(bench: Bench, request: int = 1, sampling: Sampling = GREEDY) -> None:
 
 
 def at(tokens: int, then: Callable[[StepSequence], list[StepResult]]) -> Answers:
-    """A controller that allows ``tokens`` tokens to be sampled, decides once by ``then``, and then
-    samples."""
+    """A controller that samples ``tokens`` tokens of sequence 0, decides once by ``then``, and
+    samples again."""
     seen = 0
 
     def answers(update: StepSequence) -> list[StepResult]:

@@ -123,7 +123,7 @@ class Play:
         one.owes = True
 
     def decide(self, key: Key, quietly: bool) -> list[StepResult]:
-        """The controller's next decisions. ``quietly``: it only samples."""
+        """The controller's next decisions. ``quietly``: it only splices, samples and stops."""
         one, rng = self.sequences[key], self.rng
         one.owes = False
         if one.full:

@@ -87,8 +87,8 @@ def test_requests_of_one_controller_worker_share_a_file_until_the_last_is_over(
 def test_a_mask_is_read_from_the_file_of_its_own_controller_worker(
     bench: Bench, before: tuple[int, int]
 ) -> None:
-    """This also holds if the request before used another file, to which the other controller worker
-    still writes."""
+    """This also holds if an earlier request used the file of another controller worker, which still
+    writes to this file."""
     old: list[MaskRows] = []
     for request, token in ((1, 10), (2, 20)):
         bench.worker = 100 + request

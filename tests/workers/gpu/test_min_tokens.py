@@ -125,7 +125,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 
 
 def words(*, without: Sequence[int] = (), only: Sequence[int] | None = None) -> np.ndarray:
-    """A mask that allows all tokens, or ``only`` some, except those in ``without``."""
+    """A mask that allows the tokens ``only`` (None: all tokens), except those in ``without``."""
     allowed = np.ones(VOCAB, dtype=bool) if only is None else np.isin(np.arange(VOCAB), only)
     allowed[list(without)] = False
     packed = np.packbits(np.pad(allowed, (0, -VOCAB % 32)), bitorder="little")

@@ -95,7 +95,7 @@ def both(request: pytest.FixtureRequest) -> Both:
 
 def test_logits_are_those_of_torch(both: Both) -> None:
     long, short, other = (both.sequence(length) for length in (60, 5, 11))
-    # The prompts fit into one step, need two chunks, or are longer.
+    # A short prompt in one step, a prompt in two chunks, and a long prompt in one step.
     assert both.difference((short, 5)) < 1e-3
     assert both.difference((other, 6)) < 1e-3
     assert both.difference((other, 5)) < 1e-3

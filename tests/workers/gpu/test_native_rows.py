@@ -29,7 +29,7 @@ def kinds() -> list[str]:
 
 @pytest.fixture(params=kinds())
 def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Runs a test with vectors as wide as this machine's, and with vectors half as wide."""
+    """Runs a test with the vectors of AVX2, and with those of AVX-512 if the processor has them."""
     monkeypatch.setattr(native_library, "_processor", lambda machine: request.param)
     library.cache_clear()
     yield

@@ -30,7 +30,7 @@ class Served:
         self.wanted = [shapes.greedy(model, p, NEW) for p in self.prompts]
 
     def check(self, got: list[list[int]]) -> None:
-        """Fails if a continuation differs from ``model.generate``."""
+        """Fails if a continuation differs from ``model.generate`` before the first tie."""
         wrong = [
             i
             for i, (prompt, wanted, tokens) in enumerate(

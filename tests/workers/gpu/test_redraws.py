@@ -1,5 +1,5 @@
-"""A sequence that goes back draws with other random numbers, in every run and at every worker the
-same ones."""
+"""A sequence that drops tokens then draws with other random numbers. They are the same in every run
+and at every worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def embedded() -> LoadedModel:
 
 
 def drawn(engine: Engine, attempts: int, continued: Continued | None = None) -> list[list[int]]:
-    """The texts that a sequence draws if it goes back by ``LENGTH`` tokens after each of them."""
+    """The texts of ``LENGTH`` tokens that a sequence draws if each text is dropped before the next
+    one is drawn."""
     engine.add(1, PROMPT, SAMPLING, continued=continued)
     found: list[list[int]] = [[]]
     while len(found) <= attempts:

@@ -74,9 +74,9 @@ class Run:
 
 
 def merged(messages: list[list[Token]]) -> list[list[Token]]:
-    """The entries, to be compared. The logs and writes of entries that were not sampled move to the
-    next sampled entry of the sequence, or to its last entry, because their division among entries
-    depends on time."""
+    """The entries in the form in which they are compared. The logs and writes of entries that were
+    not sampled move to the next sampled entry of the sequence, or to its last entry, because their
+    division among entries depends on time."""
     found = msgspec.msgpack.decode(
         msgspec.msgpack.encode([e for m in messages for e in m]), type=list[Token]
     )

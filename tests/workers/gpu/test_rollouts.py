@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def renewed(folder: str) -> LoadedModel:
-    """Loads the model with the weights of ``folder``."""
+    """The model with the weights of ``folder``."""
     return started_with(folder)
 
 
@@ -201,7 +201,8 @@ def test_a_stream_with_two_versions_moves_and_its_receipt_names_both(
 def test_a_deferred_sequence_is_computed_again(
     tmp_path: Path, loaded: LoadedModel, folder: str
 ) -> None:
-    """The row of logits for the next token was computed with the old weights, in both modes."""
+    """The row of logits for the next token was computed with the old weights, whether the update
+    keeps the cache or recomputes it."""
     plain = Loop(tmp_path, loaded)
     update(plain, folder)
     plain.generate(3, max_tokens=1)

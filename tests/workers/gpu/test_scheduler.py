@@ -35,7 +35,7 @@ def scheduler(blocks: int = 100, running: int = 8, room: int = 16) -> Scheduler:
 
 
 def compute(batch: Batch) -> None:
-    """Simulates a forward: each sequence that is complete gets one more token."""
+    """Simulates a forward. Each sequence whose tokens are all computed gets one more token."""
     for chunk in batch.chunks:
         chunk.sequence.num_computed_tokens = chunk.end
         if chunk.completes:

@@ -225,7 +225,7 @@ def test_the_claim_of_no_session_is_answered_at_once(
 def test_a_stream_that_ends_while_its_claim_waits_is_reported(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stream has too many entries to be kept after its end, but it is reported too."""
+    """The stream has too many entries to be kept after its end. The worker still reports it."""
     monkeypatch.setattr(kept_streams, "MAX_TOKENS", 5)
     monkeypatch.setattr(attaching, "MAX_ENTRIES", 8)
     loop.generate(1, max_tokens=10)
