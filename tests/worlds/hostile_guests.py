@@ -19,7 +19,7 @@ Made = TypeVar("Made")
 
 
 class System:
-    """A broker, a worker of each role, and a client."""
+    """A broker, a GPU worker, a state worker, a controller worker (``worker``), and a client."""
 
     def __init__(self, bus: Bus, worker: Process, client: Client) -> None:
         self.bus, self.worker, self.client = bus, worker, client

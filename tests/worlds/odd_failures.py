@@ -26,7 +26,7 @@ COUNTS = guest(
     mid=f"""(drop {call("var_append", 512, 4, 512, 1, -1, FREE)})
       {call("log", FREE, 1)}"""
 )
-"""A guest that appends a byte to a variable in each round, and logs the first byte of the new
+"""A guest that appends a byte to a variable in each round, and logs the lowest byte of the new
 version."""
 
 
