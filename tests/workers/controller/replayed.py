@@ -267,7 +267,7 @@ class Stream:
         return results
 
     def outcome(self) -> dict[int, tuple[object, ...]]:
-        """The results of each sequence, to be compared."""
+        """The results of each sequence, in a form that can be compared."""
         return {
             seq: (life.tokens, life.forks, life.end, life.logs, life.storage, life.masks)
             for seq, life in self.lives.items()

@@ -261,7 +261,7 @@ def test_a_step_of_an_unknown_request_or_sequence_gets_a_result(worker: Worker) 
 
 
 def test_a_step_of_an_earlier_attempt_at_another_gpu_worker_is_void(worker: Worker) -> None:
-    """The GPU worker that the request has left does not know that yet. Its token does not belong to
+    """The GPU worker that the request has left was not notified yet. Its token does not belong to
     the attempt for which the controller was started."""
     worker.start(1, "counts")
     stale = Step(sequences=[StepSequence(1, 0, [6])])

@@ -44,7 +44,7 @@ from tokenbus.workers.controller.__main__ import main
 variable_calls.GIVE_UP_S = 3600.0
 sys.exit(main())
 """
-"""A controller worker whose guests wait for the state worker as long as the test runs."""
+"""A controller worker whose guests wait for the state worker for up to an hour."""
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +248,8 @@ def test_a_cancelled_stream_frees_its_controller_and_the_memory_of_it(system: Sy
     readers: list[Reader] = []
 
     def held() -> bool:
-        """Whether six streams use their memory. If one has ended, six new streams begin."""
+        """Whether the guests of six streams use their memory. If a stream has ended, closes all
+        streams and begins six new ones first."""
         if not readers or any(reader.ended for reader in readers):
             for reader in readers:
                 reader.stream.close()

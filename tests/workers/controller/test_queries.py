@@ -33,7 +33,7 @@ SEEN = Distribution(logprob=-0.5, rank=2, entropy=1.25, top={7: -0.25, 8: -0.5},
 
 
 class Reads(Controller):
-    """Sends a query for every token from init_prompt, and logs the answers."""
+    """Sets a query for every token in init_prompt, and logs the answers."""
 
     def init_prompt(self, prompt: list[int]) -> None:
         self.query = Query(top=2, tokens=[9])

@@ -199,8 +199,8 @@ def group_of(kind: type[Controller]) -> SequenceGroup:
 
 
 def replayed(group: SequenceGroup, kind: type[Controller], *told: Replay) -> list[StepResult]:
-    """The results of a replay. Fails unless the replay pauses for other work once for each
-    token."""
+    """The results of a replay. Fails unless the replay pauses for other work at least once for each
+    token, or the group is closed."""
     steps = group.begin_again(PythonProgram(kind), VOCABULARY, PROMPT, 1, list(told))
     stops = 0
     while True:

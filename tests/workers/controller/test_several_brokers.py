@@ -39,7 +39,7 @@ def tables(worker: ControllerWorker, link: int) -> list[ModuleTable]:
 
 
 def answered(worker: ControllerWorker, ask: Callable[[ModuleCalls], object], links: int) -> None:
-    """Starts an operation on a table, and answers it when it was sent over this many links."""
+    """Starts an operation on a table, and answers it after it was sent over ``links`` links."""
     calls = worker._module_calls
     asking = threading.Thread(target=ask, args=(calls,))
     asking.start()

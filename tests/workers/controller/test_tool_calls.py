@@ -264,7 +264,8 @@ def test_a_call_that_runs_when_the_worker_dies_is_not_repeated(
 
 
 class LosesCalls(Tools):
-    """A worker that dies after it has marked a call, before the call is sent."""
+    """Tools that receive no call while ``alive`` is False. So each call seems to belong to a
+    controller worker that died after it had marked the call and before it sent the call."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
@@ -293,8 +294,8 @@ def test_a_call_that_may_have_been_made_ends_with_an_error(
 
 
 def test_a_call_whose_mark_was_acknowledged_late_is_made(loop: asyncio.AbstractEventLoop) -> None:
-    """The state worker sends its answer to the mark twice. The mark names the same attempt, so the
-    call is made."""
+    """Each operation is done twice, so the program gets the second answer to the mark, which is a
+    repeated answer. The mark names the same attempt, so the call is made."""
     tools = Tools(loop)
 
     class Repeats(ToolStream):

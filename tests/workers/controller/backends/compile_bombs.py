@@ -1,4 +1,4 @@
-"""51 small schemas whose compilation takes long, or needs much memory or a deep stack.
+"""51 schemas whose compilation takes long, or needs much memory or a deep stack.
 
 The first schema is from https://github.com/vllm-project/vllm/issues/54003: nested ``oneOf``, 16
 deep.
@@ -61,7 +61,7 @@ def flat(keyword: str, depth: int) -> Schema:
 
 
 def product(parts: int, wide: int) -> Schema:
-    """``parts`` lists of ``wide`` alternatives. A value matches one alternative of each list."""
+    """``parts`` lists of ``wide`` alternatives. A value must match an alternative of each list."""
     return {
         "allOf": [
             {"anyOf": [{"properties": {f"p{i}_{j}": INTEGER}} for j in range(wide)]}

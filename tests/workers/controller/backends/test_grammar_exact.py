@@ -37,8 +37,8 @@ MANY = settings(
 
 
 def compare(case: Case) -> None:
-    """Compares all masks of a case: with a new instance, again with this instance, and with an
-    instance that begins with its memory."""
+    """Compares the masks of a case: with a new instance, again with this instance, and with another
+    instance that begins with the memory of the first one."""
     oracle = Oracle(case)
     with closing(guest_of(case.vocabulary, case.tables)) as guest:
         texts = walk(guest, oracle)
@@ -65,8 +65,8 @@ def test_every_mask_of_a_grammar_is_what_earley_says_of_each_token(case: Case) -
 
 @pytest.mark.parametrize("declared", [False, True])
 def test_a_language_of_brackets_names_and_comments_has_exact_masks(declared: bool) -> None:
-    """A grammar with everything that hypothesis may miss: names that begin like keywords, a keyword
-    with a space in it, nesting, and tokens of up to five lexemes."""
+    """A grammar with parts that hypothesis may miss: names that begin like keywords, a keyword with
+    a space in it, nesting, and tokens of up to five lexemes."""
     rules = {"S": [("S", "c"), ("c",)], "A": [("a", "A", "a"), ("b",)]}
     rules["S"] += [("S", "A"), ("A",)]
     lexemes = {"a": Lexeme("a b", True), "b": Lexeme("b", True), "c": Lexeme("[ab][ab]+", False)}

@@ -1,7 +1,7 @@
 """Difficult cases of grammars, each with two real vocabularies.
 
-A token spans several lexemes, a keyword is also the beginning of a name, SKIP is at the start or
-end of a text, or a character is split over tokens.
+In these cases, a token spans several lexemes, a keyword is also the beginning of a name, SKIP is at
+the start or end of a text, or a character is split over tokens.
 """
 
 from __future__ import annotations

@@ -209,9 +209,9 @@ def test_a_text_of_a_lark_grammar_is_whole(matchers: Matchers, name: str) -> Non
 
 
 def walked(stream: Stream, rng: random.Random, taken_back: bool = False) -> bytes:
-    """Samples random tokens, but never the end, until the controller stops or ``max_tokens`` are
-    there. In half of the steps, tokens that begin a value are preferred. ``taken_back``: whether
-    the controller may drop tokens."""
+    """Samples random tokens, but never the end, until the controller stops, only the end is
+    allowed, or the text has ``max_tokens`` tokens. In half of the steps, tokens that begin a value
+    are preferred. ``taken_back``: whether the controller may drop tokens."""
     begin = {number for number, token in enumerate(TOKENS) if token[:1] in (b"{", b"[", b",", b"(")}
     most = stream.controller._host.max_tokens  # type: ignore[attr-defined]
     while len(stream.tokens) < most:

@@ -102,7 +102,8 @@ def test_thinking_is_closed_when_its_tokens_are_used_up(program: StructuralProgr
 
 
 def allowed_after(program: StructuralProgram, tokens: list[bytes], text: str) -> set[bytes]:
-    """The tokens that may follow a text in an answer with calls in Hermes's form."""
+    """The tokens that may follow a text in an answer with calls in Hermes's form, or the text that
+    the controller appends."""
     on = vocabulary([*BYTES, *tokens])
     structure = structure_of(HERMES, Wanted(FUNCTIONS))
     made = program.start(host(msgspec.json.encode(structure), on))

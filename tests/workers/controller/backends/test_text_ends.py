@@ -243,7 +243,8 @@ def test_a_request_that_times_out_has_no_whole_value_unless_it_is_known(client: 
     found: list[Stream] = []
 
     def timed_out() -> bool:
-        """Whether a request has timed out. No request times out while the broker is stopped."""
+        """Runs a request; returns whether a request has timed out so far. While the operating
+        system does not run the broker, no request times out."""
         stream = client.generate(
             PROMPT,
             controller="regex",

@@ -48,7 +48,7 @@ def called(*arguments):
 
 
 def in_a_process(code: str) -> Any:
-    """The JSON output of a Python program that has given up its rights."""
+    """The JSON output of a Python program. ``code`` itself gives up the rights of the program."""
     done = subprocess.run(
         [sys.executable, "-c", BEGIN + code], capture_output=True, text=True, check=False
     )

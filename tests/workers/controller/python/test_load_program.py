@@ -19,7 +19,7 @@ from .runs import Run, says
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An operator's module in the current directory."""
+    """An operator's module in the current directory, next to two modules that cannot be loaded."""
     source = """
         from tokenbus.workers.controller.python import Controller, PythonProgram
 

@@ -76,7 +76,8 @@ def run(client: Client, name: str, arg: dict[str, Any], **options: Any) -> list[
 def test_react_calls_tools_and_answers(client: Client) -> None:
     tools = {"weather": {"city": {"type": "string"}, "days": {"type": "integer"}}}
     calls = 0
-    # A seed may choose the answer at once. Twenty of them almost certainly do not.
+    # With some seeds, the program answers without a call. With at least one of twenty seeds, it
+    # almost certainly makes a call.
     for seed in range(20):
         [sequence] = run(client, "react", {"tools": tools, "turns": 3, "tokens": 40}, seed=seed)
         lines = sequence.text.splitlines()

@@ -81,8 +81,8 @@ rules = st.dictionaries(
 
 
 def readings(rules: Rules, accepting: set[int], text: bytes) -> set[tuple[int, bytes]]:
-    """All ways to read a text that can continue. Each is a state, and the bytes of a string that
-    has begun."""
+    """The ways to read a text, without those after which no text can follow. Each has a state, and
+    the bytes of a string that has begun."""
     live = accepting | {state for state, _ in rules}
     found = {(0, b"")} & {(state, b"") for state in live}
     for byte in text:
@@ -131,7 +131,7 @@ def test_masks_of_a_string_recognizer_are_those_of_brute_force(
 GENERAL = r"""
 #include "tokenbus.h"
 
-// A byte stack of one's own, without the calls that may be left out: brackets that match.
+// A byte stack of the guest, without the optional calls. It allows brackets that match.
 static uint8_t stack[1024];
 static uint32_t depth;
 
@@ -312,7 +312,7 @@ void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_
         }
         if (!blocks[i]) continue;
         if ((uintptr_t)blocks[i] % 8) tb_fail("block %u is not aligned", i);
-        // What it had is still there, up to its old size.
+        // The earlier content is still there, up to the smaller of the two sizes.
         for (uint32_t k = 0; kind > 1 && k < sizes[i] && k < size; k++)
             if (blocks[i][k] != (uint8_t)(i * 7 + 1)) tb_fail("block %u lost byte %u", i, k);
         sizes[i] = size;

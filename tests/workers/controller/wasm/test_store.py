@@ -281,8 +281,8 @@ def test_the_beginning_of_two_ids_is_ambiguous_and_both_are_named(modules: Modul
 
 
 def alike() -> tuple[bytes, bytes]:
-    """Two modules whose hashes have the same first 8 digits. Among some 2**16 modules there are
-    two."""
+    """Two modules whose hashes have the same first 8 digits. About 2**16 modules are made until two
+    of them have this property."""
     seen: dict[str, bytes] = {}
     start = module() + b"\0\5\1n"
     for number in count():

@@ -1,5 +1,5 @@
-//! Two forks: the first samples, drops tokens, and writes a word to a variable. The second waits for
-//! the word and appends it.
+//! Forks into two sequences. The first samples, drops tokens, and writes a word to a variable. The
+//! second waits for the word and appends it.
 //!
 //! The argument is the word; "panic" panics in mid_process.
 
@@ -12,7 +12,7 @@ enum Part {
     New,
     /// Samples two tokens, then replaces them.
     Writer { sampled: usize },
-    /// Has been notified that two tokens were dropped.
+    /// Stops in its next pre_process.
     Done,
     Waiter,
 }

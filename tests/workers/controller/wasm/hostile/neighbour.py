@@ -17,7 +17,8 @@ TOKENS = 600
 
 
 class Neighbour:
-    """Runs streams with a well-behaved controller, one after another, during a block of a test.
+    """Runs streams with a well-behaved controller or without a controller, one after another,
+    during a block of a test.
 
     with neighbour.running():
         ...
@@ -34,8 +35,8 @@ class Neighbour:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Runs a stream that receives tokens before the block and again after it. Fails if they
-        differ from the tokens of a stream that runs alone."""
+        """Runs streams, which receive tokens before the block and again after it. Fails if the
+        tokens differ from those of a stream that runs alone."""
         enough = threading.Event()
         thread = threading.Thread(target=self._run, args=(enough,))
         self._failure = None

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.process
 
 
 def test_a_module_of_50_mb_is_refused(system: System) -> None:
-    """The client already refuses the module. Another test sends one past the client to the
-    broker."""
+    """The client already refuses the module. Another test sends such a module to the broker without
+    this check."""
     wasm = guest() + b"\0" + b"\xf8\xf0\xea\x17" + bytes(50_000_000 - 8)
 
     def act() -> RequestError:
