@@ -41,7 +41,8 @@ class Rule:
     token and the number of the sequence."""
 
     num: int
-    """Number of biased tokens besides two further ones; ``VOCAB``: the bias is dense."""
+    """Number of tokens with a small bias; two more tokens are forbidden or preferred. ``VOCAB``:
+    the bias is dense."""
     masked: int
     """1: most rounds have a mask; 0: no round has one."""
     splice_at: int
@@ -173,8 +174,8 @@ tb_answer tb_post_process(const uint32_t *tokens, uint32_t n, uint32_t backtrack
 
 
 class ByLength(Rule):
-    """A rule whose decisions depend only on the length, with 0 as the last token, for a controller
-    that is a script of lines."""
+    """A rule whose decisions depend only on the length, for a controller that is a script of lines.
+    Its masks allow one token."""
 
     def bias(self, length: int, last: int, seq: int) -> dict[int, float] | None:
         return super().bias(length, 0, 0)
@@ -224,7 +225,7 @@ def bent(logits: np.ndarray, values: dict[int, float] | None) -> np.ndarray:
 
 
 def words(allowed: set[int] | None) -> np.ndarray | None:
-    """The mask of some tokens; None allows all."""
+    """The mask that allows these tokens; None: no mask."""
     if allowed is None:
         return None
     bits = np.zeros(VOCAB, dtype=np.uint8)

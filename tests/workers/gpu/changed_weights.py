@@ -12,7 +12,7 @@ from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 
 
 def changed(tensors: Mapping[str, torch.Tensor], seed: int = 1) -> dict[str, torch.Tensor]:
-    """New values for weights with these names and shapes."""
+    """Weights with random noise added."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for name, tensor in tensors.items():

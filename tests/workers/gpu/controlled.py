@@ -1,5 +1,5 @@
-"""A controller worker without sockets and threads, for scripted controllers. Their results reach a
-GPU worker's loop some turns later, in random order."""
+"""A controller worker without sockets and threads. Its results reach a GPU worker's loop in the
+same turn or some turns later, in random order."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def token_messages(loop: Loop) -> list[list[Token]]:
 
 
 def give(loop: Loop, kind: bytes, body: dict[str, Any], flags: int, *attachments: bytes) -> None:
-    """The worker receives the request."""
+    """Delivers a message of the client of ``REQUEST`` to the worker."""
     encoded = msgspec.msgpack.encode({"model": "m", "stream_id": REQUEST} | body)
     loop.give(kind, encoded, REQUEST, 100, flags | Flag.MSGPACK, attachments)
 

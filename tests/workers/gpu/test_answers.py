@@ -122,7 +122,7 @@ def test_a_cancellation_that_fails_ends_its_stream_all_the_same(
 
 
 def test_the_largest_top_k_keeps_all_tokens(running: InProcess) -> None:
-    """2**64 - 1 does not fit into a tensor."""
+    """2**64 - 1 does not fit into a tensor of 64-bit integers."""
     options: Any = {"max_tokens": 5, "ignore_eos": True, "temperature": 1.0, "seed": 3}
     with running.bus.client() as client:
         wanted = client.generate([7], top_k=2**31, **options).tokens()
@@ -218,7 +218,7 @@ def loaded(client: Client) -> list[list[str]]:
 
 
 def connected(running: InProcess) -> Any:
-    """A client's connection of JSON messages."""
+    """A DEALER socket that is connected to the broker's front socket."""
     socket: Any = zmq.Context.instance().socket(zmq.DEALER)
     socket.linger = 0
     socket.rcvtimeo = 60_000

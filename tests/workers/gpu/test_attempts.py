@@ -67,7 +67,7 @@ def come_back(loop: Loop, sent: list[Any], **fields: Any) -> None:
 
 
 def in_the_next_step(loop: Loop, arrive: Any) -> None:
-    """Calls ``arrive`` when the forward of the next step has been launched."""
+    """Runs a turn, and calls ``arrive`` in it after the step's forward has been launched."""
     engine = loop.worker._models.engines["m"]
     begin_step = engine.begin
 
@@ -227,8 +227,8 @@ def mask_for(embedded: LoadedModel, token: int) -> bytes:
 
 
 def allow(loop: Loop, embedded: LoadedModel, request: int, token: int, attempt: int = 0) -> None:
-    """The controller of a request allows one token. ``attempt``: the result is the first after the
-    START of this attempt."""
+    """Delivers a RESULT in which the controller of a request allows one token. ``attempt``: the
+    attempt that the RESULT names; 0: none."""
     one = StepResult(request, 0, "sample", attachment=0)
     attempts = {request: attempt} if attempt else {}
     result = Result(sequences=[one], host="elsewhere", attempts=attempts)
@@ -237,7 +237,7 @@ def allow(loop: Loop, embedded: LoadedModel, request: int, token: int, attempt: 
 
 
 def stepped(loop: Loop, request: int) -> list[list[int]]:
-    """The tokens of a request that STEP messages have sent to its controller."""
+    """The tokens of a request in each STEP that the worker has sent for the request."""
     steps = [msgpack.decode(frames[2], type=Step) for frames in loop.sent(b"STEP")]
     return [one.tokens for step in steps for one in step.sequences if one.request == request]
 

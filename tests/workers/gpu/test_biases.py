@@ -19,7 +19,8 @@ from tokenbus.workers.gpu.sampling.row_parameters import Row
 from tokenbus.workers.gpu.sampling.sampler import NOTHING_ALLOWED, sample
 
 VOCAB = 150
-"""More than two parts of 64 tokens, and not a multiple of 32, so that the last word is not full."""
+"""More than two parts of 64 tokens, and not a multiple of 32, so that a mask's last word is not
+full."""
 INF = float("inf")
 
 # Multiples of an eighth have exact sums in any order.
@@ -166,7 +167,8 @@ def test_inspect_says_which_likely_tokens_a_bias_moved_and_which_it_forbade() ->
 
 
 def words(pairs: int, *numbers: float | int) -> np.ndarray:
-    """A bias from its words: integers as u32, other numbers as float32."""
+    """The words of an encoded bias: the number of pairs, then integers as u32 and other numbers as
+    float32."""
     made = [pairs.to_bytes(4, "little")]
     made += [
         np.uint32(n).tobytes() if isinstance(n, int) else np.float32(n).tobytes() for n in numbers

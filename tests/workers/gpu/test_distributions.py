@@ -31,7 +31,8 @@ from .moved import transcript as transcript_of
 from .test_resumption_controlled import Run, check_nothing_is_left
 
 VOCAB = 150
-"""More than two parts of 64 tokens, and not a multiple of 32, so that the last word is not full."""
+"""More than two parts of 64 tokens, and not a multiple of 32, so that a mask's last word is not
+full."""
 LOWEST = float(torch.finfo(torch.float32).min)
 TOKENS = st.integers(0, VOCAB - 1)
 QUERIES = st.builds(Query, st.integers(0, 64), st.lists(TOKENS, max_size=5, unique=True))

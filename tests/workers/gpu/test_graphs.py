@@ -51,7 +51,8 @@ def make(loaded: LoadedModel, **config: Any) -> Engine:
 
 
 def run(engine: Engine) -> dict[tuple[int, int], list[int]]:
-    """The tokens of each sequence, by request and seq."""
+    """Runs steps until the engine has no work; returns the tokens by request and sequence. Fails if
+    a sequence ends with an error."""
     got: dict[tuple[int, int], list[int]] = {}
     while engine.has_work:
         for output in engine.step():
@@ -62,7 +63,7 @@ def run(engine: Engine) -> dict[tuple[int, int], list[int]]:
 
 
 def fail(times: int, do: Callable[[], None]) -> Callable[[], None]:
-    """Calls ``do`` in each of the first ``times`` captures."""
+    """A function for ``Cuda.on_capture`` that calls ``do`` in the first ``times`` captures."""
     left = iter(range(times))
 
     def act() -> None:

@@ -187,8 +187,8 @@ def play(
     with_text: Set[int] = frozenset(),
     reporting: Set[int] = frozenset(),
 ) -> None:
-    """Sends steps. Outputs are rows, except those of one request, which are entries. If the number
-    of the step is low, this request ends."""
+    """Sends steps. The outputs of at most one request, which the number of the step chooses, and
+    first tokens are entries; all others are rows. If the number is low, the chosen request ends."""
     batch = Batch(with_text, reporting)
     over: set[int] = set()
     for keys, number in steps:

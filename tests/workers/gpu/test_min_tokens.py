@@ -41,8 +41,8 @@ ENDING = (
     "if __name__ == '__main__':\n    main()\n",
     "def add(a, b):\n    return",
 )
-"""The embedded model ends after these texts: the first two immediately, the third after 18
-tokens."""
+"""Texts after which the embedded model ends the sequence: immediately after the first two, and 18
+tokens after the third."""
 VOCAB = 300
 ENDS = (3, 70, 299)
 

@@ -60,8 +60,8 @@ def claim(loop: Loop, request: int, link: int) -> None:
 def decide(
     loop: Loop, request: int, action: Any, worker: int, *, link: int, attempt: int = 0
 ) -> None:
-    """A decision of a controller worker arrives. ``attempt``: it is the first decision after the
-    START of this attempt."""
+    """Delivers the decision of a controller worker. ``attempt``: the attempt that the RESULT names;
+    0: none."""
     attempts = {request: attempt} if attempt else {}
     result = Result(sequences=[StepResult(request, 0, action)], host="elsewhere", attempts=attempts)
     loop.give(b"RESULT", result, 0, worker, link=link)
@@ -163,7 +163,7 @@ def test_a_stream_that_has_ended_is_claimed_too(loop: Loop) -> None:
 
 def long_sessions(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Begins streams 1 and 2 of session 101, and stream 3 of session 103. Each has more entries
-    than the worker sends in a turn, and the next turns send no entries."""
+    than the JOURNALs of a turn may have, and the next turns send no JOURNAL."""
     monkeypatch.setattr(attaching, "MAX_ENTRIES", 8)
     for request in (1, 2, 3):
         loop.generate(request)

@@ -360,8 +360,8 @@ def test_a_draft_that_is_not_verified_leaves_nothing(llama: LoadedModel, kind: s
 
 
 def test_nan_behind_a_refused_draft_changes_nothing(llama: LoadedModel) -> None:
-    """The logits after the first wrong token of a draft are NaN. The stream is computed again, with
-    the same tokens."""
+    """The logits after the first wrong token of a draft are NaN. The engine computes the sequence
+    again, with the same tokens."""
     prompt, sampling = prompts(llama)[0], sampling_of(llama)
     plain = engine_of(llama, False)
     plain.add(1, prompt, sampling)

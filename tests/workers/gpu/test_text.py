@@ -1,4 +1,5 @@
-"""Text is sent when it is certain: only whole characters, and no part of a stop string."""
+"""Text is sent when later tokens cannot change it. Until the end, incomplete characters and parts
+of stop strings are held back."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 
 
 def pieces(text: str, stop: Sequence[str] = (), least: int = 0) -> tuple[list[str], bool]:
-    """The text after each byte, and whether a stop string has ended the text."""
+    """The new text after each byte and at the end, and whether a stop string has ended the text."""
     stream = TextStream(ByteDetokenizer(ByteTable.of(TABLE)), stop, min_tokens=least)
     output = []
     for byte in text.encode():
