@@ -42,7 +42,7 @@ class Counting(Controller):
 
 
 def changed(change: Callable[[Counting], Decision | None]) -> type[Counting]:
-    """A controller that returns ``change``'s decision after token 12."""
+    """A controller that calls ``change`` after token 12, and returns its decision if it has one."""
 
     class Changed(Counting):
         def mid_process(self, fork_group: list[int]) -> Decision:

@@ -71,7 +71,7 @@ def product(parts: int, wide: int) -> Schema:
 
 
 def intersection(most: int, letters: str = "ab") -> Schema:
-    """A string that must match all of the patterns."""
+    """An object with a string that must match several patterns."""
     either = "|".join(letters)
     patterns = [{"pattern": f"^({either})*a({either}){{{n}}}c$"} for n in range(3, most)]
     return {"type": "object", "properties": {"deep": {"type": "string", "allOf": patterns}}}

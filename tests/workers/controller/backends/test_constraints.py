@@ -496,7 +496,7 @@ def test_sequences_of_a_grammar_share_what_was_found_and_guests_without_any_make
 
 
 def walk(program: Program, text: bytes) -> list[bytes]:
-    """The masks before each byte of a text."""
+    """Appends a text byte by byte; returns the mask before each byte."""
     run = Steered(program, WORDS, "json")
     masks = []
     for byte in text:

@@ -98,7 +98,8 @@ def running(
 
 
 class Sequence:
-    """Begins a sequence; the test makes its calls. ``perform`` answers operations on variables."""
+    """A sequence that has made its first decision. The test makes the further calls. ``perform``
+    answers operations on variables."""
 
     def __init__(
         self,

@@ -185,7 +185,7 @@ print(json.dumps([tried(lambda: open("/etc/passwd")), tried(lambda: open("/tmp/g
 
 
 def status_of(sequence: Sequence) -> dict[str, str]:
-    """The status of the process of a sequence."""
+    """The fields of ``/proc/<pid>/status`` for the process of a sequence, by name."""
     pid = sequence.controller._process.pid  # type: ignore[attr-defined]
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return dict(line.split(":\t", 1) for line in lines)

@@ -109,7 +109,7 @@ def test_what_was_uploaded_at_one_machine_runs_at_another_and_stays_there(
     stored = one.put("anna", module(1), "best")
     for _ in range(2):
         assert two.load(two.resolve("anna", "best")).abi == "native"
-    assert machines.sent == [1], "once"
+    assert machines.sent == [1], "the module was sent once"
     assert two.own(stored.module) == module(1)
     assert two.list("anna") == one.list("anna") == [stored]
     with pytest.raises(RequestError, match="no module has been uploaded"):

@@ -567,7 +567,7 @@ def run(engine: wasmtime.Engine, module: wasmtime.Module) -> int:
 
 
 def _never(wasm: bytes, limits: Limits) -> bytes:
-    raise AssertionError("it was compiled again")
+    raise AssertionError("the module was compiled again")
 
 
 def test_files_in_the_current_folder_are_not_imported(
