@@ -25,7 +25,7 @@ def test_of_two_that_know_the_same_version_one_replaces_the_table(tmp_path: Path
     assert (lost.written, lost.version, lost.content) == (False, won.version, b"b")
     assert state.table(ModuleTable(5, "ann", won.version)).content is None, "known version"
     assert state.table(ModuleTable(6, "ann", first.version)).content == b"b"
-    assert state.table(ModuleTable(7, "ben")).version == 0, "each tenant has its own"
+    assert state.table(ModuleTable(7, "ben")).version == 0, "each tenant has its own table"
     state.close()
 
 

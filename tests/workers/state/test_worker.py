@@ -71,7 +71,7 @@ def test_a_request_that_is_over_leaves_nothing(system: System) -> None:
     for i in range(10):
         assert system.one(Variable(request, 0, i, "set", f"x{i}", b"a")).written
     assert system.one(Variable(other, 0, 0, "set", "x0", b"b")).written
-    until(lambda: system.status.load.get("variables") == 11, 120.0, "the heartbeat")
+    until(lambda: system.status.load.get("variables") == 11, 120.0, "the 11 variables")
     assert system.status.load["requests"] == 2
     # An operation that is not answered immediately is sent again, and counts again.
     assert system.status.load["ops"] >= 11
