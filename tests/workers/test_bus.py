@@ -85,7 +85,7 @@ def test_a_message_that_cannot_be_seen_first_costs_no_other() -> None:
     assert taken == [b"2", b"4"]
     assert seen == [b"1", b"3"]
     worker.close("the test is over")
-    assert unpack(router.receive()[1:])[0] in (b"HEARTBEAT", b"UNREGISTER"), "a new connection"
+    assert unpack(router.receive()[1:])[0] in (b"HEARTBEAT", b"UNREGISTER"), "it registered again"
     router.close()
 
 
@@ -237,8 +237,8 @@ except RuntimeError as error:
 
 
 def test_a_worker_whose_context_was_terminated_does_not_wait_for_messages() -> None:
-    """The worker runs in a separate process, because terminating the context also closes the
-    sockets of other tests in the same process."""
+    """The worker runs in a separate process, because terminating the context also ends the sockets
+    of other tests in the same process."""
     done = subprocess.run(
         [sys.executable, "-c", TERMINATED, "tcp://127.0.0.1:9"],
         capture_output=True,
@@ -276,7 +276,7 @@ def test_a_worker_whose_name_another_one_has_logs_one_line_until_that_is_gone(
     until(lambda: lines in caplog.text, WAIT_S, "the second process was refused")
     refused_at = registrations.count("second")
     until(
-        lambda: registrations.count("second") > refused_at + 2, WAIT_S, "it has tried again twice"
+        lambda: registrations.count("second") > refused_at + 2, WAIT_S, "the second has tried twice"
     )
     assert caplog.text.count(lines) == 1
     assert "the name 'same' belongs to process 1 on here, which is alive" in caplog.text

@@ -76,7 +76,7 @@ def supervisord(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def lines(folder: Path, name: str, number: int) -> list[str]:
-    """The lines of a file, when it has at least ``number`` lines."""
+    """Waits until a file has at least ``number`` lines; returns its lines."""
     file = folder / name
     until(lambda: file.exists() and file.read_text().count("\n") >= number, WAIT_S, name)
     return file.read_text().split("\n")[:-1]
