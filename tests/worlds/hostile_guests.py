@@ -40,8 +40,8 @@ class System:
         return self.client.upload_controller(wasm).module
 
     def undisturbed(self, act: Callable[[], Made]) -> Made:
-        """Calls ``act`` during a well-behaved stream, and checks that the stream and the worker
-        continue."""
+        """Calls ``act`` during well-behaved streams. Checks that these streams and the worker
+        continue, and that a well-behaved request then has the same tokens as at the beginning."""
         with self.neighbour.running():
             made = act()
         assert self.worker.alive, self.worker.log
