@@ -157,7 +157,7 @@ def test_templates_of_requests(api: openai.OpenAI) -> None:
         ({"chat_template": "{{ nothing"}, "line 1"),
         ({"chat_template": ""}, "the prompt is empty"),
         ({"continue_final_message": True}, "exclude each other"),
-        ({"chat_template_kwargs": {"messages": []}}, "remove it"),
+        ({"chat_template_kwargs": {"messages": []}}, "remove 'messages'"),
     ],
     ids=["loops", "raises", "syntax", "empty", "both", "name"],
 )
