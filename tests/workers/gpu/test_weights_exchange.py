@@ -286,6 +286,25 @@ def test_weights_that_the_operator_sends_replace_the_old_ones(
     assert (state.folder, state.hashes) == ("", {str(renewed.dtype): renewed.weights})
 
 
+def test_a_worker_that_misses_the_rest_of_the_operator_s_weights_gets_them_from_a_worker(
+    tmp_path: Path, folder: str, peer: Loop, renewed: LoadedModel
+) -> None:
+    """Another broker reports that the version is the current one."""
+    loop = Loop(tmp_path, load_model("embedded"))
+    content = Path(folder, "model.safetensors").read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    order(loop, "prepare", version=1, size=len(content), sha256=sha256)
+    loop.turn()
+    part = WeightsPart(model="m", weights=sha256, size=len(content))
+    deliver(loop, part, [content[: 2**20]], sender=0)
+    order(loop, "commit", number=2, version=1, hashes={str(renewed.dtype): renewed.weights})
+    loop.turn()
+    assert (asked(loop)[-1].order, asked(loop)[-1].weights) == (0, renewed.weights)
+    for _ in transfer(loop, peer):
+        pass
+    assert answer(loop, "commit").weights == renewed.weights
+
+
 def too_large(loop: Loop, number: int) -> OrderDone:
     """The answer to an update whose file is larger than the model can be."""
     order(loop, "prepare", number=number, version=1, size=2**40, sha256="0" * 64)

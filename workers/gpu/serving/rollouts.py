@@ -119,8 +119,8 @@ class Rollouts:
         self._sender.add(fetch, address, link)
 
     def on_part(self, part: WeightsPart, content: list[bytes], sender: int) -> None:
-        """Receives a part of the weights of a model. ``sender``: the worker that has sent
-        the part; 0 if the broker knows no worker with these weights."""
+        """Receives a part of the weights of a model. ``sender``: the worker that has sent the part;
+        0 for a message of the broker itself."""
         reading = self._readings.get(part.model)
         incoming = reading.incoming if reading is not None else None
         if reading is None or incoming is None or incoming.weights != part.weights:
@@ -254,6 +254,10 @@ class Rollouts:
                 model, engine, state.version, state.folder, commits=commits, weights=weights
             )
             self._begin(reading)
+        elif reading.prepare is not None and reading.incoming is not None and weights:
+            # The broker that passed on the operator's weights was cut off from this worker.
+            reading.weights = weights
+            self._receive(reading)
         reading.mode, reading.committed, reading.weights = mode, True, weights
 
     def _lags(self, model: str) -> bool:
@@ -286,7 +290,7 @@ class Rollouts:
         above 0, the first part is requested later."""
         fetch = FetchWeights(model=reading.model, weights=reading.weights, turn=turn)
         log.info("%s gets version %d from another worker", reading.model, reading.version)
-        reading.received = None
+        reading.received, reading.shared, reading.sha256 = None, "", ""
         reading.incoming = Incoming(reading.engine.loaded, fetch, self._calls.fetch)
         if not turn:
             reading.incoming.ask()
