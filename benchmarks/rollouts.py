@@ -1,9 +1,9 @@
-"""Trains the embedded model by GRPO with rollouts from two GPU workers. One of them is killed every
-ten seconds.
+"""Trains the embedded model by GRPO with rollouts from three GPU workers. Every ten seconds, one of
+them is killed.
 
 64 rollouts are always live: eight groups, each of which forks one prompt into eight samples. After
 eight finished groups, the trainer makes a step and sends its weights over the bus while the other
-rollouts run. Restarted workers receive the weights from the remaining worker. The log-probability
+rollouts run. Restarted workers receive the weights from another worker. The log-probability
 of each token is compared with a plain forward of the trainer, under the weights of its span.
 """
 
@@ -27,6 +27,7 @@ from tokenbus.clients import AsyncClient, TokenbusError
 from tokenbus.clients.operator import AsyncOperator
 from tokenbus.protocol.messages import WorkerStatus
 
+WORKERS = 3
 GROUPS = 8
 """Number of live groups, and of groups of a step of the trainer."""
 SAMPLES = 8
@@ -162,7 +163,7 @@ async def measure(system: System, updates: int) -> dict[str, float]:
     async with AsyncClient(system.front, patience_s=PATIENCE_S) as client:
         operator, killer = AsyncOperator(client), Killer(system, client)
         rollouts = Rollouts(client, trainer, counts)
-        while len(await killer.ready()) < 2:
+        while len(await killer.ready()) < WORKERS:
             await asyncio.sleep(0.2)
         saved = await prefill_saved(client, rollouts, trainer.prompt("def measured(first, second"))
         rollouts.intervals_s.clear()
@@ -219,7 +220,8 @@ def main() -> None:
         system = System(Path(folder) / "run", Path("embedded"), **SETTINGS)
         with system:
             system.wait(PATIENCE_S)
-            system.start(GPU)
+            for _ in range(WORKERS - 1):
+                system.start(GPU)
             results = asyncio.run(measure(system, 2 if given.quick else given.updates))
     notes = dict.fromkeys(("lost", "doubled", "not_exact", "differing_tokens"), "0")
     notes |= {
