@@ -656,6 +656,23 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     replays of the controller."""
 
 
+class Quantized(Struct, kw_only=True, omit_defaults=True):
+    """How a GPU worker has quantized the weights of a model, and the loss, measured on a text of
+    the worker when the model was loaded."""
+
+    kind: str
+    """``int8`` or ``int4``."""
+    saved_bytes: int
+    """The memory that the weights no longer take, in bytes."""
+    divergence: float
+    """The mean Kullback-Leibler divergence of the next token's distribution from that before the
+    quantization, in nats."""
+    perplexity: float
+    """The perplexity of the text."""
+    perplexity_before: float
+    """The perplexity of the text before the quantization."""
+
+
 class ForwardPath(Struct, kw_only=True, omit_defaults=True):
     """How a GPU worker computes the steps of a model."""
 
@@ -677,6 +694,8 @@ class ForwardPath(Struct, kw_only=True, omit_defaults=True):
     """``Span.weights`` of the streams of this model."""
     version: WeightsVersion = 0
     """``Span.version`` of the streams of this model."""
+    quantized: Quantized | None = None
+    """None unless the worker has quantized the weights (setting ``quantize``)."""
 
 
 class ModelInfo(Struct, kw_only=True, omit_defaults=True):

@@ -80,6 +80,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The data type of the weights; ``auto`` is float32 on the CPU, and the checkpoint's own data
     type on a GPU."""
+    quantize: Literal["none", "int8", "int4"] = "none"
+    """Quantize the weights of a model when it is loaded, and measure the loss. With ``int4``, the
+    ``dtype`` ``auto`` is bfloat16."""
     trust_remote_code: bool = False
     """Run Python code that a checkpoint contains, with the worker's rights."""
     kv_cache_bytes: AtLeastZero = 0

@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 
-from ...protocol.messages import Status
+from ...protocol.messages import Quantized, Status
 from ...protocol.settings import Settings
 from .brokers import Brokers
 from .exits import OK, counted
@@ -89,7 +90,17 @@ def path_lines(status: Status) -> list[str]:
             if path.attention:
                 graphs = f"{path.graphs} CUDA graphs" if path.graphs else "no CUDA graphs"
                 lines.append(f"{worker.name}, {model}: {path.attention}, {graphs}")
+            if path.quantized is not None:
+                lines.append(f"  {_quantized(path.quantized)}")
             if path.why_not_exact:
                 lines.append(f"  not exact: {path.why_not_exact}")
             lines += [f"  slower than possible: {why}" for why in path.fallbacks]
     return lines
+
+
+def _quantized(one: Quantized) -> str:
+    return (
+        f"quantized to {one.kind}: {decimal(one.saved_bytes)} less memory, a divergence of "
+        f"{one.divergence:.2g} nats, a perplexity of {one.perplexity:.4g} instead of "
+        f"{one.perplexity_before:.4g}"
+    )

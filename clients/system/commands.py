@@ -177,6 +177,11 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
     add("--device", help="auto (default), cpu, cuda, cuda:1")
     add("--dtype", help="auto (default), float32, bfloat16, float16")
     add(
+        "--quantize",
+        metavar="KIND",
+        help="quantize the weights to int8 or int4 when the model is loaded (default: none)",
+    )
+    add(
         "--allow",
         action="append",
         metavar="PATTERN",
@@ -390,8 +395,10 @@ def _check_ray(settings: Settings) -> None:
 
 
 def _check_model(settings: Settings) -> None:
-    """Raises SystemFault if the model is ``auto`` without ``--allow``, or if the model or the draft
-    model is the path of a missing folder."""
+    """Raises SystemFault if a worker could not load the model or the draft model. Called before
+    workers start."""
+    if settings.quantize != "none":
+        _check_quantize(settings)
     if settings.model == "auto" and not settings.allow:
         raise SystemFault(
             "model: 'auto' needs at least one --allow, for example --allow 'my-org/*'",
@@ -406,6 +413,21 @@ def _check_model(settings: Settings) -> None:
             raise SystemFault(f"{name}: the file {model} does not exist", WRONG_SETTING)
         if not path.is_dir() and not model.endswith(GGUF):
             raise SystemFault(f"{name}: the folder {model} does not exist", WRONG_SETTING)
+
+
+def _check_quantize(settings: Settings) -> None:
+    """Raises SystemFault if the workers cannot quantize with the other settings."""
+    if settings.compile or settings.tp > 1:
+        other = "compile" if settings.compile else "tp"
+        raise SystemFault(
+            f"quantize: {settings.quantize} cannot be combined with {other}; leave out one of them",
+            WRONG_SETTING,
+        )
+    if find_spec("torchao") is None:
+        raise SystemFault(
+            "quantize: torchao is not installed; pip install 'tokenbus[quantize]' installs it",
+            WRONG_SETTING,
+        )
 
 
 def _port_dir(port: int) -> str:

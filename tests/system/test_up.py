@@ -285,6 +285,8 @@ def test_serve_model_says_what_lmtp_s_does(start: Start) -> None:
         (("up", "--device", "abacus"), 2, "abacus"),
         (("up", "--device", "cuda"), 1, "cuda"),
         (("up", "--log-level", "loud"), 2, "--log-level"),
+        (("up", "--quantize", "int2"), 2, "expected one of none, int8, int4, not 'int2'"),
+        (("up", "--quantize", "int8", "--compile"), 2, "cannot be combined with compile"),
     ],
 )
 def test_what_cannot_start_says_why_and_leaves_nothing(

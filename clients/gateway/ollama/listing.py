@@ -41,7 +41,8 @@ class ListedModel(Struct):
     model: str
     modified_at: str
     size: int
-    """Size of the weights in bytes, computed from the number of parameters and the ``dtype``."""
+    """Size of the weights in bytes, computed from the number of parameters, the ``dtype`` and the
+    memory that quantization saves."""
     digest: str
     """The fingerprint of the tokenizer."""
     details: Details
@@ -119,7 +120,8 @@ async def server_version(request: Request) -> Response:
 
 def _listed(info: ModelInfo) -> ListedModel:
     width = {"float32": 4, "float64": 8}.get(info.dtype, 2)
-    size = info.parameters * width
+    quantized = info.path.quantized
+    size = info.parameters * width - (quantized.saved_bytes if quantized else 0)
     return ListedModel(info.name, info.name, STARTED, size, info.fingerprint, _details(info))
 
 
@@ -127,4 +129,5 @@ def _details(info: ModelInfo) -> Details:
     family = info.architecture.removesuffix("ForCausalLM").lower()
     size = f"{info.parameters / 1e6:.1f}M" if info.parameters < 1e9 else ""
     size = size or f"{info.parameters / 1e9:.1f}B"
-    return Details("", "safetensors", family, [family], size, info.dtype)
+    level = info.path.quantized.kind if info.path.quantized else info.dtype
+    return Details("", "safetensors", family, [family], size, level)

@@ -1021,6 +1021,37 @@ export function readToken(
   return read;
 }
 
+/**
+ * How a GPU worker has quantized the weights of a model, and the loss, measured on a text of the
+ * worker when the model was loaded.
+ */
+export interface Quantized {
+  /** `int8` or `int4`. */
+  readonly kind: string;
+  /** The memory that the weights no longer take, in bytes. */
+  readonly saved_bytes: number;
+  /**
+   * The mean Kullback-Leibler divergence of the next token's distribution from that before the
+   * quantization, in nats.
+   */
+  readonly divergence: number;
+  /** The perplexity of the text. */
+  readonly perplexity: number;
+  /** The perplexity of the text before the quantization. */
+  readonly perplexity_before: number;
+}
+
+/** Adds the defaults of absent fields to a received `Quantized`. */
+export function readQuantized(sent: Sent<Quantized, never>): Quantized {
+  return {
+    kind: sent.kind,
+    saved_bytes: sent.saved_bytes,
+    divergence: sent.divergence,
+    perplexity: sent.perplexity,
+    perplexity_before: sent.perplexity_before,
+  };
+}
+
 /** How a GPU worker computes the steps of a model. */
 export interface ForwardPath {
   /**
@@ -1045,6 +1076,8 @@ export interface ForwardPath {
   readonly weights: string;
   /** `Span.version` of the streams of this model. */
   readonly version: number;
+  /** null unless the worker has quantized the weights (setting `quantize`). */
+  readonly quantized: Quantized | null;
 }
 
 /** Adds the defaults of absent fields to a received `ForwardPath`. */
@@ -1059,6 +1092,7 @@ export function readForwardPath(
       | "arithmetic"
       | "weights"
       | "version"
+      | "quantized"
   >,
 ): ForwardPath {
   return {
@@ -1070,6 +1104,7 @@ export function readForwardPath(
     arithmetic: sent.arithmetic ?? "",
     weights: sent.weights ?? "",
     version: sent.version ?? 0,
+    quantized: sent.quantized == null ? null : readQuantized(sent.quantized),
   };
 }
 

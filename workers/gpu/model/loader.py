@@ -22,13 +22,15 @@ from transformers import (
     PretrainedConfig,
 )
 
+from ....protocol.messages import Quantized
 from ....protocol.text_bounds import TokenSize, size_of_tokenizer, token_size
-from . import checkpoint
+from . import checkpoint, quantization
 from .cpu_native.decoder import Unsupported, check_supported
 from .cpu_native.library import library
 from .fused.decoder import AttentionOptions, FusedDecoder
 from .fused.from_transformers import NotFusible, fused_model
 from .kv_cache import LayerShape
+from .quantization import NotQuantizable
 from .ranks import Ranks
 from .special_tokens import special_tokens
 from .transformers.attention import dot_product, register
@@ -103,6 +105,8 @@ class LoadedModel:
     """The version of the weights as the broker counts it; 0 until the weights are replaced."""
     token_size: TokenSize | None = None
     """The greatest amount of text that one token can represent; None without a tokenizer."""
+    quantized: Quantized | None = None
+    """None unless ``load_model`` has quantized the weights."""
     causal: bool = True
     """Whether the model generates. If not, it is an encoder, which only computes vectors of
     texts."""
@@ -113,6 +117,7 @@ def load_model(
     *,
     device: str = "auto",
     dtype: str = "auto",
+    quantize: str = "none",
     trust_remote_code: bool = False,
     parallel: bool = False,
     progress: OnProgress = lambda part, stage: None,
@@ -121,11 +126,14 @@ def load_model(
     ``embedded`` is the model in this package.
 
     ``dtype`` ``auto`` is float32 on a CPU, and the checkpoint's own type on a GPU. Quantized
-    checkpoints load as in transformers. ``parallel``: this process is one of several ranks, and
+    checkpoints load as in transformers. ``quantize`` ``int8`` or ``int4`` quantizes the weights of
+    other checkpoints. ``parallel``: this process is one of several ranks, and
     loads its part. Raises ModelLoadError.
     """
     where = _device(device)
     found = checkpoint.find(name)
+    if quantize == "int4" and dtype == "auto":
+        dtype = "bfloat16"  # The kernels for int4 are made for this type.
     common = {"trust_remote_code": trust_remote_code}
     try:
         progress(0.0, "reading the configuration")
@@ -133,7 +141,7 @@ def load_model(
         progress(0.05, "loading the tokenizer")
         tokenizer = _load_tokenizer(found.place, found.options | common)
         progress(0.1, "loading the weights")
-        kind = _class_of(name, config, parallel)
+        kind = _class_of(name, config, parallel, quantize)
         with _weights_progress(progress):
             spread = {"tp_plan": "auto"} if parallel else {"device_map": {"": where}}
             model: Any = kind.from_pretrained(
@@ -149,10 +157,25 @@ def load_model(
         raise
     except Exception as error:
         raise ModelLoadError(f"cannot load the model {name!r}: {_reason(error)}") from error
+    if quantize != "none":
+        progress(LOADED, "quantizing the weights")
+        return _quantized(name, model, tokenizer, quantize)
     progress(LOADED, "trying the model")
     if kind is AutoModel:
         return wrap_encoder(name, model, tokenizer)
     return wrap_model(name, model, tokenizer, parallel=parallel)
+
+
+def _quantized(name: str, model: Any, tokenizer: Any, kind: str) -> LoadedModel:
+    try:
+        quantized = quantization.quantize(name, model, tokenizer, kind)
+    except NotQuantizable as error:
+        raise ModelLoadError(f"{name!r} cannot be quantized: {error}") from None
+    except Exception as error:
+        raise ModelLoadError(f"cannot quantize {name!r} to {kind}: {_reason(error)}") from error
+    loaded = wrap_model(name, model, tokenizer)
+    loaded.quantized = quantized
+    return loaded
 
 
 def wrap_model(
@@ -197,9 +220,13 @@ def is_encoder(config: PretrainedConfig) -> bool:
     return masked and not generates and not config.is_encoder_decoder
 
 
-def _class_of(name: str, config: PretrainedConfig, parallel: bool) -> Any:
+def _class_of(name: str, config: PretrainedConfig, parallel: bool, quantize: str) -> Any:
+    if parallel and quantize != "none":
+        raise ModelLoadError(f"{name!r} is spread over several devices; set tp to 1 for --quantize")
     if not is_encoder(config):
         return AutoModelForCausalLM
+    if quantize != "none":
+        raise ModelLoadError(f"{name!r} is an encoder, which --quantize does not support")
     if parallel:
         raise ModelLoadError(f"{name!r} is an encoder, which runs on one device; set tp to 1")
     return AutoModel

@@ -20,6 +20,7 @@ from ..sampling.row_parameters import Row, Rows
 from ..sampling.sampler import draw, score
 from .kv_cache import Layout, token_bytes
 from .loader import LoadedModel, ModelLoadError
+from .quantization import stored_bytes
 from .runner import Runner
 
 log = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ def _chunk(length: int, block_size: int, scored: bool) -> Chunk:
 def _weight_bytes(loaded: LoadedModel) -> int:
     model = loaded.model
     tensors = (*model.parameters(), *model.buffers())
-    return sum(tensor.nbytes for tensor in tensors if tensor.device == loaded.device)
+    return sum(stored_bytes(tensor) for tensor in tensors if tensor.device == loaded.device)
 
 
 def _mib(size: int) -> str:

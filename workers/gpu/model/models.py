@@ -175,6 +175,7 @@ class Models:
             options: dict[str, Any] = {
                 "device": settings.device,
                 "dtype": settings.dtype,
+                "quantize": settings.quantize,
                 "trust_remote_code": settings.trust_remote_code,
                 "parallel": self._ranks is not None,
             }

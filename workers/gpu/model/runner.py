@@ -113,6 +113,7 @@ class Runner:
             arithmetic="" if why else instruction_set(),
             weights=self._loaded.weights,
             version=self._loaded.version,
+            quantized=self._loaded.quantized,
         )
         if self._layout.in_place or not self._traits.host_memory:
             reasons = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,19 @@ def version_of(tensors: Mapping[str, Any]) -> str:
     for name, weight in sorted(tensors.items()):
         local = weight.to_local() if hasattr(weight, "to_local") else weight
         found.update(f"{name} {local.dtype} {tuple(local.shape)}\n".encode())
-        for part in local.detach().reshape(-1).split(HASHED):
-            found.update(part.contiguous().cpu().view(torch.uint8).numpy())
+        for plain in plain_tensors(local):
+            part: torch.Tensor
+            for part in torch.split(plain.detach().reshape(-1), HASHED):
+                found.update(part.contiguous().cpu().view(torch.uint8).numpy().data)
     return found.hexdigest()[:32]
+
+
+def plain_tensors(tensor: Any) -> Iterator[torch.Tensor]:
+    """The tensors of which a weight consists. A quantized weight is a subclass of Tensor that
+    reports the properties of a plain tensor, and consists of several plain tensors."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from plain_tensors(getattr(tensor, name))
