@@ -15,6 +15,7 @@ from huggingface_hub import constants
 from tokenbus.clients.cli.exits import FAILED, OK, REFUSED
 from tokenbus.clients.cli.main import main
 from tokenbus.workers.gpu import embedded
+from tokenbus.workers.gpu.model import checkpoint
 
 from ...processes import Bus, free_port
 from .hub_server import HubServer
@@ -128,6 +129,20 @@ def test_a_terminal_is_asked(
     os.close(keyboard)
     assert f"remove {NAME}@v1 (300.0 kB)? [y/N] " in capsys.readouterr().err
     assert (snapshot(cache, two[1]) != {}) == (code == FAILED)
+
+
+def test_a_worker_finds_the_pulled_gguf_file_of_a_revision(
+    hub: HubServer, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = hub.add(NAME, {"x.gguf": b"new"})
+    commit = repository.publish({"x.gguf": b"old"}, "v1")
+    assert main(["pull", f"{NAME}/x.gguf@v1"]) == OK
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    found = checkpoint.find(f"{NAME}/x.gguf@v1").fetched()
+    assert found.options == {"gguf_file": "x.gguf"}
+    assert Path(found.place) == cache / "models--org--tiny" / "snapshots" / commit
+    with pytest.raises(OSError, match="couldn't find them in the cached files"):
+        checkpoint.find(f"{NAME}/x.gguf").fetched()
 
 
 def test_a_pulled_model_is_served_by_its_name_and_not_removed_while_it_is_served(

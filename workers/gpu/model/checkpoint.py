@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from transformers.utils.hub import cached_file
 
 from ....protocol.hub_names import GGUF, HubName, HubNameError
 from .. import embedded
@@ -28,6 +29,18 @@ class Checkpoint:
         if "gguf_file" not in self.options or not hasattr(transformers, "GgufConfig"):
             return self.options
         return self.options | {"quantization_config": transformers.GgufConfig(dequantize=True)}
+
+    def fetched(self) -> Checkpoint:
+        """The checkpoint with a GGUF file of a hub as a local file, downloaded if it is missing.
+
+        transformers itself would read the tokenizer from the file of the branch ``main``. Raises
+        OSError if the file cannot be downloaded.
+        """
+        file = self.options.get("gguf_file")
+        if file is None or Path(self.place).is_dir():
+            return self
+        path = Path(cached_file(self.place, file, revision=self.options.get("revision")) or "")
+        return Checkpoint(str(path.parent), {"gguf_file": path.name})
 
 
 def find(name: str) -> Checkpoint:

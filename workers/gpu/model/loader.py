@@ -131,12 +131,12 @@ def load_model(
     loads its part. Raises ModelLoadError.
     """
     where = _device(device)
-    found = checkpoint.find(name)
     if quantize == "int4" and dtype == "auto":
         dtype = "bfloat16"  # The kernels for int4 are made for this type.
     common = {"trust_remote_code": trust_remote_code}
     try:
         progress(0.0, "reading the configuration")
+        found = checkpoint.find(name).fetched()
         config = AutoConfig.from_pretrained(found.place, **found.options, **common)
         progress(0.05, "loading the tokenizer")
         tokenizer = _load_tokenizer(found.place, found.options | common)
