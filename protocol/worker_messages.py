@@ -479,6 +479,14 @@ class Step(Struct, kw_only=True, omit_defaults=True):
     masks."""
 
 
+class Pin(Struct, array_like=True, frozen=True):
+    """A request to keep the blocks of a sequence in the KV cache while there is room."""
+
+    seconds: Annotated[float, Meta(ge=0)]
+    owner: Id
+    """A number of the tenant. A GPU worker bounds the pinned blocks of each owner."""
+
+
 class StepResult(Struct, array_like=True):
     """The decision of a controller: drop tokens, append tokens, and then sample, score texts, fork,
     suspend or stop.
@@ -548,6 +556,8 @@ class StepResult(Struct, array_like=True):
     prompt: list[TokenId] = []
     """The prompt with which the sequence begins anew: all its tokens are dropped, with those of its
     former prompt. ``ff_tokens`` follow the prompt. ``backtrack`` is then 0."""
+    pin: Pin | None = None
+    """Pins the blocks of the sequence, as far as they are computed."""
 
     @property
     def biased(self) -> bool:
@@ -628,7 +638,8 @@ class Variable(Struct, array_like=True):
     An operation is identified by (request, lineage, count), so that a repeated operation gets the
     same answer. ``give`` comes from the broker and stores the client's input number ``count``.
     ``take`` returns the next input, with its number as the version. If no input waits, the version
-    is 0.
+    is 0. ``save`` and ``open`` write and read a context of the request's tenant. If the context
+    does not exist, the answer to ``open`` has version 0.
     """
 
     request: Id
@@ -637,7 +648,7 @@ class Variable(Struct, array_like=True):
     sequence has a different lineage."""
     count: int
     """The number of the operation in its sequence, from 1."""
-    op: Literal["get", "set", "append", "give", "take"]
+    op: Literal["get", "set", "append", "give", "take", "save", "open"]
     name: str
     value: bytes = b""
     when_version_is: int | None = None

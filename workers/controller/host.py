@@ -152,11 +152,22 @@ class Host:
     """The tools of the sequence; None if the controller cannot call tools."""
     distributions: Sequence[Distribution] = ()
     """The distribution from which each token of the last post_process was sampled; empty if the
-    tokens were appended, or if the controller did not query the distribution. ``Rounds`` sets this
-    field before each post_process."""
+    tokens were appended, or if the controller did not query the distribution."""
     scores: Scores = field(default_factory=list)
-    """In the post_process after SCORE: the scores of the texts; otherwise empty. ``Rounds`` sets
-    this field before each post_process."""
+    """In the post_process after SCORE: the scores of the texts; otherwise empty."""
+    refusal: str = ""
+    """In the post_process after SAVE or OPEN: the reason if the context was not saved or opened;
+    otherwise empty."""
+
+    def give(
+        self,
+        distributions: Sequence[Distribution] = (),
+        scores: Scores | None = None,
+        refusal: str = "",
+    ) -> None:
+        """Sets what the next post_process reads from this host. ``Rounds`` calls this method before
+        each post_process."""
+        self.distributions, self.scores, self.refusal = distributions, scores or [], refusal
 
 
 def allowed(mask: memoryview | bytes, size: int) -> Sequence[int]:

@@ -49,6 +49,12 @@ class Action(IntEnum):
     BEGIN = 7
     """In mid_process: drop all tokens, also those of the prompt, and begin anew with the prompt
     ``tokens``. The next post_process gets these tokens, and the number of all dropped tokens."""
+    SAVE = 8
+    """In mid_process: save ``tokens`` as the context ``name`` (``contexts``), and pin the blocks of
+    the sequence for ``pin_s`` seconds. The next post_process gets no tokens."""
+    OPEN = 9
+    """In mid_process: BEGIN with the tokens of the context ``name``. After a SAVE or OPEN that is
+    refused, post_process gets no tokens, and ``Host.refusal`` has the reason."""
 
 
 class Answer(NamedTuple):
@@ -77,6 +83,9 @@ class Answer(NamedTuple):
     """With GENERATE: the JSON of ``scripts.generation.Generate``."""
     texts: Sequence[Sequence[int]] = ()
     """With SCORE: the tokens of each text (``scoring``)."""
+    name: str = ""
+    """With SAVE and OPEN: the name of the context."""
+    pin_s: float = 0.0
 
 
 STOP = Answer(Action.STOP)

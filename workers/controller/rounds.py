@@ -16,7 +16,8 @@ from enum import Enum
 from ...protocol.errors import Code, ControllerError, TokenbusError
 from ...protocol.logs import about
 from ...protocol.sampling import Distribution, Scores
-from ...protocol.worker_messages import StepResult
+from ...protocol.worker_messages import Pin, StepResult
+from . import contexts
 from .along import Place, allow_all, decide_along, goes_on, runs_ahead, takes_drafts
 from .biases import Bias
 from .host import Host
@@ -92,10 +93,11 @@ class Change:
     tokens: list[int] = field(default_factory=list)
     prompt: list[int] = field(default_factory=list)
     """The prompt with which the sequence begins anew; empty if it keeps its prompt."""
+    pin: Pin | None = None
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Replaces all tokens of the sequence by a new prompt."""
-        self.backtrack, self.tokens, self.prompt = 0, [], list(prompt)
+        self.backtrack, self.tokens, self.prompt, self.pin = 0, [], list(prompt), None
 
     def splice(self, backtrack: int, tokens: Sequence[int]) -> None:
         """Drops ``backtrack`` tokens from the end (first those that this round has appended), and
@@ -119,9 +121,16 @@ class Rounds:
     the given sequence have made.
     """
 
-    def __init__(self, fork: Fork, changes: Callable[[ControlledSequence], int]) -> None:
+    def __init__(
+        self,
+        fork: Fork,
+        changes: Callable[[ControlledSequence], int],
+        owner: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """``owner`` returns the number of the request's tenant (``Pin.owner``)."""
         self._fork = fork
         self._changes = changes
+        self._owner = owner
 
     def begin(
         self, sequence: ControlledSequence, prompt: Sequence[int], n: int = 1
@@ -143,7 +152,7 @@ class Rounds:
         sequence.variables.repeated = sequence.woken = False
         sequence.variables.awaited_input = None
         sequence.wakes = 0
-        sequence.host.distributions, sequence.host.scores = distributions, []
+        sequence.host.give(distributions)
         return self._guarded(sequence, lambda: self._sampled(sequence, tokens, draft))
 
     def batched(self, sequence: ControlledSequence, token: int) -> list[StepResult]:
@@ -162,7 +171,7 @@ class Rounds:
         sequence.variables.repeated = sequence.woken = False
         sequence.variables.awaited_input = None
         sequence.wakes = 0
-        sequence.host.scores = scores
+        sequence.host.give(scores=scores)
         return self._guarded(sequence, lambda: self._scored(sequence))
 
     def again(self, sequence: ControlledSequence) -> list[StepResult]:
@@ -182,7 +191,7 @@ class Rounds:
     ) -> list[StepResult]:
         """The last post_process of a sequence that the GPU worker has ended. ``stop``: the stop
         string before which the sequence's text ends."""
-        sequence.host.distributions, sequence.host.scores = distributions, []
+        sequence.host.give(distributions)
         return self._guarded(sequence, lambda: self._ended(sequence, tokens, stop))
 
     def see_changes(self, sequence: ControlledSequence) -> None:
@@ -338,16 +347,37 @@ class Rounds:
         _check_tokens(sequence, tokens)
         change.splice(drop, tokens)
         sequence.length += len(tokens) - drop
-        sequence.host.distributions, sequence.host.scores = (), []
+        sequence.host.give()
         self.see_changes(sequence)
         return sequence.controller.post_process(tokens, drop).action is Action.STOP
 
     def _changed(self, sequence: ControlledSequence, change: Change, answer: Answer) -> bool:
         """Handles an answer of mid_process after which the round continues with post_process.
         Returns whether post_process stops the sequence."""
-        if answer.action is Action.BEGIN:
-            return self._begin_anew(sequence, change, answer.tokens)
+        match answer.action:
+            case Action.BEGIN:
+                return self._begin_anew(sequence, change, answer.tokens)
+            case Action.SAVE | Action.OPEN:
+                return self._use_context(sequence, change, answer)
         return self._append(sequence, change, answer)
+
+    def _use_context(self, sequence: ControlledSequence, change: Change, answer: Answer) -> bool:
+        """Saves or opens a context, and calls post_process. Returns whether post_process stops the
+        sequence."""
+        host, variables, refusal = sequence.host, sequence.variables, ""
+        try:
+            if answer.action is Action.OPEN:
+                tokens = contexts.opened(variables, host.vocabulary, answer.name)
+                return self._begin_anew(sequence, change, tokens)
+            given = answer.name, answer.tokens, answer.pin_s
+            contexts.save(variables, host.vocabulary, *given, host.limits.appended_tokens)
+            if answer.pin_s:
+                change.pin = Pin(answer.pin_s, self._owner())
+        except contexts.Refusal as error:
+            refusal = str(error)
+        host.give(refusal=refusal)
+        self.see_changes(sequence)
+        return sequence.controller.post_process((), 0).action is Action.STOP
 
     def _begin_anew(
         self, sequence: ControlledSequence, change: Change, prompt: Sequence[int]
@@ -364,7 +394,7 @@ class Rounds:
         dropped = sequence.prompt_length + sequence.length
         change.begin(prompt)
         sequence.prompt_length, sequence.length = len(prompt), 0
-        sequence.host.distributions, sequence.host.scores = (), []
+        sequence.host.give()
         self.see_changes(sequence)
         return sequence.controller.post_process(prompt, dropped).action is Action.STOP
 
@@ -496,4 +526,5 @@ def _result(
         wakes=sequence.wakes,
         messages=sequence.variables.take_messages(),
         prompt=change.prompt if change is not None else [],
+        pin=change.pin if change is not None else None,
     )

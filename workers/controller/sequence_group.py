@@ -22,6 +22,7 @@ from ...protocol.errors import Code, ControllerError
 from ...protocol.sampling import Distribution, Scores
 from ...protocol.worker_messages import Replay, StepResult, Variable, VariableAnswer
 from .along import Place
+from .contexts import owner_number
 from .forks import lineage_of_fork, number_of_fork
 from .guest_memory import TenantMemory
 from .host import Host, Vocabulary
@@ -104,7 +105,9 @@ class SequenceGroup:
         """The events of the rounds; None if the request is not traced."""
         self.tools: GroupTools | None = None
         """The tool calls of the request. The worker sets this field before the first round."""
-        self._rounds = Rounds(self._fork, self._changes_of_others)
+        self._rounds = Rounds(
+            self._fork, self._changes_of_others, lambda: owner_number(self.tenant)
+        )
         self._lock = threading.RLock()
         self._sequences: dict[int, ControlledSequence] = {}
         self._unfreed: deque[Controller] = deque()
@@ -310,7 +313,7 @@ class SequenceGroup:
             return False
         if result.backtrack or result.ff_tokens or result.logs or result.storage:
             return False
-        if result.messages or result.prompt:
+        if result.messages or result.prompt or result.pin is not None:
             return False
         sequence = self._sequences.get(result.seq)
         return sequence is not None and sequence.woken

@@ -8,10 +8,11 @@ executes the operation once, even if it is sent again or its controller is repla
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ...protocol.bodies import decode_as, encode_body
 from ...protocol.errors import Code, ControllerError
@@ -156,6 +157,13 @@ def record_of(lineage: int, number: int) -> str:
     return f"tool/{lineage:x}/{number}"
 
 
+def _context_lineage(lineage: int) -> int:
+    """The lineage of a sequence's operations on contexts. It differs from the lineage of every
+    sequence."""
+    text = f"contexts/{lineage}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+
+
 class SequenceVariables:
     """The variables and inputs of a request, for one of its sequences (``host.Variables``)."""
 
@@ -177,7 +185,7 @@ class SequenceVariables:
         self._perform = perform
         self._repeat = repeat or perform
         self._written = written
-        self._count = 0
+        self._count = self._contexts = 0
         self._writes: list[Any] = []
         self._written_bytes = 0
         self._inputs = inputs
@@ -225,6 +233,18 @@ class SequenceVariables:
                 f"allowed in a message, {ROUND_BYTES} in a round and {MAX_SENT_BYTES} in all",
             )
         self._messages.append(text.decode("utf-8", "replace"))
+
+    def context(self, op: Literal["save", "open"], name: str, content: bytes = b"") -> bytes | None:
+        """Saves or opens a context of the request's tenant; returns the content of an opened
+        context, or None if it does not exist. These operations have a lineage of their own, because
+        the controller worker makes them, and not the guest that repeats its operations in a new
+        process."""
+        self._contexts += 1
+        lineage = _context_lineage(self.lineage)
+        operation = Variable(self._request, lineage, self._contexts, op, name, content)
+        answer = self._perform(operation)
+        self.repeated |= answer.repeated
+        return (answer.value or b"") if answer.version else None
 
     def mark_record(self, attempt: bytes) -> RecordMark:
         """Creates the record of a call of a tool (``tool_calls``). Its content is ``attempt``, the

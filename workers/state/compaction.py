@@ -13,7 +13,8 @@ from pathlib import Path
 
 from msgspec import msgpack
 
-from .log import REQUEST, TABLE, TENANT, Log, Record
+from .contexts import SavedContext
+from .log import CONTEXT, REQUEST, TABLE, TENANT, Log, Record
 from .module_tables import SavedTable
 from .variables import MIB, StorageLimits, VariableStorage
 
@@ -33,15 +34,18 @@ class Compaction:
         limits: StorageLimits,
         requests: Iterable[int],
         tables: Iterable[SavedTable],
+        contexts: Iterable[SavedContext],
     ) -> None:
-        """Creates the new log at ``path``, with all tables. Raises OSError if the log cannot be
-        written."""
+        """Creates the new log at ``path``, with all tables and contexts. Raises OSError if the log
+        cannot be written."""
         self.log = Log.create(path, limits)
         self.pending = set(requests)
         """Requests that are not in the new log yet."""
         try:
             for table in tables:
                 self.log.append([Record(TABLE, 0, _encode(table))])
+            for context in contexts:
+                self.log.append([Record(CONTEXT, 0, _encode(context))])
         except OSError:
             self.abandon()
             raise

@@ -29,8 +29,9 @@ from ...protocol.worker_messages import (
     VariableAnswer,
 )
 from .compaction import Compaction
+from .contexts import Contexts, SavedContext
 from .folder import Folder, FolderError
-from .log import END, OPERATION, REQUEST, TABLE, TENANT, Log, Reader, Record
+from .log import CONTEXT, END, OPERATION, REQUEST, TABLE, TENANT, Log, Reader, Record
 from .module_tables import ModuleTables, SavedTable
 from .shares import Shares
 from .variables import MIB, SavedRequest, StorageLimits, VariableStorage
@@ -55,6 +56,7 @@ _operation = msgpack.Decoder(Variable).decode
 _request = msgpack.Decoder(int).decode
 _saved = msgpack.Decoder(SavedRequest).decode
 _table = msgpack.Decoder(SavedTable).decode
+_context = msgpack.Decoder(SavedContext).decode
 _tenant = msgpack.Decoder(tuple[int, str]).decode
 
 
@@ -68,7 +70,7 @@ class Counts(NamedTuple):
 
 
 class DurableVariables:
-    """A ``VariableStorage``, the ``ModuleTables`` and their log, in one folder.
+    """A ``VariableStorage``, the ``ModuleTables``, the ``Contexts`` and their log, in one folder.
 
     One thread applies operations; another thread calls ``maintain``.
     """
@@ -87,6 +89,7 @@ class DurableVariables:
         self.failures = 0
         """Number of writes and syncs of the log that have failed."""
         self._tables = ModuleTables(self._limits.table_bytes)
+        self._contexts = Contexts(self._limits.table_bytes)
         self._shares = Shares(self._limits.total_bytes)
         self._folder = Folder(path)
         self._path = path / "log"
@@ -130,17 +133,31 @@ class DurableVariables:
         crowded: list[bool] = []
         """For each operation, whether it is refused because too many inputs of its stream wait."""
         records: list[Record] = []
+        saved: dict[tuple[str, str], SavedContext] = {}
+        ops = list(ops)
         with self._lock:
             keys = {op.request: self._shares.key(op.request) for op, _ in ops}
-            for (op, body), tenant in zip(ops, tenants or [None] * len(ops), strict=True):
+            for place, tenant in enumerate(tenants or [None] * len(ops)):
+                op, body = ops[place]
                 error = full = None
                 if not storage.answered(op):
+                    context = self._context(op, tenant, saved)
+                    if context is not None:
+                        value = b"" if op.op == "save" else context.content
+                        op = structs.replace(op, value=value)
+                        body = _encode(op)
+                        ops[place] = op, body
                     full = storage.no_room(op)
                     error = full or storage.refusal(op)
                     error = error or self._reserve(op, body, tenant, records)
+                    if op.op == "save" and context is not None and error is None:
+                        saved[context.tenant, context.name] = context
                 refusals.append(error)
                 crowded.append(full is not None)
+            records += [Record(CONTEXT, 0, _encode(context)) for context in saved.values()]
             failed = self._append(records) if records else None
+            for context in saved.values() if failed is None else ():
+                self._contexts.put(context)
             answers = []
             for (op, _), error, full_now in zip(ops, refusals, crowded, strict=True):
                 again = error is None and failed is not None and not storage.answered(op)
@@ -155,6 +172,24 @@ class DurableVariables:
                 key = self._shares.key(request) if failed is None else key
                 self._shares.put(request, key, storage.size(request))
         return answers
+
+    def _context(
+        self, op: Variable, tenant: Tenant | None, saved: dict[tuple[str, str], SavedContext]
+    ) -> SavedContext | None:
+        """The context that an operation saves or opens; None if it does neither. ``saved``: the
+        contexts that earlier operations of the same call save.
+
+        The content of a context to open is logged with the operation, so that a replay of the log
+        gives the same answer. A context that does not exist is empty.
+        """
+        key = tenant.key if tenant is not None else self._shares.key(op.request)
+        if op.op == "save":
+            return SavedContext(key, op.name, op.value)
+        if op.op != "open":
+            return None
+        new = saved.get((key, op.name))
+        content = self._contexts.get(key, op.name) if new is None else new.content
+        return SavedContext(key, op.name, content or b"")
 
     def _reserve(
         self, op: Variable, body: bytes, tenant: Tenant | None, records: list[Record]
@@ -226,7 +261,7 @@ class DurableVariables:
             elif not self._log.in_place:
                 self._log.fault = _DELETED
         if self._compaction is None:
-            size = self._storage.bytes + self._tables.bytes
+            size = self._storage.bytes + self._tables.bytes + self._contexts.bytes
             is_long = self._log.size > max(self._compact_above, COMPACT_FACTOR * size)
             if not is_long and self._log.fault is None:
                 return SYNC_S
@@ -235,7 +270,7 @@ class DurableVariables:
             with self._lock:
                 if self._compaction is None:
                     self._compaction = Compaction(
-                        self._new_path, self._limits, self.requests, self._tables
+                        self._new_path, self._limits, self.requests, self._tables, self._contexts
                     )
                 compaction = self._compaction
                 compaction.save(self._storage, self._shares.key)
@@ -301,7 +336,7 @@ class DurableVariables:
                 return storage, self._new_log(storage, self._folder)
             # Logged operations are replayed under the limits that applied when they were logged.
             storage.limits = structs.replace(reader.limits, total_bytes=_UNBOUNDED)
-            count = _replay(reader, storage, self._tables, self._shares)
+            count = _replay(reader, storage, self._tables, self._contexts, self._shares)
             storage.limits = self._limits
         finally:
             reader.close()
@@ -323,7 +358,9 @@ class DurableVariables:
     def _new_log(self, storage: VariableStorage, folder: Folder) -> Log:
         """A new log of the current state, which replaces any other log. Raises OSError if the new
         log cannot be written."""
-        compaction = Compaction(self._new_path, self._limits, storage.requests, self._tables)
+        compaction = Compaction(
+            self._new_path, self._limits, storage.requests, self._tables, self._contexts
+        )
         try:
             while compaction.pending:
                 compaction.save(storage, self._shares.key)
@@ -422,7 +459,13 @@ def _cannot_write(error: OSError) -> str:
     return f"the state worker cannot write its log: {error.strerror}; try again"
 
 
-def _replay(reader: Reader, storage: VariableStorage, tables: ModuleTables, shares: Shares) -> int:
+def _replay(
+    reader: Reader,
+    storage: VariableStorage,
+    tables: ModuleTables,
+    contexts: Contexts,
+    shares: Shares,
+) -> int:
     """Replays the records of a log; returns their number."""
     count = 0
     keys: dict[int, str] = {}
@@ -436,6 +479,8 @@ def _replay(reader: Reader, storage: VariableStorage, tables: ModuleTables, shar
             storage.restore(_saved(body))
         elif kind == TABLE:
             tables.put(_table(body))
+        elif kind == CONTEXT:
+            contexts.put(_context(body))
         elif kind == TENANT:
             keys.update([_tenant(body)])
     for request in storage.requests:

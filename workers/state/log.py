@@ -26,6 +26,7 @@ END = b"E"
 REQUEST = b"R"
 TABLE = b"T"
 TENANT = b"N"
+CONTEXT = b"C"
 
 FORMAT = 1
 
@@ -45,7 +46,8 @@ class Record(NamedTuple):
 
     kind: bytes
     """``HEAD``: a ``Head``. ``OPERATION``: the body of a ``VARIABLE`` message. ``END``: the request
-    id, as msgpack. ``REQUEST``: a ``SavedRequest``. ``TABLE``: a ``SavedTable``.
+    id, as msgpack. ``REQUEST``: a ``SavedRequest``. ``TABLE`` and ``CONTEXT``: a ``SavedTable`` or a
+    ``SavedContext``, which belongs to no request.
     ``TENANT``: a request and the key of its tenant, as msgpack; if the tenant has no key, there is
     no such record."""
     request: int

@@ -323,9 +323,27 @@ class VariableStorage:
         value.answered = length = len(value.data)
         return _Result(number, value, length)
 
+    def _open(self, held: _Held, op: Variable) -> _Result:
+        """The answer with the context that ``op.value`` has (``DurableVariables``)."""
+        size = len(op.value)
+        if not size:
+            return _Result()
+        if held.bytes + VARIABLE_BYTES + size > self.limits.request_bytes:
+            return _Result(
+                error=f"the context {_shown(op.name)} has {size} bytes: the request's variables "
+                f"and the stored answers take {held.bytes} bytes; at most "
+                f"{self.limits.request_bytes} are allowed"
+            )
+        held.bytes += VARIABLE_BYTES + size
+        return _Result(1, _Value(bytearray(op.value), size), size)
+
     def _do(self, held: _Held, op: Variable) -> _Result:
         if op.op == "take":
             return self._take(held)
+        if op.op == "save":
+            return _Result(1, written=True)
+        if op.op == "open":
+            return self._open(held, op)
         stored = held.variables.get(op.name)
         version = stored.version if stored is not None else 0
         if op.op == "get" or (op.when_version_is is not None and op.when_version_is != version):

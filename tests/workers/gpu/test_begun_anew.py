@@ -1,19 +1,27 @@
-"""A sequence that begins anew with another prompt: it has the tokens of a request with this prompt,
-also after a move."""
+"""A sequence that begins anew with another prompt or a context: it has the tokens of a request with
+this prompt, also after a move."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
+from msgspec import msgpack
+from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.header import Flag
 from tokenbus.protocol.messages import Token
 from tokenbus.protocol.sampling import Sampling
+from tokenbus.protocol.tenants import Tenant
+from tokenbus.protocol.worker_messages import Variable, VariableAnswer
+from tokenbus.workers.controller.contexts import SavedTokens
 from tokenbus.workers.controller.python import Context, ScriptProgram
+from tokenbus.workers.controller.python.script import Script
 from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.state.durable import DurableVariables
 from tokenbus.workers.state.variables import VariableStorage
 
 from .controlled import Controllers
@@ -90,16 +98,22 @@ async def spawns(ctx: Context) -> None:
 
 
 class Spawning(Run):
-    """A request whose program is ``spawns``."""
+    """A request whose program is ``spawns``, or another script."""
 
-    def __init__(self, folder: Path, loaded: LoadedModel, storage: VariableStorage) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        loaded: LoadedModel,
+        storage: VariableStorage,
+        script: Script = spawns,
+    ) -> None:
         super().__init__(folder, loaded, storage, Random(0), False)
-        program = ScriptProgram(spawns)
-        self.controllers = Controllers(self.loop, storage, Random(0), 7, program)
+        self._program = ScriptProgram(script)
+        self.controllers = Controllers(self.loop, storage, Random(0), 7, self._program)
 
     def lose_controllers(self) -> None:
         super().lose_controllers()
-        self.controllers._program = ScriptProgram(spawns)
+        self.controllers._program = self._program
 
 
 BODY = {"prompt": PROMPT, "max_tokens": 30, "controller": "c", "ignore_eos": True}
@@ -127,7 +141,7 @@ def test_a_stream_with_spawned_sequences_moves_after_any_message(
     last = begun[-1].seq
     engine.add(1, tokens_of(embedded, "import "), Sampling(max_tokens=4, ignore_eos=True))
     assert tokens_in(wanted, last) == run(engine, 1)
-    for cut in range(0, len(wanted), 2):
+    for cut in range(0, len(wanted), 3):
         second = Spawning(tmp_path, embedded, storage)
         give(second.loop, b"GENERATE", BODY, Flag.MOVED, transcript_of(wanted[:cut]))
         got = [*wanted[:cut], *second.finish()]
@@ -141,7 +155,7 @@ def test_lost_controllers_are_started_again_before_and_after_a_sequence_begins_a
     whole = Spawning(tmp_path, embedded, VariableStorage())
     give(whole.loop, b"GENERATE", BODY, 0)
     wanted = whole.finish()
-    for turns in range(1, 30, 4):
+    for turns in range(1, 30, 6):
         second = Spawning(tmp_path, embedded, VariableStorage())
         give(second.loop, b"GENERATE", BODY, 0)
         for _ in range(turns):
@@ -149,3 +163,53 @@ def test_lost_controllers_are_started_again_before_and_after_a_sequence_begins_a
         second.lose_controllers()
         same_entries(merged(second.finish()), merged(wanted), embedded, BODY)
         check_nothing_is_left(second.loop)
+
+
+# --- contexts -------------------------------------------------------------------------------------
+
+
+async def opens(ctx: Context) -> None:
+    """Continues a context, and saves it again, so that a replay may not open it again."""
+    await ctx.gen(max_tokens=2)
+    await ctx.open("chat")
+    await ctx.gen(max_tokens=18)
+    await ctx.save("chat", pin_s=60)
+    await ctx.gen(max_tokens=3)
+
+
+class State(VariableStorage):
+    """The variables and contexts of a state worker, for the requests of one tenant."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.durable = DurableVariables(folder)
+
+    def apply(self, op: Variable) -> VariableAnswer:
+        [answer] = self.durable.apply([(op, encode_body(op, "msgpack"))], [Tenant("a")])
+        return answer
+
+
+def test_a_stream_that_moves_replays_the_context_that_its_program_has_opened(
+    tmp_path: Path, embedded: LoadedModel
+) -> None:
+    state = State(tmp_path / "state")
+    words = SavedTokens(
+        embedded.fingerprint,
+        embedded.vocab_size,
+        np.array(tokens_of(embedded, OTHER), "<u4").tobytes(),
+    )
+    state.apply(Variable(99, 1, 1, "save", "chat", msgpack.encode(words)))
+    whole = Spawning(tmp_path, embedded, state, opens)
+    give(whole.loop, b"GENERATE", BODY, 0)
+    wanted = whole.finish()
+    [begun] = [e for message in wanted for e in message if e.prompt]
+    assert begun.prompt == tokens_of(embedded, OTHER)
+    blocks = whole.loop.worker._models.engines["m"]._blocks
+    pinned = len(blocks._pins)
+    assert pinned == (len(begun.prompt) + 17) // blocks.block_size
+    for cut in range(0, len(wanted), 3):
+        second = Spawning(tmp_path, embedded, state, opens)
+        give(second.loop, b"GENERATE", BODY, Flag.MOVED, transcript_of(wanted[:cut]))
+        same_entries(merged([*wanted[:cut], *second.finish()]), merged(wanted), embedded, BODY)
+        check_nothing_is_left(second.loop)
+    state.durable.close()

@@ -3,11 +3,19 @@ tokens."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
-from tokenbus.workers.gpu.engine.block_manager import PADDING_BLOCK, BlockManager, BlockTable
+from tokenbus.workers.gpu.engine.block_manager import (
+    OWNER_PART,
+    PADDING_BLOCK,
+    PINNED_PART,
+    BlockManager,
+    BlockTable,
+)
 
 from ...counts import examples
 
@@ -77,6 +85,21 @@ class Blocks(RuleBasedStateMachine):
         for block in self.blocks.discard(held.block_table):
             self.memory[block] = [-1] * BLOCK
         self.live.remove(held)
+
+    @rule(held=sequences, until=st.integers(0, 3), owner=st.integers(0, 1))
+    def pin(self, held: Held, until: int, owner: int) -> None:
+        self.blocks.pin(held.block_table, until, owner)
+
+    @rule(now=st.integers(0, 3))
+    def expire_pins(self, now: int) -> None:
+        self.blocks.expire_pins(now)
+        assert all(pin.until > now for pin in self.blocks._pins.values())
+
+    @invariant()
+    def pins_are_counted_by_owner(self) -> None:
+        owners = [pin.owner for pin in self.blocks._pins.values()]
+        assert Counter(owners) == self.blocks._owned
+        assert self.blocks._pinned.keys() <= self.blocks._pins.keys() <= self.blocks._key_of.keys()
 
     def _write(self, held: Held, tokens: list[int]) -> None:
         start, end = len(held.tokens), len(held.tokens) + len(tokens)
@@ -151,3 +174,73 @@ def test_forks_share_blocks_until_one_of_them_writes() -> None:
 def test_a_cache_without_a_usable_block_is_refused() -> None:
     with pytest.raises(ValueError, match="num_blocks is 1; a KV cache needs at least 2"):
         BlockManager(1, BLOCK)
+
+
+def filled(blocks: BlockManager, tokens: list[int]) -> BlockTable:
+    """A table with these tokens, all computed."""
+    table = BlockTable()
+    assert blocks.reserve(table, 0, len(tokens)) is not None
+    blocks.commit(table, tokens, len(tokens))
+    return table
+
+
+def num_cached(blocks: BlockManager, tokens: list[int]) -> int:
+    """The number of the tokens that the prefix cache has."""
+    table = BlockTable()
+    found = blocks.match(table, tokens, len(tokens))
+    blocks.free(table)
+    return found
+
+
+def text(number: int, num_blocks: int) -> list[int]:
+    return [1000 * number + i for i in range(num_blocks * BLOCK)]
+
+
+def test_pinned_blocks_are_allocated_after_all_others_and_not_refused() -> None:
+    blocks = BlockManager(33, BLOCK)
+    pinned = filled(blocks, text(1, 4))
+    blocks.pin(pinned, 10.0, 1)
+    blocks.free(pinned)
+    assert blocks.num_available == 32
+    blocks.free(filled(blocks, text(2, 28)))
+    blocks.free(filled(blocks, text(3, 28)))
+    assert num_cached(blocks, text(1, 4)) == 4 * BLOCK
+    blocks.free(filled(blocks, text(4, 32)))
+    assert num_cached(blocks, text(1, 4)) == 0
+    assert not blocks._pins
+
+
+def test_a_pin_ends_at_its_time_and_a_later_pin_extends_it() -> None:
+    blocks = BlockManager(33, BLOCK)
+    table = filled(blocks, text(1, 3))
+    blocks.pin(table, 10.0, 1)
+    blocks.pin(table, 20.0, 2)
+    blocks.free(table)
+    blocks.expire_pins(15.0)
+    blocks.free(filled(blocks, text(2, 29)))
+    blocks.free(filled(blocks, text(3, 29)))
+    assert num_cached(blocks, text(1, 3)) == 3 * BLOCK
+    blocks.expire_pins(20.0)
+    blocks.free(filled(blocks, text(4, 32)))
+    assert num_cached(blocks, text(1, 3)) == 0
+
+
+def test_an_owner_pins_a_part_of_the_blocks_and_all_owners_another_part() -> None:
+    blocks = BlockManager(64, BLOCK)
+    for owner in range(6):
+        table = filled(blocks, text(owner, 10))
+        blocks.pin(table, 10.0, owner)
+        blocks.free(table)
+    assert blocks._owned == dict.fromkeys(range(4), 64 // OWNER_PART)
+    assert len(blocks._pins) == 64 // PINNED_PART
+
+
+def test_changed_weights_end_all_pins() -> None:
+    blocks = BlockManager(33, BLOCK)
+    table = filled(blocks, text(1, 3))
+    blocks.pin(table, 10.0, 1)
+    blocks.free(table)
+    blocks.outdate(())
+    assert blocks.num_available == 32
+    assert not blocks._pins
+    assert num_cached(blocks, text(1, 3)) == 0

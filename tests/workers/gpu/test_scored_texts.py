@@ -206,7 +206,7 @@ def test_a_stream_that_moves_replays_the_scores_that_its_program_has_read(
     give(whole.loop, b"GENERATE", BODY, 0)
     messages = whole.finish()
     check_logs(messages)
-    for cut in range(0, len(messages), 2):
+    for cut in range(0, len(messages), 3):
         second = Choosing(tmp_path, embedded, storage)
         give(second.loop, b"GENERATE", BODY, Flag.MOVED, transcript_of(messages[:cut]))
         got = [*messages[:cut], *second.finish()]
@@ -220,7 +220,7 @@ def test_lost_controllers_are_started_again_before_and_after_their_scores(
     whole = Choosing(tmp_path, embedded, VariableStorage())
     give(whole.loop, b"GENERATE", BODY, 0)
     wanted = whole.finish()
-    for turns in range(1, 40, 4):
+    for turns in range(1, 40, 7):
         second = Choosing(tmp_path, embedded, VariableStorage())
         give(second.loop, b"GENERATE", BODY, 0)
         for _ in range(turns):

@@ -37,6 +37,8 @@ def answers_of(outcome: Outcome, size: int) -> Iterator[Answer | TokenbusError]:
             mid.complete,
             mid.generate,
             checked_texts(mid.texts, size) if mid.action == Action.SCORE else (),
+            mid.name,
+            mid.pin_s,
         )
     if outcome.fault is not None:
         yield outcome.fault.error()

@@ -331,7 +331,7 @@ def _run(
     CONTINUE. ``rooms``: the shared memory for the mask, and for a large bias."""
     controller = seated.controller
     if item.tokens is not None:
-        seated.host.distributions, seated.host.scores = item.distributions, item.scores
+        seated.host.give(item.distributions, item.scores, item.refusal)
         after = controller.post_process(item.tokens, item.backtrack)
         outcome.post = int(after.action)
         if after.action is not Action.CONTINUE or item.last:
@@ -358,6 +358,8 @@ def _mid_answer(
         complete=answer.complete,
         generate=answer.generate,
         texts=[list(text) for text in answer.texts],
+        name=answer.name,
+        pin_s=answer.pin_s,
     )
     if answer.bias is not None:
         made.pairs, data = answer.bias

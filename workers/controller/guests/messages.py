@@ -90,6 +90,8 @@ class Item(Struct, array_like=True):
     """The new limits; None if the limits have not changed."""
     scores: Scores = []
     """The scores of the texts that the controller has scored. ``tokens`` is then empty."""
+    refusal: str = ""
+    """See ``Host.refusal``."""
 
 
 class Advance(Message):
@@ -179,6 +181,8 @@ class MidAnswer(Struct, array_like=True):
     complete: bool = False
     generate: bytes = b""
     texts: Annotated[list[Tokens], Meta(max_length=MAX_SCORED_TEXTS)] = []
+    name: VariableName = ""
+    pin_s: float = 0.0
 
 
 class Outcome(Struct, array_like=True, omit_defaults=True):

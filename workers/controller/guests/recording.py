@@ -81,4 +81,5 @@ def addressed(item: Item, handle: int, limits: Limits | None = None) -> Item:
         item.distributions,
         limits or item.limits,
         item.scores,
+        item.refusal,
     )

@@ -133,7 +133,7 @@ class RemoteController:
         answers of the last two (``interface.DecidesAhead``)."""
         if not self._ahead:
             item = Item(0, list(tokens), backtrack, self._ending, list(self._host.distributions))
-            item.scores = self._host.scores
+            item.scores, item.refusal = self._host.scores, self._host.refusal
             self._advance(item)
         return self._next("post_process")
 

@@ -16,6 +16,7 @@ from ....protocol.errors import Code, ControllerError
 from ....protocol.sampling import Scores
 from ..backends.compiling.bounds import RefusedGrammar
 from ..host import Host, Stored, Variables, Written
+from ..interface import Action, Answer
 from ..scoring import of_texts, texts_of
 from ..scripts.generation import Generate as GeneratedText
 from ..tool_calls import value_of
@@ -27,11 +28,11 @@ from .bias_values import BiasValues, bias_of
 from .delegated_text import Delegated, text_of_options
 from .operations import (
     Append,
-    Begin,
     Fork,
     Generate,
     Operation,
     Receive,
+    Replace,
     Score,
     Stop,
     WaitFor,
@@ -213,9 +214,32 @@ class Context:
         )
         assert isinstance(index, int)
         if index:
-            begun = await self._ask(lambda question: Begin(question, tokens), "begin")
-            self._transcript.prompt_length = cast(int, begun)
+            await self._replace(Answer(Action.BEGIN, tokens=tokens), "begin")
         return index
+
+    @awaitable_call
+    async def save(self, name: str, *, pin_s: float = 300.0) -> None:
+        """Saves the tokens of the sequence, including the prompt, as a context. Programs of the
+        same tenant can open the context, in this request and in others.
+
+        For ``pin_s`` seconds (at most 3600), the worker keeps the computed tokens in its KV cache
+        if running requests leave room. Raises ControllerError if an argument is not valid.
+        """
+        number = isinstance(pin_s, int | float) and not isinstance(pin_s, bool)
+        if not isinstance(name, str) or not number:
+            raise _wrong(f"save({name!r}, pin_s={pin_s!r}); expected a name and a number")
+        tokens = list(self._transcript.tokens)
+        answer = Answer(Action.SAVE, tokens=tokens, name=name, pin_s=float(pin_s))
+        await self._replace(answer, "save", name=name, pin_s=pin_s)
+
+    @awaitable_call
+    async def open(self, name: str) -> None:
+        """Replaces all tokens of the sequence, including the prompt, by those of a context. Raises
+        ControllerError if the tenant does not have a context of this name, or if another model has
+        saved it. The sequence is then unchanged."""
+        if not isinstance(name, str):
+            raise _wrong(f"open({name!r}); expected the name of a context")
+        await self._replace(Answer(Action.OPEN, name=name), "open", name=name)
 
     @awaitable_call
     async def score(
@@ -363,6 +387,16 @@ class Context:
             raise
         transcript.add(question, operation.answer)
         return operation.answer
+
+    async def _replace(self, answer: Answer, call: str, **arguments: object) -> None:
+        """Saves the tokens of the sequence, or replaces them."""
+        result = await self._ask(
+            lambda question: Replace(question, self._host, answer), call, **arguments
+        )
+        if isinstance(result, str):
+            raise _wrong(result)
+        if result:
+            self._transcript.prompt_length = cast(int, result)
 
     async def _call(self, tool: str, arguments: dict[str, Any]) -> bytes:
         """Calls a tool; returns the JSON of its result."""

@@ -222,21 +222,23 @@ class Fork(Operation):
         self._made = other._made
 
 
-class Begin(Operation):
-    """Replaces all tokens of the sequence by a new prompt. The answer is the number of its
-    tokens."""
+class Replace(Operation):
+    """Saves the sequence as a context, or replaces all of its tokens by a new prompt or by a
+    context. ``answer`` is the answer of mid_process that does this. The operation's answer is the
+    reason why a context was refused, or the number of tokens of the new prompt."""
 
-    def __init__(self, question: Question, prompt: Sequence[int]) -> None:
+    def __init__(self, question: Question, host: Host, answer: Answer) -> None:
         super().__init__(question)
-        self._answer = Answer(Action.BEGIN, tokens=prompt)
+        self._host = host
+        self._decision = answer
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
-        """Begins anew."""
-        return self._answer
+        """Saves or replaces the tokens."""
+        return self._decision
 
     def post_process(self, tokens: Sequence[int]) -> None:
         """Finishes the operation."""
-        self._finish(len(tokens))
+        self._finish(self._host.refusal or len(tokens))
 
 
 class Score(Operation):

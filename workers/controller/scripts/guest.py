@@ -27,11 +27,23 @@ SCORE = 6
 """The result of mid_process if texts are to be scored. Words 8 and 9 then have the size and the
 address of the texts as JSON: lists of token ids. The arguments of the next post_process are the
 log-probabilities, as the bits of float32 numbers."""
-BEGIN = 7
-"""The result of mid_process if the sequence begins anew. Words 8 and 9 have its prompt."""
+BEGIN, SAVE, OPEN = 7, 8, 9
+"""The results of mid_process if the sequence begins anew, or if a context is saved or opened. Words
+8 and 9 have the prompt, or a ``_Context`` as JSON. If the context is refused, the arguments of the
+next post_process are the bytes of the reason."""
 MAX_GENERATE_BYTES = 2 * 1024 * 1024
 
+
+class _Context(msgspec.Struct):
+    """A context to save or to open."""
+
+    name: str
+    tokens: list[int] = []
+    pin_s: float = 0.0
+
+
 _decode_texts = msgspec.json.Decoder(list[list[int]]).decode
+_decode_context = msgspec.json.Decoder(_Context).decode
 
 
 class ScriptModule:
@@ -97,8 +109,10 @@ class ScriptGuest(NativeController):
         return max(own_s, self._host.limits.round_s)
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
-        """Passes tokens or scores to the script."""
-        if self._host.scores:
+        """Passes tokens, scores or a refusal to the script."""
+        if self._host.refusal:
+            tokens = list(self._host.refusal.encode())
+        elif self._host.scores:
             scores = np.fromiter(chain.from_iterable(self._host.scores), np.float32)
             tokens = scores.view(np.uint32).tolist()
         return super().post_process(tokens, backtrack)
@@ -106,21 +120,29 @@ class ScriptGuest(NativeController):
     def _other_answer(self, action: int) -> Answer:
         if action == BEGIN:
             return Answer(Action.BEGIN, tokens=self._tokens())
-        if action not in (GENERATE, SCORE):
+        if action not in (GENERATE, SCORE, SAVE, OPEN):
             return super()._other_answer(action)
         address, size = self._list()
         if size > MAX_GENERATE_BYTES:
-            call = "gen" if action == GENERATE else "score"
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"the arguments of {call} have {size} bytes; at most {MAX_GENERATE_BYTES} are "
+                f"the arguments of a call have {size} bytes; at most {MAX_GENERATE_BYTES} are "
                 "allowed",
             )
         generate = self._guest.read(address, size)
-        if action == SCORE:
+        if action != GENERATE:
             try:
-                texts = _decode_texts(generate)
+                return self._of_json(action, generate)
             except msgspec.MsgspecError as error:
-                raise ControllerError(Code.CONTROLLER_FAILED, f"score: {error}") from None
-            return Answer(Action.SCORE, texts=checked_texts(texts, self._host.vocabulary.size))
+                raise ControllerError(Code.CONTROLLER_FAILED, f"the script: {error}") from None
         return Answer(Action.GENERATE, bias=self._own_bias(), generate=generate)
+
+    def _of_json(self, action: int, given: bytes) -> Answer:
+        """The answer of a script that scores texts, or saves or opens a context. Raises
+        MsgspecError and ControllerError."""
+        if action == SCORE:
+            texts = checked_texts(_decode_texts(given), self._host.vocabulary.size)
+            return Answer(Action.SCORE, texts=texts)
+        context = _decode_context(given)
+        name, pin_s = context.name, context.pin_s
+        return Answer(Action(action), tokens=context.tokens, name=name, pin_s=pin_s)

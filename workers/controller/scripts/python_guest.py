@@ -239,7 +239,7 @@ class PythonContext(Context):
         return text.decode("utf-8", "replace")
 
 
-_AWAITED = ("fork", "wait_var", "receive", "stop")
+_AWAITED = ("fork", "save", "open", "wait_var", "receive", "stop")
 RUN = """\
 _begin({script!r})
 while _turn():

@@ -5,17 +5,20 @@ block is the number of block tables that contain it. Forks share a block until o
 it (copy-on-write). A full block is registered under its content, unless another block with this
 content is registered, so that later sequences with the same prefix can share it. A registered block
 whose count is 0 can be shared until it is allocated for other content or the weights change.
-Unregistered blocks are allocated first, then the least recently used registered blocks. Paging is
-vLLM's idea (Kwon et al. 2023). A key of this prefix cache is not a hash: it consists of the block's
-tokens and the id of the content before them, so that different contents have different keys.
+Unregistered blocks are allocated first, then the least recently used registered blocks, and pinned
+blocks last. Paging is vLLM's idea (Kwon et al. 2023). A key of this prefix cache is not a hash: it
+consists of the block's tokens and the id of the content before them, so that different contents
+have different keys.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
 
 from ....protocol.pages import PAGE_TOKENS
 from .pages import PageLog
@@ -25,6 +28,15 @@ PADDING_BLOCK = 0
 The block contains zeros."""
 
 _ROOT = 0
+
+PINNED_PART, OWNER_PART = 2, 8
+"""All owners together may pin 1 / ``PINNED_PART`` of the blocks, and each owner 1 /
+``OWNER_PART``."""
+
+
+class _Pin(NamedTuple):
+    until: float
+    owner: int
 
 
 @dataclass(slots=True)
@@ -55,6 +67,14 @@ class BlockManager:
         self._free = list(range(num_blocks - 1, PADDING_BLOCK, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Registered blocks with a reference count of 0, the least recently used first."""
+        self._pinned: OrderedDict[int, None] = OrderedDict()
+        """Pinned blocks with a reference count of 0, the least recently used first."""
+        self._pins: dict[int, _Pin] = {}
+        """By registered block: its pin."""
+        self._owned: Counter[int] = Counter()
+        """Number of pinned blocks by owner."""
+        self._next_expiry = inf
+        """A time before which no pin ends."""
         self._registered: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         """Maps (id of the content before a block, the block's tokens) to (the block, id of the
         content up to the end of the block)."""
@@ -64,7 +84,7 @@ class BlockManager:
     @property
     def num_available(self) -> int:
         """Number of blocks that could be allocated now."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._cached) + len(self._pinned)
 
     @property
     def num_used(self) -> int:
@@ -182,13 +202,43 @@ class BlockManager:
         del table.pages[num_tokens // PAGE_TOKENS :]
         table.mixed = table.mixed and bool(table.blocks)
 
+    def pin(self, table: BlockTable, until: float, owner: int) -> None:
+        """Pins the registered blocks of a table until the time ``until``, from the first block on,
+        as far as the quotas of pins allow. If no sequence uses a pinned block, the block is
+        allocated for other content only after all blocks that are not pinned."""
+        self._next_expiry = min(self._next_expiry, until)
+        for block in table.blocks[: len(table.keys)]:
+            if block not in self._key_of:
+                continue  # Another block has the same content.
+            pin = self._pins.get(block)
+            if pin is not None:
+                self._pins[block] = pin._replace(until=max(until, pin.until))
+                continue
+            all_full = len(self._pins) >= self.num_blocks // PINNED_PART
+            if all_full or self._owned[owner] >= self.num_blocks // OWNER_PART:
+                return
+            self._pins[block] = _Pin(until, owner)
+            self._owned[owner] += 1
+
+    def expire_pins(self, now: float) -> None:
+        """Ends the pins whose time is over."""
+        if now < self._next_expiry:
+            return
+        for block in [block for block, pin in self._pins.items() if pin.until <= now]:
+            self._unpin(block)
+            if block in self._pinned:
+                del self._pinned[block]
+                self._cached[block] = None
+        self._next_expiry = min((pin.until for pin in self._pins.values()), default=inf)
+
     def outdate(self, tables: Iterable[BlockTable]) -> None:
         """Ends the registration of all blocks, because the weights change. ``tables``: the tables
         that keep their blocks, and become ``mixed``."""
         for block in list(self._key_of):
             self._forget(block)
-        self._free.extend(self._cached)
+        self._free += [*self._cached, *self._pinned]
         self._cached.clear()
+        self._pinned.clear()
         for table in tables:
             table.keys.clear()
             table.pages.clear()
@@ -210,12 +260,15 @@ class BlockManager:
 
     def _use(self, block: int) -> None:
         self._cached.pop(block, None)
+        self._pinned.pop(block, None)
         self._ref_counts[block] += 1
 
     def _release(self, block: int) -> None:
         self._ref_counts[block] -= 1
         if self._ref_counts[block] == 0:
-            if block in self._key_of:
+            if block in self._pins:
+                self._pinned[block] = None
+            elif block in self._key_of:
                 self._cached[block] = None
             else:
                 self._free.append(block)
@@ -224,10 +277,17 @@ class BlockManager:
         if self._free:
             block = self._free.pop()
         else:
-            block, _ = self._cached.popitem(last=False)
+            block, _ = (self._cached or self._pinned).popitem(last=False)
             self._forget(block)
         self._ref_counts[block] = 1
         return block
+
+    def _unpin(self, block: int) -> None:
+        pin = self._pins.pop(block, None)
+        if pin is not None:
+            self._owned[pin.owner] -= 1
+            if not self._owned[pin.owner]:
+                del self._owned[pin.owner]
 
     def _forget(self, block: int) -> None:
         """Ends the registration of a block, if it is registered, because its content is about to
@@ -236,6 +296,7 @@ class BlockManager:
         Registered blocks whose content continues this block cannot be matched any more, but they
         stay registered until this method is called for them.
         """
+        self._unpin(block)
         content = self._key_of.pop(block, None)
         if content is not None:
             del self._registered[content]

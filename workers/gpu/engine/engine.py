@@ -15,6 +15,7 @@ methods may also be called at any other time.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
@@ -380,6 +381,7 @@ class Engine:
     def begin(self) -> PendingStep:
         """The first half of a step: schedules a batch and launches its forward, unless the previous
         ``finish`` has done so."""
+        self._blocks.expire_pins(time.monotonic())
         return self._stepper.begin()
 
     def finish(self, step: PendingStep) -> StepOutputs:
@@ -447,6 +449,11 @@ class Engine:
         if sequence in self._scheduler.suspended:
             self._live.drop_texts(sequence)
             self._scheduler.resume(sequence)
+
+    def pin(self, request: int, seq: int, until: float, owner: int) -> None:
+        """Pins the computed blocks of a sequence until the time ``until`` of ``time.monotonic``
+        (``BlockManager.pin``)."""
+        self._blocks.pin(self._live.named(request, seq).block_table, until, owner)
 
     def begin_anew(self, request: int, seq: int, prompt: Tokens[int]) -> None:
         """Replaces all tokens of a sequence, also those of its prompt, by a new prompt. The

@@ -433,6 +433,8 @@ class Steering:
             engine.begin_anew(*key, one.prompt)
         if (one.backtrack or one.ff_tokens) and engine.alive(*key):
             engine.splice(*key, one.backtrack, one.ff_tokens)
+        if one.pin is not None and engine.alive(*key):
+            engine.pin(*key, self._clock() + one.pin.seconds, one.pin.owner)
         if steered.has_messages(one.seq):
             # The program may wait for the client's answer, so its message is sent now, not with the
             # next token.
@@ -440,7 +442,7 @@ class Steering:
         # A decision to fork that waits for logits is applied twice, but these changes must be made
         # only once.
         one.backtrack, one.ff_tokens, one.logs, one.storage, one.wakes = 0, [], "", [], 0
-        one.messages, one.prompt = [], []
+        one.messages, one.prompt, one.pin = [], [], None
         return engine.alive(*key)
 
     def _apply(self, engine: Engine, one: StepResult, under: Under) -> None:

@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 
 from tokenbus.protocol.bodies import decode_as, encode_body
-from tokenbus.protocol.worker_messages import StepResult, Variable
+from tokenbus.protocol.worker_messages import Pin, StepResult, Variable, VariableAnswer
 from tokenbus.workers.controller.host import allowed
 from tokenbus.workers.controller.interface import Program
 from tokenbus.workers.controller.limits import Limits
@@ -62,7 +62,9 @@ class Run:
         seed: int = 0,
         limits: Limits | None = None,
         max_tokens: int = 300,
+        perform: Callable[[Variable], VariableAnswer] | None = None,
     ) -> None:
+        """``perform`` does the operations on variables and contexts."""
         chance = random.Random(seed)
         self._choose = choose or (lambda _seq, _tokens, may: chance.choice(may))
         self._max_tokens = max_tokens
@@ -74,7 +76,10 @@ class Run:
         self.sampled = 0
         self.sent_back = 0
         """Number of tokens that the controllers have dropped."""
-        ask = variable_calls().perform
+        self.prompts: dict[int, list[int]] = {}
+        """The prompts with which sequences began anew."""
+        self.pins: list[Pin] = []
+        ask = perform or variable_calls().perform
         self._group = SequenceGroup(1, 1, limits or Limits(), arg, max_tokens, False, ask)
         self._play(self._group.begin(program, vocabulary(), tokens_of(prompt)))
 
@@ -111,7 +116,10 @@ class Run:
         seq, tokens = result.seq, self.tokens[result.seq]
         self.logs[seq] = self.logs.get(seq, "") + result.logs
         if result.prompt:
+            self.prompts[seq] = list(result.prompt)
             tokens.clear()
+        if result.pin is not None:
+            self.pins.append(result.pin)
         del tokens[len(tokens) - result.backtrack :]
         tokens += result.ff_tokens
         self.sent_back += result.backtrack

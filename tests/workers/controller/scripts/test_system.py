@@ -13,6 +13,7 @@ from tokenbus.protocol.errors import RequestError
 from tokenbus.protocol.scripts import marked_script
 
 from ....processes import Bus
+from .script_runs import tokens_of
 
 SCRIPT = b"""
 async function main(ctx) {
@@ -173,3 +174,48 @@ def test_a_script_moves_to_another_worker(bus: Bus, client: Client, language: st
     bus.start_other("controller")
     stream.wait()
     assert sorted((s.text, s.logs) for s in stream.sequences) == expected
+
+
+SAVES = b"""
+import json
+
+async def main(ctx):
+    await ctx.gen(max_tokens=12)
+    await ctx.save("chat")
+    print(json.dumps(ctx.tokens))
+"""
+OPENS = b"""
+import json
+
+async def main(ctx):
+    await ctx.open("chat")
+    print(json.dumps([ctx.prompt, await ctx.score([" return", "zq"])]))
+    if await ctx.spawn("import "):
+        await ctx.gen(max_tokens=4)
+        await ctx.stop()
+    await ctx.gen(max_tokens=12)
+"""
+
+
+def test_a_context_outlives_its_worker_and_serves_another_client(bus: Bus, client: Client) -> None:
+    names = {
+        name: client.upload_controller(marked_script(script, "python")).module
+        for name, script in (("saves", SAVES), ("opens", OPENS))
+    }
+    saved = client.generate("def add(a, b):", controller=names["saves"], max_tokens=20)
+    whole = json.loads(saved.wait()[0].logs)
+    bus.workers[-1].kill()
+    bus.start_worker()
+    with bus.client() as other:
+        opened = other.generate("unlike", controller=names["opens"], max_tokens=20)
+        opened.wait()
+        assert not any(s.error for s in opened.sequences), [s.error for s in opened.sequences]
+        first, spawned = opened.sequences
+        prompt, scores = json.loads(first.logs)
+        assert prompt == whole
+        texts = tokens_of(" return"), tokens_of("zq")
+        wanted = [sum(other.score(whole, text).logprobs) for text in texts]
+        assert scores == pytest.approx(wanted, abs=1e-3)
+        for sequence, given in ((first, whole), (spawned, "import ")):
+            again = other.generate(given, max_tokens=len(sequence.tokens))
+            assert sequence.tokens == again.tokens()[: len(sequence.tokens)]

@@ -183,6 +183,11 @@ async function forked(count) {
   return ask(new Fork(whole("fork(n)", count)), "fork");
 }
 
+async function use_context(action, given, call) {
+  const refusal = await ask(new UseContext(action, given), call);
+  if (refusal) throw new Error(refusal);
+}
+
 const context = {
   async fixed(text, { following } = {}) { return append(text, following); },
   async gen(options) { return host.text(await generate(options)); },
@@ -196,6 +201,16 @@ const context = {
     return perToken ? scores : scores.map((text) => text.reduce((sum, each) => sum + each, 0));
   },
   fork: forked,
+  async save(name, { pinS = 300 } = {}) {
+    if (typeof name !== "string" || typeof pinS !== "number")
+      throw new TypeError(`save(${show(name)}); expected a name, and pinS as a number`);
+    await use_context(SAVE, { name, pin_s: pinS }, "save");
+  },
+  async open(name) {
+    if (typeof name !== "string")
+      throw new TypeError(`open(${show(name)}); expected the name of a context`);
+    await use_context(OPEN, { name }, "open");
+  },
   async spawn(prompt) {
     const tokens = tokens_of(prompt);
     if (!tokens.length) throw new TypeError(`spawn(${show(prompt)}); expected a text`);

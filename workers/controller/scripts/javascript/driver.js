@@ -5,7 +5,7 @@
 // in each fork without a replay.
 
 const STOP = 0, CONTINUE = 1, SUSPEND = 2, FORK = 3, SPLICE = 4, GENERATE = 5, SCORE = 6,
-      BEGIN = 7;
+      BEGIN = 7, SAVE = 8, OPEN = 9;
 
 // The words of the call block.
 const VOCABULARY = 7, EOS = 12, MAX_TOKENS = 13;
@@ -111,6 +111,25 @@ class Begin extends Operation {
   post(tokens, backtrack) {
     sequence.promptLength = tokens.length;
     this.finish();
+  }
+}
+
+// Saves the sequence as a context, or replaces its tokens by those of a context. The answer is the
+// reason of a refusal, or "". The host passes a refusal to post as bytes.
+class UseContext extends Operation {
+  constructor(action, given) {
+    super();
+    this.action = action;
+    this.given = given;
+  }
+  mid(group) {
+    const tokens = this.action === SAVE ? sequence.tokens : [];
+    host.generate(JSON.stringify({ ...this.given, tokens }));
+    return this.action;
+  }
+  post(tokens, backtrack) {
+    if (backtrack) sequence.promptLength = tokens.length;
+    this.finish(backtrack ? "" : host.decode(Uint8Array.from(tokens)));
   }
 }
 
@@ -402,7 +421,8 @@ const calls = {
   },
 
   post(tokens, backtrack) {
-    if (pending instanceof Score && !detour) {
+    const answer = pending instanceof Score || pending instanceof UseContext && !backtrack;
+    if (answer && !detour) {
       pending.post(tokens, backtrack);
       return CONTINUE;
     }

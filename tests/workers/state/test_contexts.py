@@ -1,0 +1,139 @@
+"""The contexts of tenants: who can open them, what a restart and a replay find, and the bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec import msgpack
+from tokenbus.protocol.tenants import Tenant
+from tokenbus.protocol.worker_messages import Variable, VariableAnswer
+from tokenbus.workers.state import compaction
+from tokenbus.workers.state import contexts as module
+from tokenbus.workers.state.contexts import Contexts, SavedContext
+from tokenbus.workers.state.durable import DurableVariables
+from tokenbus.workers.state.variables import StorageLimits
+
+
+@pytest.fixture
+def variables(tmp_path: Path) -> Iterator[DurableVariables]:
+    made = DurableVariables(tmp_path / "state")
+    yield made
+    made.close()
+
+
+def operation(op: str, count: int, name: str = "chat", value: bytes = b"") -> Variable:
+    return Variable(7, 1, count, op, name, value)  # type: ignore[arg-type]
+
+
+def apply(variables: DurableVariables, key: str, *ops: Variable) -> list[VariableAnswer]:
+    given = [(op, msgpack.encode(op)) for op in ops]
+    return variables.apply(given, [Tenant(key)] * len(ops))
+
+
+def content(answer: VariableAnswer) -> bytes | None:
+    assert answer.error is None
+    return (answer.value or b"") if answer.version else None
+
+
+def test_only_the_tenant_opens_its_context(variables: DurableVariables) -> None:
+    [saved] = apply(variables, "a", operation("save", 1, value=b"tokens"))
+    assert saved.written
+    assert content(*apply(variables, "a", operation("open", 2))) == b"tokens"
+    for key in ("b", ""):
+        other = Variable(8 + len(key), 1, 1, "open", "chat")
+        assert content(*apply(variables, key, other)) is None
+    assert content(*apply(variables, "a", operation("open", 3, "other"))) is None
+
+
+def test_operations_of_one_burst_follow_each_other(variables: DurableVariables) -> None:
+    ops = [
+        operation("save", 1, value=b"1"),
+        operation("open", 2),
+        operation("save", 3, value=b"2"),
+        operation("open", 4),
+    ]
+    found = apply(variables, "a", *ops)
+    assert [content(found[i]) for i in (1, 3)] == [b"1", b"2"]
+
+
+def test_a_repeated_operation_gets_its_first_answer(tmp_path: Path) -> None:
+    """Also after a restart of the state worker, and after the context has changed."""
+    for restart in range(3):
+        variables = DurableVariables(tmp_path / "state")
+        try:
+            apply(variables, "a", operation("save", 1, value=b"first"))
+            [opened] = apply(variables, "a", operation("open", 2))
+            assert content(opened) == b"first"
+            assert opened.repeated is bool(restart)
+            apply(variables, "a", operation("save", 3 + restart, value=b"later"))
+            assert content(*apply(variables, "a", operation("open", 10 + restart))) == b"later"
+        finally:
+            variables.close()
+
+
+def test_contexts_outlive_their_request_and_a_rewritten_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compaction, "SLICE", 1)
+    variables = DurableVariables(tmp_path / "state", compact_floor=1)
+    for count in range(1, 20):
+        apply(variables, "a", operation("save", count, value=b"x" * 5000))
+    apply(variables, "b", Variable(9, 1, 1, "save", "chat", b"of b"))
+    variables.maintain()
+    assert variables._compaction is not None
+    apply(variables, "b", Variable(9, 1, 2, "save", "late", b"during the compaction"))
+    variables.maintain()
+    assert variables._compaction is None
+    assert variables.counts.log_bytes < 20 * 5000
+    variables.end([7, 9])
+    variables.close()
+    variables = DurableVariables(tmp_path / "state")
+    try:
+        assert content(*apply(variables, "a", Variable(20, 1, 1, "open", "chat"))) == b"x" * 5000
+        of_b = [Variable(21, 1, n, "open", name) for n, name in ((1, "chat"), (2, "late"))]
+        assert list(map(content, apply(variables, "b", *of_b))) == [
+            b"of b",
+            b"during the compaction",
+        ]
+    finally:
+        variables.close()
+
+
+def test_a_refused_operation_does_not_save(tmp_path: Path) -> None:
+    limits = StorageLimits(value_bytes=10)
+    variables = DurableVariables(tmp_path / "state", limits)
+    try:
+        [answer] = apply(variables, "a", operation("save", 1, "n" * 300, b"x"))
+        assert answer.error is not None
+        assert content(*apply(variables, "a", operation("open", 2, "other"))) is None
+        assert not list(variables._contexts)
+    finally:
+        variables.close()
+
+
+def kept(contexts: Contexts) -> list[tuple[str, str]]:
+    return [(context.tenant, context.name) for context in contexts]
+
+
+@pytest.mark.parametrize(
+    ("bound", "value"), [("MAX_CONTEXTS", 2), ("TENANT_BYTES", 2 * (256 + 1 + 10))]
+)
+def test_a_tenant_keeps_the_contexts_that_it_has_saved_last(
+    monkeypatch: pytest.MonkeyPatch, bound: str, value: int
+) -> None:
+    monkeypatch.setattr(module, bound, value)
+    contexts = Contexts(10**6)
+    for name in "xyxz":
+        contexts.put(SavedContext("a", name, b"0123456789"))
+    contexts.put(SavedContext("b", "y", b"0123456789"))
+    assert kept(contexts) == [("a", "x"), ("a", "z"), ("b", "y")]
+    assert contexts.bytes == sum(context.size for context in contexts)
+
+
+def test_the_tenant_with_the_most_bytes_makes_room() -> None:
+    contexts = Contexts(3 * 400)
+    for tenant, name in (("small", "s"), ("large", "1"), ("large", "2"), ("large", "3")):
+        contexts.put(SavedContext(tenant, name, b"x" * 140))
+    assert kept(contexts) == [("small", "s"), ("large", "2"), ("large", "3")]

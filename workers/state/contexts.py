@@ -1,0 +1,83 @@
+"""The contexts of tenants: the tokens of sequences that programs have saved by name.
+
+In this module a context is a string of bytes. A tenant keeps the contexts that it has saved last,
+up to ``MAX_CONTEXTS`` and ``TENANT_BYTES``; older ones are dropped. If all tenants together have
+more than ``total_bytes``, the tenant with the most bytes loses its oldest context.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from .variables import MIB
+
+MAX_CONTEXTS = 256
+"""Maximum number of contexts of a tenant."""
+TENANT_BYTES = 16 * MIB
+"""Maximum bytes of a tenant's contexts."""
+CONTEXT_BYTES = 256
+"""The bytes that are counted for a context in addition to its name and content."""
+
+
+class SavedContext(Struct, array_like=True):
+    """A context, for the log."""
+
+    tenant: str
+    name: str
+    content: bytes
+
+    @property
+    def size(self) -> int:
+        """The bytes of the context, as they are counted."""
+        return CONTEXT_BYTES + len(self.name.encode()) + len(self.content)
+
+
+class Contexts:
+    """The contexts of all tenants. ``total_bytes``: maximum bytes of all contexts."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total_bytes = total_bytes
+        self._tenants: dict[str, OrderedDict[str, SavedContext]] = {}
+        self._sizes: dict[str, int] = {}
+        self.bytes = 0
+        """Bytes of all contexts."""
+
+    def __iter__(self) -> Iterator[SavedContext]:
+        """All contexts; those of each tenant in the order in which they were saved."""
+        for contexts in self._tenants.values():
+            yield from contexts.values()
+
+    def get(self, tenant: str, name: str) -> bytes | None:
+        """The content of a context; None if the tenant does not have it."""
+        contexts = self._tenants.get(tenant)
+        found = contexts.get(name) if contexts is not None else None
+        return None if found is None else found.content
+
+    def put(self, context: SavedContext) -> None:
+        """Saves a context, which replaces the context of the same name, and drops the oldest
+        contexts beyond the bounds."""
+        tenant = context.tenant
+        contexts = self._tenants.setdefault(tenant, OrderedDict())
+        if context.name in contexts:
+            self._drop(tenant, context.name)
+        contexts = self._tenants.setdefault(tenant, OrderedDict())
+        contexts[context.name] = context
+        self._count(tenant, context.size)
+        while len(contexts) > MAX_CONTEXTS or self._sizes[tenant] > TENANT_BYTES:
+            self._drop(tenant, next(iter(contexts)))
+        while self.bytes > self._total_bytes:
+            largest = max(self._sizes, key=self._sizes.__getitem__)
+            self._drop(largest, next(iter(self._tenants[largest])))
+
+    def _drop(self, tenant: str, name: str) -> None:
+        contexts = self._tenants[tenant]
+        self._count(tenant, -contexts.pop(name).size)
+        if not contexts:
+            del self._tenants[tenant], self._sizes[tenant]
+
+    def _count(self, tenant: str, size: int) -> None:
+        self.bytes += size
+        self._sizes[tenant] = self._sizes.get(tenant, 0) + size
