@@ -94,6 +94,17 @@ def test_react_calls_tools_and_answers(client: Client) -> None:
     raise AssertionError("no program called the tool")
 
 
+def test_the_likeliest_text_wins(client: Client) -> None:
+    sequences = run(client, "best_of_n", {"n": 4, "tokens": 12})
+    found = re.fullmatch(r"the best of 4 texts has (-[\d.]+) for each token\n", sequences[0].logs)
+    assert found is not None
+    scored = [client.score("Q:\n", sequence.text).logprobs for sequence in sequences]
+    means = [sum(each) / len(each) for each in scored]
+    assert means[0] == pytest.approx(float(found[1]), abs=0.01)
+    assert means[0] >= max(means) - 0.001
+    assert len({sequence.text for sequence in sequences}) >= 3
+
+
 def test_the_most_frequent_answer_wins(client: Client) -> None:
     sequences = run(client, "self_consistency", {"answer": "[12]", "n": 5, "tokens": 12})
     cue = "\nSo the answer is "
