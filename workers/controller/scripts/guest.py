@@ -134,7 +134,8 @@ class ScriptGuest(NativeController):
             try:
                 return self._of_json(action, generate)
             except msgspec.MsgspecError as error:
-                raise ControllerError(Code.CONTROLLER_FAILED, f"the script: {error}") from None
+                call = Action(action).name.lower()
+                raise ControllerError(Code.CONTROLLER_FAILED, f"{call}: {error}") from None
         return Answer(Action.GENERATE, bias=self._own_bias(), generate=generate)
 
     def _of_json(self, action: int, given: bytes) -> Answer:
