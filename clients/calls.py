@@ -216,7 +216,7 @@ class Call:
         if is_report(entry):
             # A report is not counted as an entry, because another attempt may distribute the same
             # messages over other entries.
-            return bool(entry.messages)
+            return bool(entry.messages or entry.waiting)
         number = self.counted.get(entry.seq, 0) + 1
         self.counted[entry.seq] = number
         if number <= self.seen.get(entry.seq, 0):
@@ -254,6 +254,7 @@ class Call:
 
 
 def is_report(entry: Token) -> bool:
-    """Whether an entry has only messages, logs or writes of a program."""
+    """Whether an entry has only messages, logs or writes of a program, or reports that the program
+    waits."""
     changes = entry.token is not None or entry.backtrack or entry.parent is not None
     return not changes and entry.finish_reason is None

@@ -37,6 +37,8 @@ class GeneratedSequence:
     """The controller's writes to variables, in order, in the form of AICI's storage commands."""
     messages: list[str] = field(default_factory=list)
     """The texts that the program has sent to the client, in order."""
+    waiting: int = 0
+    """The number of the input that the program waits for; 0 if it does not wait for an input."""
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     """For each token, the most likely tokens and the token itself, with their log-probabilities;
     empty for an appended token."""
@@ -102,6 +104,7 @@ class GeneratedSequence:
         )
 
     def _add_rows(self, rows: Sequence[Row]) -> None:
+        self.waiting = 0
         _, tokens, logprobs, _, _, texts, processed, kept = zip(*rows, strict=True)
         self.tokens += tokens
         self.logprobs += logprobs
@@ -134,6 +137,7 @@ class GeneratedSequence:
         self.logs += entry.logs
         self.storage += entry.storage
         self.messages += entry.messages
+        self.waiting = entry.waiting
         if entry.finish_reason is not None:
             self.finish_reason, self.error = entry.finish_reason, entry.error
             self.code, self.constraint = entry.code, entry.constraint

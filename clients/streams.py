@@ -67,6 +67,14 @@ class _Reader:
             self._collect()
         return self._collected.listed()
 
+    @property
+    def waiting(self) -> bool:
+        """Whether the program waits for an input (``ctx.receive``) that was not sent yet, as far as
+        the stream has been read. False if a worker is of an earlier release, which does not report
+        this."""
+        running = (one for one in self.sequences if one.finish_reason is None)
+        return not self._finished and any(one.waiting > self.num_inputs for one in running)
+
     def close(self) -> None:
         """Cancels the request unless the stream has been read to its end. A closed stream cannot
         be read."""

@@ -610,6 +610,9 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     storage: list[Any] = []
     messages: list[str] = []
     """The texts that the program of the stream has sent to its client, in order."""
+    waiting: int = 0
+    """The number of the ``INPUT`` that the program of the sequence waits for; 0 if the program does
+    not wait. The next entry of the sequence ends the wait."""
     error: str | None = None
     code: str | None = None
     """The code that belongs to ``error``."""

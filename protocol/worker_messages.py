@@ -559,6 +559,8 @@ class StepResult(Struct, array_like=True):
     former prompt. ``ff_tokens`` follow the prompt. ``backtrack`` is then 0."""
     pin: Pin | None = None
     """Pins the blocks of the sequence, as far as they are computed."""
+    awaits: int = 0
+    """``suspend``: the number of the input that the program waits for, or 0."""
 
     @property
     def biased(self) -> bool:

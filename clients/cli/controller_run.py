@@ -140,6 +140,7 @@ class _Json:
                 "logs": s.logs,
                 "storage": s.storage,
                 "messages": s.messages,
+                "waiting": s.waiting,
                 "finish_reason": s.finish_reason,
                 "error": s.error,
             }

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from ...protocol.errors import Code, TokenbusError
+from ...protocol.errors import Code, RequestError, TokenbusError
 from ...protocol.messages import MAX_INPUT_BYTES, Token
 from .. import Stream
 from .exits import report
@@ -16,35 +16,42 @@ from .line_pipe import READ_BYTES, split_lines
 
 AGAIN_S = 0.5
 """Time after which an input is sent again, in seconds, if the broker does not name another time."""
-SILENT_S = 5.0
-"""If standard input has ended and no entry arrives for this time, in seconds, a line reports that
-the program may wait for an input."""
 
 
 class Dialogue:
     """Prints the messages of a program on stderr.
 
-    After the first message, a thread sends each line of standard input to the program as an input,
-    except if ``with_inputs`` is false.
+    After the first message, or when the program waits for an input, a thread begins to send each
+    line of standard input to the program as an input, except if ``with_inputs`` is false.
     """
 
     def __init__(self, stream: Stream, *, with_inputs: bool = True) -> None:
         self._stream = stream
         self._sends_inputs = with_inputs
-        self._arrived = threading.Event()
-        """Set by each entry and by the end of the stream; cleared by the thread of the inputs."""
-        self._ended = False
-        """Whether the stream has ended, or is not read any more."""
+        self._without_more = not with_inputs
+        """Whether no further input will be sent. The thread of the inputs sets this flag before it
+        reads ``_awaited``, and the reader of the stream sets ``_awaited`` before it reads this
+        flag."""
+        self._awaited = 0
+        """If all sequences wait for an input: the lowest number of these inputs. Otherwise 0."""
+        self._with_inputs = with_inputs
 
     def entries(self) -> Iterator[Token]:
-        """Yields the entries of the stream, up to its end."""
+        """Yields the entries of the stream, up to its end. If the program waits for an input that
+        will not be sent, closes the stream and raises RequestError."""
         try:
             for entry in self._stream:
-                self._arrived.set()
                 yield entry
-        finally:
-            self._ended = True
-            self._arrived.set()
+                running = [s.waiting for s in self._stream.sequences if s.finish_reason is None]
+                self._awaited = min(running, default=0)
+                if self._without_more:
+                    self._close_if_starved()
+        except RuntimeError:
+            # The thread of the inputs has closed the stream.
+            if not self._starved:
+                raise
+        if self._starved:
+            raise RequestError(Code.INVALID_FIELD, self._why())
 
     def show(self, entry: Token, line_begun: bool) -> None:
         """Prints the messages of an entry. ``line_begun``: whether the last printed line has not
@@ -53,7 +60,9 @@ class Dialogue:
             before = "\n" if line_begun else ""
             line_begun = False
             print(f"{before}--- message of {entry.seq}\n{message}", file=sys.stderr, flush=True)
-        if entry.messages and self._sends_inputs:
+        if entry.waiting > self._stream.num_inputs and self._with_inputs and os.isatty(0):
+            print("--- the program waits for an input", file=sys.stderr, flush=True)
+        if (entry.messages or entry.waiting) and self._sends_inputs:
             self._sends_inputs = False
             threading.Thread(target=self._send_lines, daemon=True).start()
 
@@ -63,24 +72,27 @@ class Dialogue:
         try:
             for line in split_lines(lambda: os.read(0, READ_BYTES), MAX_INPUT_BYTES):
                 self._send(line.decode("utf-8", "replace"))
-        except (OSError, RuntimeError):
-            return  # Standard input is closed, or the command has closed its client.
-        self._watch_silence()
+        except RuntimeError:
+            return  # The command has closed its client.
+        except OSError:
+            pass  # Standard input is closed.
+        self._without_more = True
+        self._close_if_starved()
 
-    def _watch_silence(self) -> None:
-        """Prints a line if no entry arrives for ``SILENT_S``. The program may wait for an input, or
-        for something else, such as a tool, so the stream is not ended."""
-        while self._arrived.wait(SILENT_S):
-            self._arrived.clear()
-            if self._ended:
-                return
-        print(
-            f"tokenbus: standard input has ended, and nothing has arrived for {SILENT_S:.0f} s; if "
-            "the program waits for an input, it waits for ever: press Ctrl-C, give all inputs on "
-            "standard input, or limit the time with --timeout",
-            file=sys.stderr,
-            flush=True,
-        )
+    @property
+    def _starved(self) -> bool:
+        """Whether the program waits for an input that will not be sent."""
+        return self._without_more and self._awaited > self._stream.num_inputs
+
+    def _close_if_starved(self) -> None:
+        if self._starved:
+            self._stream.close()
+
+    def _why(self) -> str:
+        waits = f"the program waits for input {self._awaited}"
+        if self._with_inputs:
+            return f"{waits}, and standard input has ended; give all inputs on standard input"
+        return f"{waits}, which this command cannot send; use 'tokenbus controller run'"
 
     def _send(self, text: str) -> None:
         """Sends an input; sends it again while too many inputs wait for the program. Reports other

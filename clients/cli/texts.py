@@ -50,7 +50,7 @@ class Texts:
             sequences = self._stream.sequences
             if len(sequences) == 1:
                 self._live.show(entry, sequences[0])
-            if entry.messages:
+            if entry.messages or entry.waiting:
                 line_begun = len(sequences) == 1 and sequences[0].text[-1:] not in ("", "\n")
                 self._dialogue.show(entry, line_begun)
 

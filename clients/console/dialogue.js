@@ -11,6 +11,9 @@ export class Dialogue {
   #fault = byId("input-fault");
   #send = null;
   #number = 0;
+  #waiting = byId("waiting");
+  /** For each sequence, the number of the input that its program waits for, or 0. */
+  #waits = new Map();
 
   constructor() {
     this.#form.addEventListener("submit", (event) => {
@@ -26,23 +29,33 @@ export class Dialogue {
   begin(send) {
     this.#send = send;
     this.#number = 0;
+    this.#waits.clear();
+    this.#showWaiting();
     this.#section.hidden = true;
     this.#form.hidden = false;
     this.#fault.hidden = true;
     this.#list.replaceChildren();
   }
 
-  /** Adds the messages of an entry. */
-  add({ seq = 0, messages = [] }) {
-    if (!messages.length) return;
+  /** Adds the messages of an entry, and shows whether the program waits for an input. */
+  add({ seq = 0, messages = [], waiting = 0 }) {
+    this.#waits.set(seq, waiting);
+    this.#showWaiting();
+    if (!messages.length && !waiting) return;
     this.#section.hidden = false;
     for (const message of messages) this.#show(`#${seq}`, message);
+  }
+
+  #showWaiting() {
+    const waits = this.#send && [...this.#waits.values()].some((number) => number > this.#number);
+    this.#waiting.hidden = !waits;
   }
 
   /** Ends the dialogue: the program does not receive further inputs. */
   end() {
     this.#send = null;
     this.#form.hidden = true;
+    this.#showWaiting();
   }
 
   #show(from, text) {
@@ -62,6 +75,7 @@ export class Dialogue {
       await send(this.#number + 1, text);
       if (send === this.#send) {
         this.#number++;
+        this.#showWaiting();
         this.#show("you", text);
         this.#input.value = "";
       }

@@ -122,7 +122,7 @@ export class GenerationView extends EventTarget {
     const refused = this.#generation.failed && !this.#generation.tokens;
     const begun = this.#generation.tokens || !this.#generation.running;
     if (begun && !refused && this.#shown !== this.#generation) this.#show();
-    const waits = entries.some((entry) => entry.messages?.length);
+    const waits = entries.some((entry) => entry.messages?.length || entry.waiting);
     if (this.#generation.tokens || waits) this.#say("running");
     if (this.#generation.running) return this.#update();
     this.#draw();

@@ -394,23 +394,25 @@ def test_json_has_the_messages_of_a_program(steered: Bus, tmp_path: Path) -> Non
     assert sequence["text"] == "Dear Ada of Oslo"
 
 
-def test_the_end_of_standard_input_is_reported_while_a_program_waits(
-    steered: Bus, tmp_path: Path
+@pytest.mark.parametrize("given", ["", "Ada\n"])
+def test_a_program_that_waits_after_the_end_of_standard_input_ends_with_an_error(
+    steered: Bus, tmp_path: Path, given: str
 ) -> None:
     process = start_script(steered, tmp_path)
-    assert process.stdin is not None
-    assert process.stderr is not None
-    process.stdin.write("Ada\n")
-    process.stdin.close()
-    lines = [process.stderr.readline() for _ in range(7)]
-    assert lines[-2] == "And your town?\n"
-    assert lines[-1].startswith("tokenbus: standard input has ended, and nothing has arrived for 5")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(300) == 130
-    assert process.stderr.read() == "\n"
-    process.stderr.close()
-    assert process.stdout is not None
-    process.stdout.close()
+    _, errors = process.communicate(given, timeout=300)
+    number = 2 if given else 1
+    assert errors.splitlines()[-1].startswith(
+        f"tokenbus: the program waits for input {number}, and standard input has ended"
+    )
+    assert process.returncode == 4
+
+
+def test_the_interactive_client_cannot_send_an_input(steered: Bus, tmp_path: Path) -> None:
+    (tmp_path / "asks.py").write_text(LETTER)
+    tokenbus(steered, "upload", str(tmp_path / "asks.py"), "--tag", "asks")
+    done = every_command(steered, "client", stdin="Hi controller=asks\nquit\n")
+    tokenbus(steered, "delete", "asks")
+    assert "the program waits for input 1, which this command cannot send" in done.stderr
 
 
 def test_an_input_that_is_refused_does_not_end_the_dialogue(steered: Bus, tmp_path: Path) -> None:

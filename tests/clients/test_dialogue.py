@@ -73,6 +73,27 @@ def test_a_dialogue_of_several_turns(client: Client, controller: str) -> None:
         assert text in sequence.text
 
 
+SILENT = b"""
+async def main(ctx):
+    await ctx.fixed(await ctx.receive())
+    await ctx.fixed(await ctx.receive())
+"""
+
+
+@pytest.mark.parametrize("script", [PYTHON, SILENT])
+def test_a_client_sees_that_a_program_waits_for_an_input(client: Client, script: bytes) -> None:
+    stored = client.upload_controller(marked_script(script, "python"))
+    with client.generate("Hello. ", controller=stored.module, max_tokens=9) as stream:
+        assert not stream.waiting
+        for number, text in ((1, "a "), (2, "end")):
+            assert number == next(entry.waiting for entry in stream if entry.waiting)
+            assert stream.waiting
+            stream.send(text)
+            assert not stream.waiting
+        stream.wait()
+        assert not stream.waiting
+
+
 def test_inputs_that_arrive_early_are_received_in_order(client: Client) -> None:
     stream = client.generate("Hello. ", controller="dialogue-python", temperature=0.0)
     for text in [*TURNS, "end"]:
@@ -219,6 +240,7 @@ def test_a_chunk_of_a_completion_has_the_messages(client: Client, gateway: Gatew
             for choice in json.loads(data)["choices"] if data.startswith("{") else ():
                 new = choice.get("tokenbus", {}).get("messages", [])
                 messages += new
+                assert bool(new and new != ["ended"]) == ("waiting" in choice.get("tokenbus", {}))
                 if new and new != ["ended"]:
                     text = "a " if len(messages) == 1 else "end"
                     assert give(gateway, "dialogue-3", text=text).status_code == 204
@@ -274,18 +296,21 @@ def test_a_client_that_comes_back_finds_its_program(client: Client, gateway: Gat
         session = received(socket, "WELCOME")["session"]
         socket.send("GENERATE " + json.dumps(generate))
         [entry] = received(socket, "TOKEN")
-        assert entry["messages"] == ["turn 0"]
+        assert (entry["messages"], entry["waiting"]) == (["turn 0"], 1)
         socket.send("INPUT " + json.dumps(given))
         assert received(socket, "MSG")["input"] == {"number": 1}
     messages: list[str] = []
+    waits: list[int] = []
     with connect(gateway.ws_url) as socket:
         socket.send("HELLO " + json.dumps({"session": session}))
         assert received(socket, "WELCOME")["streams"] == [5]
-        socket.send('ATTACH {"stream_id": 5, "received": 1}')
-        assert received(socket, "MSG")["attached"] == 1
+        socket.send('ATTACH {"stream_id": 5, "received": 0}')
+        assert received(socket, "MSG")["attached"] == 0
         for number, text in ((1, "a "), (2, "end")):
             socket.send("INPUT " + json.dumps({**given, "number": number, "text": text}))
         while "ended" not in messages:
             for entry in received(socket, "TOKEN"):
                 messages += entry.get("messages", [])
-    assert messages == ["turn 1", "ended"]
+                waits += [entry["waiting"]] if "waiting" in entry else []
+    # The second input may arrive before the program waits for it.
+    assert (messages, waits[0]) == (["turn 0", "turn 1", "ended"], 1)

@@ -74,6 +74,8 @@ class ControlledSequence:
     """Number of wake-ups since the last sampled token."""
     woken: bool = False
     """Whether the last round began with a wake-up."""
+    awaits: int = 0
+    """``StepResult.awaits`` of the last result."""
     forks: int = 0
     """Number of forks that the sequence has made."""
     children: int = 0
@@ -527,4 +529,5 @@ def _result(
         messages=sequence.variables.take_messages(),
         prompt=change.prompt if change is not None else [],
         pin=change.pin if change is not None else None,
+        awaits=sequence.variables.awaits if action == "suspend" else 0,
     )

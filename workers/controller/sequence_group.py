@@ -35,7 +35,7 @@ from .replays import GroupReplay, Steps, replayed_limits, usual_limits
 from .round_events import RoundEvents
 from .rounds import ControlledSequence, Rounds, Stage
 from .tool_calls import GroupTools, SequenceTools
-from .variable_calls import SequenceVariables
+from .variable_calls import InputCounts, SequenceVariables
 
 Round = Callable[[], list[StepResult]]
 """A round that is ready to run. It returns the results of its sequence, and of the forks that it
@@ -119,8 +119,7 @@ class SequenceGroup:
         self._numbers = {0}
         """The numbers of all sequences so far."""
         self._changes = 0
-        self._inputs = 0
-        """Number of INPUTS messages for this request."""
+        self._inputs = InputCounts()
         self._wakes = 0
         self._idle_wakes = 0
         """Number of times that the idle group was woken since a token was sampled, an input arrived
@@ -252,6 +251,7 @@ class SequenceGroup:
                 if sequence is None:
                     continue
                 sequence.stage = _STAGES[result.action]
+                sequence.awaits = result.awaits
                 if sequence.stage is Stage.FINISHED:
                     self._drop(sequence)
                     self._changes += 1
@@ -265,7 +265,7 @@ class SequenceGroup:
         with self._lock:
             if self._closed:
                 return [], []
-            self._inputs += 1
+            self._inputs.arrived += 1
             self._changes += 1
             self._wakes = self._idle_wakes = 0
             return self._wake() if self._replay is None else ([], [])
@@ -307,8 +307,8 @@ class SequenceGroup:
             return ([], []) if self._closed else self._wake()
 
     def repeats(self, result: StepResult) -> bool:
-        """Whether a result suspends a woken sequence again and has no tokens, logs, writes or
-        messages. Such a result is not sent."""
+        """Whether a result suspends a woken sequence again, and has no tokens, logs, writes or
+        messages and no other ``awaits``. Such a result is not sent."""
         if result.action != "suspend" or self.inspect:
             return False
         if result.backtrack or result.ff_tokens or result.logs or result.storage:
@@ -316,7 +316,7 @@ class SequenceGroup:
         if result.messages or result.prompt or result.pin is not None:
             return False
         sequence = self._sequences.get(result.seq)
-        return sequence is not None and sequence.woken
+        return sequence is not None and sequence.woken and sequence.awaits == result.awaits
 
     def running(self, seq: int) -> bool:
         """Whether a sequence has a round whose result has not been sent yet. Does not lock."""
@@ -412,7 +412,7 @@ class SequenceGroup:
     def _awaits_input(self, sequence: ControlledSequence) -> bool:
         """Whether a suspended sequence waits for an input: its last ``receive`` found no input, and
         no input has arrived since."""
-        return sequence.variables.awaited_input == self._inputs
+        return sequence.variables.awaited_input == self._inputs.arrived
 
     def _error_result(self, sequence: ControlledSequence, code: Code, text: str) -> StepResult:
         sequence.stage = Stage.RUNNING
@@ -504,7 +504,7 @@ class SequenceGroup:
             self.perform_within_quota,
             self._count_write,
             self._perform,
-            lambda: self._inputs,
+            self._inputs,
         )
 
     def perform_within_quota(self, operation: Variable) -> VariableAnswer:

@@ -141,6 +141,22 @@ class VariablesMark:
     sent_bytes: int
 
 
+class InputCounts:
+    """The inputs of one request, which its sequences share."""
+
+    def __init__(self) -> None:
+        self.arrived = 0
+        """Number of INPUTS messages."""
+        self.taken = 0
+        """The number of the last input that a sequence has received."""
+        self._lock = threading.Lock()
+
+    def take(self, number: int) -> None:
+        """Called when a sequence has received the input with this number."""
+        with self._lock:
+            self.taken = max(self.taken, number)
+
+
 class RecordMark(NamedTuple):
     """The answer to the operation that creates the record of a tool call."""
 
@@ -174,12 +190,11 @@ class SequenceVariables:
         perform: Callable[[Variable], VariableAnswer],
         written: Callable[[], None],
         repeat: Callable[[Variable], VariableAnswer] | None = None,
-        inputs: Callable[[], int] = lambda: 0,
+        inputs: InputCounts | None = None,
     ) -> None:
         """``lineage`` identifies the operations of this sequence (``Variable.lineage``);
         ``perform`` does an operation; ``repeat`` does the operations of ``again``, which are not
-        counted towards the quota. ``written`` is called after each successful write. ``inputs``
-        returns the number of INPUTS messages so far."""
+        counted towards the quota. ``written`` is called after each successful write."""
         self.lineage = lineage
         self._request = request
         self._perform = perform
@@ -188,7 +203,7 @@ class SequenceVariables:
         self._count = self._contexts = 0
         self._writes: list[Any] = []
         self._written_bytes = 0
-        self._inputs = inputs
+        self._inputs = inputs or InputCounts()
         self._messages: list[str] = []
         self._round_bytes = self._sent_bytes = 0
         self.awaited_input: int | None = None
@@ -215,10 +230,16 @@ class SequenceVariables:
 
     def receive(self) -> bytes | None:
         """See ``host.Variables``."""
-        notices = self._inputs()
+        arrived = self._inputs.arrived
         answer = self._do("take", "")
-        self.awaited_input = None if answer.version else notices
+        self.awaited_input = None if answer.version else arrived
+        self._inputs.take(answer.version)
         return (answer.value or b"") if answer.version else None
+
+    @property
+    def awaits(self) -> int:
+        """If the last ``receive`` found no input: the number of the next input. Otherwise 0."""
+        return 0 if self.awaited_input is None else self._inputs.taken + 1
 
     def send(self, text: bytes) -> None:
         """See ``host.Variables``."""

@@ -37,7 +37,7 @@ CONTROLLERS_OWN = frozenset({Code.CONTROLLER_FAILED, Code.CONTROLLER_TIMEOUT, Co
 
 
 class Fork(Struct):
-    """The new part of a sequence. Only ``messages`` and ``exact`` may be absent."""
+    """The new part of a sequence. Only ``messages``, ``waiting`` and ``exact`` may be absent."""
 
     index: int
     text: str
@@ -46,6 +46,8 @@ class Fork(Struct):
     error: str
     finish_reason: str | None
     messages: list[str] | UnsetType = UNSET
+    waiting: int | UnsetType = UNSET
+    """The number of the input that the program waits for."""
     """The texts that the program sent to the client, if any."""
     exact: bool | UnsetType = UNSET
     """In the last part: whether each step of the sequence was exact (``Receipt.exact``)."""
@@ -153,6 +155,7 @@ class Run:
             logs=entry.logs,
             storage=entry.storage,
             messages=entry.messages or UNSET,
+            waiting=entry.waiting or UNSET,
             error=entry.error or "",
             finish_reason=finish_reason(entry),
             exact=UNSET if entry.exact is None else entry.exact,

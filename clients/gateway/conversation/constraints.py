@@ -69,6 +69,8 @@ class Receipt(Struct, kw_only=True, omit_defaults=True):
     """The variables that the controller wrote, as AICI's storage commands."""
     messages: list[str] = field(default_factory=list)
     """The texts that the program sent to the client. A chunk has only the texts of its entry."""
+    waiting: int = 0
+    """The number of the input that the program waits for. Only in chunks."""
     tool_calls: list[MadeCall] = field(default_factory=list)
     """The calls of the bus's tools, with their results."""
     tool_messages: list[dict[str, Any]] = field(default_factory=list)

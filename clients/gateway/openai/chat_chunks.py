@@ -77,7 +77,7 @@ class ChatChunks:
                 continue
             removed, text, choice = self._choices.take(entry)
             before = texts.pop(seq, "")
-            whole = self._whole_entries or bool(entry.messages)
+            whole = self._whole_entries or bool(entry.messages or entry.waiting)
             if not removed and entry.finish_reason is None and not whole:
                 texts[seq] = before + text
                 continue
@@ -145,9 +145,9 @@ class ChatChunks:
         if removed:
             receipt = receipt or Receipt()
             receipt.backtrack = removed
-        if entry.messages:
+        if entry.messages or entry.waiting:
             receipt = receipt or Receipt()
-            receipt.messages = list(entry.messages)
+            receipt.messages, receipt.waiting = list(entry.messages), entry.waiting
         fields = self._reports.of_entry(entry) if self._reports else None
         if not deltas and (logprobs or reason or receipt or fields):
             deltas = [Delta()]

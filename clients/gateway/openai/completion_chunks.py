@@ -77,7 +77,7 @@ class CompletionChunks:
                 continue
             removed, text, choice = self._choices[place].take(entry)
             before = texts.pop(seq, "")
-            whole = self._whole_entries or bool(entry.messages)
+            whole = self._whole_entries or bool(entry.messages or entry.waiting)
             if not removed and entry.finish_reason is None and not whole:
                 texts[seq] = before + text
                 continue
@@ -140,9 +140,9 @@ class CompletionChunks:
         if removed:
             receipt = receipt or Receipt()
             receipt.backtrack = removed
-        if entry.messages:
+        if entry.messages or entry.waiting:
             receipt = receipt or Receipt()
-            receipt.messages = list(entry.messages)
+            receipt.messages, receipt.waiting = list(entry.messages), entry.waiting
         fields = self._fields(place, entry) if self._reports else None
         if not (text or logprobs or reason or receipt or fields):
             return b""

@@ -164,7 +164,7 @@ export class Call {
       const messages = this.#newMessages(entry);
       // A report is not counted as an entry, because another attempt may distribute the same
       // messages over other entries.
-      if (isReport(entry)) return messages > 0;
+      if (isReport(entry)) return messages > 0 || entry.waiting > 0;
     }
     const count = (this.#came.get(entry.seq) ?? 0) + 1;
     this.#came.set(entry.seq, count);
@@ -203,7 +203,7 @@ export class Call {
   }
 }
 
-/** Whether an entry has only messages, logs or writes of a program. */
+/** Whether an entry has only messages, logs or writes of a program, or reports that it waits. */
 function isReport(entry: Token): boolean {
   const changes = entry.token !== null || entry.backtrack > 0 || entry.parent !== null;
   return !changes && entry.finish_reason === null;

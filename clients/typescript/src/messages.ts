@@ -896,6 +896,11 @@ export interface Token {
   readonly storage: readonly Json[];
   /** The texts that the program of the stream has sent to its client, in order. */
   readonly messages: readonly string[];
+  /**
+   * The number of the `INPUT` that the program of the sequence waits for; 0 if the program does not
+   * wait. The next entry of the sequence ends the wait.
+   */
+  readonly waiting: number;
   readonly error: string | null;
   /** The code that belongs to `error`. */
   readonly code: string | null;
@@ -967,6 +972,7 @@ export function readToken(
       | "logs"
       | "storage"
       | "messages"
+      | "waiting"
       | "error"
       | "code"
       | "live"
@@ -997,6 +1003,7 @@ export function readToken(
     logs: sent.logs ?? "",
     storage: sent.storage ?? [],
     messages: sent.messages ?? [],
+    waiting: sent.waiting ?? 0,
     error: sent.error ?? null,
     code: sent.code ?? null,
     live: sent.live ?? 0,

@@ -23,6 +23,8 @@ export class GeneratedSequence {
   readonly storage: Json[] = [];
   /** The texts that the program has sent to the client, in order. */
   readonly messages: string[] = [];
+  /** The number of the input that the program waits for; 0 if it does not wait for an input. */
+  waiting = 0;
   finish_reason: Token["finish_reason"] = null;
   /** The reason and the code of a failure, or null. */
   error: string | null = null;
@@ -75,6 +77,7 @@ export class GeneratedSequence {
 
   /** @internal */
   add(entry: Row | Token): void {
+    this.waiting = entry instanceof Row ? 0 : entry.waiting;
     if (entry instanceof Row) {
       this.tokens.push(entry.token);
       this.logprobs.push(entry.logprob);

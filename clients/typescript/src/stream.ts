@@ -24,6 +24,8 @@ export class TokenStream implements AsyncIterableIterator<Token> {
   #waiting: (() => void)[] = [];
   #state: "running" | "ended" | "cancelled" = "running";
   #failure: unknown = null;
+  /** Number of inputs that were sent to the program, not counting refused inputs. */
+  #inputs = 0;
 
   /** @internal */
   constructor(
@@ -45,6 +47,15 @@ export class TokenStream implements AsyncIterableIterator<Token> {
   /** The sequences up to the last entry that was read. */
   get sequences(): GeneratedSequence[] {
     return this.#read.listed();
+  }
+
+  /**
+   * Whether the program waits for an input (`ctx.receive`) that was not sent yet, as far as the
+   * stream has been read. False if a worker is of an earlier release, which does not report this.
+   */
+  get waiting(): boolean {
+    const running = this.sequences.filter((one) => one.finish_reason === null);
+    return this.#state === "running" && running.some((one) => one.waiting > this.#inputs);
   }
 
   /** Reads to the end; returns all sequences. */
@@ -85,8 +96,14 @@ export class TokenStream implements AsyncIterableIterator<Token> {
    * the input is stored: the program receives it once, even if processes die. Rejected if too many
    * inputs wait for the program, or if the stream has ended or has no program.
    */
-  send(text: string): Promise<void> {
-    return this.#connection.sendInput(this.#call, text);
+  async send(text: string): Promise<void> {
+    this.#inputs++;
+    try {
+      await this.#connection.sendInput(this.#call, text);
+    } catch (fault) {
+      this.#inputs--;
+      throw fault;
+    }
   }
 
   /** Cancels the request unless it has ended. A loop over the stream ends. */

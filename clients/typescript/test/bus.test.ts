@@ -369,8 +369,12 @@ overEachTransport((test, address) => {
     const data = new TextEncoder().encode("#!tokenbus javascript\n" + script);
     const { module } = await client.upload(data);
     const stream = client.generate("Hello ", { controller: module });
-    for await (const { messages } of stream) {
-      if (messages[0] === "name?") await Promise.all([stream.send("Ann"), stream.send("now")]);
+    for await (const { messages, waiting } of stream) {
+      if (messages[0] !== "name?") continue;
+      assert.equal(waiting, 1);
+      assert.ok(stream.waiting);
+      await Promise.all([stream.send("Ann"), stream.send("now")]);
+      assert.ok(!stream.waiting);
     }
     const [only] = stream.sequences;
     assert.deepEqual(only?.messages, ["name?", "bye now"]);

@@ -182,5 +182,5 @@ def unders_along(
 def just_samples(one: StepResult) -> bool:
     """Whether a decision only samples, with at most a mask, a bias and options."""
     more = one.backtrack or one.ff_tokens or one.logs or one.storage or one.wakes
-    more = more or one.messages or one.prompt or one.pin is not None
+    more = more or one.messages or one.prompt or one.pin is not None or one.awaits
     return one.action == "sample" and not more

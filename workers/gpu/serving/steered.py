@@ -22,6 +22,8 @@ class Notes(NamedTuple):
     """Writes to variables."""
     messages: Sequence[str] = ()
     """Texts for the client."""
+    waiting: int = 0
+    """``Token.waiting``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,18 +77,19 @@ class Steered:
             messages = given.take_messages(messages)
         if one.wakes:
             self.wakes[one.seq] = one.wakes
-        if logs or storage or messages or one.wakes:
+        if logs or storage or messages or one.wakes or one.awaits:
             before = self.notes.get(one.seq, Notes())
             self.notes[one.seq] = Notes(
                 before.logs + logs,
                 [*before.storage, *storage],
                 [*before.messages, *messages],
+                one.awaits,
             )
 
-    def has_messages(self, seq: int) -> bool:
-        """Whether texts for the client wait for the next output of a sequence."""
+    def has_report(self, seq: int) -> bool:
+        """Whether a sequence has texts for the client, or waits for an input of the client."""
         notes = self.notes.get(seq)
-        return notes is not None and bool(notes.messages)
+        return notes is not None and bool(notes.messages or notes.waiting)
 
     def repeats(self, output: TokenOutput) -> bool:
         """Whether an output repeats an appended or dropped token that the client already received
@@ -115,6 +118,11 @@ class Steered:
             output.logs += notes.logs
             output.storage += notes.storage
             output.messages += notes.messages
+            if is_report(output):
+                output.waiting = notes.waiting
+            elif notes.waiting and output.logprob is None and output.finish_reason is None:
+                # The report that follows the last appended token has the number.
+                self.notes[output.seq] = Notes(waiting=notes.waiting)
             if output.logprob is not None or output.scores:
                 output.wakes = self.wakes.pop(output.seq, 0)
         return output

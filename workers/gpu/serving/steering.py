@@ -235,7 +235,8 @@ class Steering:
             if steered.given and steered.repeats(output):
                 continue
             output = steered.noted(output)
-            if is_report(output) and not (output.messages or output.logs or output.storage):
+            has_notes = output.messages or output.logs or output.storage or output.waiting
+            if is_report(output) and not has_notes:
                 # The notes were sent with an appended token.
                 continue
             if output.error == NOTHING_ALLOWED:
@@ -435,14 +436,14 @@ class Steering:
             engine.splice(*key, one.backtrack, one.ff_tokens)
         if one.pin is not None and engine.alive(*key):
             engine.pin(*key, self._clock() + one.pin.seconds, one.pin.owner)
-        if steered.has_messages(one.seq):
-            # The program may wait for the client's answer, so its message is sent now, not with the
-            # next token.
+        if steered.has_report(one.seq):
+            # The program may wait for the client's answer, so this is sent now, not with the next
+            # token.
             engine.report(*key)
         # A decision to fork that waits for logits is applied twice, but these changes must be made
         # only once.
         one.backtrack, one.ff_tokens, one.logs, one.storage, one.wakes = 0, [], "", [], 0
-        one.messages, one.prompt, one.pin = [], [], None
+        one.messages, one.prompt, one.pin, one.awaits = [], [], None, 0
         return engine.alive(*key)
 
     def _apply(self, engine: Engine, one: StepResult, under: Under) -> None:
