@@ -11,6 +11,10 @@ Clients add this line. Line numbers in errors do not count this line.
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
+from io import StringIO
+from tokenize import COMMENT, TokenError, generate_tokens
 from typing import NamedTuple
 
 from ....protocol.errors import Code, RequestError
@@ -59,6 +63,30 @@ def read_source(data: bytes) -> Source:
         line = text.count(b"\n", 0, error.start) + 1
         raise _refusal(f"the script is not UTF-8: {error.reason} in line {line}") from None
     return Source(language, text)
+
+
+_PROGRAM = re.compile(r"\b(main|Main|start|test)\b")
+_EXPECTED = {
+    "javascript": "async function main(ctx) or class Main extends Controller, or call start(main)",
+    "python": "async def main(ctx) or class Main(Controller), or call aici.start(...)",
+}
+"""The programs that a script may have, by language."""
+
+
+def check_program(source: Source) -> None:
+    """Raises RequestError if a script cannot have a program, because it contains none of the names
+    ``main``, ``Main``, ``start`` and ``test`` outside the comments of Python."""
+    text = source.text.decode("utf-8", "replace")
+    if source.language == "python":
+        # The interpreter reports syntax errors.
+        with suppress(TokenError, SyntaxError):
+            tokens = list(generate_tokens(StringIO(text).readline))
+            text = " ".join(token.string for token in tokens if token.type != COMMENT)
+    if _PROGRAM.search(text) is None:
+        raise _refusal(
+            f"the script does not define {_EXPECTED[source.language]}; without one of these, it "
+            "has no program"
+        )
 
 
 def _refusal(message: str) -> RequestError:

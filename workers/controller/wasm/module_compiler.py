@@ -31,7 +31,7 @@ from ....protocol.python_command import python_command
 from ..limits import Limits
 from ..scripts.engines import booted, boots
 from ..scripts.modules import script_module
-from ..scripts.sources import Source
+from ..scripts.sources import Source, check_program
 from .abis import Examined, examine
 from .exported_state import with_exported_state
 from .sandbox import Ticker, make_engine
@@ -96,8 +96,8 @@ def _compile(kind: str, wasm: bytes, limits: Limits) -> Compiled:
 
 
 def check_script(source: Source, interpreter: bytes, limits: Limits) -> None:
-    """Raises RequestError with the place of a syntax error in a script. ``interpreter``: the
-    compiled form of its interpreter."""
+    """Raises RequestError with the place of a syntax error in a script, or if the script has no
+    program. ``interpreter``: the compiled form of its interpreter."""
     head = f"{source.language} {len(source.text)}\n".encode()
     _run_apart("script", head + source.text + interpreter, limits)
 
@@ -174,6 +174,10 @@ def _check(given: bytes, limits: Limits) -> int:
         with Ticker(engine):
             module = wasmtime.Module.deserialize(engine, compiled)
             script_module(engine, language, module, text).check(limits)
+        check_program(Source(language, text))
+    except RequestError as error:
+        sys.stderr.buffer.write(error.message.encode())
+        return _REFUSED
     except ControllerError as error:
         said = error.message.removeprefix("the script: ")[:_SAID_CHARACTERS]
         sys.stderr.buffer.write(f"the script is not valid: {said}".encode())

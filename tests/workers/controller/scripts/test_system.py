@@ -117,6 +117,24 @@ def test_an_upload_in_python_with_an_error_is_refused_with_the_place(client: Cli
         client.upload_controller(marked_script(b"async def main(ctx):\n  x = = 1\n", "python"))
 
 
+@pytest.mark.parametrize(
+    ("text", "language", "expected"),
+    [
+        (
+            b"# main\nasync def run(ctx):\n  pass\n",
+            "python",
+            r"async def main\(ctx\) or class Main",
+        ),
+        (b"async function run(ctx) {}", "javascript", r"async function main\(ctx\) or class Main"),
+    ],
+)
+def test_an_upload_without_a_program_is_refused(
+    client: Client, text: bytes, language: str, expected: str
+) -> None:
+    with pytest.raises(RequestError, match=f"the script does not define {expected}"):
+        client.upload_controller(marked_script(text, language))
+
+
 def test_an_unknown_language_is_refused(client: Client) -> None:
     with pytest.raises(RequestError, match="'cobol'; it must be in one of"):
         client.upload_controller(marked_script(b"", "cobol"))
