@@ -101,6 +101,11 @@ class NamedRequest:
             return seed
         return int.from_bytes(self._derived(f"seed {call.base}")[:7], "big")
 
+    def number_from(self, number: int) -> None:
+        """Sets the number of the next stream. A repeated request that leaves out streams thus gives
+        the same numbers to the others."""
+        self._streams = number
+
     def client(self, make: Callable[[str], NamedClient]) -> NamedClient | None:
         """The bus client of the request's session, which ``make`` creates from the token at the
         first call. None if this gateway or the user has the maximum number of such clients.

@@ -13,12 +13,16 @@ from msgspec import UNSET, Struct, UnsetType
 from ....protocol.messages import Token
 from ..conversation.answers import Answer, AnswerPart, Piece, entry_text
 from ..conversation.constraints import Receipt
+from ..conversation.made_calls import MadeCall
 from ..conversation.parts import Call, Text, Thinking
-from ..conversation.planning import Prepared
+from ..conversation.tool_turns import End, ModelTurn, ToolTurns
 from ..new_ids import new_id
 
 SIGNATURE = "tokenbus"
 """The signature of all thinking blocks. Clients send back only thinking with a signature."""
+
+STOPPED: tuple[End, ...] = ("stop", "tool_calls")
+"""The ends of an answer that a stop sequence may have caused."""
 
 
 class TextAnswer(Struct, tag="text", tag_field="type"):
@@ -43,7 +47,25 @@ class CallAnswer(Struct, tag="tool_use", tag_field="type"):
     """The input of the tool; empty if the answer was cut inside the input."""
 
 
-AnswerBlock = TextAnswer | ThinkingAnswer | CallAnswer
+class BusCallAnswer(Struct, tag="mcp_tool_use", tag_field="type"):
+    """A block with a call that the gateway makes: a call of a tool of the bus, in the form of
+    Anthropic's calls of MCP servers."""
+
+    name: str
+    id: str
+    input: dict[str, Any]
+    server_name: str = "tokenbus"
+
+
+class BusResultAnswer(Struct, tag="mcp_tool_result", tag_field="type"):
+    """A block with the result of a call that the gateway has made."""
+
+    tool_use_id: str
+    is_error: bool
+    content: list[TextAnswer]
+
+
+AnswerBlock = TextAnswer | ThinkingAnswer | CallAnswer | BusCallAnswer | BusResultAnswer
 
 
 class Usage(Struct):
@@ -78,29 +100,67 @@ class MessageAnswer(Struct):
 
 
 class GrowingMessage:
-    """Builds a message, and counts its tokens, from the entries of its stream."""
+    """Builds a message, and counts its tokens, from the entries of its turns and the results of the
+    gateway's calls."""
 
-    def __init__(self, prepared: Prepared, max_tokens: int) -> None:
-        self.answer = Answer(prepared.form, "toolu_")
-        self.checks = prepared.checks
-        self._prepared = prepared
+    def __init__(self, model: str, turns: ToolTurns, max_tokens: int) -> None:
+        self._model = model
+        self._turns = turns
         self._max_tokens = max_tokens
-        self._prompt: Token | None = None
+        self._before: list[AnswerPart | MadeCall] = []
+        """The parts of earlier turns, and the results of their calls."""
+        self._answer = Answer(None)
+        self._first: Token | None = None
         """The first entry of the stream, which has the number of prompt tokens."""
-        self._output = 0
         self._end: Token | None = None
+        self._input = self._cached = self._output = 0
+
+    @property
+    def offset(self) -> int:
+        """The index of the first block of the last turn."""
+        return len(self._before)
+
+    @property
+    def parts(self) -> list[AnswerPart | MadeCall]:
+        """The parts of the message so far, with one block for each."""
+        return [*self._before, *self._answer.parts]
+
+    def begin_turn(self, turn: ModelTurn) -> None:
+        """Begins the next turn."""
+        self._answer = turn.answer = Answer(turn.prepared.form, "toolu_")
 
     def add(self, entries: Iterable[Token]) -> list[Piece]:
-        """Adds entries; returns the changes of the answer's parts."""
+        """Adds entries; returns the changes of the turn's parts."""
         pieces: list[Piece] = []
         for entry in entries:
-            self._prompt = self._prompt or entry
+            self._first = self._first or entry
+            self._input += entry.prompt_tokens
+            self._cached += entry.cached_tokens
             self._output += (entry.token is not None) - entry.backtrack
-            pieces += self.answer.feed(entry_text(self.answer.form, entry))
+            pieces += self._answer.feed(entry_text(self._answer.form, entry))
             if entry.finish_reason is not None:
                 self._end = entry
-                pieces += self.answer.end()
+                pieces += self._answer.end()
         return pieces
+
+    def add_made(self, calls: Iterable[MadeCall]) -> None:
+        """Adds the results of a turn's calls."""
+        self._before = [*self.parts, *calls]
+        self._answer = Answer(None)
+
+    def block(self, part: AnswerPart | MadeCall, empty: bool = False) -> AnswerBlock:
+        """The content block for a part. ``empty``: the block has no text or input, as in the event
+        that begins the block."""
+        match part:
+            case Text(text):
+                return TextAnswer("" if empty else text)
+            case Thinking(text):
+                return ThinkingAnswer("") if empty else ThinkingAnswer(text, SIGNATURE)
+            case MadeCall():
+                return BusResultAnswer(part.id, bool(part.error), [TextAnswer(part.text)])
+            case Call():
+                kind = BusCallAnswer if self._turns.is_served(part.name) else CallAnswer
+                return kind(part.name, part.id, {} if empty else _input(part))
 
     # --- response objects -----------------------------------------------------------------------
 
@@ -108,40 +168,46 @@ class GrowingMessage:
     def ended(self) -> Ended:
         """Why the message ended."""
         end = self._end
-        if end is None:
-            return Ended(None, None)
-        if isinstance(end.stop, str):
+        if end is not None and isinstance(end.stop, str) and self._turns.end in STOPPED:
             return Ended("stop_sequence", end.stop)
-        if end.finish_reason == "length":
-            full = self._output < self._max_tokens
-            return Ended("model_context_window_exceeded" if full else "max_tokens", None)
-        return Ended("tool_use" if self.answer.called else "end_turn", None)
+        match self._turns.end:
+            case "":
+                return Ended(None, None)
+            case "length":
+                full = self._output < self._max_tokens
+                return Ended("model_context_window_exceeded" if full else "max_tokens", None)
+            case "tool_calls":
+                return Ended("tool_use", None)
+            case "max_tool_turns":
+                return Ended("pause_turn", None)
+            case "error":
+                # The client may send the calls that were made back, to continue the answer.
+                return Ended("pause_turn" if self._turns.made else "end_turn", None)
+        return Ended("end_turn", None)
 
     @property
     def usage(self) -> Usage:
         """The cost of the message so far, in tokens."""
-        assert self._prompt is not None
-        return _usage(self._prompt, self._output)
+        return Usage(self._input - self._cached, 0, self._cached, self._output)
 
     @property
     def receipt(self) -> Receipt | None:
         """The receipt; None before the end, or if the receipt would be empty."""
-        constraint = self._prepared.constraint
-        if self._end is None:
+        if not self._turns.end:
             return None
-        receipt = Receipt(exact=self._end.exact)
-        if constraint is not None and self._end.constraint is not None:
-            receipt.constraint, receipt.ended = constraint.label, self._end.constraint
-            receipt.keywords = self.checks.outcomes.get(0, {})
+        receipt = self._turns.receipt()
+        # The blocks report the calls.
+        receipt.tool_calls = []
         return receipt if receipt != Receipt() else None
 
     def started(self, first: Token) -> MessageAnswer:
         """The message before its first block; ``first`` is the first entry of its stream."""
-        return self._message([], _usage(first, 0))
+        cached = first.cached_tokens
+        return self._message([], Usage(first.prompt_tokens - cached, 0, cached, 0))
 
     def message(self) -> MessageAnswer:
         """The message so far."""
-        return self._message([block_of(part) for part in self.answer.parts], self.usage)
+        return self._message([self.block(part) for part in self.parts], self.usage)
 
     def _message(self, content: list[AnswerBlock], usage: Usage) -> MessageAnswer:
         ended = self.ended
@@ -149,7 +215,7 @@ class GrowingMessage:
             new_id("msg_"),
             "message",
             "assistant",
-            self._prepared.model.name,
+            self._model,
             content,
             ended.stop_reason,
             ended.stop_sequence,
@@ -158,26 +224,7 @@ class GrowingMessage:
         )
 
 
-def block_of(part: AnswerPart, empty: bool = False) -> AnswerBlock:
-    """The content block for a part of an answer. ``empty``: the block has no text or input, as in
-    the event that begins the block."""
-    match part:
-        case Text(text):
-            return TextAnswer("" if empty else text)
-        case Thinking(text):
-            return ThinkingAnswer("") if empty else ThinkingAnswer(text, SIGNATURE)
-        case Call():
-            return CallAnswer(part.name, part.id, {} if empty else _input(part))
-
-
 def _input(call: Call) -> dict[str, Any]:
     with suppress(msgspec.DecodeError):
         return msgspec.json.decode(str(call.arguments), type=dict[str, Any])
     return {}
-
-
-def _usage(first: Token, output: int) -> Usage:
-    """The usage of a message with ``output`` generated tokens. ``first``: the first entry of the
-    stream, which has the number of prompt tokens."""
-    read = first.cached_tokens
-    return Usage(first.prompt_tokens - read, 0, read, output)

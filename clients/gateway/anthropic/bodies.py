@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 
 from ..bodies import Body
 from ..conversation.constraints import Schema
+from ..conversation.tool_turns import MaxToolTurns
 from ..field_types import MaxThinkingTokens, MaxTokens, MaybeStops, Temperature, TopK, TopPOrZero
 
 ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,128}$")]
@@ -31,6 +32,14 @@ class ToolUseBlock(Block, kw_only=True, tag="tool_use", tag_field="type"):
     input: dict[str, Any]
 
 
+class BusCallBlock(Block, kw_only=True, tag="mcp_tool_use", tag_field="type"):
+    """A call that the gateway made for an earlier answer."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
 class ThinkingBlock(Block, kw_only=True, tag="thinking", tag_field="type"):
     """The assistant's thinking. Templates that support thinking show it to the model."""
 
@@ -46,6 +55,14 @@ class ToolResultBlock(Block, kw_only=True, tag="tool_result", tag_field="type"):
     """Whether the call failed. If so, the model sees ``Error: `` before the content."""
 
 
+class BusResultBlock(Block, kw_only=True, tag="mcp_tool_result", tag_field="type"):
+    """The result of a call that the gateway made. It ends the turn that has the call."""
+
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
 class UserMessage(Body, tag="user", tag_field="role"):
     """The user's text, and the results of tools."""
 
@@ -55,7 +72,7 @@ class UserMessage(Body, tag="user", tag_field="role"):
 class AssistantMessage(Body, tag="assistant", tag_field="role"):
     """The assistant's text. In the last message, the text is the beginning of the answer."""
 
-    content: str | list[TextBlock | ToolUseBlock | ThinkingBlock]
+    content: str | list[TextBlock | ToolUseBlock | ThinkingBlock | BusCallBlock | BusResultBlock]
 
 
 class SystemMessage(Body, tag="system", tag_field="role"):
@@ -68,15 +85,16 @@ Message = UserMessage | AssistantMessage | SystemMessage
 
 
 class Tool(Body):
-    """A tool of the client. Tools that run on Anthropic's servers have another type and are left
-    out."""
+    """A tool of the client, or a tool of the bus (``type`` is ``bus``), which the gateway calls.
+    Tools that run on Anthropic's servers have another type and are left out."""
 
     name: ToolName
-    input_schema: Schema
+    input_schema: Schema | None = None
+    """Required for a tool of the client."""
     description: str | None = None
     strict: bool | None = None
     """Whether a schema with keywords that masks cannot enforce is refused."""
-    type: Literal["custom"] | None = None
+    type: Literal["custom", "bus"] | None = None
 
 
 class ToolChoice(Body):
@@ -128,6 +146,13 @@ class Messages(Body):
     """Refused unless it is null. Later requests of a thread contain only new messages, but this
     gateway does not store the earlier messages."""
 
+    @property
+    def bus_tools(self) -> list[str]:
+        """The names of the tools of the bus that the model may call."""
+        if self.tool_choice is not None and self.tool_choice.type == "none":
+            return []
+        return [tool.name for tool in self.tools or () if tool.type == "bus"]
+
 
 class CountTokens(Messages):
     """The body of ``/v1/messages/count_tokens``."""
@@ -143,6 +168,9 @@ class CreateMessage(Messages, kw_only=True):
     """Default: 1."""
     top_p: TopPOrZero | None = None
     top_k: TopK | None = None
+    max_tool_turns: MaxToolTurns | None = None
+    """Maximum number of turns that the model generates if the request has tools of the bus. Only
+    Tokenbus has this field."""
 
 
 class TokenCount(Struct):

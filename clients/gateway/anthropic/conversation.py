@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
 from ..conversation.constraints import json_schema
 from ..conversation.parts import (
@@ -23,6 +24,8 @@ from ..errors import invalid_field
 from .bodies import (
     AssistantMessage,
     Block,
+    BusCallBlock,
+    BusResultBlock,
     Messages,
     SystemMessage,
     TextBlock,
@@ -33,13 +36,21 @@ from .bodies import (
 )
 
 
-def to_conversation(body: Messages) -> Conversation:
+def to_conversation(body: Messages, served: Mapping[str, Tool] | None = None) -> Conversation:
     """The conversation to continue. If its last message is the assistant's, the answer continues
-    that message. Raises ApiError 400."""
-    turns = [_turn(message) for message in body.messages]
+    that message. ``served``: the descriptions of the request's tools of the bus. Raises ApiError
+    400."""
+    served = served or {}
+    turns = [turn for message in body.messages for turn in _turns(message)]
     continues = turns[-1].role == "assistant"
+    field = f"messages[{len(body.messages) - 1}].content"
+    if continues and served:
+        raise invalid_field(
+            field,
+            f"{field}: an answer with tools of the type 'bus' cannot continue a message; add a "
+            "user message",
+        )
     if continues and of_kind(turns[-1].parts, Call):
-        field = f"messages[{len(turns) - 1}].content"
         raise invalid_field(
             field,
             f"{field}: the last message calls a tool; add a user message with its tool_result",
@@ -47,7 +58,7 @@ def to_conversation(body: Messages) -> Conversation:
     system = _parts(body.system)
     if text_of(system):
         turns.insert(0, Turn("system", system))
-    tools = [Tool(t.name, t.description, t.input_schema, t.strict) for t in body.tools or ()]
+    tools = list(_tools(body, served))
     rendering = Rendering(
         add_generation_prompt=not continues,
         continue_final_message=continues,
@@ -55,6 +66,18 @@ def to_conversation(body: Messages) -> Conversation:
         effort_field="output_config.effort",
     )
     return Conversation(turns, tools, _rules(body), rendering)
+
+
+def _tools(body: Messages, served: Mapping[str, Tool]) -> Iterator[Tool]:
+    for place, tool in enumerate(body.tools or ()):
+        if tool.type == "bus":
+            if tool.name in served:
+                yield served[tool.name]
+        elif tool.input_schema is None:
+            field = f"tools[{place}].input_schema"
+            raise invalid_field(field, f"the field {field!r} is missing")
+        else:
+            yield Tool(tool.name, tool.description, tool.input_schema, tool.strict)
 
 
 def _rules(body: Messages) -> AnswerRules:
@@ -72,15 +95,18 @@ def _rules(body: Messages) -> AnswerRules:
     return rules
 
 
-def _turn(message: UserMessage | AssistantMessage | SystemMessage) -> Turn:
+def _turns(message: UserMessage | AssistantMessage | SystemMessage) -> list[Turn]:
+    """The turns of a message. A message of the assistant has several turns if the gateway has made
+    calls for it. Each turn but the last then ends with the results of its calls."""
     parts = _parts(message.content)
     match message:
         case UserMessage():
-            return Turn("user", parts)
-        case AssistantMessage():
-            return Turn("assistant", parts)
+            return [Turn("user", parts)]
         case SystemMessage():
-            return Turn("system", parts)
+            return [Turn("system", parts)]
+    groups = groupby(parts, lambda part: isinstance(part, Result))
+    turns = [Turn("user" if made else "assistant", list(group)) for made, group in groups]
+    return turns or [Turn("assistant", [])]
 
 
 def _parts(content: str | Sequence[Block] | None) -> list[Part]:
@@ -95,9 +121,9 @@ def _part(block: Block) -> Part:
             return Text(text)
         case ThinkingBlock(thinking=text):
             return Thinking(text)
-        case ToolUseBlock():
+        case ToolUseBlock() | BusCallBlock():
             return Call(block.id, block.name, block.input)
-        case ToolResultBlock():
+        case ToolResultBlock() | BusResultBlock():
             texts = of_kind(_parts(block.content), Text)
             return Result(block.tool_use_id, texts, failed=bool(block.is_error))
     raise AssertionError(block)

@@ -4,7 +4,8 @@ gateway with the same run directory can read.
 The task has a lease of the response, which it renews in the database. If its gateway ends, the
 lease expires. The next gateway that a client asks for the response then takes over the lease. That
 gateway generates the response with the same idempotency key (``idempotency.py``), so it gets the
-same events, and skips those that are already stored.
+same events, and skips those that are already stored. Stored calls of the bus's tools are not made
+again. A call whose result is not stored gets an error, because it may have been made.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from starlette.responses import Response
 from ....protocol.errors import TokenbusError
 from ..bodies import decode_in_turn
 from ..context import Gateway, gateway_of
+from ..conversation.made_calls import MadeCall
 from ..errors import ApiError, from_tokenbus
 from ..events import EventStream, event
 from ..idempotency import current_named
@@ -35,6 +37,7 @@ from ..stored.database import MAX_BYTES_OF_ONE, Database, Item, Stored
 from ..turns import current_user
 from .response_bodies import Failure, ResponsesRequest
 from .response_jobs import ResponseInput, ResponseJob, read_input, stored_input
+from .response_output import recorded_calls
 
 log = logging.getLogger(__name__)
 
@@ -182,6 +185,8 @@ class BackgroundTask:
         self._taken = taken
         events = 0 if taken is None else taken.events
         self._unsaved = _Unsaved(events, events)
+        self._saving = asyncio.Lock()
+        """Held while events are stored, so that they are stored in their order."""
 
     def start(
         self, body: ResponsesRequest, given: ResponseInput, ignored: Ignored
@@ -199,7 +204,11 @@ class BackgroundTask:
         try:
             with self._gateway.shares.request():
                 self._gateway.shares.take_bytes(len(self._data))
-                job = await ResponseJob.begin(self._gateway, body, given, ignored, self._id)
+                recorded = await self._recorded()
+                job = await ResponseJob.begin(
+                    self._gateway, body, given, ignored, self._id, recorded
+                )
+                job.before_calls = self._save
                 with closing(job.generations):
                     await self._begin(job)
                     await self._generate(job)
@@ -253,13 +262,28 @@ class BackgroundTask:
         finally:
             self._unsaved.arrived.set()
 
+    async def _recorded(self) -> dict[str, MadeCall]:
+        """The calls that an earlier gateway began for this response, by their ids."""
+        found: dict[str, MadeCall] = {}
+        read = 0
+        while self._taken is not None and read < self._taken.events:
+            groups = await self._stored.call(partial(_groups, self._id, read - 1))
+            if not groups:
+                break
+            for first, data in groups:
+                events = data.split(b"\n\n")[:-1]
+                found |= recorded_calls(events)
+                read = first + len(events)
+        return found
+
     async def _save(self) -> None:
-        first, events, count = self._unsaved.take()
-        owner = self._stored.owner
-        kept = await self._stored.call(
-            lambda db, user: db.append(user, self._id, owner, first, events, count)
-        )
-        self._check_kept(kept)
+        async with self._saving:
+            first, events, count = self._unsaved.take()
+            owner = self._stored.owner
+            kept = await self._stored.call(
+                lambda db, user: db.append(user, self._id, owner, first, events, count)
+            )
+            self._check_kept(kept)
 
     async def _finish(self, response: Stored, items: list[Item]) -> None:
         first, events, count = self._unsaved.take()

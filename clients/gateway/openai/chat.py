@@ -15,13 +15,17 @@ from ... import GeneratedSequence
 from ..bodies import ignored_of, read_body
 from ..context import Gateway, gateway_of
 from ..conversation.answers import Answer, AnswerPart
+from ..conversation.bus_tools import described
+from ..conversation.constraints import Receipt
+from ..conversation.endings import receipt_of
+from ..conversation.made_calls import as_messages
 from ..conversation.parts import Call, of_kind, text_of, thinking_of
 from ..conversation.planning import Prepared, prepare
+from ..conversation.tool_turns import DEFAULT_TOOL_TURNS, Arrived, Loop, ModelTurn, ToolTurns
 from ..events import unless_disconnected
 from ..json import json_response
 from ..leniency import Ignored
 from ..new_ids import new_id
-from .bus_tools import described
 from .chat_bodies import (
     AnsweredCall,
     AnsweredFunction,
@@ -31,12 +35,11 @@ from .chat_bodies import (
     ChatRequest,
 )
 from .chat_chunks import ChatChunks
-from .choices import check_some_succeeded, finish_reason, receipt_of
+from .choices import check_some_succeeded, finish_reason
 from .generations import Generations, begun, chat_generations
 from .logprobs import ChatLogprobs, Sampled, check_alternatives, compose, token_logprobs
 from .prompt_logprobs import PromptLogprobs, prompt_logprobs
 from .token_fields import TokenReports, set_fields
-from .tool_turns import ModelTurn, ToolTurns
 from .turn_chunks import TurnChunks
 from .usage import Counter
 
@@ -73,6 +76,8 @@ async def chat_completions(request: Request) -> Response:
 async def _begin(gateway: Gateway, body: ChatRequest, ignored: Ignored) -> ChatJob:
     body.check()
     served = await described(gateway, body.bus_tools) if body.bus_tools else {}
+    if not served and body.max_tool_calls is not None:
+        ignored.add("max_tool_calls")
     conversation = body.to_conversation(served)
     prepared = await prepare(gateway, body.model, conversation, ignored)
     counter = Counter()
@@ -86,7 +91,8 @@ async def _begin(gateway: Gateway, body: ChatRequest, ignored: Ignored) -> ChatJ
     job = ChatJob(body, prepared, generations, counter)
     if served:
         first = ModelTurn(prepared, generations)
-        job.tool_turns = ToolTurns(gateway, body, conversation, counter, first)
+        loop = _loop(gateway, body, job)
+        job.tool_turns = ToolTurns(gateway, conversation, first, loop)
     if body.prompt_logprobs is not None:
         try:
             job.prompt_logprobs = await prompt_logprobs(
@@ -98,10 +104,27 @@ async def _begin(gateway: Gateway, body: ChatRequest, ignored: Ignored) -> ChatJ
     return job
 
 
+def _loop(gateway: Gateway, body: ChatRequest, job: ChatJob) -> Loop:
+    def begin(prepared: Prepared, max_tokens: int | None) -> Generations:
+        options = body.options(prepared.constraint)
+        options.pop("min_tokens", None)
+        if max_tokens is not None:
+            options["max_tokens"] = max_tokens
+        fields = {"prompt": "messages"}
+        generations = chat_generations(gateway, prepared, options, job.counter, fields)
+        generations.shown = job.generations.shown
+        return generations
+
+    loop = Loop(frozenset(body.bus_tools), begin, lambda: job.counter.completion)
+    loop.max_tokens, loop.max_turns = body.limit, body.max_tool_turns or DEFAULT_TOOL_TURNS
+    loop.max_calls = body.max_tool_calls
+    return loop
+
+
 async def _answer(job: ChatJob) -> ChatCompletion:
     if (turns := job.tool_turns) is not None:
-        async with aclosing(turns.batches()) as batches:
-            async for _ in batches:
+        async with aclosing(turns.events()) as events:
+            async for _ in events:
                 pass
         choices = await compose(job.counter.alternatives, lambda: [_choice_of_turns(job, turns)])
     else:
@@ -146,7 +169,9 @@ def _choice(job: ChatJob, sequence: GeneratedSequence) -> ChatChoice:
         sequence.seq,
         message,
         logprobs,
-        finish_reason(sequence.finish_reason, called, older=bool(job.body.functions)),
+        finish_reason(
+            sequence.finish_reason, called, bool(job.body.functions), sequence.constraint
+        ),
         receipt or UNSET,
     )
     fields = TokenReports(job.body).of_sequence(sequence, [])
@@ -170,7 +195,16 @@ def _choice_of_turns(job: ChatJob, turns: ToolTurns) -> ChatChoice:
         found = [turn.sequence for turn in turns.turns if turn.sequence is not None]
         tokens = [token_logprobs(job.prepared.model, Sampled.of(one), tops) for one in found]
         logprobs = ChatLogprobs([each for of_turn in tokens for each in of_turn])
-    return ChatChoice(0, message_of_parts(parts), logprobs, turns.finish_reason, turns.receipt())
+    reason, receipt = _end_of_turns(turns)
+    return ChatChoice(0, message_of_parts(parts), logprobs, reason, receipt)
+
+
+def _end_of_turns(turns: ToolTurns) -> tuple[str, Receipt]:
+    """The finish reason and the receipt of an answer with several turns."""
+    receipt = turns.receipt()
+    if turns.end == "tool_calls":
+        receipt.tool_messages = as_messages(turns.made)
+    return "length" if turns.end == "max_tool_turns" else turns.end, receipt
 
 
 def message_of(prepared: Prepared, sequence: GeneratedSequence) -> AnsweredMessage:
@@ -198,16 +232,18 @@ def message_of_parts(parts: Sequence[AnswerPart]) -> AnsweredMessage:
 
 async def _events_of_turns(job: ChatJob, turns: ToolTurns) -> AsyncGenerator[bytes, None]:
     chunks: TurnChunks | None = None
-    async with aclosing(turns.batches()) as batches:
-        async for turn, entries in batches:
-            if chunks is None or chunks.turn is not turn:
+    async with aclosing(turns.events()) as events:
+        async for one in events:
+            if not isinstance(one, Arrived):
+                continue
+            if chunks is None or chunks.turn is not one.turn:
                 chunks = TurnChunks(
-                    job.id, job.created, job.body, turn, job.counter, turns.is_served, chunks
+                    job.id, job.created, job.body, one.turn, job.counter, turns.is_served, chunks
                 )
-            if part := chunks.write(entries):
+            if part := chunks.write(one.entries):
                 yield part
     assert chunks is not None
-    yield chunks.last(turns.finish_reason, turns.receipt()) + chunks.end()
+    yield chunks.last(*_end_of_turns(turns)) + chunks.end()
 
 
 async def _events(job: ChatJob) -> AsyncGenerator[bytes, None]:

@@ -11,6 +11,7 @@ from ... import GenerateOptions
 from ..bodies import Body
 from ..conversation.constraints import Constraint, Receipt, Schema
 from ..conversation.parts import Conversation, Fitting, Rendering
+from ..conversation.tool_turns import MaxToolCalls, MaxToolTurns
 from ..conversation.tools import Tool
 from ..errors import invalid_field
 from ..field_types import (
@@ -67,10 +68,6 @@ class NamedBusTool(Body, tag="bus", tag_field="type"):
     """A ``tool_choice`` that names a tool of the bus."""
 
     name: str
-
-
-DEFAULT_TOOL_TURNS = 16
-MAX_TOOL_TURNS = 64
 
 
 def to_tools(given: list[ChatTool] | None) -> list[Tool]:
@@ -142,8 +139,10 @@ class ChatRequest(SampledRequest, kw_only=True):
     ``add_generation_prompt: false``."""
 
     # Fields that only Tokenbus has.
-    max_tool_turns: Annotated[int, Meta(ge=1, le=MAX_TOOL_TURNS)] = DEFAULT_TOOL_TURNS
+    max_tool_turns: MaxToolTurns | None = None
     """Maximum number of turns that the model generates if the request has tools of the bus."""
+    max_tool_calls: MaxToolCalls | None = None
+    """Maximum number of calls of the bus's tools. Further calls get an error as their result."""
     max_thinking_tokens: MaxThinkingTokens | None = None
     """Maximum number of thinking tokens, after which thinking is closed. Requires a model whose
     template supports thinking."""
@@ -193,6 +192,12 @@ class ChatRequest(SampledRequest, kw_only=True):
                 )
 
     @property
+    def limit(self) -> int | None:
+        """Maximum number of tokens of the answer; None if only the context bounds them."""
+        limit = self.max_completion_tokens or self.max_tokens
+        return limit if limit is not None and limit > 0 else None
+
+    @property
     def bus_tools(self) -> list[str]:
         """The names of the tools of the bus that the model may call."""
         if self.tool_choice == "none":
@@ -219,8 +224,8 @@ class ChatRequest(SampledRequest, kw_only=True):
         if served is None and self.bus_tools:
             raise invalid_field(
                 "tools",
-                "tools of the type 'bus' are available only in POST /v1/chat/completions; give "
-                "functions",
+                "tools of the type 'bus' are available only in POST /v1/chat/completions, "
+                "/v1/responses and /v1/messages; give functions",
             )
         known = served or {}
         return [
@@ -245,9 +250,8 @@ class ChatRequest(SampledRequest, kw_only=True):
         request does not bound the answer."""
         options = super().options(constraint)
         options["n"] = self.n or 1
-        limit = self.max_completion_tokens or self.max_tokens
-        if limit is not None and limit > 0:
-            options["max_tokens"] = limit
+        if self.limit is not None:
+            options["max_tokens"] = self.limit
         if self.top_logprobs:
             options["top_logprobs"] = self.top_logprobs
         return options

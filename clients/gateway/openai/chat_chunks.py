@@ -10,13 +10,14 @@ from msgspec import UNSET, UnsetType
 from ....protocol.messages import Token
 from ..conversation.answers import Answer, Piece, entry_text
 from ..conversation.constraints import Receipt
+from ..conversation.endings import receipt_of
 from ..conversation.growing import GrowingChoice, GrowingChoices
 from ..conversation.parts import Call, Text, Thinking
 from ..conversation.planning import Prepared
 from ..events import DONE, event
 from ..json import encode
 from .chat_bodies import CallDelta, ChatChunk, ChatChunkChoice, ChatRequest, Delta, FunctionDelta
-from .choices import finish_reason, receipt_of
+from .choices import finish_reason
 from .logprobs import ChatLogprobs, Sampled, token_logprobs
 from .token_fields import TokenFields, TokenReports, set_fields
 from .usage import Counter
@@ -174,7 +175,8 @@ class ChatChunks:
         receipt = receipt_of(self._constraint, choice, entry)
         if receipt is not None:
             receipt.keywords = self._checks.outcomes.get(entry.seq, {})
-        return finish_reason(entry.finish_reason, called, self._older), receipt
+        reason = finish_reason(entry.finish_reason, called, self._older, entry.constraint)
+        return reason, receipt
 
     def _of(self, seq: int) -> Answer:
         """The answer of a sequence."""

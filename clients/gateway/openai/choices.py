@@ -1,15 +1,13 @@
-"""The numbers, finish reasons and receipts of an answer's choices. A receipt is the field
-``tokenbus``, which reports how the constraint was enforced."""
+"""The numbers and finish reasons of an answer's choices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
 
-from ....protocol.messages import Token
+from ....protocol.messages import ConstraintEnd
 from ... import GeneratedSequence
-from ..conversation.constraints import Constraint, Receipt
-from ..conversation.growing import GrowingChoice
+from ..conversation.endings import is_cut
 from ..errors import ApiError
 
 FINISH_REASONS = {"stop": "stop", "controller": "stop", "length": "length", "error": "error"}
@@ -36,40 +34,18 @@ class Indexes:
         return number
 
 
-def finish_reason(reason: str | None, called: bool = False, older: bool = False) -> str:
+def finish_reason(
+    reason: str | None,
+    called: bool = False,
+    older: bool = False,
+    ended: ConstraintEnd | None = None,
+) -> str:
     """OpenAI's name of a finish reason. ``called``: whether the sequence has called a tool.
-    ``older``: whether the request has the older form of tools, ``functions``."""
-    name = FINISH_REASONS.get(reason or "", "stop")
-    if not called or name != "stop":
-        return name
+    ``older``: whether the request has the older form of tools, ``functions``. ``ended``: how the
+    sequence's constraint ended."""
+    if not called or reason == "error" or is_cut(reason, called, ended):
+        return FINISH_REASONS.get(reason or "", "stop")
     return "function_call" if older else "tool_calls"
-
-
-def receipt_of(
-    constraint: Constraint | None, sequence: GeneratedSequence | GrowingChoice, end: Token | None
-) -> Receipt | None:
-    """The receipt of an ended choice; None if the receipt would be empty.
-
-    ``end`` is the last entry. If it is None, ``sequence`` has its fields.
-    """
-    if end is not None:
-        ended, error, code, exact = end.constraint, end.error, end.code, end.exact
-        messages = end.messages
-    else:
-        assert isinstance(sequence, GeneratedSequence)
-        ended, error, code = sequence.constraint, sequence.error, sequence.code
-        exact, messages = sequence.exact, sequence.messages
-    receipt = Receipt(
-        constraint=constraint.label if constraint is not None and ended is not None else None,
-        ended=ended,
-        logs=sequence.logs,
-        storage=list(sequence.storage),
-        messages=list(messages),
-        error=error or "",
-        code=code or "",
-        exact=exact,
-    )
-    return receipt if receipt != Receipt() else None
 
 
 def check_some_succeeded(sequences: Sequence[GeneratedSequence]) -> None:

@@ -10,11 +10,12 @@ from msgspec import UNSET, UnsetType
 
 from ....protocol.messages import Token
 from ..conversation.constraints import Receipt
+from ..conversation.endings import receipt_of
 from ..conversation.growing import GrowingChoice, GrowingChoices
 from ..events import DONE, event
 from ..json import encode
 from ..models import ServedModel
-from .choices import Indexes, finish_reason, receipt_of
+from .choices import Indexes, finish_reason
 from .completion_bodies import Completion, CompletionChoice, CompletionRequest
 from .generations import Prompt
 from .logprobs import CompletionLogprobs, Sampled, completion_logprobs

@@ -16,13 +16,14 @@ from ... import GeneratedSequence
 from ..aici import completions as aici
 from ..bodies import check_json, decode_in_turn, ignored_of, read_bytes
 from ..context import Gateway, gateway_of
+from ..conversation.endings import receipt_of
 from ..conversation.truncation import last_tokens
 from ..errors import from_tokenbus
 from ..events import unless_disconnected
 from ..json import json_response
 from ..models import ServedModel
 from ..new_ids import new_id
-from .choices import Indexes, check_some_succeeded, finish_reason, receipt_of
+from .choices import Indexes, check_some_succeeded, finish_reason
 from .completion_bodies import Completion, CompletionChoice, CompletionRequest
 from .completion_chunks import CompletionChunks, Stamp
 from .fill_in import ends_of, filled

@@ -11,6 +11,7 @@ from ... import GenerateOptions
 from ..bodies import Body
 from ..conversation.constraints import Constraint, Receipt, Schema, json_schema
 from ..conversation.parts import Conversation, Fitting, Rendering
+from ..conversation.tool_turns import MaxToolCalls, MaxToolTurns
 from ..errors import ApiError, invalid_field
 from ..field_types import (
     MaxThinkingTokens,
@@ -19,6 +20,7 @@ from ..field_types import (
     check_max_tokens,
 )
 from ..leniency import Ignored
+from .chat_bodies import BusTool, NamedBusTool
 from .constraints import FormatName, JsonObjectFormat, TextFormat
 from .fields import TextRequest
 from .logprobs import TokenLogprob
@@ -77,8 +79,17 @@ class ResponsesRequest(TextRequest, kw_only=True):
     """Maximum number of tokens of the answer. The default and -1 allow the rest of the context."""
     text: TextSettings | None = None
     tools: list[AnyTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | NamedCustom | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | NamedFunction | NamedCustom | NamedBusTool | None
+    ) = None
+    """If the request has tools of the bus, a choice that requires a call applies only to the first
+    turn of the answer."""
     parallel_tool_calls: bool | None = None
+    max_tool_calls: MaxToolCalls | None = None
+    """Maximum number of calls of the bus's tools. Further calls get an error as their result."""
+    max_tool_turns: MaxToolTurns | None = None
+    """Maximum number of turns that the model generates if the request has tools of the bus. Only
+    Tokenbus has this field."""
     top_logprobs: TopLogprobs | None = None
     """Number of alternatives that are reported with each token. Requires
     ``message.output_text.logprobs`` in ``include``."""
@@ -117,6 +128,12 @@ class ResponsesRequest(TextRequest, kw_only=True):
             raise invalid_field(
                 "top_logprobs", f"top_logprobs is given without {LOGPROBS!r} in 'include'"
             )
+
+    @property
+    def limit(self) -> int | None:
+        """Maximum number of tokens of the answer; None if only the context bounds them."""
+        limit = self.max_output_tokens
+        return limit if limit is not None and limit > 0 else None
 
     @property
     def with_logprobs(self) -> bool:
@@ -165,13 +182,19 @@ class ResponsesRequest(TextRequest, kw_only=True):
                 return json_schema(schema, "text.format.schema", strict)
         return None
 
-    def offered(self, items: InputItems, ignored: Ignored) -> OfferedTools:
+    def given_tools(self, items: InputItems) -> list[AnyTool]:
         """The tools in the field ``tools`` and in the items of the input."""
         given = [*(self.tools or ())]
         for item in items.input:
             if isinstance(item, AdditionalTools):
                 given += item.tools
-        return OfferedTools.of(given, ignored)
+        return given
+
+    def bus_tools(self, items: InputItems) -> list[str]:
+        """The names of the tools of the bus that the model may call."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.name for tool in self.given_tools(items) if isinstance(tool, BusTool)]
 
     def to_conversation(self, items: InputItems, offered: OfferedTools) -> Conversation:
         """The conversation to continue. Raises ApiError 400."""
@@ -189,8 +212,8 @@ class ResponsesRequest(TextRequest, kw_only=True):
         """The options of ``generate`` for these fields. The option ``max_tokens`` is missing if the
         request does not bound the answer."""
         options = super().options(constraint)
-        if self.max_output_tokens is not None and self.max_output_tokens > 0:
-            options["max_tokens"] = self.max_output_tokens
+        if self.limit is not None:
+            options["max_tokens"] = self.limit
         if self.top_logprobs:
             options["top_logprobs"] = self.top_logprobs
         return options
@@ -237,6 +260,24 @@ class OutputCustomCall(Struct, tag="custom_tool_call", tag_field="type"):
     namespace: str | UnsetType = UNSET
 
 
+class OutputBusCall(Struct, kw_only=True, tag="mcp_call", tag_field="type"):
+    """A call that the gateway has made: a call of a tool of the bus, in the form of OpenAI's calls
+    of MCP servers."""
+
+    id: str
+    name: str
+    arguments: str
+    server_label: str = "tokenbus"
+    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
+    output: str | None = None
+    """The text of the result for the model."""
+    error: str | None = None
+    approval_request_id: None = None
+    turn: int = 0
+    """The number of the model's turn within the answer. Calls of one turn have the same number.
+    Only Tokenbus has this field."""
+
+
 class ReasoningText(Struct, tag="reasoning_text", tag_field="type"):
     """A piece of thinking."""
 
@@ -252,7 +293,7 @@ class OutputReasoning(Struct, tag="reasoning", tag_field="type"):
     summary: list[Any] = []
 
 
-OutputItem = OutputMessage | OutputCall | OutputCustomCall | OutputReasoning
+OutputItem = OutputMessage | OutputCall | OutputCustomCall | OutputBusCall | OutputReasoning
 
 
 class InputDetails(Struct):
@@ -281,7 +322,7 @@ class ResponseUsage(Struct):
 class Incomplete(Struct):
     """The reason why a response is incomplete."""
 
-    reason: Literal["max_output_tokens"]
+    reason: Literal["max_output_tokens", "max_tool_turns"]
 
 
 class Failure(Struct):
@@ -318,6 +359,7 @@ class ResponseAnswer(Struct, kw_only=True):
     tools: list[dict[str, Any]]
     top_p: float
     max_thinking_tokens: MaxThinkingTokens | None = None
+    max_tool_calls: int | None = None
     truncation: Literal["disabled", "auto"] = "disabled"
     usage: ResponseUsage | None = None
     metadata: dict[str, Any] = {}

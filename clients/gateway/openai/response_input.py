@@ -68,6 +68,19 @@ class InputCustomOutput(Body, tag="custom_tool_call_output", tag_field="type"):
     output: InputContent
 
 
+class InputBusCall(Body, tag="mcp_call", tag_field="type"):
+    """A call that the gateway made for an earlier answer, with its result."""
+
+    id: str
+    name: str
+    arguments: str
+    output: str | None = None
+    error: str | None = None
+    turn: int | None = None
+    """The number of the turn within its answer. Consecutive calls with the same number belong to
+    one turn."""
+
+
 class AdditionalTools(Body, tag="additional_tools", tag_field="type"):
     """Further tools that the model may call."""
 
@@ -100,6 +113,7 @@ InputItem = (
     | InputCustomCall
     | InputCallOutput
     | InputCustomOutput
+    | InputBusCall
     | InputReasoning
     | AdditionalTools
 )
@@ -131,8 +145,21 @@ def to_turns(
     turns: list[Turn] = []
     if instructions is not None:
         turns.append(Turn("system", [Text(instructions)]))
+    made: list[Part] = []
+    """The results of the gateway's calls in the last turn, which follow this turn."""
+    turn: int | None = None
     for item in items:
+        same = isinstance(item, InputBusCall) and item.turn is not None and item.turn == turn
+        if made and not same:
+            turns.append(Turn("user", made))
+            made = []
+        turn = item.turn if isinstance(item, InputBusCall) else None
         match item:
+            case InputBusCall():
+                _answered(turns, [Call(item.id, item.name, item.arguments)], ())
+                text = item.error if item.output is None else item.output
+                failed = item.output is None
+                made.append(Result(item.id, [Text(text or "")], item.name, failed))
             case InputMessage(role="assistant"):
                 _answered(turns, _texts(item.content), (Text, Call))
             case InputMessage():
@@ -148,6 +175,8 @@ def to_turns(
                 _answered(turns, [Call(item.call_id, name, {"input": item.input})], ())
             case InputCallOutput() | InputCustomOutput():
                 turns.append(Turn("user", [Result(item.call_id, _texts(item.output))]))
+    if made:
+        turns.append(Turn("user", made))
     return turns
 
 

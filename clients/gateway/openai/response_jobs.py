@@ -4,17 +4,31 @@ answer."""
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET
 
 from ....protocol.messages import Token
 from ..context import Gateway
+from ..conversation.bus_tools import described
 from ..conversation.constraints import Receipt
+from ..conversation.endings import is_cut
+from ..conversation.made_calls import MadeCall
 from ..conversation.planning import Prepared, prepare
+from ..conversation.tool_turns import (
+    DEFAULT_TOOL_TURNS,
+    Arrived,
+    Loop,
+    Made,
+    Making,
+    ModelTurn,
+    ToolTurns,
+)
 from ..errors import ApiError
 from ..leniency import Ignored
 from ..new_ids import new_id
@@ -33,7 +47,8 @@ from .response_bodies import (
     ResponseUsage,
 )
 from .response_input import InputItems, read_items
-from .response_output import Output, Status
+from .response_output import Output
+from .response_tools import OfferedTools
 from .usage import Counter
 
 
@@ -75,6 +90,10 @@ class ResponseJob:
     """The last entry of the answer's sequence, after it has arrived."""
     stored: bool = True
     """Whether the response is stored."""
+    tool_turns: ToolTurns | None = None
+    """The turns of the answer if the request has tools of the bus, otherwise None."""
+    before_calls: Callable[[], Awaitable[None]] | None = None
+    """Called after the events of a turn and before its calls are made."""
 
     @classmethod
     async def begin(
@@ -84,44 +103,95 @@ class ResponseJob:
         given: ResponseInput,
         ignored: Ignored,
         id: str = "",
+        recorded: Mapping[str, MadeCall] | None = None,
     ) -> ResponseJob:
-        """Begins the generation. Raises ApiError."""
-        offered = body.offered(given.items, ignored)
+        """Begins the generation. ``recorded``: the calls that an earlier gateway made for the
+        response, by id; None if the response is not in the background. Raises ApiError."""
+        names = body.bus_tools(given.items)
+        served = {}
+        if names:
+            served = await described(gateway, names, recorded=recorded is not None)
+        elif body.max_tool_calls is not None:
+            ignored.add("max_tool_calls")
+        offered = OfferedTools.of(body.given_tools(given.items), ignored, served)
         conversation = body.to_conversation(given.items, offered)
         prepared = await prepare(gateway, body.model, conversation, ignored)
         counter = Counter()
-        fields = {"prompt": "input", "max_tokens": "max_output_tokens"}
-        options = body.options(prepared.constraint)
-        generations = chat_generations(gateway, prepared, options, counter, fields)
+        generations = _begun(gateway, body, counter, prepared)
         logprobs = (body.top_logprobs or 0) if body.with_logprobs else None
         output = Output(prepared, logprobs, offered)
         job = cls(body, given, prepared, generations, counter, output, id or new_id("resp_"))
         job.stored = body.store is not False
+        if served:
+            begin = partial(_begun, gateway, body, counter)
+            loop = Loop(frozenset(served), begin, lambda: counter.completion, body.limit)
+            loop.max_turns = body.max_tool_turns or DEFAULT_TOOL_TURNS
+            loop.max_calls = body.max_tool_calls
+            loop.recorded = recorded or {}
+            first = ModelTurn(prepared, generations)
+            job.tool_turns = ToolTurns(gateway, conversation, first, loop)
         return job
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events up to the end of the last item. Each entry of a response in the background has
         its own events, even if several entries arrive together. Another gateway therefore generates
         the same events, and can continue them."""
-        output = self.output
         head = self._first_events()
         if self.body.background:
             yield head
             head = b""
-        async for _, entries in self.generations.batches():
-            await self.prepared.checks.read(entries)
-            if self.body.background:
-                feeding = b"".join(output.feed([entry]) for entry in entries)
-            else:
-                feeding = output.feed(entries)
-            if part := head + feeding:
-                yield part
-            head = b""
-            ends = [e for e in entries if e.seq == 0 and e.finish_reason is not None]
-            if ends:
-                self.last = ends[0]
-                _check(self.last)
-        yield output.end(self.status)
+        parts = self._parts() if self.tool_turns is None else self._parts_of(self.tool_turns)
+        async with aclosing(parts):
+            async for feeding in parts:
+                if part := head + feeding:
+                    yield part
+                head = b""
+        yield self.output.end("completed" if self.status == "completed" else "incomplete")
+
+    async def _parts(self) -> AsyncGenerator[bytes, None]:
+        """The events of an answer of one turn."""
+        async with aclosing(self.generations.batches()) as batches:
+            async for _, entries in batches:
+                await self.prepared.checks.read(entries)
+                yield self._feed(entries)
+                if self.last is not None:
+                    _check(self.last)
+
+    async def _parts_of(self, turns: ToolTurns) -> AsyncGenerator[bytes, None]:
+        """The events of an answer whose tools the gateway calls."""
+        async with aclosing(turns.events()) as events:
+            async for one in events:
+                match one:
+                    case Arrived(turn, entries):
+                        if turn.answer is None:
+                            turn.answer = self.output.begin_turn(turn.prepared)
+                            self.last = None
+                        fed = self._feed(entries)
+                        if self.last is not None:
+                            if not turns.made:
+                                _check(self.last)
+                            fed += self.output.end_turn(self._status_of_turn(turn))
+                        yield fed
+                    case Making():
+                        if self.before_calls is not None:
+                            await self.before_calls()
+                    case Made(calls=calls):
+                        yield self.output.made(calls)
+
+    def _feed(self, entries: Sequence[Token]) -> bytes:
+        ends = [e for e in entries if e.seq == 0 and e.finish_reason is not None]
+        self.last = ends[0] if ends else self.last
+        if self.body.background:
+            return b"".join(self.output.feed([entry]) for entry in entries)
+        return self.output.feed(entries)
+
+    def _status_of_turn(self, turn: ModelTurn) -> Literal["completed", "incomplete"]:
+        called = turn.answer is not None and turn.answer.called
+        return "incomplete" if self._is_cut(called) else "completed"
+
+    def _is_cut(self, called: bool) -> bool:
+        last = self.last
+        return last is not None and is_cut(last.finish_reason, called, last.constraint)
 
     def last_event(self) -> bytes:
         """The event with the whole answer."""
@@ -137,28 +207,42 @@ class ResponseJob:
         return b"".join(parts)
 
     @property
-    def status(self) -> Status:
+    def status(self) -> Literal["completed", "incomplete", "failed"]:
         """The status of the finished response."""
-        cut = self.last is not None and self.last.finish_reason == "length"
-        return "incomplete" if cut else "completed"
+        if self.tool_turns is None:
+            return "incomplete" if self._is_cut(self.output.called) else "completed"
+        match self.tool_turns.end:
+            case "error":
+                return "failed"
+            case "length" | "max_tool_turns":
+                return "incomplete"
+        return "completed"
 
     def answer(self, status: ResponseStatus, error: Failure | None = None) -> ResponseAnswer:
         """The response, as far as it is generated."""
         body = self.body
         choice = body.tool_choice
-        ended = status in ("completed", "incomplete")
+        ended = status in ("completed", "incomplete", "failed")
+        receipt = _receipt(self) if ended else Receipt()
+        if status == "failed" and error is None:
+            error = Failure(receipt.code or "internal", receipt.error)
+        turns = self.tool_turns
+        at_bound = turns is not None and turns.end == "max_tool_turns"
+        reason: Literal["max_output_tokens", "max_tool_turns"]
+        reason = "max_tool_turns" if at_bound else "max_output_tokens"
         return ResponseAnswer(
             id=self.id,
             created_at=self.created,
             status=status,
             background=bool(body.background),
             error=error,
-            incomplete_details=Incomplete("max_output_tokens") if status == "incomplete" else None,
+            incomplete_details=Incomplete(reason) if status == "incomplete" else None,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             model=self.prepared.model.name,
             output=list(self.output.items),
             parallel_tool_calls=body.parallel_tool_calls is not False,
+            max_tool_calls=body.max_tool_calls,
             previous_response_id=body.previous_response_id,
             temperature=OPENAI_TEMPERATURE if body.temperature is None else body.temperature,
             text={"format": _plain(body.text.format if body.text else None) or {"type": "text"}},
@@ -169,7 +253,7 @@ class ResponseJob:
             truncation=body.truncation or "disabled",
             usage=_usage(self.counter) if ended else None,
             metadata=body.metadata or {},
-            tokenbus=_receipt(self) if ended else UNSET,
+            tokenbus=receipt if receipt != Receipt() else UNSET,
         )
 
     def stored_answer(self, answer: ResponseAnswer, body: bytes | None = None) -> Stored:
@@ -264,7 +348,12 @@ def _usage(counter: Counter) -> ResponseUsage:
     )
 
 
-def _receipt(job: ResponseJob) -> Receipt | msgspec.UnsetType:
+def _receipt(job: ResponseJob) -> Receipt:
+    if job.tool_turns is not None and job.last is not None:
+        receipt = job.tool_turns.receipt()
+        # The items of the answer report the calls.
+        receipt.tool_calls = []
+        return receipt
     receipt, constraint = job.output.receipt, job.prepared.constraint
     if job.last is not None:
         receipt.exact = job.last.exact
@@ -272,4 +361,19 @@ def _receipt(job: ResponseJob) -> Receipt | msgspec.UnsetType:
         receipt.constraint = constraint.label
         receipt.ended = job.last.constraint
         receipt.keywords = job.prepared.checks.outcomes.get(0, {})
-    return receipt if receipt != Receipt() else UNSET
+    return receipt
+
+
+def _begun(
+    gateway: Gateway,
+    body: ResponsesRequest,
+    counter: Counter,
+    prepared: Prepared,
+    max_tokens: int | None = None,
+) -> Generations:
+    """Begins a turn with at most ``max_tokens`` tokens. The default is the request's limit."""
+    options = body.options(prepared.constraint)
+    if max_tokens is not None:
+        options["max_tokens"] = max_tokens
+    fields = {"prompt": "input", "max_tokens": "max_output_tokens"}
+    return chat_generations(gateway, prepared, options, counter, fields)

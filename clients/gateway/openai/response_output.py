@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from msgspec import UNSET
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from ....protocol.messages import Token
 from ..conversation.answers import Answer, Piece, entry_text
 from ..conversation.constraints import Receipt
 from ..conversation.growing import GrowingChoices
+from ..conversation.made_calls import MadeCall
 from ..conversation.parts import Call, Text, Thinking
 from ..conversation.planning import Prepared
 from ..events import event
+from ..json import encode
 from ..new_ids import new_id
 from .logprobs import Sampled, TokenLogprob, token_logprobs
 from .response_bodies import (
     AnsweredText,
+    OutputBusCall,
     OutputCall,
     OutputCustomCall,
     OutputItem,
@@ -40,6 +44,9 @@ class Output:
         """``logprobs``: number of alternatives that are reported with each token, or None if the
         request does not ask for log-probabilities. ``offered``: the tools of the request."""
         self._offered = offered or OfferedTools()
+        self._turn = -1
+        """The number of the turn whose entries are added; -1 in an answer without tools of the
+        bus."""
         self._custom: Call | None = None
         """The last call of a tool whose input is a text."""
         self.items: list[OutputItem] = []
@@ -60,6 +67,20 @@ class Output:
         fields = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return event(fields, kind)
+
+    @property
+    def called(self) -> bool:
+        """Whether the answer, or its last turn, has a call."""
+        return self._answer.called
+
+    def begin_turn(self, prepared: Prepared) -> Answer:
+        """Begins the next turn of an answer with tools of the bus; returns the parts of the
+        turn."""
+        self._turn += 1
+        self._form = prepared.form
+        self._answer = Answer(prepared.form)
+        self._choices = GrowingChoices(prepared.form)
+        return self._answer
 
     def feed(self, entries: Sequence[Token]) -> bytes:
         """Adds entries of the stream. Only the entries of sequence 0 belong to the answer."""
@@ -86,13 +107,34 @@ class Output:
             self.receipt.logs, self.receipt.storage = choice.logs, choice.storage
         return b"".join([*parts, *self._text_parts(text)])
 
-    def end(self, status: Status) -> bytes:
-        """Finishes the last item. An answer without items receives an empty message."""
-        parts = []
-        parts += [part for piece in self._answer.end() for part in self._piece(piece)]
-        if not self.items:
-            parts += self._begin_message()
+    def end_turn(self, status: Status) -> bytes:
+        """Finishes the last item of a turn."""
+        parts = [part for piece in self._answer.end() for part in self._piece(piece)]
         return b"".join([*parts, *self._finish(status)])
+
+    def made(self, calls: Sequence[MadeCall]) -> bytes:
+        """Adds the results of the gateway's calls to their items, and finishes these items."""
+        by_id = {call.id: call for call in calls}
+        parts: list[bytes] = []
+        for place, item in enumerate(self.items):
+            if isinstance(item, OutputBusCall) and item.id in by_id:
+                call = by_id[item.id]
+                item.status = "failed" if call.error else "completed"
+                item.error = call.error or None
+                item.output = None if call.error else call.text
+                parts += self._finish_bus_call(item, place)
+        return b"".join(parts)
+
+    def end(self, status: Status) -> bytes:
+        """Finishes all items. An answer without items receives an empty message."""
+        parts = [self.end_turn(status)]
+        for place, item in enumerate(self.items):
+            if isinstance(item, OutputBusCall) and item.status == "in_progress":
+                item.status = "incomplete"
+                parts += self._finish_bus_call(item, place)
+        if not self.items:
+            parts += [*self._begin_message(), *self._finish(status)]
+        return b"".join(parts)
 
     def _text_parts(self, text: str, logprobs: list[TokenLogprob] | None = None) -> list[bytes]:
         if self._form is not None:
@@ -107,22 +149,25 @@ class Output:
                 yield from self._thought(piece.text)
             case Call() if piece.begins:
                 yield from self._finish("completed")
-                yield self._begin(self._called(piece.part))
+                item = self._called(piece.part)
+                yield self._begin(item)
+                if isinstance(item, OutputBusCall):
+                    yield self.event("response.mcp_call.in_progress", **self._item_place)
             case Call() if isinstance(self.items[-1], OutputCustomCall):
                 # ``_finish_custom`` decodes the input when all arguments have arrived.
                 pass
             case Call():
                 call = self._call
                 call.arguments += piece.text
+                kind = "mcp_call" if isinstance(call, OutputBusCall) else "function_call"
                 yield self.event(
-                    "response.function_call_arguments.delta",
-                    item_id=call.id,
-                    output_index=len(self.items) - 1,
-                    delta=piece.text,
+                    f"response.{kind}_arguments.delta", **self._item_place, delta=piece.text
                 )
 
-    def _called(self, call: Call) -> OutputCall | OutputCustomCall:
+    def _called(self, call: Call) -> OutputCall | OutputCustomCall | OutputBusCall:
         """The item of a call that begins."""
+        if call.name in self._offered.bus:
+            return OutputBusCall(id=call.id, name=call.name, arguments="", turn=self._turn)
         place = self._offered.places.get(call.name, ToolPlace(None, call.name))
         namespace = UNSET if place.namespace is None else place.namespace
         if call.name in self._offered.custom:
@@ -134,9 +179,15 @@ class Output:
     def _finish_custom(self, item: OutputCustomCall) -> Iterator[bytes]:
         assert self._custom is not None
         item.input = text_input(self._custom)
-        place = {"item_id": item.id, "output_index": len(self.items) - 1}
+        place = self._item_place
         yield self.event("response.custom_tool_call_input.delta", **place, delta=item.input)
         yield self.event("response.custom_tool_call_input.done", **place, input=item.input)
+
+    def _finish_bus_call(self, item: OutputBusCall, place: int) -> Iterator[bytes]:
+        """The events after the result of a call of the gateway."""
+        kind = "completed" if item.status == "completed" else "failed"
+        yield self.event(f"response.mcp_call.{kind}", item_id=item.id, output_index=place)
+        yield self.event("response.output_item.done", output_index=place, item=item)
 
     def _thought(self, text: str) -> Iterator[bytes]:
         if not self.growing or not isinstance(self.items[-1], OutputReasoning):
@@ -189,12 +240,17 @@ class Output:
             return
         self.growing = False
         item = self.items[-1]
+        if isinstance(item, OutputBusCall):
+            # ``made`` finishes the item when the gateway has made the call.
+            yield self.event(
+                "response.mcp_call_arguments.done", **self._item_place, arguments=item.arguments
+            )
+            return
         item.status = status
         if isinstance(item, OutputCall):
             yield self.event(
                 "response.function_call_arguments.done",
-                item_id=item.id,
-                output_index=len(self.items) - 1,
+                **self._item_place,
                 name=item.name,
                 arguments=item.arguments,
             )
@@ -212,9 +268,9 @@ class Output:
         yield self.event("response.output_item.done", output_index=len(self.items) - 1, item=item)
 
     @property
-    def _call(self) -> OutputCall:
+    def _call(self) -> OutputCall | OutputBusCall:
         call = self.items[-1]
-        assert isinstance(call, OutputCall)
+        assert isinstance(call, OutputCall | OutputBusCall)
         return call
 
     @property
@@ -224,6 +280,44 @@ class Output:
         return message.content[0]
 
     @property
+    def _item_place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1].id, "output_index": len(self.items) - 1}
+
+    @property
     def _place(self) -> dict[str, Any]:
-        item = self.items[-1]
-        return {"item_id": item.id, "output_index": len(self.items) - 1, "content_index": 0}
+        return {**self._item_place, "content_index": 0}
+
+
+_ENDED_EARLY = "the gateway ended during the call, which may or may not have been made"
+
+
+class _CallEvent(Struct):
+    """The part of an event that ``recorded_calls`` reads."""
+
+    type: str
+    item: OutputItem | UnsetType = UNSET
+    item_id: str = ""
+    arguments: str = ""
+
+
+def recorded_calls(events: Iterable[bytes]) -> dict[str, MadeCall]:
+    """The gateway's calls in the stored events of a response, by their ids. A call without a result
+    has an error."""
+    found: dict[str, MadeCall] = {}
+    for data in events:
+        if b"mcp_call" not in data:
+            continue
+        one = msgspec.json.decode(data.partition(b"data: ")[2], type=_CallEvent)
+        item = one.item
+        if one.type == "response.mcp_call_arguments.done":
+            call = MadeCall(id=one.item_id, name="", arguments=one.arguments)
+            call.error, call.code = _ENDED_EARLY, "worker_lost"
+            found[call.id] = call
+        elif one.type == "response.output_item.done" and isinstance(item, OutputBusCall):
+            call = MadeCall(id=item.id, name=item.name, arguments=item.arguments)
+            if item.output is None:
+                call.error = item.error or _ENDED_EARLY
+            else:
+                call.result = Raw(encode(item.output))
+            found[item.id] = call
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from ..conversation.parts import Call
 from ..conversation.tools import Tool
 from ..field_types import FunctionName
 from ..leniency import Ignored
+from .chat_bodies import BusTool
 
 TEXT_INPUT: Schema = {
     "type": "object",
@@ -52,7 +53,7 @@ class NamespaceTool(Body, tag="namespace", tag_field="type"):
     description: str | None = None
 
 
-AnyTool = ResponseTool | CustomTool | NamespaceTool
+AnyTool = ResponseTool | CustomTool | NamespaceTool | BusTool
 
 
 class ToolPlace(NamedTuple):
@@ -71,15 +72,27 @@ class OfferedTools:
     """The namespace and name of each tool in the request, by the name that the model sees."""
     custom: set[str] = field(default_factory=set)
     """The names, as the model sees them, of the tools whose input is a text."""
+    bus: set[str] = field(default_factory=set)
+    """The names of the tools of the bus, which the gateway calls."""
     _shown: dict[ToolPlace, str] = field(default_factory=dict)
     """The name that the model sees, by the tool's namespace and name in the request."""
 
     @classmethod
-    def of(cls, given: Sequence[AnyTool], ignored: Ignored) -> OfferedTools:
+    def of(
+        cls,
+        given: Sequence[AnyTool],
+        ignored: Ignored,
+        served: Mapping[str, Tool] | None = None,
+    ) -> OfferedTools:
         """The tools of a request. ``ignored`` receives the names of tools whose grammar has no
-        effect."""
-        offered = cls()
+        effect. ``served``: the descriptions of the request's tools of the bus."""
+        served = served or {}
+        offered = cls(bus=set(served))
         for namespace, tool in _each(given):
+            if isinstance(tool, BusTool):
+                if tool.name in served:
+                    offered.tools.append(served[tool.name])
+                continue
             place = ToolPlace(namespace, tool.name)
             name = tool.name
             if name in offered.places and namespace is not None:
@@ -101,7 +114,9 @@ class OfferedTools:
         return self._shown.get(ToolPlace(namespace, name), name)
 
 
-def _each(given: Sequence[AnyTool]) -> Iterator[tuple[str | None, ResponseTool | CustomTool]]:
+def _each(
+    given: Sequence[AnyTool],
+) -> Iterator[tuple[str | None, ResponseTool | CustomTool | BusTool]]:
     """The tools with their namespaces."""
     for tool in given:
         if isinstance(tool, NamespaceTool):

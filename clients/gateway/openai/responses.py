@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -44,15 +45,17 @@ async def _begin(gateway: Gateway, body: ResponsesRequest, ignored: Ignored) -> 
 
 
 async def _whole(gateway: Gateway, job: ResponseJob) -> ResponseAnswer:
-    async for _ in job.events():
-        pass
+    async with aclosing(job.events()) as events:
+        async for _ in events:
+            pass
     await _store(gateway, job)
     return job.answer(job.status)
 
 
 async def _events(gateway: Gateway, job: ResponseJob) -> AsyncGenerator[bytes, None]:
-    async for part in job.events():
-        yield part
+    async with aclosing(job.events()) as events:
+        async for part in events:
+            yield part
     await _store(gateway, job)
     yield job.last_event()
 

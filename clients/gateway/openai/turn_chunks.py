@@ -9,9 +9,9 @@ from ..conversation.answers import Piece
 from ..conversation.constraints import Receipt
 from ..conversation.growing import GrowingChoice
 from ..conversation.parts import Call
+from ..conversation.tool_turns import ModelTurn
 from .chat_bodies import ChatRequest, Delta
 from .chat_chunks import ChatChunks
-from .tool_turns import ModelTurn
 from .usage import Counter
 
 

@@ -17,12 +17,13 @@ from ....protocol.errors import TokenbusError
 from ... import GeneratedSequence
 from ..bodies import ignored_of, read_body
 from ..context import Gateway, gateway_of
+from ..conversation.endings import receipt_of
 from ..errors import from_tokenbus
 from ..events import DONE, event, unless_disconnected
 from ..json import json_response
 from ..models import ServedModel
 from ..new_ids import new_id
-from ..openai.choices import Indexes, check_some_succeeded, receipt_of
+from ..openai.choices import Indexes, check_some_succeeded
 from ..openai.generations import Generations, begun
 from ..openai.logprobs import check_alternatives, compose, reported
 from ..openai.token_fields import spans_of

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
+from tokenbus.clients import GeneratedSequence
 from tokenbus.clients.gateway.answer_parts import AnswerForm
+from tokenbus.clients.gateway.context import Gateway
 from tokenbus.clients.gateway.conversation.constraints import Constraint
+from tokenbus.clients.gateway.conversation.parts import Conversation
 from tokenbus.clients.gateway.conversation.planning import Prepared
 from tokenbus.clients.gateway.conversation.schemas import Checks
+from tokenbus.clients.gateway.conversation.tool_turns import Loop, ModelTurn, ToolTurns
 from tokenbus.clients.gateway.models import ServedModel
 from tokenbus.clients.gateway.templates import Templates
-from tokenbus.protocol.messages import ModelInfo, TokenizerFiles
+from tokenbus.clients.gateway.user_shares import UserShares
+from tokenbus.clients.results import Sequences
+from tokenbus.protocol.messages import ModelInfo, Token, TokenizerFiles
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
@@ -19,6 +27,31 @@ def small_model(name: str = "m", **files: Any) -> ServedModel:
     """A model with a context of 16 tokens. ``files`` has fields of its ``TokenizerFiles``."""
     info = ModelInfo(name=name, vocab_size=9, context_length=16, eos_token_ids=[0], fingerprint="f")
     return ServedModel(info, TokenizerFiles(fingerprint="f", json="{}", **files), Tokenizer(BPE()))
+
+
+class PlayedStream:
+    """A stream of a turn whose entries are given (``TurnStream``)."""
+
+    def __init__(self, batches: Sequence[list[Token]]) -> None:
+        self._batches = batches
+        self._sequences = Sequences()
+
+    async def batches(self) -> AsyncGenerator[tuple[int, list[Token]], None]:
+        for entries in self._batches:
+            for entry in entries:
+                self._sequences.add(entry)
+            yield 0, entries
+
+    def finished(self) -> list[list[GeneratedSequence]]:
+        return [self._sequences.listed()]
+
+
+def played(planned: Prepared, batches: Sequence[list[Token]]) -> ToolTurns:
+    """The turns of an answer without tools of the bus, whose entries are given."""
+    stream = PlayedStream(batches)
+    gateway = cast(Gateway, SimpleNamespace(shares=UserShares(8)))
+    loop = Loop(frozenset(), lambda *_: stream, lambda: 0)
+    return ToolTurns(gateway, Conversation([]), ModelTurn(planned, stream), loop)
 
 
 def prepared(

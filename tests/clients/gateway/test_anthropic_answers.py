@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,12 @@ import pytest
 from msgspec import Struct
 from tokenbus.clients.gateway.answer_forms import HERMES, Function, Wanted, structure_of
 from tokenbus.clients.gateway.answer_parts import AnswerForm
-from tokenbus.clients.gateway.anthropic.answers import CallAnswer, GrowingMessage, TextAnswer
+from tokenbus.clients.gateway.anthropic.answers import (
+    CallAnswer,
+    GrowingMessage,
+    MessageAnswer,
+    TextAnswer,
+)
 from tokenbus.clients.gateway.anthropic.bodies import (
     CountTokens,
     CreateMessage,
@@ -17,19 +23,33 @@ from tokenbus.clients.gateway.anthropic.bodies import (
     Tool,
     ToolChoice,
 )
+from tokenbus.clients.gateway.anthropic.messages import MessageJob, changes_of
 from tokenbus.clients.gateway.conversation.answers import Piece
 from tokenbus.clients.gateway.conversation.constraints import Constraint, Receipt
 from tokenbus.protocol.messages import Token
 
-from .small_model import prepared
+from .small_model import played, prepared
 
 FORM = AnswerForm(
     structure_of(HERMES, Wanted([Function("a", {"type": "object"}), Function("b", {})])), {}
 )
 
 
-def message_of(form: AnswerForm | None, constraint: Constraint | None = None) -> GrowingMessage:
-    return GrowingMessage(prepared(form, constraint), 1000)
+def message_of(
+    entries: list[Token], form: AnswerForm | None, constraint: Constraint | None = None
+) -> tuple[MessageAnswer, list[Piece]]:
+    """The message that these entries make, and the changes of its parts."""
+    turns = played(prepared(form, constraint), [[one] for one in entries])
+    job = MessageJob(GrowingMessage("m", turns, 1000), turns)
+    pieces: list[Piece] = []
+
+    async def read() -> None:
+        async for change in changes_of(job):
+            if not isinstance(change, list):
+                pieces.extend(change[1])
+
+    asyncio.run(read())
+    return job.message.message(), pieces
 
 
 def entry(text: str, **more: Any) -> Token:
@@ -44,12 +64,10 @@ def test_text_is_followed_by_calls(size: int) -> None:
         '{"name": "a", "arguments": {"x": "}"}}\n</tool_call>\n<tool_call>\n'
         '{"name": "b", "arguments": {}}\n</tool_call>'
     )
-    growing = message_of(FORM, Constraint("tools", "structural", None, "tools"))
-    changes: list[Piece] = []
-    for at in range(0, len(whole), size):
-        changes += growing.add([entry(whole[at : at + size])])
-    changes += growing.add([entry("", finish_reason="stop", constraint="complete")])
-    message = growing.message()
+    entries = [entry(whole[at : at + size]) for at in range(0, len(whole), size)]
+    entries.append(entry("", finish_reason="stop", constraint="complete"))
+    constraint = Constraint("tools", "structural", None, "tools")
+    message, changes = message_of(entries, FORM, constraint)
     text, one, two = message.content
     assert text == TextAnswer("Let me see.")
     assert isinstance(one, CallAnswer)
@@ -63,11 +81,19 @@ def test_text_is_followed_by_calls(size: int) -> None:
 
 @pytest.mark.parametrize("form", [None, FORM])
 def test_white_space_stays_where_no_call_follows(form: Any) -> None:
-    growing = message_of(form)
-    for text in ("\n a", " ", "b \n"):
-        growing.add([entry(text)])
-    growing.add([entry("", finish_reason="stop")])
-    assert growing.message().content == [TextAnswer("\n a b \n")]
+    entries = [entry(text) for text in ("\n a", " ", "b \n")]
+    message, _ = message_of([*entries, entry("", finish_reason="stop")], form)
+    assert message.content == [TextAnswer("\n a b \n")]
+
+
+@pytest.mark.parametrize(("ended", "reason"), [("complete", "tool_use"), ("closed", "max_tokens")])
+def test_complete_calls_at_the_token_limit_can_be_made(ended: Any, reason: str) -> None:
+    """Calls that were closed before the limit may lack a part of their arguments."""
+    call = '<tool_call>\n{"name": "b", "arguments": {}}\n</tool_call>'
+    entries = [entry(call)] * 1 + [entry("", finish_reason="length", constraint=ended)]
+    entries[1:1] = [entry("")] * 998
+    message, _ = message_of(entries, FORM, Constraint("tools", "structural", None, "tools"))
+    assert message.stop_reason == reason
 
 
 @pytest.mark.parametrize("kind", [CreateMessage, CountTokens, Tool, ToolChoice, OutputConfig])

@@ -16,77 +16,10 @@ from tokenbus.clients.request_options import status_call
 from tokenbus.protocol.errors import RequestError
 from tokenbus.protocol.messages import Status
 
-from ...processes import Bus, Gateway, Process, until
+from ...processes import Bus, Gateway, until
 from .openai_requests import ECHO_TEMPLATE, HELLO, MODEL, openai_client, receipt
 
 pytestmark = pytest.mark.process
-
-TOOLS = """
-import asyncio
-from pathlib import Path
-from typing import Literal
-
-from tokenbus.workers.tool import tool
-
-@tool
-def chat_weather(city: Literal["Oslo", "Rome"]) -> str:
-    "The weather of a city."
-    return f"rain in {city}"
-
-@tool
-def chat_numbers() -> list[int]:
-    "Numbers that a float cannot represent."
-    return [2**53 + 1, 7]
-
-@tool
-def chat_long() -> str:
-    return "é" * 60_000
-
-@tool
-def chat_too_long() -> str:
-    return "x" * (128 * 1024 - 4)
-
-@tool
-def chat_failing() -> None:
-    raise ValueError("no such thing")
-
-@tool
-def secret() -> int:
-    return 1
-
-@tool
-async def chat_endless() -> None:
-    Path(FOLDER, "begun").touch()
-    try:
-        await asyncio.Event().wait()
-    finally:
-        Path(FOLDER, "cancelled").touch()
-"""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tools")
-
-
-@pytest.fixture(scope="module")
-def door(steered: Bus, gateway: Gateway, folder: Path) -> Iterator[Gateway]:
-    """The gateway of a bus at which a tool worker serves ``TOOLS``."""
-    file = folder / "served_tools.py"
-    file.write_text(f"FOLDER = {str(folder)!r}\n{TOOLS}")
-    arguments = ["tool", "serve", str(file)]
-    log = folder / "tool.log"
-    process = Process("tokenbus.clients.cli", log, steered.environment, arguments=arguments)
-    try:
-        with steered.client() as client:
-            until(
-                lambda: any("chat_weather" in w.tools for w in client.status(timeout_s=60).workers),
-                300.0,
-                lambda: process.log,
-            )
-        yield gateway
-    finally:
-        process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +44,6 @@ def stream(api: openai.OpenAI, **options: Any) -> list[ChatCompletionChunk]:
         model=MODEL, messages=HELLO, stream=True, stream_options=usage, **given
     )
     return list(chunks)
-
-
-@pytest.fixture(scope="module")
-def ending(steered: Bus) -> dict[str, int]:
-    """A logit bias with which the model ends its message as soon as the mask allows the end."""
-    with steered.client() as client:
-        return {str(client.model_info(MODEL).eos_token_ids[0]): 100}
 
 
 def bus_tools(*names: str) -> Any:
@@ -211,6 +137,18 @@ def test_several_calls_of_one_turn(api: openai.OpenAI, ending: dict[str, int]) -
     assert len(calls) == 2
     assert len({call["id"] for call in calls}) == 2
     assert all("result" in call for call in calls)
+
+
+def test_calls_beyond_max_tool_calls_get_an_error(
+    api: openai.OpenAI, ending: dict[str, int]
+) -> None:
+    body = {"min_tokens": 40, "max_tool_calls": 1}
+    given: dict[str, Any] = {"tool_choice": "required", "logit_bias": ending}
+    [choice] = chat(api, "chat_weather", "chat_numbers", **given, extra_body=body).choices
+    first, second = receipt(choice)["tool_calls"]
+    assert "result" in first
+    assert second["error"] == "not called: max_tool_calls is 1"
+    assert choice.finish_reason == "stop"
 
 
 def test_a_turn_with_calls_of_the_client_ends_the_answer(

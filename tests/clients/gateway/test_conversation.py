@@ -35,7 +35,7 @@ from tokenbus.protocol.messages import Token
 
 from ...counts import examples
 from ...work import num_calls
-from .small_model import prepared
+from .small_model import played, prepared
 
 TEMPLATE = """
 {%- for m in messages %}
@@ -168,11 +168,13 @@ def next_responses(items: list[dict[str, Any]]) -> tuple[Conversation, Ignored]:
     ignored = Ignored()
     body = decode_body(encode({"input": [begin, *items, *results, end]}), ResponsesRequest, ignored)
     given = read_items(body.input, ignored)
-    return body.to_conversation(given, body.offered(given, ignored)), ignored
+    return body.to_conversation(given, OfferedTools.of(body.given_tools(given), ignored)), ignored
 
 
 def anthropic(case: Case) -> list[dict[str, Any]]:
-    message = GrowingMessage(prepared(FORM), 1000)
+    turns = played(prepared(FORM), [])
+    message = GrowingMessage("m", turns, 1000)
+    message.begin_turn(turns.turns[0])
     message.add(case.entries)
     found: list[dict[str, Any]] = json.loads(encode(message.message().content))
     return found

@@ -19,22 +19,25 @@ from ....protocol.worker_messages import CALL_TOOL, MAX_ARGUMENT_BYTES, ToolAnsw
 from ... import AsyncStream
 from ...request_options import ASK_S, status_call
 from ..context import Gateway
-from ..conversation.made_calls import MadeCall
-from ..conversation.parts import Call
-from ..conversation.planning import Prepared
-from ..conversation.tools import Tool
 from ..errors import ApiError, from_tokenbus, invalid_field
 from ..idempotency import HEADER, current_named
+from .made_calls import MadeCall
+from .parts import Call
+from .planning import Prepared
+from .tools import Tool
 
 MAX_CALLS = 16
 """Maximum number of calls that the gateway makes for one turn. They run at the same time."""
 
 
-async def described(gateway: Gateway, names: Sequence[str]) -> dict[str, Tool]:
+async def described(
+    gateway: Gateway, names: Sequence[str], *, recorded: bool = False
+) -> dict[str, Tool]:
     """The tools of the bus with these names. Raises ApiError: 403 if the user's programs may not
     call one of these tools, and 503 if no worker serves one of them. Also raises ApiError 400 if
-    there are too many names, or if the request has an idempotency key."""
-    if current_named.get() is not None:
+    there are too many names, or if the request has an idempotency key and its calls are not
+    ``recorded``."""
+    if current_named.get() is not None and not recorded:
         raise ApiError(
             400,
             f"{HEADER} cannot be combined with tools of the type 'bus', because a repeated request "
