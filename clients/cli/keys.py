@@ -75,6 +75,7 @@ def add_command(subparsers: Subparsers) -> None:
             )
         verb.add_argument(
             "--tools",
+            dest="allowed_tools",
             metavar="T,T",
             help="tools that the client's programs may call, with * and ?; 'none' for no tools, "
             "'default' for the tools of the setting allow_tools",
@@ -185,7 +186,7 @@ def _role(args: argparse.Namespace) -> Role:
 
 def _allowed(args: argparse.Namespace, public: str, before: Quotas) -> Allowed:
     given = {name: getattr(args, f"q_{name}") for name in QUOTAS}
-    if args.worker and any(value is not None for value in (*given.values(), args.tools)):
+    if args.worker and any(value is not None for value in (*given.values(), args.allowed_tools)):
         raise KeyFault(
             "a worker's key has no quotas and no tools; leave out --worker, or leave out the "
             "quotas and --tools"
@@ -194,9 +195,9 @@ def _allowed(args: argparse.Namespace, public: str, before: Quotas) -> Allowed:
     quotas = kept | {n: v or None for n, v in given.items() if v is not None}
     operator = isinstance(before, Allowed) and before.operator
     tools = before.tools if isinstance(before, Allowed) else None
-    if args.tools is not None:
-        listed = [each.strip() for each in args.tools.split(",") if each.strip()]
-        tools = {"none": [], "default": None}.get(args.tools, listed)
+    if args.allowed_tools is not None:
+        listed = [each.strip() for each in args.allowed_tools.split(",") if each.strip()]
+        tools = {"none": [], "default": None}.get(args.allowed_tools, listed)
     return Allowed(public=public, operator=operator, tools=tools, **quotas)
 
 

@@ -33,7 +33,10 @@ def add_command(commands: Any) -> None:
         "module", nargs="?", metavar="FILE|MODULE", help="file that ends with .py, or module"
     )
     serve.add_argument(
-        "--mcp", metavar="COMMAND", help="serve the tools of this MCP server instead"
+        "--mcp",
+        dest="mcp_command",
+        metavar="COMMAND",
+        help="serve the tools of this MCP server instead",
     )
     serve.add_argument(
         "--run-dir", dest="run_dir", metavar="DIR", help="run directory of the system"
@@ -45,9 +48,9 @@ def add_command(commands: Any) -> None:
 def _serve(args: argparse.Namespace, settings: Settings) -> int:
     """Replaces this process by the worker, which then receives the signals and sets the exit
     code."""
-    if (args.module is None) == (args.mcp is None):
+    if (args.module is None) == (args.mcp_command is None):
         raise FileFault("give a file or a module with functions, or --mcp COMMAND")
-    served = [args.module] if args.module is not None else ["--mcp", args.mcp]
+    served = [args.module] if args.module is not None else ["--mcp", args.mcp_command]
     command = python_command("tokenbus.workers.tool", *served)
     wait_notice(settings)
     os.execve(sys.executable, command, os.environ | environment(settings))
