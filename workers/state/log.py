@@ -46,8 +46,8 @@ class Record(NamedTuple):
 
     kind: bytes
     """``HEAD``: a ``Head``. ``OPERATION``: the body of a ``VARIABLE`` message. ``END``: the request
-    id, as msgpack. ``REQUEST``: a ``SavedRequest``. ``TABLE`` and ``CONTEXT``: a ``SavedTable`` or a
-    ``SavedContext``, which belongs to no request.
+    id, as msgpack. ``REQUEST``: a ``SavedRequest``. ``TABLE`` and ``CONTEXT``: a ``SavedTable`` or
+    a ``SavedContext``, which does not belong to a request.
     ``TENANT``: a request and the key of its tenant, as msgpack; if the tenant has no key, there is
     no such record."""
     request: int

@@ -21,7 +21,7 @@ from tokenbus.workers.controller.interface import Action
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 
 from ....processes import Bus
-from ..played import BYTES, Steered, engine, vocabulary
+from ..played import BYTES, EOS, Run, Steered, engine, vocabulary
 
 MODULE = GrammarModule(engine)
 LETTERS = vocabulary(BYTES)
@@ -182,6 +182,37 @@ def test_a_text_that_is_complete_at_its_last_token_is_not_reported_as_cut(
         assert run.mid()
         run.post([1 + ord("0")])
     assert run.log.take() == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "max_tokens", "texts"),
+    [
+        ("regex", "[0-9]", 2, ("0", "7")),
+        ("regex", "[0-9]{4}-[0-9]{2}", 8, ("2026-11", "1999-04")),
+        ("regex", "[0-9]{30}", 30, ("1" * 30, "9" * 30)),
+        ("choice", ["positive", "negative", "none"], 8, ("positive", "negative", "none")),
+        ("choice", ["positive", "negative", "none"], 9, ("positive", "negative", "none")),
+        ("lark", "start: /[0-9]{4}/", 5, ("2026", "1999")),
+    ],
+)
+@pytest.mark.process
+def test_a_text_that_fits_is_not_closed(
+    name: str, argument: str | list[str], max_tokens: int, texts: tuple[str, ...]
+) -> None:
+    program = Constraints(engine, None).get(name)
+    assert program is not None
+    given = argument if isinstance(argument, str) else json.dumps(argument)
+    for text in texts:
+        wanted = [1 + byte for byte in text.encode()]
+        run = Run(
+            program,
+            BYTES,
+            lambda _, tokens, __, wanted=wanted: (*wanted, EOS)[len(tokens)],
+            given,
+            max_tokens,
+        )
+        assert run.tokens[0] == wanted
+        assert run.dropped == 0
 
 
 def check_whole(text: bytes) -> bool:

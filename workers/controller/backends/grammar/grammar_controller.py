@@ -15,13 +15,15 @@ from .shared_instances import Shared
 
 SHOWN = 200
 """Maximum characters of the text so far in an error message."""
-SPARE = 8
-"""The text is *closed* (completed by appending its shortest end) when only this number of spare
-tokens is left, or a sixteenth of ``max_tokens`` if that is less. Tokens are spare if they are not
-needed to complete the text."""
 LOOK_EVERY = 32
 """Maximum number of tokens between two computations of the closing, a short text that would
 complete the text so far. Near the end of the text the interval is shorter (``_look_after``)."""
+SPARE = 8
+"""If at most this number of spare tokens is left, the closing is computed after each token. As soon
+as it does not fit in ``max_tokens`` any more, the last token is dropped, and the text is *closed*:
+its last closing is appended. Tokens are spare if they are not needed to complete the text."""
+MAX_TRIED = 64
+"""Maximum number of tokens that are tried as the last token of a text."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -36,12 +38,13 @@ class GrammarController:
         self._host = host
         self._place = place
         self._text = text
-        self._spare = min(SPARE, host.max_tokens // 16)
         self._check_at = 0
         """The number of tokens of the text at which the closing is computed next."""
         self._last_closing: tuple[int, bytes] | None = None
         """The last length of the text, in tokens, at which the closing fitted in ``max_tokens``,
         and this closing."""
+        self._tight = False
+        """Whether at most ``SPARE`` spare tokens were left when a closing last fitted."""
         self._bytewise = False
         """Whether the last tokenized closing had more than one token for every two bytes."""
         self._too_few = False
@@ -66,7 +69,7 @@ class GrammarController:
         left = self._host.max_tokens - len(self._text)
         if left <= 0:
             return STOP
-        if len(self._text) >= self._check_at and (closing := self._closing()) is not None:
+        if len(self._text) >= self._check_at and (closing := self._closing(mask)) is not None:
             return closing
         flags = self._guest.mask(self._place, mask)
         if flags & ANY:
@@ -157,25 +160,29 @@ class GrammarController:
         finally:
             self._guest.end(place)
 
-    def _closing(self) -> Answer | None:
+    def _closing(self, mask: memoryview) -> Answer | None:
         """The answer that closes the text, if a later round might not be able to close it; else
-        None."""
-        # The text and its closing may have one token fewer than ``max_tokens``, because token
-        # number ``max_tokens`` ends a sequence even if its text is not complete.
+        None. If one token is left and several tokens complete the text, the answer is a mask of
+        these tokens."""
         length, most = len(self._text), self._host.max_tokens
-        room = most - length - 1
+        room = most - length
         text = self._guest.closing(self._place)
         takes = self._most_tokens(text, room) if text is not None else None
+        # Token number max_tokens ends a sequence even if its text is not complete. Each earlier
+        # token is followed by a round, which can drop the token again.
         if text is not None and takes is not None and takes <= room:
             self._last_closing = length, text
             spare = room - takes
-            if spare > self._spare:
+            self._tight = spare <= SPARE
+            if room > 1:
                 self._look_after(spare)
                 return None
-        elif room > 0:
+            if takes == 1 and self._masks_ends(mask):
+                return _MASKED
+        elif room > 1 and not self._tight:
             # The closing does not fit now. A later closing may be shorter, but an appended token
             # rarely shortens the closing by more than the token's own length.
-            self._look_after(min(takes - room, 8 * room) if takes is not None else 0)
+            self._look_after(min(takes - room, 8 * (room - 1)) if takes is not None else 0)
             return None
         if self._last_closing is None:
             self._too_few = True
@@ -190,6 +197,24 @@ class GrammarController:
             return interface.COMPLETE
         self._end = "closed"
         return Answer(Action.SPLICE, backtrack=back, tokens=tokens)
+
+    def _masks_ends(self, mask: memoryview) -> bool:
+        """Writes the mask of the tokens that complete the text. Returns False and an empty mask if
+        the grammar allows more than ``MAX_TRIED`` tokens, or if no token completes the text."""
+        self._guest.mask(self._place, mask)
+        bits = int.from_bytes(mask, "little")
+        ends = 0
+        if bits.bit_count() > MAX_TRIED:
+            bits = 0
+        while bits:
+            token = (bits & -bits).bit_length() - 1
+            bits &= bits - 1
+            place = self._guest.fork(self._place)
+            if self._guest.append(place, [token]) and self._guest.complete(place):
+                ends |= 1 << token
+            self._guest.end(place)
+        mask[:] = ends.to_bytes(len(mask), "little")
+        return ends != 0
 
     def _report_cut(self) -> None:
         """Logs that the text is cut, unless it is complete at ``max_tokens``."""
@@ -209,7 +234,7 @@ class GrammarController:
         of bytes is returned, because a long text takes long to tokenize."""
         vocabulary = self._host.vocabulary
         spare = room - len(text)
-        bounded = spare > self._spare if self._bytewise else spare >= 8 * LOOK_EVERY
+        bounded = spare > SPARE if self._bytewise else spare >= 8 * LOOK_EVERY
         if bounded and vocabulary.has_every_byte:
             return len(text)
         try:
