@@ -189,14 +189,13 @@ def test_a_text_that_is_complete_at_its_last_token_is_not_reported_as_cut(
     [
         ("regex", "[0-9]", 2, ("0", "7")),
         ("regex", "[0-9]{4}-[0-9]{2}", 8, ("2026-11", "1999-04")),
-        ("regex", "[0-9]{30}", 30, ("1" * 30, "9" * 30)),
-        ("choice", ["positive", "negative", "none"], 8, ("positive", "negative", "none")),
-        ("choice", ["positive", "negative", "none"], 9, ("positive", "negative", "none")),
-        ("lark", "start: /[0-9]{4}/", 5, ("2026", "1999")),
+        ("regex", "[0-9]{30}", 31, ("1" * 30, "9" * 30)),
+        ("choice", ["good", "poor", "none"], 5, ("good", "poor", "none")),
+        ("yacc", "%start s\n%%\ns: 'a' | 'b' | '(' s ')' ;", 6, ("a", "((b))")),
     ],
 )
 @pytest.mark.process
-def test_a_text_that_fits_is_not_closed(
+def test_the_model_chooses_among_the_shortest_texts(
     name: str, argument: str | list[str], max_tokens: int, texts: tuple[str, ...]
 ) -> None:
     program = Constraints(engine, None).get(name)

@@ -85,9 +85,7 @@ def test_a_combination_puts_parts_together_and_bounds_its_tokens(constraints: Co
     for tokens in ([b"the "], [b"cat"], [b"dog"], [b"a"]):
         assert run.mid()
         run.post([WORDS.index(token) for token in tokens])
-    assert run.mid() == {1 + ord("a"), 1 + ord("!")}
-    run.post([1 + ord("a")])
-    assert run.mid() == {1 + ord("!")}  # the text must end after six tokens
+    assert run.mid() == [1 + ord("!")]  # the text must end after six tokens
     run.post([1 + ord("!")])
     assert run.mid() is None
 
@@ -185,12 +183,8 @@ def test_a_way_that_fails_does_not_end_another_ways_sequence(
 def test_a_part_has_tokens_of_its_own_and_is_closed_in_time(constraints: Constraints) -> None:
     arg = {"sequence": [{"yacc": "json", "max_tokens": 6}, " and ", {"yacc": "arithmetic"}]}
     run = Steered(named(constraints, "combination"), BYTES, json.dumps(arg))
-    assert b"6" in (allowed_after(run, b"[[15") or set())
-    run.post([1 + ord("6")])
-    # After the sixth token, the brackets could not be closed any more.
-    closing = run.controller.mid_process((0,), memoryview(run._mask))
-    assert (closing.backtrack, closing.tokens) == (1, [1 + ord("]")] * 2)
-    run.controller.post_process(closing.tokens, closing.backtrack)
+    assert allowed_after(run, b"[[1") == {b"]"}
+    run.post([1 + ord("]"), 1 + ord("]")])
     assert allowed_after(run, b"") == {b" "}
     assert b"(" in (allowed_after(run, b" and ") or set())
 

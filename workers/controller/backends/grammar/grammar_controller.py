@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from .....protocol.errors import Code, ControllerError
 from .....protocol.messages import ConstraintEnd
@@ -15,15 +16,16 @@ from .shared_instances import Shared
 
 SHOWN = 200
 """Maximum characters of the text so far in an error message."""
+SPARE = 8
+"""The text is *closed* (completed by appending its shortest end) when only this number of spare
+tokens is left, or a sixteenth of ``max_tokens`` if that is less. Tokens are spare if they are not
+needed to complete the text. If the model has a choice among tokens that lead to the end as quickly
+as the closing does, it chooses one of them instead."""
+MAX_TRIED = 64
+"""If more tokens than this number are allowed where the text is closed, the model does not choose."""
 LOOK_EVERY = 32
 """Maximum number of tokens between two computations of the closing, a short text that would
 complete the text so far. Near the end of the text the interval is shorter (``_look_after``)."""
-SPARE = 8
-"""If at most this number of spare tokens is left, the closing is computed after each token. As soon
-as it does not fit in ``max_tokens`` any more, the last token is dropped, and the text is *closed*:
-its last closing is appended. Tokens are spare if they are not needed to complete the text."""
-MAX_TRIED = 64
-"""Maximum number of tokens that are tried as the last token of a text."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -38,13 +40,12 @@ class GrammarController:
         self._host = host
         self._place = place
         self._text = text
+        self._spare = min(SPARE, host.max_tokens // 16)
         self._check_at = 0
         """The number of tokens of the text at which the closing is computed next."""
         self._last_closing: tuple[int, bytes] | None = None
         """The last length of the text, in tokens, at which the closing fitted in ``max_tokens``,
         and this closing."""
-        self._tight = False
-        """Whether at most ``SPARE`` spare tokens were left when a closing last fitted."""
         self._bytewise = False
         """Whether the last tokenized closing had more than one token for every two bytes."""
         self._too_few = False
@@ -73,11 +74,7 @@ class GrammarController:
             return closing
         flags = self._guest.mask(self._place, mask)
         if flags & ANY:
-            if flags & FORCED:
-                tokens = self._guest.forced(self._place)[: left - 1]
-                if tokens:
-                    return Answer(Action.SPLICE, tokens=tokens)
-            return _MASKED
+            return self._unclosed(flags)
         if flags & COMPLETE:
             return interface.COMPLETE
         raise ControllerError(
@@ -85,6 +82,15 @@ class GrammarController:
             "the grammar does not allow any token of this model's vocabulary here; the text so "
             f"far: {self._shown()}",
         )
+
+    def _unclosed(self, flags: int) -> Answer:
+        """The answer of a round whose mask has tokens. ``flags``: those of the mask."""
+        if flags & FORCED:
+            left = self._host.max_tokens - len(self._text)
+            tokens = self._guest.forced(self._place)[: left - 1]
+            if tokens:
+                return Answer(Action.SPLICE, tokens=tokens)
+        return _MASKED
 
     def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
         """Writes the masks after the tokens of a draft, up to the next place at which the closing
@@ -162,27 +168,26 @@ class GrammarController:
 
     def _closing(self, mask: memoryview) -> Answer | None:
         """The answer that closes the text, if a later round might not be able to close it; else
-        None. If one token is left and several tokens complete the text, the answer is a mask of
-        these tokens."""
+        None. If the model has a choice among tokens that lead to the end as quickly as the closing
+        does, the answer is their mask."""
+        # The text and its closing may have one token fewer than ``max_tokens``, because token
+        # number ``max_tokens`` ends a sequence even if its text is not complete.
         length, most = len(self._text), self._host.max_tokens
-        room = most - length
+        room = most - length - 1
         text = self._guest.closing(self._place)
         takes = self._most_tokens(text, room) if text is not None else None
-        # Token number max_tokens ends a sequence even if its text is not complete. Each earlier
-        # token is followed by a round, which can drop the token again.
         if text is not None and takes is not None and takes <= room:
             self._last_closing = length, text
             spare = room - takes
-            self._tight = spare <= SPARE
-            if room > 1:
+            if spare > self._spare:
                 self._look_after(spare)
                 return None
-            if takes == 1 and self._masks_ends(mask):
-                return _MASKED
-        elif room > 1 and not self._tight:
+            if takes and (answer := self._short_ways(mask, takes)) is not None:
+                return answer
+        elif room > 0:
             # The closing does not fit now. A later closing may be shorter, but an appended token
             # rarely shortens the closing by more than the token's own length.
-            self._look_after(min(takes - room, 8 * (room - 1)) if takes is not None else 0)
+            self._look_after(min(takes - room, 8 * room) if takes is not None else 0)
             return None
         if self._last_closing is None:
             self._too_few = True
@@ -198,23 +203,44 @@ class GrammarController:
         self._end = "closed"
         return Answer(Action.SPLICE, backtrack=back, tokens=tokens)
 
-    def _masks_ends(self, mask: memoryview) -> bool:
-        """Writes the mask of the tokens that complete the text. Returns False and an empty mask if
-        the grammar allows more than ``MAX_TRIED`` tokens, or if no token completes the text."""
-        self._guest.mask(self._place, mask)
+    def _short_ways(self, mask: memoryview, takes: int) -> Answer | None:
+        """The answer of a round in which only tokens are allowed after which a closing takes fewer
+        than ``takes`` tokens. None, with an empty mask, if the text is to be closed: the grammar
+        allows more than ``MAX_TRIED`` tokens, or only one of several tokens is short enough."""
+        flags = self._guest.mask(self._place, mask)
         bits = int.from_bytes(mask, "little")
-        ends = 0
-        if bits.bit_count() > MAX_TRIED:
-            bits = 0
-        while bits:
-            token = (bits & -bits).bit_length() - 1
-            bits &= bits - 1
+        number = bits.bit_count()
+        if number == 1:
+            return self._unclosed(flags)
+        mask[:] = bytes(len(mask))
+        if number > MAX_TRIED:
+            return None
+        allowed = [token for token in range(bits.bit_length()) if bits >> token & 1]
+        short = [token for token in allowed if self._takes_after(token) < takes]
+        if len(short) < 2:
+            return None
+        for token in short:
+            mask[token >> 3] |= 1 << (token & 7)
+        if len(short) < number and self._end is None:
+            self._end = "closed"
+            most = self._host.max_tokens
+            self._log(f"only the shortest texts were allowed in the end: max_tokens is {most}")
+        return _MASKED
+
+    def _takes_after(self, token: int) -> float:
+        """The number of tokens of the closing after ``token``; ``inf`` if there is none."""
+        try:
             place = self._guest.fork(self._place)
-            if self._guest.append(place, [token]) and self._guest.complete(place):
-                ends |= 1 << token
+        except ControllerError:  # The grammar instance has no room for another sequence.
+            return inf
+        try:
+            self._guest.append(place, [token])
+            text = self._guest.closing(place)
+            return inf if text is None else len(self._host.vocabulary.tokenize(text))
+        except ControllerError:  # The vocabulary cannot write the closing.
+            return inf
+        finally:
             self._guest.end(place)
-        mask[:] = ends.to_bytes(len(mask), "little")
-        return ends != 0
 
     def _report_cut(self) -> None:
         """Logs that the text is cut, unless it is complete at ``max_tokens``."""
@@ -234,7 +260,7 @@ class GrammarController:
         of bytes is returned, because a long text takes long to tokenize."""
         vocabulary = self._host.vocabulary
         spare = room - len(text)
-        bounded = spare > SPARE if self._bytewise else spare >= 8 * LOOK_EVERY
+        bounded = spare > self._spare if self._bytewise else spare >= 8 * LOOK_EVERY
         if bounded and vocabulary.has_every_byte:
             return len(text)
         try:

@@ -19,9 +19,10 @@ from .near_end import NearEnd
 from .token_sets import MAX_STARTS, SOME_STARTS, TokenSets, Words
 
 SPARE = 8
-"""Under a schema, closing begins when only this number of spare tokens is left, or a sixteenth of
-``max_tokens`` if that is less. Tokens are spare if they are not needed to complete the text. Open
-values then end where they may, for example a string at the end of a word."""
+"""Closing begins when only this number of spare tokens is left, or a sixteenth of ``max_tokens`` if
+that is less. Tokens are spare if they are not needed to complete the text. Under a schema, open
+values then end where they may, for example a string at the end of a word. Under a grammar that is
+not a schema, the text is then closed immediately."""
 LOOK_EVERY = 32
 """Maximum number of tokens between two computations of a text's completion, if at most ``NEAR``
 spare tokens are left. In any case, the completion is computed again after a quarter of the spare
@@ -50,9 +51,9 @@ class Closing:
     which the text can be completed (``near_end``).
 
     Under a grammar that is not a schema, the completion is computed at intervals that shrink with
-    the remaining room, at last after each token. If the completion does not fit any more, the text
-    is cut back to the place where a completion last fitted. The cut removes at most a quarter of
-    the tokens that were left at this place, or one token.
+    the remaining room. If the completion does not fit any more, the text is cut back to the place
+    where a completion last fitted. The cut removes at most a quarter of the tokens that were left
+    at this place.
     """
 
     def __init__(self, grammar: Grammar, host: Host) -> None:
@@ -94,16 +95,16 @@ class Closing:
         self.end: ConstraintEnd | None = None
         """How the text ended; None until the text is closed."""
         self._most = host.max_tokens
-        """Maximum tokens of the text: ``max_tokens``, or one less under a schema. Token number
-        ``max_tokens`` ends a sequence even if its text is not complete, so under a schema this
-        token is used only if the shortest text needs it."""
+        """Maximum tokens of the text: ``max_tokens``, or one less. Token number ``max_tokens`` ends
+        a sequence even if its text is not complete, so this token is used only if the shortest text
+        needs it."""
         takes = grammar.least
         if takes is None or takes >= host.max_tokens:
             if not self._goes_back_to_start():
                 self._look_at_intervals(0)
                 return
             takes = len(grammar.shortest_tokens or ())
-        self._most -= grammar.is_schema and takes < host.max_tokens
+        self._most -= takes < host.max_tokens
         spare = self._most - takes
         if self._item is None:
             self.check_at = 0
@@ -223,8 +224,7 @@ class Closing:
                 if spare > 0:
                     self._goes_on(spare, found)
                     return None
-            elif room > 1 or self._is_free(found):
-                # Another round follows the next token, and can cut the text back to this place.
+            elif spare > self._spare or self._is_free(found):
                 self._look_after(length, spare)
                 return None
         if self._last is None and not self._goes_back_to_start():
