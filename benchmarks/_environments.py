@@ -51,20 +51,23 @@ def environment(
 
 
 def lmql_client() -> Path:
-    """The environment with LMQL's client and the packages that it imports."""
+    """Creates the environment with LMQL's client and the packages that the client imports; returns
+    the path of its Python."""
     return environment("lmql-client", LMQL_CLIENT_NEEDS, alone=[LMQL])
 
 
 def lmql(transformers: int) -> Path:
-    """The environment with LMQL and the packages that LMQL imports. ``transformers``: the major
-    version of the package transformers, whose tokenizer LMQL uses."""
+    """Creates the environment with LMQL and the packages that LMQL imports; returns the path of its
+    Python. ``transformers``: the major version of the package transformers, whose tokenizer LMQL
+    uses."""
     version = f"transformers>={transformers},<{transformers + 1}"
     needs = (*LMQL_CLIENT_NEEDS, "astunparse==1.6.3", "openai", "tiktoken", version)
     return environment(f"lmql-transformers-{transformers}", needs, alone=[LMQL], borrow=True)
 
 
 def lmql_server() -> Path:
-    """The environment with LMQL's server, which needs an old version of transformers."""
+    """Creates the environment with LMQL's server, which needs an old version of transformers;
+    returns the path of its Python."""
     needs = (*LMQL_CLIENT_NEEDS, "transformers<4.45")
     return environment("lmql-server", needs, alone=[LMQL], borrow=True)
 

@@ -1,4 +1,5 @@
-"""Compares our controller with llguidance alone under schemas: accepted texts and mask times."""
+"""Compares our controller ``json_schema``, which uses llguidance, with llguidance alone: which
+texts each of them accepts under a schema, and the times of their masks."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from tokenbus.workers.controller.interface import Action, Controller
 FIRSTS = 3
 """Number of times that the first mask of each schema is computed."""
 MAX_TOKENS = 1024
-"""``max_tokens`` of the first masks. If the shortest value of a schema may be longer, our
-controller first searches for the shortest value."""
+"""``max_tokens`` of the sequences whose first masks are timed. If the schema does not show that its
+shortest value has fewer tokens, our controller searches for this value before the first mask."""
 
 _clock = time.perf_counter
 _cpu_clock = time.thread_time
@@ -53,10 +54,12 @@ class MaskFigures:
     ours: list[Judged] = field(default_factory=list)
     theirs: list[Judged] = field(default_factory=list)
     steps: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
-    """Seconds of each step in the valid texts, for our controller and for llguidance."""
+    """Seconds of each round of the valid texts that ends with a mask, for our controller and for
+    llguidance."""
     firsts: list[tuple[float, float, bool]] = field(default_factory=list)
     """Seconds from a schema to its first mask, for our controller and for llguidance, and whether
-    our controller compiled the schema without a compile process."""
+    our controller compiled the schema in its own process. A schema that may be expensive is
+    compiled in a separate process."""
 
     def add(self, other: MaskFigures) -> None:
         """Adds the results of other cases."""
@@ -92,7 +95,8 @@ class MaskFigures:
 
 
 class Masks:
-    """Our controller and llguidance. Both process one case after another."""
+    """Runs each case that is added with our controller and with llguidance, and collects the
+    results."""
 
     def __init__(self, world: World, program: JsonSchemaProgram) -> None:
         self._world = world
@@ -108,8 +112,9 @@ class Masks:
         order = (True, False) if len(self.figures.ours) % 2 else (False, True)
         first = self._firsts_of(case.schema, order)
         texts = [(text.encode(), valid) for text, valid in case.texts]
-        # The first masks have the limit ``MAX_TOKENS``. A schema whose shortest value is longer is
-        # compiled again with a higher limit.
+        # With ``MAX_TOKENS``, our controller refuses a schema whose shortest value has more tokens.
+        # Such a schema counts as compiled if the controller accepts it with the ``max_tokens`` of
+        # ``World.host``.
         for judged, accepts, compiled in (
             (self.figures.ours, self._accepts, first[True] is not None or self._compiles(schema)),
             (self.figures.theirs, self._accepts_alone, first[False] is not None),
@@ -124,7 +129,9 @@ class Masks:
         rounds = [self._rounds(schema, text) for text, valid in texts if valid]
         rounds = [one for one in rounds if one]
         grammar = LLGuidance(self._tokenizer, self._world.vocabulary, _grammar(schema))
-        for one in rounds:  # Creates the states of the lexer, as ``_rounds`` did for ours.
+        # This walk is not timed. It creates the states of llguidance's lexer; ``_rounds`` has
+        # created those of our controller.
+        for one in rounds:
             grammar.walk_rounds([step.appended for step in one])
         for one in rounds:
             masked = [step.masked for step in one]
@@ -154,7 +161,7 @@ class Masks:
         """Seconds to the first mask of our controller (True) and of llguidance (False). Each is the
         minimum of ``FIRSTS`` runs, because other load adds time. Each run has another comment in
         the schema, because an equal schema is not compiled again. The clock counts CPU time, unless
-        our controller uses a compile process."""
+        our controller compiles the schema in a separate process."""
         found: dict[bool, list[float]] = {True: [], False: []}
         clock = _cpu_clock if _is_at_once(schema) else _clock
         for number in range(FIRSTS):
@@ -199,8 +206,8 @@ class Masks:
             return False
 
     def _rounds(self, schema: str, text: bytes) -> list[Step]:
-        """The rounds of a stream with a text. Forced tokens are appended in one round. The list is
-        empty if the text is refused."""
+        """The rounds in which our controller would generate ``text``. Forced tokens are appended in
+        one round. The list is empty if the text is refused."""
         controller = self._start(schema)
         rounds: list[Step] = []
         appended: list[int] = []
@@ -275,8 +282,8 @@ def _judged(compiled: bool, texts: list[tuple[bool, bool]]) -> Judged:
 
 
 def _is_at_once(schema: Any) -> bool:
-    """Whether our controller compiles a schema without a compile process if ``max_tokens`` is
-    ``MAX_TOKENS``."""
+    """Whether our controller compiles a schema in its own process, and does not search for the
+    shortest value if ``max_tokens`` is ``MAX_TOKENS``."""
     least = least_bytes(schema)
     return is_plain(json.dumps(schema), schema) and least is not None and least < MAX_TOKENS
 

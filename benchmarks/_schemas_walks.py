@@ -1,4 +1,5 @@
-"""Generates random texts under the masks of schemas, and checks that the texts are valid."""
+"""Generates random texts under the masks of schemas, and checks that the texts are valid. Each
+generation of a text is a *walk*."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ DIGITS = 1000
 
 @dataclass
 class WalkFigures:
-    """The results of walks: of random texts that were generated under the masks of schemas."""
+    """The results of walks."""
 
     walks: int = 0
     whole: int = 0
@@ -46,7 +47,8 @@ class WalkFigures:
     backtracks: int = 0
     """Number of backtracks."""
     longer: int = 0
-    """Number of schemas without walks, because their shortest value exceeds ``MAX_TOKENS``."""
+    """Number of schemas without walks, because their shortest value has more than ``MAX_TOKENS``
+    tokens."""
     seconds: float = 0.0
     """CPU time in which the controller computes how to close texts, in seconds."""
     failures: dict[str, str] = field(default_factory=dict)
@@ -83,7 +85,7 @@ class WalkFigures:
 
 
 class Walks:
-    """Runs the walks of one case after another."""
+    """Runs the walks of each schema that is added, and collects the results."""
 
     def __init__(self, world: World, program: JsonSchemaProgram) -> None:
         self._world = world
@@ -101,7 +103,7 @@ class Walks:
         try:
             minimum = self._minimum(arg)
         except TokenbusError:
-            return  # The results of ``Masks`` count the schema as not compiled.
+            return  # ``Masks`` (``_schemas_masks.py``) already counts the schema as not compiled.
         if minimum is None:
             self.figures.exceptions[case.name] = "the search did not find a shortest value"
             return
@@ -134,8 +136,8 @@ class Walks:
             refused = error.message
         if f"takes {minimum} tokens" not in refused:
             raise SystemExit(
-                f"max_tokens {minimum - 1} is refused with {refused!r}, which does not name the "
-                f"minimum of {minimum}"
+                f"expected that max_tokens {minimum - 1} is refused with the minimum of {minimum}; "
+                f"the error is {refused!r}"
             )
         return minimum
 

@@ -1,7 +1,8 @@
-"""Delivers the rows of TOKEN messages in column form to the calls of the rows' streams.
+"""Delivers each row of a TOKEN message in columns to the *call* of its stream. A call is one
+request of this client (``calls.py``).
 
 The calls are looked up again only if a message has other sequences than the previous message, or
-if a call has changed.
+after a call has ended or has sent ATTACH.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from .calls import Call, Event, Unread
 
 
 class Step(NamedTuple):
-    """The rows of a message, and the reader's queue of each row."""
+    """The rows of a message, and for each row the queue of its call, from which the application
+    reads."""
 
     unread: list[Unread]
     rows: Iterable[Row]
 
     def deliver(self) -> None:
-        """Adds each row to its reader's queue, and calls ``Unread.wake`` if the queue is
+        """Adds each row to the queue of its call, and calls ``Unread.wake`` if the queue is
         watched."""
         for unread, row in zip(self.unread, self.rows, strict=True):
             unread.append(row)
@@ -45,8 +47,8 @@ def hand_out(delivery: Delivery) -> None:
 class Lanes:
     """The calls that receive the rows of consecutive messages with the same sequences.
 
-    Each message adds one row to each sequence, so one count is kept for all sequences. ``settle``
-    adds this count to the calls before the calls' counts are read.
+    All these messages have rows of the same sequences in the same order, so one count of messages
+    is kept for all rows. ``settle`` adds this count to the calls before the calls' counts are read.
     """
 
     def __init__(self, body: TokenColumns, rows: Rows, calls: list[Call]) -> None:
@@ -55,14 +57,14 @@ class Lanes:
         self._calls = calls
         self._unread = [call.unread for call in calls]
         self._uncounted = 0
-        """Number of rows of each sequence that ``settle`` has not yet added to its call."""
+        """Number of messages that ``settle`` has not yet added to the counts of the calls."""
         self._received_at = 0.0
 
     @classmethod
     def of(cls, body: TokenColumns, calls: Mapping[int, Call]) -> Self | None:
         """The lanes of a message. The result is None if the call of a row is unknown or has ended,
         waits for the answer to an ATTACH, or receives entries that were already delivered. Raises
-        RequestError if the columns differ in length."""
+        RequestError if the columns differ in length or a stream id is not valid."""
         rows = unpack_columns(body)
         found = []
         for stream, seq in zip(rows.streams, rows.seqs, strict=True):
@@ -73,9 +75,9 @@ class Lanes:
         return cls(body, rows, found)
 
     def step(self, body: TokenColumns, now: float) -> Step | None:
-        """Counts the rows of a message, and returns the step that delivers them. Returns None if
-        the message has other sequences than these lanes. Raises RequestError if the columns differ
-        in length."""
+        """Counts a message, and returns the step that delivers its rows. Returns None if the
+        message has other sequences than these lanes. Raises RequestError if the columns differ in
+        length."""
         if body.streams != self._streams or body.seqs != self._seqs:
             return None
         rows = unpack_columns(body, self._rows)
@@ -84,7 +86,7 @@ class Lanes:
         return Step(self._unread, zip(*rows, strict=True))
 
     def settle(self) -> None:
-        """Adds the count to the calls."""
+        """Adds the count of messages to the counts of the calls."""
         count, self._uncounted = self._uncounted, 0
         if count:
             for call, seq in zip(self._calls, self._rows.seqs, strict=True):

@@ -32,7 +32,7 @@ class GeneratedSequence:
     logprobs: list[float] = field(default_factory=list)
     """The log-probability of each token; NaN for an appended token, which was not sampled."""
     logs: str = ""
-    """The output of the controller."""
+    """The text that the controller has logged or printed, of all rounds so far."""
     storage: list[Any] = field(default_factory=list)
     """The controller's writes to variables, in order, in the form of AICI's storage commands."""
     messages: list[str] = field(default_factory=list)
@@ -50,7 +50,13 @@ class GeneratedSequence:
     stop: str | int | None = None
     """The element of the request's ``stop`` that ended the sequence, or None."""
     constraint: ConstraintEnd | None = None
-    """How the text ended under a built-in constraint: ``complete``, ``closed`` or ``cut``."""
+    """How the text ended under a built-in constraint; None without a constraint.
+
+    - ``complete``: the text is a whole value
+    - ``closed``: the text is a whole value, because the constraint appended its shortest completion
+      before the limit
+    - ``cut``: the text ends inside a value
+    """
     prompt_tokens: int = 0
     """The number of tokens of the stream's prompt, including its buffers."""
     cached_tokens: int = 0
@@ -65,8 +71,9 @@ class GeneratedSequence:
     """How the tokens were computed. Each span comes with the index of its first token, and ends
     where the next span begins."""
     exact: bool | None = None
-    """Whether the sequence has the same bits in every batch and on every worker (``Token.exact``);
-    None before the end of the sequence."""
+    """Whether all steps of the stream until the end of this sequence were exact with the same
+    arithmetic (``Token.exact``). The bits of the sequence's logits and log-probabilities then do
+    not depend on batches, forks and moves. None before the end of the sequence."""
     _pieces: list[str] = field(default_factory=list)
 
     @property
@@ -180,7 +187,8 @@ class Sequences:
         self._add(entry)
 
     def ended(self, error: TokenbusError | None, complete: bool) -> None:
-        """Called when the stream has been read to its end (``complete``) or was closed."""
+        """Called when the stream has been read to its end (``complete``) or was closed. ``error``:
+        the error of the stream, or None."""
 
     def _add(self, entry: Token) -> None:
         if entry.prompt_tokens:
@@ -239,7 +247,8 @@ class Scores:
     tokens: list[int]
     logprobs: list[float]
     texts: list[str]
-    """The text of each token, if text was scored."""
+    """The text of each token; empty strings without the option ``text``. The option is set by
+    default if the scored part is given as text."""
     top_logprobs: list[dict[int, float]]
     """The most likely tokens at each position, as in ``GeneratedSequence``; empty dicts if they
     were not requested."""

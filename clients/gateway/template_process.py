@@ -28,7 +28,7 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 
 CPU_S = 2
-"""Maximum CPU time of a rendering, in seconds. The kernel may allow up to one second more."""
+"""Maximum CPU time of a request, in seconds. The kernel may allow up to one second more."""
 MEMORY_BYTES = 1024**3
 """Maximum address space of the process."""
 MAX_BYTES = 16 * 1024 * 1024
@@ -52,7 +52,8 @@ class TemplateFault(Exception):
 
 
 class TemplateLimitFault(TemplateFault):
-    """A rendering exceeds a bound. The gateway then tries no other order of the messages."""
+    """A rendering exceeds a bound. After another TemplateFault, the gateway tries other
+    arrangements of the messages; after this error, it does not."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -199,9 +200,9 @@ def _cut_at_tag(text: str) -> str:
 
 
 def answer_of(request: dict[str, Any]) -> dict[str, str]:
-    """The answer to a request. It has the text of the rendered template, or the reason why the
-    template cannot be rendered. If the request has ``keywords``, the answer is the result of
-    ``states_of``."""
+    """The answer to a request: the text of the rendered template, or the reason why the template
+    cannot be rendered. A request with ``keywords`` does not render a template: it asks whether a
+    value satisfies these keywords of a JSON schema (``schema_check.py``)."""
     if "keywords" in request:
         # jsonschema takes 100 ms to import, and few requests need it.
         from .schema_check import states_of

@@ -27,8 +27,8 @@ class Tokenization:
         number of characters that ``work`` encodes, or of tokens that it decodes.
 
         If the client disconnects, work that has not begun is dropped. Begun work cannot be stopped,
-        and occupies its lane until it is done. A client that connects again therefore cannot occupy
-        several threads of a lane.
+        and occupies its lane until it is done. So a lane never uses more than one thread, even if a
+        client disconnects and sends its request again.
         """
         turns = self._lanes[size > SEGMENT_CHARS]
         user = current_user.get()
@@ -51,6 +51,7 @@ class Tokenization:
 
 
 def _retrieve(asked: asyncio.Task[Any]) -> None:
-    """Retrieves the error of a task, because its client may have disconnected."""
+    """Retrieves the task's exception. After the client has disconnected, no other code awaits the
+    task, and asyncio would log "Task exception was never retrieved"."""
     if not asked.cancelled():
         asked.exception()

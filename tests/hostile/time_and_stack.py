@@ -23,7 +23,7 @@ from .attack import ENDS, TIMEOUT, Attack, Expected, fails
 from .binary import MARKER, repeated
 
 MANY = 4
-"""Number of simultaneous requests of an attack by several requests."""
+"""Number of requests of an attack that sends several requests at the same time."""
 WHOLE = 64 * 1024 * 1024
 """Bytes of the largest memory of a guest."""
 FILL = f"(memory.fill (i32.const 65536) (i32.const 1) (i32.const {WHOLE - 65536}))"
@@ -40,7 +40,7 @@ GROW_INBOX = (
 )
 OVERFLOW = fails("its stack of 524288 bytes overflowed")
 LATE = "(if (i32.eq (global.get $round) (i32.const 4)) (then %s))"
-"""Code that runs the code in place of ``%s`` in the fourth round."""
+"""Instructions that execute the instructions given for ``%s``, but only in the fourth round."""
 
 
 def host_calls(count: int) -> bytes:
@@ -76,8 +76,8 @@ def loop(name: str, tries: str, **calls: str) -> Attack:
 ATTACKS = (
     loop("start", "never ends its start function", more=START % LOOP),
     loop("initialize", "never ends _initialize", more=f'(func (export "_initialize") {LOOP})'),
-    loop("abi", "never says which ABI it has", abi=LOOP),
-    loop("grow", "never grows its inbox", grow=LOOP),
+    loop("abi", "never ends tokenbus_abi_v1", abi=LOOP),
+    loop("grow", "never ends tokenbus_grow", grow=LOOP),
     loop("init", "never ends init_prompt", init=LOOP),
     loop("pre", "never ends pre_process", pre=LOOP),
     loop("mid", "never ends mid_process", mid=LOOP),
@@ -85,8 +85,19 @@ ATTACKS = (
     loop("late", "behaves for three rounds, then never ends", mid=LATE % LOOP),
     loop("nested", "has 59 other loops within the endless loop", mid=NESTED),
     Attack("loops-together", "uses all threads", TIMEOUT, partial(guest, init=LOOP), requests=MANY),
-    loop("inbox", "loops while the host writes its tokens", pre=GROW_INBOX, grow=LOOP),
-    Attack("aici-loop", "never ends, by the ABI of AICI", TIMEOUT, puppet, "mid loop"),
+    loop(
+        "inbox",
+        "never ends tokenbus_grow, and has a pre_process that sets the inbox size to 0",
+        pre=GROW_INBOX,
+        grow=LOOP,
+    ),
+    Attack(
+        "aici-loop",
+        "never ends mid_process, as a module of the AICI ABI",
+        TIMEOUT,
+        puppet,
+        "mid loop",
+    ),
     Attack(
         "recursion-start", "overflows the stack", OVERFLOW, partial(guest, more=START % RECURSE)
     ),
@@ -100,7 +111,7 @@ ATTACKS = (
     ),
     Attack(
         "recursion-wide",
-        "jumps over the guard of the stack by frames of 40 kB",
+        "jumps over the guard of the stack with frames of 40 kB",
         OVERFLOW,
         partial(guest, more=WIDE, mid="(call $wide)"),
     ),
@@ -118,13 +129,13 @@ ATTACKS = (
     ),
     Attack(
         "host-calls-log",
-        "loops through a short host function",
+        "calls a short host function in an endless loop",
         TIMEOUT,
         partial(guest, mid=f"(loop $ever {call('log', 0, 0)} (br $ever))"),
     ),
     Attack(
         "host-calls-trie",
-        "loops through copies of the token trie",
+        "copies a part of the token trie in an endless loop",
         TIMEOUT,
         partial(guest, mid=f"(loop $ever (drop {call('trie_read', 0, 0, 4096)}) (br $ever))"),
     ),
@@ -136,7 +147,7 @@ ATTACKS = (
     ),
     Attack(
         "tokenize-in-a-round",
-        "tokenizes a megabyte in a call of a millisecond",
+        "tokenizes a megabyte in post_process, whose limit is a millisecond",
         fails("the text to tokenize has 1048576 bytes"),
         partial(guest, post=TOKENIZE, pages=20),
     ),
@@ -165,7 +176,7 @@ ATTACKS = (
     ),
     Attack(
         "almost-too-slow",
-        "uses most of each call's time, and ends",
+        "uses most of the time limit of each mid_process, and ends",
         ENDS,
         partial(guest, mid=times(2_000_000, "nop")),
     ),

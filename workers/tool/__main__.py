@@ -20,14 +20,15 @@ def main() -> int:
     """Runs the worker until SIGINT or SIGTERM, which drain it; returns the exit code."""
     parser = argparse.ArgumentParser("python -m tokenbus.workers.tool", allow_abbrev=False)
     parser.add_argument(
-        "module", nargs="?", help="module, or file that ends with .py, with the functions"
+        "module", nargs="?", help="module, or .py file, whose functions are served as tools"
     )
     parser.add_argument("--mcp", metavar="COMMAND", help="MCP server whose tools are served")
     parser.add_argument(
         "--number",
         metavar="N",
         type=int,
-        help="serve the element with this number, from 0, of the settings 'tools' and 'mcp'",
+        help="serve one element of the settings 'tools' and 'mcp'; N counts from 0, first through "
+        "'tools', then through 'mcp'",
     )
     args = parser.parse_args()
     if sum(each is not None for each in (args.module, args.mcp, args.number)) != 1:
@@ -43,16 +44,17 @@ def main() -> int:
 
 
 def _numbered(settings: Settings, number: int) -> tuple[str | None, str | None]:
-    """The module or the command with this number. Raises SettingError if the settings have fewer
-    elements."""
+    """The module or the command with this number. Raises SettingError if no element has this
+    number."""
     served: list[tuple[str | None, str | None]] = [
         *((module, None) for module in settings.tools),
         *((None, command) for command in settings.mcp),
     ]
     if not 0 <= number < len(served):
         raise SettingError(
-            f"tools: the settings 'tools' and 'mcp' have {len(served)} elements together, and this "
-            f"process serves number {number}; set numprocs of tool-worker to {len(served)}"
+            f"tools: the settings 'tools' and 'mcp' have {len(served)} elements together, numbered "
+            f"from 0; the number {number} of this process is not valid; in supervisord.conf, set "
+            f"numprocs of tool-worker to {len(served)}"
         )
     return served[number]
 

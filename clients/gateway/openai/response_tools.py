@@ -42,7 +42,7 @@ class CustomTool(Body, tag="custom", tag_field="type"):
     name: FunctionName
     description: str | None = None
     format: dict[str, Any] | None = None
-    """A grammar of the input. It has no effect."""
+    """The format of the input: any text, or a grammar, which has no effect."""
 
 
 class NamespaceTool(Body, tag="namespace", tag_field="type"):
@@ -84,8 +84,9 @@ class OfferedTools:
         ignored: Ignored,
         served: Mapping[str, Tool] | None = None,
     ) -> OfferedTools:
-        """The tools of a request. ``ignored`` receives the names of tools whose grammar has no
-        effect. ``served``: the descriptions of the request's tools of the bus."""
+        """The tools of a request. ``ignored`` records each tool whose ``format`` is a grammar.
+        ``served``: the tools of the bus that the request names, by name, as their tool workers
+        describe them."""
         served = served or {}
         offered = cls(bus=set(served))
         for namespace, tool in _each(given):

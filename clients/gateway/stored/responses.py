@@ -1,5 +1,5 @@
-"""Gives the event loop access to the stored responses. A thread reads and writes the database, and
-users take turns."""
+"""Gives the event loop access to the stored responses. Each call reads or writes the database on a
+thread. Only one call runs at a time, and users take turns (``turns.py``)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class StoredResponses:
         self._database: Database | None = None
 
     async def call(self, work: Callable[[Database, str], T]) -> T:
-        """The result of ``work`` with the database and the current user, on a thread. Raises
-        ApiError 503 if the database fails."""
+        """Calls ``work`` with the database and the current user on a thread, and returns the
+        result. Raises ApiError 503 if the database fails."""
         user = current_user.get()
         async with self._turns.of(user):
             # If the task is cancelled, its turn ends only after the thread has finished with the

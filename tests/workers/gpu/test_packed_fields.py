@@ -1,5 +1,6 @@
-"""A GPU worker packs fields of entries that it has sent. Later answers have the same bits, and the
-bounds count the packed values."""
+"""A GPU worker packs fields of entries that it has sent. Answers to an ATTACH, and JOURNALs, have
+the same values as before packing, to the last bit. The budget of answers and the bound on ended
+streams count the packed bytes."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def test_an_answer_counts_for_the_pairs_that_it_sends() -> None:
     for _ in range(10):
         sent.streams.send([many()])
     cost = sent.streams.cost(Attaching(stream, 0, 0)) - ANSWER_ENTRIES - 10
-    # A pair has 10 to 14 bytes, and every 4 bytes count as a candidate.
+    # A pair has 10 to 14 packed bytes. ``Stream.num_candidates`` counts 4 packed bytes as one
+    # candidate, so a pair counts as 2 to 4 candidates.
     assert 2 * 2560 <= cost * CANDIDATES_PER_ENTRY <= 4 * 2560
     assert sent.streams.cost(Attaching(stream, 0, 10)) == ANSWER_ENTRIES
 
@@ -96,7 +98,7 @@ def test_an_answer_counts_for_the_pairs_that_it_sends() -> None:
 def test_the_bound_of_ended_streams_counts_pairs(
     monkeypatch: pytest.MonkeyPatch, stored: bool
 ) -> None:
-    # Ten entries with 256 pairs each take as much memory as about 1,500 tokens.
+    # ``Stream.size`` of ten entries with 256 pairs each is about 1,350 tokens.
     monkeypatch.setattr(kept_streams, "MAX_TOKENS", 2000 if stored else 1000)
     sent = Sent(1)
     for _ in range(9):

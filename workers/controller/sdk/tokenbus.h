@@ -74,7 +74,9 @@ __attribute__((weak)) tb_answer tb_post_process(const uint32_t *tokens, uint32_t
 
 enum { TB_INBOX_BYTES = 4096 };
 
-// This inbox has four bytes more than the host may use, so that a 0 byte can follow the argument.
+// The inbox is the memory into which the host writes the arguments of a call. This one is used
+// until tokenbus_grow replaces it. Both have four bytes more than the host may use, so that a 0
+// byte can follow the user's argument.
 static uint32_t tb_first_inbox[TB_INBOX_BYTES / 4 + 1];
 
 static inline uint32_t *tb_inbox(void) { return (uint32_t *)(uintptr_t)tb_block[TB_BLOCK_INBOX]; }

@@ -37,8 +37,8 @@ from .wasi import MODULE as WASI_MODULE
 RESULT_BYTES = 1024 * 1024
 """Maximum bytes of the result of a call."""
 LAST_WORDS_BYTES = 1000
-"""Number of bytes at the end of a guest's log that become the error message if the guest stops
-itself."""
+"""Maximum number of bytes of an error message that ``aici_host_stop`` takes from the end of the log
+of the current call."""
 CONFIG = frozenset({b"fork", b"backtrack", b"ff_tokens"})
 """The names for which ``aici_host_get_config`` returns 1."""
 
@@ -117,7 +117,7 @@ class AiciState:
         self.last_words = b""
         """The last bytes of the log of the current call."""
         self.tokens: array.array[int] | None = None
-        """The prompt's tokens and the sequence's tokens; None if the module does not import
+        """The tokens of the sequence, including its prompt; None if the module does not import
         ``aici_host_tokens``."""
 
 

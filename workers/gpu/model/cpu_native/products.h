@@ -23,7 +23,8 @@ enum {
     MAX_SUMS = 16,                  /* Maximum number of sums of a tile; at least LANES. */
     FEW_ROWS = 2,                   /* Up to this number of rows, a product is bound by memory. */
     LINE = 16,                      /* Number of floats of a line of the processor's cache. */
-    PART_FLOATS = 1 << 13,  /* Approximate number of weights of a part of a product. */
+    PART_FLOATS = 1 << 13,  /* Approximate minimum number of weights of a part of a product. A part
+                             * is the range of outputs that a thread computes at a time. */
     MANY_PARTS = 64,        /* Approximate maximum number of parts of a product. */
     PANEL_FLOATS = 1 << 16, /* Number of floats of a panel: the rows of x that are multiplied with
                              * each part before the next rows. A panel occupies a fraction of the
@@ -31,8 +32,8 @@ enum {
     MIN_PANEL = 64,         /* Minimum number of rows of a panel. */
 };
 
-/* The weights to prefetch. For each vector of weights that a tile reads, `vectors` vectors are
- * fetched. */
+/* The weights to prefetch, from the address `from`. For every LANES columns that a tile multiplies,
+ * it prefetches `vectors` vectors. */
 typedef struct {
     const float *from;
     int vectors;
@@ -114,7 +115,8 @@ INLINE void some_rows(const float *w, const float *x, int64_t in, float *y, int6
     }
 }
 
-/* Few rows: one row of weights after the other, an order that the hardware prefetcher predicts. */
+/* Computes `count` outputs for at most FEW_ROWS rows of x. A tile has one row of weights, so the
+ * weights are read in an order that the hardware prefetcher predicts. */
 INLINE void few_rows(const float *w, const float *x, int64_t in, float *y, int64_t stride,
                      int64_t count, int64_t rows) {
     Ahead none = {0, 0};
@@ -124,10 +126,13 @@ INLINE void few_rows(const float *w, const float *x, int64_t in, float *y, int64
     }
 }
 
-/* More rows: two rows of weights at once, so that x is loaded half as often. The next block of
- * weights is prefetched meanwhile, in the order of its addresses, one half with each of the first
- * two groups of rows. Otherwise memory would be idle while a cached block is multiplied with
- * further rows of x. */
+/* Computes `count` outputs for more than FEW_ROWS rows of x. A tile has two rows of weights, so x
+ * is loaded half as often as with one.
+ *
+ * The rows of x are divided into groups of at most TILE_ROWS. While a block of weights is
+ * multiplied with a group, weights after this block are prefetched in the order of their addresses:
+ * half a block with each group, or the whole next block if there is only one group. Otherwise
+ * memory would be idle while a cached block is multiplied with further rows of x. */
 INLINE void more_rows(const float *w, const float *x, int64_t in, float *y, int64_t stride,
                       int64_t count, int64_t rows) {
     const float *next = w + BLOCK_OUTS * in;
@@ -143,7 +148,7 @@ INLINE void more_rows(const float *w, const float *x, int64_t in, float *y, int6
     }
 }
 
-/* The outputs first to end - 1 of a product, for all rows of x. */
+/* Computes the outputs `first` to `end` - 1 of a product for all rows of x, with the bias. */
 static void multiply(const Product *product, const float *x, int64_t rows, float *y, int64_t first,
                      int64_t end) {
     int64_t in = product->in, stride = product->out;
@@ -190,7 +195,7 @@ static int64_t panel_of(int64_t in) {
     return rows > MIN_PANEL ? rows : MIN_PANEL;
 }
 
-/* y [rows, out] = x [rows, in] times the weights */
+/* y [rows, out] = x [rows, in] times the weights, plus the bias */
 static void product(const Product *given, const float *x, int64_t rows, float *y) {
     int64_t panel = panel_of(given->in), some;
     for (int64_t t = 0; t < rows; t += some) {
