@@ -110,7 +110,7 @@ class Recent:
         self.max_total = max_total_bytes - self.limit
         """Maximum bytes of all logs."""
         self.beyond: set[StreamLog] = set()
-        """Journals that have grown beyond ``most``, or while all of them together were beyond
+        """Logs that have grown beyond ``most``, or while all of them together were beyond
         ``max_total``."""
         self.pending: list[bytes] = []
         """Packed TOKENs of the current event. ``settle`` copies them into the buffer at the end of
@@ -133,7 +133,7 @@ class Recent:
         self._rolled = False
         """Whether a segment was filled since the last tick."""
         self._touched: list[StreamLog] = []
-        """Journals that receive bodies in the current distribution."""
+        """Logs that receive bodies in the current distribution."""
 
     @property
     def next(self) -> int:

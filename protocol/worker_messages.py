@@ -491,8 +491,8 @@ class StepResult(Struct, array_like=True):
     """The decision of a controller: drop tokens, append tokens, and then sample, score texts, fork,
     suspend or stop.
 
-    GPU workers of earlier releases ignore the bias, ``prompt`` and ``pin``. So GPU workers are
-    replaced before controller workers.
+    GPU workers of earlier releases ignore the bias, ``prompt`` and ``pin``. Programs that use them
+    need GPU workers of this release.
     """
 
     request: Id

@@ -60,7 +60,7 @@ def test_a_request_begins_between_messages_of_equal_layout() -> None:
 
 
 def test_more_than_there_is_memory_for_goes_through_it() -> None:
-    """When the buffer is full, its oldest messages are distributed to the journals, and their
+    """When the buffer is full, its oldest messages are distributed to the logs, and their
     segments are reused. No entry of a live request is lost."""
     world = World(1, sessions=2)
     kept, other = world.logs

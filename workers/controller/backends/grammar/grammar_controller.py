@@ -22,7 +22,7 @@ tokens is left, or a sixteenth of ``max_tokens`` if that is less. Tokens are spa
 needed to complete the text. If the model has a choice among tokens that lead to the end as quickly
 as the closing does, it chooses one of them instead."""
 MAX_TRIED = 64
-"""If more tokens than this number are allowed where the text is closed, the model does not choose."""
+"""If more tokens than this number are allowed where a text is closed, the model does not choose."""
 LOOK_EVERY = 32
 """Maximum number of tokens between two computations of the closing, a short text that would
 complete the text so far. Near the end of the text the interval is shorter (``_look_after``)."""
