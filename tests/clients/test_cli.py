@@ -239,7 +239,7 @@ def test_parameters_are_split_from_a_line(
         (["record", "/nowhere/x.json", "x"], 2, "folder /nowhere does not exist"),
         (["record", "/nowhere/x.json", "x", "--controller", "regex", "--controller-arg", "a"], 2,
          "folder /nowhere does not exist"),
-        (["record", "/tmp", "x"], 2, "cannot write /tmp: it is a folder"),
+        (["record", "/tmp", "x"], 2, "cannot write /tmp, because it is a folder"),
         (["replay", "x", "--until", "y"], 2, "--until: expected a whole number, not 'y'"),
         (["replay", "x", "--until", "-1"], 2,
          "--until: expected a whole number of at least 1, not '-1'"),

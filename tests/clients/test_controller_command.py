@@ -45,8 +45,8 @@ def test_a_module_is_uploaded_named_and_run_from_the_command_line(
         [sequence] = json.loads(run.stdout)["sequences"]
         assert run.stderr == ""
         assert set(sequence) == {
-            "seq", "parent", "text", "tokens", "logs", "storage", "messages", "finish_reason",
-            "error",
+            "seq", "parent", "text", "tokens", "logs", "storage", "messages", "waiting",
+            "finish_reason", "error",
         }  # fmt: skip
         assert sequence["logs"] == "round\n" * 4
         assert (sequence["finish_reason"], len(sequence["tokens"])) == ("length", 4)

@@ -56,6 +56,7 @@ def test_workers_are_the_cluster_s_and_the_rest_runs_here() -> None:
         "program:gpu-worker": "0",
         "program:controller-worker": "0",
         "program:state-worker": "1",
+        "program:tool-worker": "0",
     }
     cluster = conf["program:cluster"]
     assert cluster["command"].endswith("-m tokenbus.clients.cluster")

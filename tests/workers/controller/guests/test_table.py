@@ -33,7 +33,7 @@ def test_a_tenant_waits_while_all_processes_run(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(table_module, "KEEP_S", 3600.0)
     with running(most=1) as runtime:
         Sequence(runtime.program(CALM, "first"))
-        with pytest.raises(UnavailableError, match="the controllers of 1 tenants run"):
+        with pytest.raises(UnavailableError, match="this worker runs 1 guest processes"):
             Sequence(runtime.program(CALM, "second"))
 
 

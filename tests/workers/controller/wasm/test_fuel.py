@@ -103,7 +103,7 @@ def test_an_endless_loop_is_named() -> None:
 def test_work_of_the_host_counts_as_instructions() -> None:
     limits = Limits(init_s=60.0, post_s=0.01, fuel_per_ms=1_000_000)
     controller = Started(limits, 100_000).controller
-    with pytest.raises(ControllerError, match="it executed more than the 10,000,000 instructions"):
+    with pytest.raises(ControllerError, match="it executed more than 10,000,000 instructions"):
         controller.post_process([1], 0)
 
 
