@@ -21,7 +21,7 @@ from tokenbus.workers.controller.interface import Action
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 
 from ....processes import Bus
-from ..played import BYTES, EOS, Run, Steered, engine, vocabulary
+from ..played import BYTES, EOS, Choose, Run, Steered, engine, vocabulary
 
 MODULE = GrammarModule(engine)
 LETTERS = vocabulary(BYTES)
@@ -202,16 +202,19 @@ def test_the_model_chooses_among_the_shortest_texts(
     assert program is not None
     given = argument if isinstance(argument, str) else json.dumps(argument)
     for text in texts:
-        wanted = [1 + byte for byte in text.encode()]
-        run = Run(
-            program,
-            BYTES,
-            lambda _, tokens, __, wanted=wanted: (*wanted, EOS)[len(tokens)],
-            given,
-            max_tokens,
-        )
-        assert run.tokens[0] == wanted
+        run = Run(program, BYTES, following(text), given, max_tokens)
+        assert run.text() == text
         assert run.dropped == 0
+
+
+def following(text: str) -> Choose:
+    """Samples the tokens of ``text`` by their positions, and then the end."""
+    wanted = [*(1 + byte for byte in text.encode()), EOS]
+
+    def choose(_seq: int, tokens: list[int], _may: set[int]) -> int:
+        return wanted[len(tokens)]
+
+    return choose
 
 
 def check_whole(text: bytes) -> bool:
