@@ -106,7 +106,7 @@ class BlockingChats:
         tool_choice: str | Mapping[str, Any] | None,
         options: GenerateOptions,
     ) -> Prepared:
-        """The same as ``Chats.prepare``, but blocks the calling thread."""
+        """Calls ``Chats.prepare`` and blocks the calling thread until the result is ready."""
         done: Future[Prepared] = Future()
 
         def run() -> None:

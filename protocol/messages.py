@@ -129,8 +129,8 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     workers have as their default. If their defaults differ, it is the embedded model, if that is
     one of them."""
     prompt: list[TokenId] | str | None = None
-    """Token ids, or text that the worker tokenizes. If None, attachment 0 has the ids, u32 each; if
-    there is no attachment either, the prompt consists of the buffers."""
+    """Token ids, or text that the worker tokenizes. If None, attachment 0 has the ids, u32 each.
+    Without a prompt and an attachment, the prompt consists of the buffers."""
     buffers: list[Name] = []
     """Buffers that precede the prompt, in order."""
     save: Name | None = None

@@ -582,7 +582,7 @@ def test_a_worker_that_has_only_lost_its_connection_counts_against_no_request(
     for lost, other in 2 * [("a", "b"), ("b", "a")]:
         gone(bench, lost)
         continued(bench, other)
-        # The same process registers again, so its closed connection was not a death.
+        # The process registers again. It has only lost its connection.
         bench.worker(lost)
     # From here on, processes die, and their deaths count.
     for lost, following in ("ab", "bd"):

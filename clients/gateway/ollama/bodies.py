@@ -228,8 +228,7 @@ class _OpenCalls:
         self._of_name.setdefault(call.name, OrderedDict())[call.id] = None
 
     def answered(self, message: Message) -> str:
-        """The id of the call whose result a message has; ``call_unknown`` if there is no such call.
-        The call is removed."""
+        """The id of the call whose result a message has, or ``call_unknown``. Removes the call."""
         id, name = message.tool_call_id, message.tool_name
         if id is None:
             id = next(iter(self._ids if name is None else self._of_name.get(name, ())), None)

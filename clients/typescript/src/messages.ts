@@ -255,8 +255,8 @@ export interface Generate {
    */
   readonly model?: string | undefined;
   /**
-   * Token ids, or text that the worker tokenizes. If null, attachment 0 has the ids, u32 each; if
-   * there is no attachment either, the prompt consists of the buffers.
+   * Token ids, or text that the worker tokenizes. If null, attachment 0 has the ids, u32 each.
+   * Without a prompt and an attachment, the prompt consists of the buffers.
    */
   readonly prompt?: readonly number[] | string | null | undefined;
   /** Buffers that precede the prompt, in order. */

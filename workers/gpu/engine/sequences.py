@@ -91,8 +91,8 @@ class LiveSequences:
         return self.requests.get(request, {}).get(seq)
 
     def named(self, request: int, seq: int) -> Sequence:
-        """The live sequence of a generation. Raises RequestError if there is no such sequence, or
-        if it is a score."""
+        """The live sequence of a generation. Raises RequestError if the sequence does not exist,
+        or if it is a score."""
         sequence = self.find(request, seq)
         if sequence is None or sequence.scored:
             raise RequestError(Code.UNKNOWN_STREAM, f"request {request} has no live sequence {seq}")
