@@ -15,7 +15,7 @@ from ..models import ServedModel
 from ..templates import template_of
 from .constraints import Constraint
 from .parts import AnswerRules, Conversation
-from .resources import Resources
+from .rendering import Resources
 from .schemas import Checked, Checks, enforceable
 from .tools import Calling, calling
 from .truncation import fitting_ids

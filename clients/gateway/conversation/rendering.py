@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from ..bodies import check_inner
 from ..errors import invalid_field
 from ..leniency import Ignored
-from ..models import ServedModel
+from ..models import ModelTable, ServedModel
 from ..templates import TemplateRefusalError, Templates, template_of
 from . import tools
 from .order import arrangements, without_developers
 from .parts import Call, Conversation, Rendering, Result, Turn, of_kind, text_of, thinking_of
-from .resources import Resources
+
+
+class Resources(Protocol):
+    """The objects that the preparation of an answer needs: the models of the bus, and the renderer
+    of their templates. ``Gateway`` has them for HTTP requests, and ``Chats`` in
+    ``clients/chats.py`` has them for a Python client."""
+
+    models: ModelTable
+    templates: Templates
 
 
 async def prompt_ids(

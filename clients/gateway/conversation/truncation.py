@@ -9,8 +9,7 @@ from ....protocol.errors import Code, RequestError
 from ..leniency import Ignored
 from ..models import ServedModel
 from .parts import Conversation, Result, Turn, of_kind
-from .rendering import prompt_ids
-from .resources import Resources
+from .rendering import Resources, prompt_ids
 
 
 async def fitting_ids(
