@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
+import numpy as np
+
 from .....protocol.errors import Code, ControllerError
 from .....protocol.messages import ConstraintEnd
 from ... import interface
@@ -23,6 +25,9 @@ needed to complete the text. If the model has a choice among tokens that lead to
 as the closing does, it chooses one of them instead."""
 MAX_TRIED = 64
 """If more tokens than this number are allowed where a text is closed, the model does not choose."""
+MAX_SHORT_WAY = 32
+"""Maximum number of tokens of a closing for which the model may choose, because each allowed token
+is tried with its closing."""
 LOOK_EVERY = 32
 """Maximum number of tokens between two computations of the closing, a short text that would
 complete the text so far. Near the end of the text the interval is shorter (``_look_after``)."""
@@ -182,8 +187,10 @@ class GrammarController:
             if spare > self._spare:
                 self._look_after(spare)
                 return None
-            if takes and (answer := self._short_ways(mask, takes)) is not None:
-                return answer
+            if 0 < takes <= MAX_SHORT_WAY:
+                answer = self._short_ways(mask, takes)
+                if answer is not None:
+                    return answer
         elif room > 0:
             # The closing does not fit now. A later closing may be shorter, but an appended token
             # rarely shortens the closing by more than the token's own length.
@@ -215,7 +222,8 @@ class GrammarController:
         mask[:] = bytes(len(mask))
         if number > MAX_TRIED:
             return None
-        allowed = [token for token in range(bits.bit_length()) if bits >> token & 1]
+        words = np.frombuffer(bits.to_bytes(len(mask), "little"), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(words, bitorder="little")).tolist()
         short = [token for token in allowed if self._takes_after(token) < takes]
         if len(short) < 2:
             return None
