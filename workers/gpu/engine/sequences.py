@@ -287,8 +287,9 @@ class LiveSequences:
         self._scheduler.suspend(sequence)
         sequence.scoring = scoring = ScoredTexts(sequence, [[] for _ in texts])
         live = self.requests[sequence.request]
+        first = min(0, *live)
         for place, text in enumerate(texts):
-            one = self._text_after(sequence, min(0, *live) - 1, text)
+            one = self._text_after(sequence, first - 1 - place, text)
             one.scoring = scoring
             live[one.seq] = one
             scoring.left[one] = place
