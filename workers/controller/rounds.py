@@ -116,6 +116,10 @@ Fork = Callable[[ControlledSequence, int], list[ControlledSequence]]
 then have more than ``Limits.forks`` sequences."""
 
 
+TOKEN_BYTES = 4
+"""The bytes that are counted for a token of a new prompt."""
+
+
 class Rounds:
     """Runs the rounds of the sequences of one request. Each call returns the results to send.
 
@@ -128,11 +132,14 @@ class Rounds:
         fork: Fork,
         changes: Callable[[ControlledSequence], int],
         owner: Callable[[], int] = lambda: 0,
+        count_written_bytes: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """``owner`` returns the number of the request's tenant (``Pin.owner``)."""
+        """``owner`` returns the number of the request's tenant (``Pin.owner``).
+        ``count_written_bytes`` raises ControllerError if the request has written too many bytes."""
         self._fork = fork
         self._changes = changes
         self._owner = owner
+        self._count_written_bytes = count_written_bytes
 
     def begin(
         self, sequence: ControlledSequence, prompt: Sequence[int], n: int = 1
@@ -393,6 +400,7 @@ class Rounds:
                 f"its new prompt has {len(prompt)} tokens; expected 1 to {most}",
             )
         _check_tokens(sequence, prompt)
+        self._count_written_bytes(TOKEN_BYTES * len(prompt))
         dropped = sequence.prompt_length + sequence.length
         change.begin(prompt)
         sequence.prompt_length, sequence.length = len(prompt), 0

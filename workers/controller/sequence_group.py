@@ -106,7 +106,10 @@ class SequenceGroup:
         self.tools: GroupTools | None = None
         """The tool calls of the request. The worker sets this field before the first round."""
         self._rounds = Rounds(
-            self._fork, self._changes_of_others, lambda: owner_number(self.tenant)
+            self._fork,
+            self._changes_of_others,
+            lambda: owner_number(self.tenant),
+            self._count_written_bytes,
         )
         self._lock = threading.RLock()
         self._sequences: dict[int, ControlledSequence] = {}
@@ -510,18 +513,23 @@ class SequenceGroup:
     def perform_within_quota(self, operation: Variable) -> VariableAnswer:
         """Performs an operation on a variable, and returns its answer. Raises ControllerError if
         the request would have written too many bytes."""
+        self._count_written_bytes(len(operation.value))
+        return self._perform(operation)
+
+    def _count_written_bytes(self, size: int) -> None:
+        """Counts bytes that the request writes to variables, or that its new prompts have. Raises
+        ControllerError if the request has written too many bytes."""
         most = self._limits.written_bytes
         with self._lock:
-            written = self._written_bytes + len(operation.value)
+            written = self._written_bytes + size
             if written <= most:
                 self._written_bytes = written
         if written > most:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"the request wrote {written} bytes to variables in all; at most {most} are "
-                "allowed",
+                f"the request wrote {written} bytes to variables and new prompts in all; at most "
+                f"{most} are allowed",
             )
-        return self._perform(operation)
 
     def _host(self, seq: int, variables: SequenceVariables, limits: Limits) -> Host:
         return Host(
