@@ -130,6 +130,10 @@ class Loop:
         return max(0, self.max_tokens - self.generated())
 
 
+ID_BYTES = 8
+"""The bytes that are counted for a token id of a prompt."""
+
+
 class ToolTurns:
     """Generates the turns of one answer, and makes the calls between them."""
 
@@ -284,4 +288,6 @@ class ToolTurns:
             named.number_from(len(self.turns) * STREAMS_PER_TURN)
         # ``prepare`` has already reported, for the first turn, the fields that have no effect.
         prepared = await prepare(self._gateway, model, conversation, Ignored())
+        # The prompts of all turns are kept until the answer ends.
+        self._gateway.shares.take_bytes(ID_BYTES * len(prepared.ids))
         return ModelTurn(prepared, self._loop.begin(prepared, left))
