@@ -35,6 +35,11 @@ class SavedContext(Struct, array_like=True):
         return CONTEXT_BYTES + len(self.name.encode()) + len(self.content)
 
 
+def max_bytes(quota: int | None) -> int:
+    """Maximum bytes of the contexts of a tenant with this quota of variables."""
+    return TENANT_BYTES if quota is None else min(TENANT_BYTES, quota)
+
+
 class Contexts:
     """The contexts of all tenants. ``total_bytes``: maximum bytes of all contexts."""
 
@@ -56,17 +61,16 @@ class Contexts:
         found = contexts.get(name) if contexts is not None else None
         return None if found is None else found.content
 
-    def put(self, context: SavedContext) -> None:
-        """Saves a context, which replaces the context of the same name, and drops the oldest
-        contexts beyond the bounds."""
-        tenant = context.tenant
-        contexts = self._tenants.setdefault(tenant, OrderedDict())
-        if context.name in contexts:
+    def put(self, context: SavedContext, quota: int | None = None) -> None:
+        """Saves a context, which replaces the context of the same name, and drops the tenant's
+        oldest contexts beyond the bounds. ``quota``: the tenant's quota of bytes, if it has one."""
+        tenant, most = context.tenant, max_bytes(quota)
+        if context.name in self._tenants.get(tenant, ()):
             self._drop(tenant, context.name)
         contexts = self._tenants.setdefault(tenant, OrderedDict())
         contexts[context.name] = context
         self._count(tenant, context.size)
-        while len(contexts) > MAX_CONTEXTS or self._sizes[tenant] > TENANT_BYTES:
+        while len(contexts) > MAX_CONTEXTS or self._sizes.get(tenant, 0) > most:
             self._drop(tenant, next(iter(contexts)))
         while self.bytes > self._total_bytes:
             largest = max(self._sizes, key=self._sizes.__getitem__)

@@ -29,7 +29,7 @@ from ...protocol.worker_messages import (
     VariableAnswer,
 )
 from .compaction import Compaction
-from .contexts import Contexts, SavedContext
+from .contexts import Contexts, SavedContext, max_bytes
 from .folder import Folder, FolderError
 from .log import CONTEXT, END, OPERATION, REQUEST, TABLE, TENANT, Log, Reader, Record
 from .module_tables import ModuleTables, SavedTable
@@ -134,6 +134,8 @@ class DurableVariables:
         """For each operation, whether it is refused because too many inputs of its stream wait."""
         records: list[Record] = []
         saved: dict[tuple[str, str], SavedContext] = {}
+        quotas: dict[str, int | None] = {}
+        """By tenant that saves a context: the tenant's quota of variables."""
         ops = list(ops)
         with self._lock:
             keys = {op.request: self._shares.key(op.request) for op, _ in ops}
@@ -142,13 +144,18 @@ class DurableVariables:
                 error = full = None
                 if not storage.answered(op):
                     context = self._context(op, tenant, saved)
+                    too_long = None
+                    if context is not None and op.op == "save":
+                        quota = tenant.quota_bytes if tenant is not None else None
+                        quotas[context.tenant] = quota
+                        too_long = storage.refusal(op) or _too_long(context, quota)
                     if context is not None:
                         value = b"" if op.op == "save" else context.content
                         op = structs.replace(op, value=value)
                         body = _encode(op)
                         ops[place] = op, body
                     full = storage.no_room(op)
-                    error = full or storage.refusal(op)
+                    error = full or too_long or storage.refusal(op)
                     error = error or self._reserve(op, body, tenant, records)
                     if op.op == "save" and context is not None and error is None:
                         saved[context.tenant, context.name] = context
@@ -157,7 +164,7 @@ class DurableVariables:
             records += [Record(CONTEXT, 0, _encode(context)) for context in saved.values()]
             failed = self._append(records) if records else None
             for context in saved.values() if failed is None else ():
-                self._contexts.put(context)
+                self._contexts.put(context, quotas[context.tenant])
             answers = []
             for (op, _), error, full_now in zip(ops, refusals, crowded, strict=True):
                 again = error is None and failed is not None and not storage.answered(op)
@@ -453,6 +460,14 @@ class DurableVariables:
         self.failures += 1
         if self.failures & (self.failures - 1) == 0:
             log.error("cannot %s the log %s: %s", what, self._path, error.strerror)
+
+
+def _too_long(context: SavedContext, quota: int | None) -> str | None:
+    """The error if a context has more bytes than its tenant may have in contexts."""
+    most = max_bytes(quota)
+    if context.size <= most:
+        return None
+    return f"the context has {context.size} bytes; at most {most} are allowed"
 
 
 def _cannot_write(error: OSError) -> str:

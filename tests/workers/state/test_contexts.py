@@ -137,3 +137,16 @@ def test_the_tenant_with_the_most_bytes_makes_room() -> None:
     for tenant, name in (("small", "s"), ("large", "1"), ("large", "2"), ("large", "3")):
         contexts.put(SavedContext(tenant, name, b"x" * 140))
     assert kept(contexts) == [("small", "s"), ("large", "2"), ("large", "3")]
+
+
+def test_a_context_counts_towards_the_quota_of_variables(variables: DurableVariables) -> None:
+    op = operation("save", 1, value=bytes(5000))
+    [refused] = variables.apply([(op, msgpack.encode(op))], [Tenant("a", 4000)])
+    assert refused.error is not None
+    assert "the context has 5260 bytes; at most 4000 are allowed" in refused.error
+    for count, name in enumerate(("one", "two"), start=2):
+        op = operation("save", count, name, bytes(2400))
+        [saved] = variables.apply([(op, msgpack.encode(op))], [Tenant("a", 4000)])
+        assert saved.error is None
+    assert content(*apply(variables, "a", operation("open", 4, "one"))) is None
+    assert content(*apply(variables, "a", operation("open", 5, "two"))) == bytes(2400)
