@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
 from ....protocol.pages import PAGE_TOKENS
@@ -206,17 +206,20 @@ class BlockManager:
         """Pins the registered blocks of a table until the time ``until``, from the first block on,
         as far as the quotas of pins allow. If no sequence uses a pinned block, the block is
         allocated for other content only after all blocks that are not pinned."""
+        until = ceil(until)  # At most once in a second, ``expire_pins`` examines all pins.
         self._next_expiry = min(self._next_expiry, until)
         for block in table.blocks[: len(table.keys)]:
             if block not in self._key_of:
                 continue  # Another block has the same content.
             pin = self._pins.get(block)
-            if pin is not None:
-                self._pins[block] = pin._replace(until=max(until, pin.until))
+            if pin is not None and pin.until >= until:
                 continue
-            all_full = len(self._pins) >= self.num_blocks // PINNED_PART
-            if all_full or self._owned[owner] >= self.num_blocks // OWNER_PART:
+            all_full = pin is None and len(self._pins) >= self.num_blocks // PINNED_PART
+            mine = pin is not None and pin.owner == owner
+            if all_full or (not mine and self._owned[owner] >= self.num_blocks // OWNER_PART):
                 return
+            # A later pin of another owner counts towards that owner's quota.
+            self._unpin(block)
             self._pins[block] = _Pin(until, owner)
             self._owned[owner] += 1
 
