@@ -60,12 +60,15 @@ class Sender:
         fetch = self._asked.pop((link, address))
         part = WeightsPart(model=fetch.model, weights=fetch.weights, offset=fetch.offset)
         content: list[bytes] = []
-        file = self._file_of(fetch)
-        if file is None:
-            part.error = f"the worker does not have these weights of {fetch.model}"
-        else:
+        try:
+            file = self._file_of(fetch)
+        except WeightsError as error:
+            part.error, file = str(error), None
+        if file is not None:
             part.size = file.size
             content = [file.read(fetch.offset, WEIGHTS_PART_BYTES)]
+        elif not part.error:
+            part.error = f"the worker does not have these weights of {fetch.model}"
         body = encode_body(part, "msgpack")
         self._post([b"WEIGHTS_PART", encode_header(0, address), body, *content], link)
         if self._asked:
