@@ -241,7 +241,7 @@ ATTACKS = (
     Attack(
         "variables-each-round",
         "writes 128 KiB in each round",
-        fails("bytes to variables in all"),
+        fails("bytes to variables and new prompts in all"),
         partial(guest, pages=32, mid=f"(drop {call('var_set', 512, 4, 0, 131072, -1, 0)})"),
         options={"max_tokens": 200},
     ),
