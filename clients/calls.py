@@ -207,15 +207,13 @@ class Call:
 
     def is_new(self, entry: Token) -> bool:
         """Counts an entry. Returns False if an earlier attempt has already delivered the entry, or
-        if the entry is a report (``is_report``) without a new message."""
+        if the entry is a report (``Token.is_report``) without a new message."""
         if entry.finish_reason is not None:
             self.ends_again.add(entry.seq)
         self.received += 1
         if entry.messages:
             self._drop_seen_messages(entry)
-        if is_report(entry):
-            # A report is not counted as an entry, because another attempt may distribute the same
-            # messages over other entries.
+        if entry.is_report:
             return bool(entry.messages or entry.waiting)
         number = self.counted.get(entry.seq, 0) + 1
         self.counted[entry.seq] = number
@@ -251,10 +249,3 @@ class Call:
         """Counts ``entries`` entries of a sequence, all of which are new."""
         self.received += entries
         self.seen[seq] = self.counted[seq] = self.counted.get(seq, 0) + entries
-
-
-def is_report(entry: Token) -> bool:
-    """Whether an entry has only messages, logs or writes of a program, or reports that the program
-    waits."""
-    changes = entry.token is not None or entry.backtrack or entry.parent is not None
-    return not changes and entry.finish_reason is None

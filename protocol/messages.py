@@ -658,6 +658,14 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     """The scores of the texts that the program of the stream has scored after the sequence, for
     replays of the controller."""
 
+    @property
+    def is_report(self) -> bool:
+        """Whether the entry only has messages, logs or writes of a program, or reports that the
+        program waits. Reports are not counted as entries, because another attempt may distribute
+        the same messages over other entries."""
+        changes = self.token is not None or self.backtrack or self.prompt or self.scores
+        return not changes and self.parent is None and self.finish_reason is None
+
 
 class Quantized(Struct, kw_only=True, omit_defaults=True):
     """How a GPU worker has quantized the weights of a model, and the loss, measured on a text of

@@ -87,7 +87,7 @@ class Resumed:
         self.given.log_chars += len(entry.logs)
         self.given.writes += len(entry.storage)
         self.given.messages += len(entry.messages)
-        if not is_report(entry):
+        if not entry.is_report:
             self._later.append(entry)
         if decided:
             if entry.distribution is not None:
@@ -161,13 +161,6 @@ def resume(entries: Iterable[Token], n: int = 1, steered: bool = False) -> Resum
             one.reach()
             one.given = Given()
     return Resumption(sequences)
-
-
-def is_report(entry: Token) -> bool:
-    """Whether an entry has only notes of the controller. A replay may distribute the same notes
-    over other entries, so such entries are not counted."""
-    changes = entry.token is not None or entry.backtrack or entry.scores or entry.prompt
-    return not changes and entry.finish_reason is None and entry.parent is None
 
 
 def _apply(tokens: list[int], entry: Token) -> None:

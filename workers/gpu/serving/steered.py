@@ -11,7 +11,7 @@ from ....protocol.worker_messages import StepResult
 from ..engine.engine import Engine
 from ..engine.sequence import TokenOutput
 from .mask_file import MaskFile
-from .resumption import Given, is_report
+from .resumption import Given
 
 
 class Notes(NamedTuple):
@@ -96,7 +96,7 @@ class Steered:
         before the controller was restarted. From the next sampled token or the end on, all outputs
         are new."""
         given = self.given.get(output.seq)
-        if given is None or output.parent is not None or is_report(output):
+        if given is None or output.parent is not None or output.is_report:
             return False
         if output.logprob is not None or output.scores or output.finish_reason is not None:
             del self.given[output.seq]
@@ -118,7 +118,7 @@ class Steered:
             output.logs += notes.logs
             output.storage += notes.storage
             output.messages += notes.messages
-            if is_report(output):
+            if output.is_report:
                 output.waiting = notes.waiting
             elif notes.waiting and output.logprob is None and output.finish_reason is None:
                 # The report that follows the last appended token has the number.

@@ -34,7 +34,7 @@ from .decisions import (
 )
 from .mask_file import ROWS, MaskFiles
 from .metrics import WorkerMetrics
-from .resumption import Given, is_report
+from .resumption import Given
 from .steered import Steered
 
 log = logging.getLogger(__name__)
@@ -236,7 +236,7 @@ class Steering:
                 continue
             output = steered.noted(output)
             has_notes = output.messages or output.logs or output.storage or output.waiting
-            if is_report(output) and not has_notes:
+            if output.is_report and not has_notes:
                 # The notes were sent with an appended token.
                 continue
             if output.error == NOTHING_ALLOWED:

@@ -215,6 +215,28 @@ async def main(ctx):
 """
 
 
+LOGS = b"""
+async def main(ctx):
+    for word in ("os", "sys"):
+        await ctx.score([word])
+        ctx.log("scored", word)
+    await ctx.save("logs")
+    ctx.log("saved")
+    await ctx.open("logs")
+    number = await ctx.spawn("import ")
+    ctx.log("spawned", number)
+    await ctx.fixed("os")
+"""
+
+
+def test_logs_before_scores_contexts_and_new_prompts_arrive(client: Client) -> None:
+    module = client.upload_controller(marked_script(LOGS, "python")).module
+    first, spawned = client.generate("x", controller=module, max_tokens=20).wait()
+    assert first.logs == "scored os\nscored sys\nsaved\nspawned 0\n"
+    assert spawned.logs == "spawned 1\n"
+    assert first.prompt_tokens == 1
+
+
 def test_a_context_outlives_its_worker_and_serves_another_client(bus: Bus, client: Client) -> None:
     names = {
         name: client.upload_controller(marked_script(script, "python")).module
