@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import re
 import secrets
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from ...protocol.errors import Code, TokenbusError, error_for
+from ...protocol.scripts import SCRIPT_MARK
 from ...protocol.settings import Settings
 from .. import Client, Stream
 from .dialogue import Dialogue
@@ -77,7 +79,21 @@ def try_controller(args: argparse.Namespace, settings: Settings) -> int:
             shown.end()
             return report(_with_suffixes(error, args.program))
         shown.end()
+        if wasm is not None and wasm.startswith(SCRIPT_MARK):
+            _report_unfinished(stream)
         return exit_code(stream.sequences)
+
+
+def _report_unfinished(stream: Stream) -> None:
+    """Reports each sequence that reached the maximum number of tokens on stderr, because its
+    program may not have finished."""
+    for sequence in stream.sequences:
+        if sequence.finish_reason == "length":
+            print(
+                f"tokenbus: sequence {sequence.seq} reached its maximum of tokens, so its program "
+                "may not have finished; raise --max-tokens, unless the context is full",
+                file=sys.stderr,
+            )
 
 
 def _with_suffixes(error: TokenbusError, program: str) -> TokenbusError:

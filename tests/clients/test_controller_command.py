@@ -278,6 +278,16 @@ def test_what_is_wrong_is_reported_with_an_exit_code(
     check_refused(tokenbus(steered, *arguments), code, says)
 
 
+def test_a_program_that_reaches_max_tokens_is_reported(steered: Bus, tmp_path: Path) -> None:
+    script = tmp_path / "long.py"
+    script.write_text("async def main(ctx):\n    await ctx.gen()\n    ctx.log('finished')\n")
+    run = tokenbus(steered, "run", str(script), "--prompt", "x", "--max-tokens", "3")
+    assert run.stderr == (
+        "tokenbus: sequence 0 reached its maximum of tokens, so its program may not have finished; "
+        "raise --max-tokens, unless the context is full\n"
+    )
+
+
 @pytest.mark.process
 def test_an_address_without_a_broker_is_reported_with_an_exit_code() -> None:
     address = "tcp://127.0.0.1:9"
