@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
@@ -153,6 +154,7 @@ def load_model(
                 **common,
             )
         model = model.eval()
+        _avoid_failing_attention(model)
     except ModelLoadError:
         raise
     except Exception as error:
@@ -164,6 +166,19 @@ def load_model(
     if kind is AutoModel:
         return wrap_encoder(name, model, tokenizer)
     return wrap_model(name, model, tokenizer, parallel=parallel)
+
+
+def _avoid_failing_attention(model: Any) -> None:
+    """Turns torch's flash attention off where it cannot run: on a CPU whose oneDNN uses AMX or
+    AVX-512 while ``ATEN_CPU_CAPABILITY`` is below that, it raises for 16-bit types and 64 rows."""
+    if model.device.type != "cpu" or model.dtype not in (torch.bfloat16, torch.float16):
+        return
+    rows = torch.zeros(1, 1, 64, 64, dtype=model.dtype)
+    try:
+        scaled_dot_product_attention(rows, rows, rows)
+    except RuntimeError as error:
+        log.warning("torch's flash attention is off, because it fails here: %s", error)
+        torch.backends.cuda.enable_flash_sdp(False)  # This setting is also that of CPUs.
 
 
 def _quantized(name: str, model: Any, tokenizer: Any, kind: str) -> LoadedModel:
