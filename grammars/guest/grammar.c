@@ -117,10 +117,29 @@ EXPORT("grammar_append") uint32_t export_append(void) {
     return block.count;
 }
 
+// Whether only one byte may follow after a token that a sequence allows.
+static bool forced_after(const sequence *s, uint32_t token) {
+    static sequence after;
+    assign(&after, s);
+    const uint32_t place = v.offsets[token];
+    for (uint32_t b = 0; b < (place & 0xff); b++)
+        if (!add_class(&after, g.class_of[v.data[(place >> 8) + b]])) return false;
+    const outlook seen = look(&after, g.has_parser ? stand_on(&after) : 0);
+    return !seen.complete && seen.only >= 0;
+}
+
+// Whether a round only writes the mask of a sequence. It does not if a text of several tokens is
+// forced. If the forced text is one token, its mask allows no other token.
+static bool only_masks(const sequence *s, const result *found) {
+    if (!(found->flags & MASK_ANY)) return false;
+    if (!(found->flags & MASK_FORCED)) return true;
+    return found->flags & MASK_SINGLE && !forced_after(s, found->single);
+}
+
 // Runs the usual rounds of `count` sequences. The inbox has pairs of a sequence and a token. A
-// token is appended if it can follow and the next mask is in the cache and has MASK_ANY, but not
-// MASK_FORCED. The mask's address then replaces the token in the inbox. Otherwise 0 replaces the
-// token, and the sequence is unchanged.
+// token is appended if it can follow, the next mask is in the cache, and the round only writes this
+// mask. The mask's address then replaces the token in the inbox. Otherwise 0 replaces the token,
+// and the sequence is unchanged.
 EXPORT("grammar_rounds") uint32_t export_rounds(void) {
     uint32_t *pairs = (uint32_t *)inbox;
     for (uint32_t i = 0; i < block.count; i++, pairs += 2) {
@@ -129,7 +148,7 @@ EXPORT("grammar_rounds") uint32_t export_rounds(void) {
         pairs[1] = 0;
         if (!add_token(s, token)) continue;
         const result *found = known(s);
-        if (found && (found->flags & (MASK_ANY | MASK_FORCED)) == MASK_ANY)
+        if (found && only_masks(s, found))
             pairs[1] = (uint32_t)(uintptr_t)found->mask->words;
         else
             assign(s, &scratch_sequence);

@@ -11,8 +11,10 @@
 
 enum {
     MASK_ANY = 1,       // some token other than the end of the sequence is allowed
-    MASK_FORCED = 2,    // only one byte may follow, and the text is not complete
+    MASK_FORCED = 2,    // only one byte may follow, the text is not complete, and all allowed
+                        // tokens are beginnings of one of them
     MASK_COMPLETE = 4,  // the text may end here
+    MASK_SINGLE = 8,    // MASK_FORCED, and only one token is allowed
     EDGES = 1 << 17,
     MAX_EDGES = EDGES / 4 * 3,
     BUCKETS = 4096,
@@ -28,6 +30,7 @@ typedef struct kept_mask {
 typedef struct result {
     const kept_mask *mask;
     uint32_t flags;
+    uint32_t single;  // the allowed token, if the flags have MASK_SINGLE
 } result;
 
 typedef struct edge {
@@ -177,8 +180,31 @@ static const kept_mask *keep_work(void) {
     return mask;
 }
 
+// The flags of a mask in `work` if only one byte may follow: MASK_FORCED, unless two of the allowed
+// tokens differ in a byte that both have. The model then has a choice after the forced text, and no
+// token of this text is appended, because one of these tokens is longer than it.
+static uint32_t forced_flags(uint32_t *single) {
+    uint32_t longest = 0, count = 0;
+    for (uint32_t pass = 0; pass < 2; pass++)
+        for (uint32_t i = 0; i < v.mask_words; i++)
+            for (uint32_t word = work[i]; word; word &= word - 1) {
+                const uint32_t token = 32 * i + (uint32_t)__builtin_ctz(word);
+                const uint32_t place = v.offsets[token];
+                if (!pass) {
+                    count++;
+                    *single = token;
+                    if ((place & 0xff) > (longest & 0xff)) longest = place;
+                    continue;
+                }
+                for (uint32_t b = 0; b < (place & 0xff); b++)
+                    if (v.data[(place >> 8) + b] != v.data[(longest >> 8) + b]) return 0;
+            }
+    return count == 1 ? MASK_FORCED | MASK_SINGLE : MASK_FORCED;
+}
+
 static result *keep_result(outlook seen) {
-    uint32_t flags = seen.complete ? MASK_COMPLETE : seen.only >= 0 ? MASK_FORCED : 0;
+    uint32_t single = 0, flags = seen.complete ? MASK_COMPLETE : 0;
+    if (!seen.complete && seen.only >= 0) flags = forced_flags(&single);
     for (uint32_t i = 0; i < v.mask_words; i++)
         if (work[i]) {
             flags |= MASK_ANY;
@@ -188,7 +214,7 @@ static result *keep_result(outlook seen) {
     result *found = arena_take(sizeof *found);
     const kept_mask *mask = found ? keep_work() : 0;
     if (!mask) return 0;
-    *found = (result){mask, flags};
+    *found = (result){mask, flags, single};
     found_masks++;
     return found;
 }

@@ -61,6 +61,8 @@ class ControlledSequence:
     ``mask`` is a row."""
     batched: Batched | None = field(default=None, init=False)
     """The controller, if its usual rounds run in a batch with others."""
+    ahead: DecidesAhead | None = field(default=None, init=False)
+    """The controller, if its guest process decides ahead."""
     stage: Stage = Stage.RUNNING
     prompt_length: int = 0
     """Number of tokens of the prompt."""
@@ -82,9 +84,11 @@ class ControlledSequence:
     """Number of sequences that forks of this sequence created."""
 
     def __post_init__(self) -> None:
-        """Checks once whether the controller's rounds run in batches."""
+        """Checks once which protocols the controller has, because each check takes 10 µs."""
         if isinstance(self.controller, Batched):
             self.batched = self.controller
+        if isinstance(self.controller, DecidesAhead):
+            self.ahead = self.controller
 
 
 @dataclass(slots=True)
@@ -206,8 +210,7 @@ class Rounds:
     def see_changes(self, sequence: ControlledSequence) -> None:
         """Called before pre_process, or before a call that includes pre_process. Records the number
         of changes so far. Only later changes wake the sequence."""
-        controller = sequence.controller
-        if not (isinstance(controller, DecidesAhead) and controller.has_decided):
+        if sequence.ahead is None or not sequence.ahead.has_decided:
             sequence.seen_changes = self._changes(sequence)
 
     # --- inside ---------------------------------------------------------------------------------
@@ -255,8 +258,8 @@ class Rounds:
     ) -> list[StepResult]:
         if tokens:
             tokens = self._caught_up(sequence, tokens)
-            if isinstance(sequence.controller, DecidesAhead):
-                sequence.controller.ends()
+            if sequence.ahead is not None:
+                sequence.ahead.ends()
             sequence.controller.post_process(tokens, 0)
         return [_stopped(sequence, stop=stop)]
 

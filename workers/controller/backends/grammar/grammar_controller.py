@@ -13,7 +13,7 @@ from ... import interface
 from ...host import Host
 from ...interface import CONTINUE, STOP, Action, Answer, Batch
 from ..text_before import before_end, closing_line, tokens_before
-from .grammar_instance import ANY, COMPLETE, FORCED
+from .grammar_instance import ANY, COMPLETE, FORCED, SINGLE
 from .shared_instances import Shared
 
 SHOWN = 200
@@ -93,7 +93,9 @@ class GrammarController:
         if flags & FORCED:
             left = self._host.max_tokens - len(self._text)
             tokens = self._guest.forced(self._place)[: left - 1]
-            if tokens:
+            # To append the only allowed token saves no forward, and such rounds cannot run in a
+            # batch. So the token is sampled.
+            if tokens and not (len(tokens) == 1 and flags & SINGLE):
                 return Answer(Action.SPLICE, tokens=tokens)
         return _MASKED
 

@@ -37,9 +37,12 @@ ANY: Final = 1
 """Flag of ``GrammarInstance.mask``: at least one token other than the end of the sequence is
 allowed."""
 FORCED: Final = 2
-"""Flag: only one byte can come next, and the text is not complete."""
+"""Flag: only one byte can come next, the text is not complete, and all allowed tokens are beginnings
+of one of them."""
 COMPLETE: Final = 4
 """Flag: the text may end here."""
+SINGLE: Final = 8
+"""Flag: ``FORCED``, and only one token is allowed."""
 
 (
     _INBOX,
@@ -173,7 +176,7 @@ class GrammarInstance:
     def mask(self, place: int, into: memoryview) -> int:
         """Writes the mask of the next token into ``into``, bytes ``[4 * ceil(vocab / 32)]``. If the
         text is complete, the mask also allows the end of the sequence. Returns those of the flags
-        ``ANY``, ``FORCED`` and ``COMPLETE`` that apply."""
+        ``ANY``, ``FORCED``, ``COMPLETE`` and ``SINGLE`` that apply."""
         with self._lock:
             self._alive()[_ARG] = place
             flags = self._call("mask")
@@ -190,8 +193,8 @@ class GrammarInstance:
         in one call. ``turns``: pairs of a sequence and its token, one for each of ``masks``.
 
         A sequence takes part only if its token can follow and its next mask is cached, allows a
-        token, and does not force a byte. Returns which sequences took part; the others are
-        unchanged.
+        token, and does not force a text of several tokens. Returns which sequences took part; the
+        others are unchanged.
         """
         with self._lock:
             block, pairs = self._alive(), self._pairs
