@@ -7,7 +7,7 @@ from typing import Any
 
 from ...protocol.settings import Settings
 from ..operator import Operator
-from .exits import OK
+from .exits import OK, counted
 from .options import add_connection, client_for
 
 
@@ -30,5 +30,5 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     """Drains one worker and waits until the worker has ended."""
     with client_for(settings) as client:
         requests = Operator(client).drain_worker(args.worker)
-    print(f"{args.worker} has left; it had {requests} requests")
+    print(f"{args.worker} has left; it had {counted(requests, 'request')}")
     return OK

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
             worker.role,
             worker.state,
             serves(worker) or "none",
-            f"{worker.requests} of {worker.capacity}",
+            f"{worker.requests:,} of {worker.capacity:,}",
             f"{worker.load.get('tokens_per_s', 0.0):,.0f}",
             f"{worker.heartbeat_age_s:.1f} s ago",
         )

@@ -200,7 +200,7 @@ class Pictures:
                     worker.role,
                     worker.state,
                     serves(worker),
-                    f"{worker.requests}/{worker.capacity}",
+                    f"{worker.requests:,}/{worker.capacity:,}",
                     *_load(worker),
                     _work(worker, rate(worker.load, load, "rounds", before, now)),
                     f"{worker.heartbeat_age_s:.1f} s",

@@ -12,7 +12,7 @@ from ...protocol.messages import PauseMode, Rollout, UpdateMode
 from ...protocol.settings import Settings
 from ..operator import Operator
 from ..request_options import DRAIN_S
-from .exits import OK
+from .exits import OK, counted
 from .options import add_connection, client_for, number
 
 
@@ -86,27 +86,27 @@ def _update(args: argparse.Namespace, settings: Settings) -> int:
         done = Operator(client).update_weights(
             folder, args.request_model, version=args.version, mode=args.mode, timeout_s=args.timeout
         )
-    return _print(args, done, f"continue; steps stopped for {done.update_pause_ms:.1f} ms")
+    return _print(args, done, f"continued; steps stopped for {done.update_pause_ms:.1f} ms")
 
 
 def _pause(args: argparse.Namespace, settings: Settings) -> int:
     with client_for(settings) as client:
         done = Operator(client).pause(args.request_model, mode=args.mode, timeout_s=args.timeout)
-    ends = {"keep": "are stopped", "wait": "have ended", "abort": "were aborted"}
-    return _print(args, done, ends[args.mode])
+    effects = {"keep": "stopped", "wait": "finished", "abort": "aborted"}
+    return _print(args, done, effects[args.mode])
 
 
 def _resume(args: argparse.Namespace, settings: Settings) -> int:
     with client_for(settings) as client:
         done = Operator(client).resume(args.request_model, timeout_s=args.timeout)
-    return _print(args, done, "continue")
+    return _print(args, done, "continued")
 
 
-def _print(args: argparse.Namespace, done: Rollout, streams: str) -> int:
-    """Prints the result of a verb: one line, or JSON."""
+def _print(args: argparse.Namespace, done: Rollout, effect: str) -> int:
+    """Prints the result of a verb and its effect on streams: one line, or JSON."""
     if args.json:
         print(msgspec.json.encode(msgspec.structs.asdict(done)).decode())
     else:
-        head = f"{done.model}, version {done.version}, {done.workers} workers"
-        print(f"{head}: {done.streams} streams {streams}")
+        head = f"{done.model}, version {done.version}, {counted(done.workers, 'worker')}"
+        print(f"{head}: {counted(done.streams, 'stream')} {effect}")
     return OK

@@ -278,11 +278,11 @@ def test_commands_pause_and_update(trainer: Trainer, capsys: pytest.CaptureFixtu
 
     head = f"embedded, version {version}, 2 workers: 0 streams"
     old = f"embedded, version {version - 1}, 2 workers: 0 streams"
-    assert said("pause") == f"{old} are stopped\n"
+    assert said("pause") == f"{old} stopped\n"
     assert main(["status", *front[:2]]) == 0
     assert "embedded is paused (keep)\n" in capsys.readouterr().out
     line = said("update", "embedded", trainer.weights(4), "--mode", "keep")
-    assert line.startswith(f"{head} continue; steps stopped for ")
+    assert line.startswith(f"{head} continued; steps stopped for ")
     assert json.loads(said("resume", "embedded", "--json"))["version"] == version
     assert trainer.versions == [version, version]
     assert main(["weights", "update", "embedded", "/nowhere", *front]) == 4
