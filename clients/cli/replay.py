@@ -18,7 +18,7 @@ from ...protocol.settings import Settings
 from .. import Client
 from ..recording import Recording, again, first_difference, read_recording
 from .exits import FAILED, OK
-from .module_files import FileFault, read_module
+from .module_files import FileFault, check_writable, read_module
 from .options import add_connection, at_least_one, client_for
 from .own_system import broker_answers, own_system
 
@@ -223,6 +223,7 @@ def _entries(count: int) -> str:
 
 def _write_test(args: argparse.Namespace, recording: Recording) -> int:
     test = Path(args.test)
+    check_writable(args.test)
     copy = test.with_suffix(".recording.json")
     failure = recording.failure
     what = (

@@ -63,6 +63,8 @@ def _files(name: str, settings: Settings) -> TokenizerFiles:
     a file cannot be read or is not valid."""
     path = Path(name)
     if not path.exists():
+        if name.startswith(("/", "./", "../", "~")):
+            raise FileFault(f"{name} does not exist; give a folder, a file or a served model")
         with client_for(settings) as client:
             return client.tokenizer(name)
     try:

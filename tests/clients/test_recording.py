@@ -276,3 +276,6 @@ def test_a_failure_becomes_a_test_that_holds_once_it_is_mended(
     assert "test_bad_luck" in [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
     assert "'success'" in test.read_text()
     assert main(["replay", str(file), "--test", str(test)]) != 0, "an existing file is kept"
+    capsys.readouterr()
+    assert main(["replay", str(file), "--test", str(tmp_path / "none" / "test_a.py")]) == 2
+    assert f"the folder {tmp_path / 'none'} does not exist" in capsys.readouterr().err

@@ -53,3 +53,10 @@ def test_a_template_that_refuses_every_order_is_a_failure(
     file.unlink()
     assert main(["template", "check", str(tmp_path)]) == 2
     assert "not valid" in capsys.readouterr().err
+
+
+def test_a_path_that_does_not_exist_is_refused_without_a_broker(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["template", "check", "./no-such-folder"]) == 2
+    assert "./no-such-folder does not exist" in capsys.readouterr().err
