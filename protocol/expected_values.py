@@ -46,7 +46,7 @@ def expected(error: msgspec.ValidationError, given: object) -> str:
     return f"{plain(str(error).split(', got')[0])}, not {given!r}"
 
 
-def parted(error: msgspec.ValidationError) -> tuple[str, str]:
+def parted(error: msgspec.MsgspecError) -> tuple[str, str]:
     """Divides msgspec's error into its message and the path of the value. An error at the root has
     the path ``$``."""
     # The invalid text in the message may also contain " - at "; the path follows the last of them.

@@ -95,7 +95,10 @@ class Function:
             self._decode = msgspec.json.Decoder(arguments).decode
             parameters = _object_schema(arguments)
         except (TypeError, ValueError, NameError) as error:
-            raise _wrong(f"the tool {name!r} has parameters without a schema: {error}") from None
+            raise _wrong(
+                f"the tool {name!r} has parameters without a schema: {error}; if only "
+                "other functions are tools, mark these with @tool"
+            ) from None
         self._names = arguments.__struct_fields__
         self.info = Tool(
             name=name,

@@ -200,7 +200,10 @@ class Rollouts:
             self._done(order, link)
         elif order.folder and not is_allowed(order.folder, self._allow):
             shown = ", ".join(self._allow) or "empty"
-            error = f"the folder {order.folder!r} is not in the allow-list ({shown})"
+            error = (
+                f"the folder {order.folder!r} is not in the allow-list ({shown}); start the "
+                "workers with --allow and a pattern of the folder, or send the weights over the bus"
+            )
             self._done(order, link, error=error)
         elif self._reads_current(order.model) or len(self._readings) >= MAX_READ:
             error = "the worker still reads other weights; try again when it has read them"

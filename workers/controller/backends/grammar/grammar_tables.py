@@ -25,6 +25,7 @@ from .....grammars.regex import Dfa
 from .....grammars.substring import compile_substring
 from .....grammars.yacc import CompiledGrammar, GrammarError
 from .....grammars.yacc.compiled import VERSION
+from .....protocol.expected_values import parted, plain
 from ...pool import tenant_of_thread, waiting
 from ..compiling.bounds import RefusedGrammar
 from ..compiling.kept import Kept
@@ -82,7 +83,9 @@ class Tables:
             choices = msgspec.convert(given, list[str])
         except msgspec.MsgspecError as error:
             shown = arg[:100].decode("utf-8", "replace")
-            wrong = f"is {shown!r}: {error}" if arg else "is missing"
+            message, path = parted(error)
+            where = "" if path == "$" else f" at {path}"
+            wrong = f"is {shown!r}: {plain(message)}{where}" if arg else "is missing"
             raise refusal(
                 f"the argument of choice {wrong}; it must be a JSON list of strings, "
                 'or {"choices": [...]}'
