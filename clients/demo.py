@@ -65,7 +65,7 @@ Next steps:
   tokenbus up                             run the same system until Ctrl-C
   tokenbus generate 'def add(a, b):'      stream from it, in another terminal
   tokenbus client                         read prompts from the terminal
-  tokenbus serve-model PATH               serve your own model
+  tokenbus up --model PATH                serve your own model
   tokenbus controller run choice --arg '["yes", "no"]'
                                           generate under a controller
   docs/controllers.md                     controllers of your own

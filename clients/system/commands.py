@@ -342,7 +342,8 @@ def _http_lines(settings: Settings) -> list[str]:
     if settings.http == "none":
         return []
     scheme = "https" if settings.tls_cert else "http"
-    return [f"http:  {scheme}://{settings.http}/v1, console at {scheme}://{settings.http}/console"]
+    base = f"{scheme}://{settings.http}"
+    return [f"http:  chat at {base}, console at {base}/console, APIs at {base}/v1"]
 
 
 def _with_what_is_installed(settings: Settings) -> Settings:
