@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from ...protocol.keys import KeyFault
 from ...protocol.settings import Settings
@@ -23,6 +24,8 @@ end of the replaced process is added."""
 ANSWER_S = 10.0
 """Maximum time until the broker answers, in seconds. Without an answer, no process is replaced."""
 LOOK_EVERY_S = 0.1
+GROUPS = ("broker", "state-worker", "controller-worker", "gpu-worker", "tool-worker", "gateway")
+"""The groups of processes in the order of their replacement. Processes of other groups follow."""
 LINGERS = "--lingers"
 """The flag of a gateway that finishes its streams after SIGUSR2, while its successor serves."""
 
@@ -50,7 +53,7 @@ def roll(settings: Settings) -> int:
         raise SystemFault(str(fault), WRONG_SETTING) from None
     try:
         _check_broker(watcher, processes, settings)
-        for process in processes:
+        for process in in_order(processes):
             if process.pid:
                 began = time.monotonic()
                 _replace(control, watcher, process, settings)
@@ -58,6 +61,12 @@ def roll(settings: Settings) -> int:
     finally:
         watcher.close()
     return 0
+
+
+def in_order(processes: Iterable[ProcessState]) -> list[ProcessState]:
+    """The processes in the order of their replacement (``GROUPS``)."""
+    rank = {group: number for number, group in enumerate(GROUPS)}
+    return sorted(processes, key=lambda process: rank.get(process.group, len(GROUPS)))
 
 
 def _unreachable(run_dir: RunDir) -> SystemFault:

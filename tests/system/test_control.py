@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from tokenbus.clients.system import supervisor
 from tokenbus.clients.system.faults import SystemFault
+from tokenbus.clients.system.rolling import in_order
 from tokenbus.clients.system.run_dir import RunDir
-from tokenbus.clients.system.supervisor import Control
+from tokenbus.clients.system.supervisor import Control, ProcessState
 from tokenbus.clients.system.up import run_system
 from tokenbus.protocol.settings import Settings
 
@@ -85,3 +86,11 @@ def test_exits_have_the_code_or_the_signal_and_are_read_once(tmp_path: Path) -> 
         "2026-11-27 04:00:01,001 WARN exited: broker (exit status 1; not expected)\n"
     )
     assert [exited.name for exited in system.exits()] == ["broker"]
+
+
+def test_broker_and_state_worker_are_replaced_first_and_the_gateways_last() -> None:
+    names = ["broker", "cluster", "gateway", "gpu-worker", "state-worker", "tool-worker"]
+    found = in_order(ProcessState(name, "RUNNING", 1, name) for name in names)
+    assert [process.name for process in found] == [
+        "broker", "state-worker", "gpu-worker", "tool-worker", "gateway", "cluster"
+    ]  # fmt: skip
