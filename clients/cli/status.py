@@ -16,7 +16,7 @@ from ...protocol.settings import Settings
 from .brokers import Brokers
 from .exits import OK, counted
 from .options import add_connection
-from .top import FILE_WIDTH, serves
+from .top import FILE_WIDTH, duration, serves
 
 
 def add_command(commands: Any) -> None:
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         return OK
     console = Console(highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
     console.print(
-        f"{shown}   up {status.uptime_s:.0f} s   {counted(status.sessions, 'session')}   "
+        f"{shown}   up {duration(status.uptime_s)}   {counted(status.sessions, 'session')}   "
         f"{counted(status.streams, 'stream')}   {status.queued} queued",
         soft_wrap=True,
     )
@@ -88,8 +88,8 @@ def path_lines(status: Status) -> list[str]:
     for worker in status.workers:
         for model, path in worker.paths.items():
             if path.attention:
-                graphs = f"{path.graphs} CUDA graphs" if path.graphs else "no CUDA graphs"
-                lines.append(f"{worker.name}, {model}: {path.attention}, {graphs}")
+                graphs = f", {path.graphs} CUDA graphs" if path.graphs else ""
+                lines.append(f"{worker.name}, {model}: {path.attention}{graphs}")
             if path.quantized is not None:
                 lines.append(f"  {_quantized(path.quantized)}")
             if path.why_not_exact:
