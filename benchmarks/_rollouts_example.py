@@ -57,7 +57,7 @@ def main() -> None:
 
             weights = {name: tensor.data for name, tensor in model.named_parameters()}
             done = Operator(client).send_weights(save(weights))
-            print(f"{done.workers} workers changed in {done.update_pause_ms:.1f} ms")
+            print(f"weights changed in {done.update_pause_ms:.1f} ms, workers: {done.workers}")
 
 
 if __name__ == "__main__":

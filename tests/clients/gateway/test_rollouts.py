@@ -304,4 +304,4 @@ def test_the_example_of_a_trainer_changes_both_workers(
     assert trainer.versions == [before + 2, before + 2]
     shown = capsys.readouterr().out
     assert f"version {before + 1}: reward " in shown
-    assert shown.count("2 workers changed in ") == 2
+    assert shown.count(" ms, workers: 2\n") == 2
