@@ -140,6 +140,8 @@ class _NoVariables:
         """Raises an error: a copy must not use variables."""
         raise ControllerError(Code.CONTROLLER_FAILED, f"it reads {name!r} along a draft")
 
+    await_write = get
+
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> NoReturn:
         """Raises an error: a copy must not use variables."""
         raise ControllerError(Code.CONTROLLER_FAILED, f"it writes {name!r} along a draft")

@@ -75,6 +75,10 @@ class Variables(Protocol):
     def get(self, name: str) -> Stored | None:
         """A variable; None if it does not exist."""
 
+    def await_write(self, name: str) -> Stored | None:
+        """Like ``get``. If the variable does not exist and the sequence then suspends, only a write
+        of this variable wakes it."""
+
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
         """Writes a variable. If ``when_version_is`` is given, the variable is written only if it
         has this version; version 0 means that the variable does not exist."""

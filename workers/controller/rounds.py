@@ -162,8 +162,8 @@ class Rounds:
         """The round after tokens were sampled. ``distributions``: the distributions of the tokens,
         if the controller queried them. If the decision is only to sample, the result also has the
         decisions after the tokens of ``draft``."""
-        sequence.variables.repeated = sequence.woken = False
-        sequence.variables.awaited_input = None
+        sequence.variables.begin_round()
+        sequence.woken = False
         sequence.wakes = 0
         sequence.host.give(distributions)
         return self._guarded(sequence, lambda: self._sampled(sequence, tokens, draft))
@@ -171,8 +171,8 @@ class Rounds:
     def batched(self, sequence: ControlledSequence, token: int) -> list[StepResult]:
         """The result of a round that ran in a batch. Its action is always to sample under a
         mask."""
-        sequence.variables.repeated = sequence.woken = False
-        sequence.variables.awaited_input = None
+        sequence.variables.begin_round()
+        sequence.woken = False
         sequence.wakes = 0
         sequence.length += 1
         assert sequence.batched is not None
@@ -181,16 +181,15 @@ class Rounds:
 
     def scored(self, sequence: ControlledSequence, scores: Scores) -> list[StepResult]:
         """The round after the texts of the last round were scored."""
-        sequence.variables.repeated = sequence.woken = False
-        sequence.variables.awaited_input = None
+        sequence.variables.begin_round()
+        sequence.woken = False
         sequence.wakes = 0
         sequence.host.give(scores=scores)
         return self._guarded(sequence, lambda: self._scored(sequence))
 
     def again(self, sequence: ControlledSequence) -> list[StepResult]:
         """The round of a sequence that was woken."""
-        sequence.variables.repeated = False
-        sequence.variables.awaited_input = None
+        sequence.variables.begin_round()
         sequence.woken = True
         sequence.wakes += 1
         return self._guarded(sequence, lambda: self._decide(sequence))

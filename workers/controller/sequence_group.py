@@ -3,8 +3,9 @@ each sequence.
 
 A sequence waits for the model, runs a round, or is suspended. A suspended sequence is woken when
 another sequence of the request has written a variable, has finished or has sampled a token since
-the last pre_process of the suspended sequence began. If all sequences are suspended and no sequence
-is woken in this way, all are woken 10 ms or more later (``IdleGroups``). After
+the last pre_process of the suspended sequence began. A sequence that waits for a variable
+(``ctx.wait_var``) is woken only by a write of this variable. If all sequences are suspended and no
+sequence is woken in this way, all are woken 10 ms or more later (``IdleGroups``). After
 ``Limits.idle_wakes`` such wake-ups in a row, the request ends with `deadlock`. Only an input wakes
 a sequence that waits for an input. While a sequence waits for an input or for the answer of a tool,
 no sequence of the request is woken by time.
@@ -35,7 +36,7 @@ from .replays import GroupReplay, Steps, replayed_limits, usual_limits
 from .round_events import RoundEvents
 from .rounds import ControlledSequence, Rounds, Stage
 from .tool_calls import GroupTools, SequenceTools
-from .variable_calls import InputCounts, SequenceVariables
+from .variable_calls import RequestState, SequenceVariables
 
 Round = Callable[[], list[StepResult]]
 """A round that is ready to run. It returns the results of its sequence, and of the forks that it
@@ -122,7 +123,7 @@ class SequenceGroup:
         self._numbers = {0}
         """The numbers of all sequences so far."""
         self._changes = 0
-        self._inputs = InputCounts()
+        self._shared = RequestState()
         self._wakes = 0
         self._idle_wakes = 0
         """Number of times that the idle group was woken since a token was sampled, an input arrived
@@ -268,7 +269,7 @@ class SequenceGroup:
         with self._lock:
             if self._closed:
                 return [], []
-            self._inputs.arrived += 1
+            self._shared.arrived += 1
             self._changes += 1
             self._wakes = self._idle_wakes = 0
             return self._wake() if self._replay is None else ([], [])
@@ -391,7 +392,8 @@ class SequenceGroup:
         woken = [
             s
             for s in waiting
-            if self._changes_of_others(s) > s.seen_changes and not self._awaits_input(s)
+            if self._changes_of_others(s) > s.seen_changes
+            and not (self._awaits_input(s) or s.variables.awaits_write)
         ]
         self._wakes += len(woken)
         # After a replay, a sequence that received recorded answers is woken, because these answers
@@ -415,7 +417,7 @@ class SequenceGroup:
     def _awaits_input(self, sequence: ControlledSequence) -> bool:
         """Whether a suspended sequence waits for an input: its last ``receive`` found no input, and
         no input has arrived since."""
-        return sequence.variables.awaited_input == self._inputs.arrived
+        return sequence.variables.awaited_input == self._shared.arrived
 
     def _error_result(self, sequence: ControlledSequence, code: Code, text: str) -> StepResult:
         sequence.stage = Stage.RUNNING
@@ -507,7 +509,7 @@ class SequenceGroup:
             self.perform_within_quota,
             self._count_write,
             self._perform,
-            self._inputs,
+            self._shared,
         )
 
     def perform_within_quota(self, operation: Variable) -> VariableAnswer:

@@ -141,10 +141,12 @@ class VariablesMark:
     sent_bytes: int
 
 
-class InputCounts:
-    """The inputs of one request, which its sequences share."""
+class RequestState:
+    """The inputs and the written variables of one request, which its sequences share."""
 
     def __init__(self) -> None:
+        self.written: set[str] = set()
+        """The names of the variables that the sequences have written."""
         self.arrived = 0
         """Number of INPUTS messages."""
         self.taken = 0
@@ -190,7 +192,7 @@ class SequenceVariables:
         perform: Callable[[Variable], VariableAnswer],
         written: Callable[[], None],
         repeat: Callable[[Variable], VariableAnswer] | None = None,
-        inputs: InputCounts | None = None,
+        shared: RequestState | None = None,
     ) -> None:
         """``lineage`` identifies the operations of this sequence (``Variable.lineage``);
         ``perform`` does an operation; ``repeat`` does the operations of ``again``, which are not
@@ -203,12 +205,14 @@ class SequenceVariables:
         self._count = self._contexts = 0
         self._writes: list[Any] = []
         self._written_bytes = 0
-        self._inputs = inputs or InputCounts()
+        self._shared = shared or RequestState()
         self._messages: list[str] = []
         self._round_bytes = self._sent_bytes = 0
         self.awaited_input: int | None = None
         """If the last ``receive`` found no input: the number of INPUTS messages that had arrived
         before this ``receive``. Otherwise None."""
+        self._awaited_variable: str | None = None
+        """The variable that the last ``await_write`` of this round did not find. Otherwise None."""
         self.own_changes = 0
         """Number of changes to variables that this sequence has made."""
         self.repeated = False
@@ -220,6 +224,19 @@ class SequenceVariables:
         answer = self._do("get", name)
         return Stored(answer.version, answer.value or b"") if answer.version else None
 
+    def await_write(self, name: str) -> Stored | None:
+        """See ``host.Variables``."""
+        stored = self.get(name)
+        self._awaited_variable = name if stored is None else None
+        return stored
+
+    @property
+    def awaits_write(self) -> bool:
+        """Whether the last ``await_write`` of this round found no variable, and no sequence has
+        written the variable."""
+        name = self._awaited_variable
+        return name is not None and name not in self._shared.written
+
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
         """See ``host.Variables``."""
         return self._write("set", name, value, when_version_is)
@@ -230,16 +247,16 @@ class SequenceVariables:
 
     def receive(self) -> bytes | None:
         """See ``host.Variables``."""
-        arrived = self._inputs.arrived
+        arrived = self._shared.arrived
         answer = self._do("take", "")
         self.awaited_input = None if answer.version else arrived
-        self._inputs.take(answer.version)
+        self._shared.take(answer.version)
         return (answer.value or b"") if answer.version else None
 
     @property
     def awaits(self) -> int:
         """If the last ``receive`` found no input: the number of the next input. Otherwise 0."""
-        return 0 if self.awaited_input is None else self._inputs.taken + 1
+        return 0 if self.awaited_input is None else self._shared.taken + 1
 
     def send(self, text: bytes) -> None:
         """See ``host.Variables``."""
@@ -273,6 +290,11 @@ class SequenceVariables:
         number = self._count + 1
         answer = self._do("set", record_of(self.lineage, number), attempt, 0)
         return RecordMark(self._request, self.lineage, number, answer.written, answer.repeated)
+
+    def begin_round(self) -> None:
+        """Called before each round of the sequence."""
+        self.repeated = False
+        self.awaited_input = self._awaited_variable = None
 
     def mark(self) -> VariablesMark:
         """The present state, to which ``rewind`` can return."""
@@ -331,6 +353,7 @@ class SequenceVariables:
             }
             self._writes.append({"WriteVar": command})
             self.own_changes += 1
+            self._shared.written.add(name)
             self._written()
         return Written(answer.written, answer.version, answer.value or b"")
 

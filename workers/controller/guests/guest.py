@@ -84,13 +84,20 @@ def _ask(what: Question, name: str = "", value: bytes = b"", number: int | None 
     return told
 
 
+def _stored(told: Told) -> Stored | None:
+    return Stored(told.version, told.value or b"") if told.version else None
+
+
 class _Variables:
     """The variables of a sequence. Each access is a question to the worker."""
 
     def get(self, name: str) -> Stored | None:
         """Reads a variable; None if it does not exist."""
-        told = _ask("get", name)
-        return Stored(told.version, told.value or b"") if told.version else None
+        return _stored(_ask("get", name))
+
+    def await_write(self, name: str) -> Stored | None:
+        """Reads a variable. If it does not exist, a write of the variable wakes the sequence."""
+        return _stored(_ask("await_write", name))
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
         """Writes a variable; with ``when_version_is``, only if the variable has this version."""

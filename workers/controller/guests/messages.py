@@ -220,15 +220,18 @@ class ConstrainedText(Struct, array_like=True):
     tokens: list[TokenId]
 
 
-Question = Literal["get", "set", "append", "receive", "send", "call", "memory", "next_tokens"]
+Question = Literal[
+    "get", "await_write", "set", "append", "receive", "send", "call", "memory", "next_tokens"
+]
 
 
 class Asked(Message):
     """A question of a guest to its worker during a call.
 
-    ``what`` is ``get``, ``set`` or ``append`` for the variable ``name``, ``receive`` or ``send``
-    for a text, ``call`` for the tool ``name``, ``memory`` for ``number`` bytes, or ``next_tokens``
-    for the constraint ``name``. The ``value`` of ``next_tokens`` is a ``ConstrainedText``.
+    ``what`` is ``get``, ``await_write``, ``set`` or ``append`` for the variable ``name``,
+    ``receive`` or ``send`` for a text, ``call`` for the tool ``name``, ``memory`` for ``number``
+    bytes, or ``next_tokens`` for the constraint ``name``. The ``value`` of ``next_tokens`` is a
+    ``ConstrainedText``.
     """
 
     handle: int

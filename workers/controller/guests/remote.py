@@ -207,8 +207,9 @@ class RemoteController:
         self._waits = True
         if asked.what == "next_tokens":
             return self._next_tokens(asked)
-        if asked.what == "get":
-            stored = variables.get(asked.name)
+        if asked.what in ("get", "await_write"):
+            read = variables.get if asked.what == "get" else variables.await_write
+            stored = read(asked.name)
             if stored is None:
                 return Told()
             return Told(version=stored.version, value=stored.value)

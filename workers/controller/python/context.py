@@ -264,7 +264,7 @@ class Context:
     async def wait_var(self, name: str) -> str:
         """Suspends the sequence until the request has the variable ``name``, and returns the
         variable's text."""
-        read = self._host.variables.get
+        read = self._host.variables.await_write
         stored = await self._ask(
             lambda question: WaitFor(question, lambda: read(name)), "wait_var", name=name
         )
@@ -450,6 +450,11 @@ class _RecordedVariables:
     def __init__(self, variables: Variables, transcript: Transcript) -> None:
         self._variables = variables
         self._transcript = transcript
+
+    def await_write(self, name: str) -> Stored | None:
+        """Reads a variable, or awaits its write. The variable is not recorded here, because
+        ``Context.wait_var`` records it."""
+        return self._variables.await_write(name)
 
     def receive(self) -> bytes | None:
         """Receives an input. The text is not recorded here, because ``Context.receive`` records

@@ -7,6 +7,7 @@ import re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenbus.protocol.errors import Code
+from tokenbus.protocol.worker_messages import Variable, VariableAnswer
 from tokenbus.workers.controller.host import Host, allowed
 from tokenbus.workers.controller.interface import Action
 from tokenbus.workers.controller.limits import Limits
@@ -209,3 +210,25 @@ def test_a_copy_in_the_middle_of_a_text_goes_on_with_it() -> None:
         assert controller.pre_process().action is Action.STOP
         controller.close()
     assert (first.log.take(), second.log.take()) == ("abc", "abd")
+
+
+def test_only_a_write_of_its_variable_wakes_a_sequence_that_waits_for_it() -> None:
+    storage, reads = VariableStorage(), []
+
+    def perform(operation: Variable) -> VariableAnswer:
+        if operation.op == "get":
+            reads.append(operation.name)
+        return storage.apply(operation)
+
+    async def main(ctx: Context) -> None:
+        if await ctx.fork(2):
+            await ctx.gen(max_tokens=20)
+            ctx.vars["other"] = "x"
+            await ctx.gen(max_tokens=5)
+            ctx.vars["go"] = "y"
+        else:
+            await ctx.fixed(await ctx.wait_var("go"))
+
+    run = play_script(main, perform=perform)
+    assert run.text(0) == "y"
+    assert reads == ["go", "go"]
