@@ -125,13 +125,17 @@ def test_a_tree_keeps_the_best_thoughts_of_each_level(client: Client) -> None:
 
 
 def test_a_tree_search_ends_with_the_best_text(client: Client) -> None:
-    arg = {"verifier": "vowels", "rollouts": 8, "width": 2, "depth": 3, "tokens": 12}
-    [sequence] = run(client, "tree_search", arg)
+    arg = {"verifier": "vowels", "rollouts": 8, "parallel": 2, "width": 2, "depth": 3, "tokens": 12}
+    sequence, root, *lines = run(client, "tree_search", arg)
     found = re.fullmatch(r"(\d+) texts were rated, the best one ([\d.]+)\n", sequence.logs)
     assert found is not None
+    assert root.text == ""
+    assert sequence.text in [line.text for line in lines]
+    assert len(lines) == int(found[1])
     rating = min(1.0, sum(map(sequence.text.count, "aeiou")) / 60)
     assert float(found[2]) == pytest.approx(rating, abs=1e-4)
-    assert rating > 0
+    ratings = [min(1.0, sum(map(line.text.count, "aeiou")) / 60) for line in lines]
+    assert rating == max(ratings) > 0
 
 
 @pytest.mark.parametrize(
