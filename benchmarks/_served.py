@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -77,14 +77,15 @@ class System:
             self.close()
             raise
 
-    def wait(self, seconds: float = START_S) -> None:
-        """Waits until all workers have registered and the model is loaded."""
-        deadline = time.monotonic() + seconds
+    def wait(self, seconds: float = START_S, others: Set[str] = frozenset()) -> None:
+        """Waits until all workers have registered and the model is loaded. ``others``: further
+        roles, whose workers were started by ``start``."""
+        deadline, roles = time.monotonic() + seconds, self._roles | others
         with Client(self.front, patience_s=seconds) as client:
             while time.monotonic() < deadline:
                 with contextlib.suppress(TokenbusError):
                     workers = client.status(timeout_s=5.0).workers
-                    if {w.role for w in workers if w.role != "gpu" or w.models} == self._roles:
+                    if {w.role for w in workers if w.role != "gpu" or w.models} == roles:
                         return
                 time.sleep(0.1)
         raise SystemExit(f"the system did not start within {seconds:g} s; see {self._log.name}")

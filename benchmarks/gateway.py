@@ -72,16 +72,9 @@ class System:
 
     def wait(self) -> None:
         """Waits until the worker has the model and the gateway is ready."""
-        deadline = time.monotonic() + 120.0
         with Client(self.front, patience_s=120.0) as client:
             client.model_info(self.model, timeout_s=120.0)
-        while time.monotonic() < deadline:
-            try:
-                with urlopen(f"http://127.0.0.1:{self.port}/ready", timeout=5.0):
-                    return
-            except OSError:
-                time.sleep(0.1)
-        raise TokenbusError("no_worker", "the gateway is not ready")
+        wait_until_ready(f"127.0.0.1:{self.port}")
 
     def close(self) -> None:
         """Kills all processes."""
@@ -100,6 +93,18 @@ def system() -> Iterator[System]:
             yield running
         finally:
             running.close()
+
+
+def wait_until_ready(address: str) -> None:
+    """Waits until the gateway at an address is ready."""
+    deadline = time.monotonic() + 120.0
+    while time.monotonic() < deadline:
+        try:
+            with urlopen(f"http://{address}/ready", timeout=5.0):
+                return
+        except OSError:
+            time.sleep(0.1)
+    raise TokenbusError("no_worker", "the gateway is not ready")
 
 
 def free_port() -> int:

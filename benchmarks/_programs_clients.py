@@ -1,0 +1,159 @@
+"""The algorithms of ``programs.py`` as asyncio clients of a server.
+
+Each function does what the program of the same name does, with the same prompts, numbers of tokens
+and constraints. Requests that do not depend on one another run at the same time. Tools are called
+within this process, which takes no time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from _programs_doors import Door, Wanted
+
+RATINGS = ("sure", "likely", "unlikely", "impossible")
+
+
+async def best_of_n(door: Door, prompt: list[int], n: int, tokens: int) -> list[int]:
+    """The completion with the highest mean log-probability."""
+    wanted = Wanted(tokens, logprobs=True)
+    found = await asyncio.gather(*(door.complete(prompt, wanted) for _ in range(n)))
+    return max(found, key=lambda one: sum(one.logprobs) / len(one.logprobs)).tokens
+
+
+async def beam_search(door: Door, prompt: list[int], width: int, tokens: int) -> list[int]:
+    """The likeliest text of a beam search."""
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    for step in range(tokens):
+        wanted = Wanted(1, top=width)
+        found = await asyncio.gather(*(door.complete(prompt + text, wanted) for _, text in beams))
+        every = [
+            (score + logprob, [*text, token])
+            for (score, text), one in zip(beams, found, strict=True)
+            for token, logprob in one.top.items()
+        ]
+        beams = sorted(every, reverse=True)[: 1 if step == tokens - 1 else width]
+    return beams[0][1]
+
+
+async def tree_of_thoughts(
+    door: Door, prompt: list[int], width: int, depth: int, keep: int, tokens: int
+) -> list[int]:
+    """The text of the best thoughts, and an answer."""
+    kept = [prompt]
+    for level in range(depth):
+        begin = f"Step {level + 1}: "
+        begun = [_line(door, parent, begin, tokens) for parent in kept for _ in range(width)]
+        thoughts = await asyncio.gather(*begun)
+        ratings = await asyncio.gather(*(_rating(door, thought) for thought in thoughts))
+        places = sorted(range(len(thoughts)), key=ratings.__getitem__)
+        kept = [thoughts[place] for place in places[:keep]]
+    return (await _line(door, kept[0], "Answer: ", tokens))[len(prompt) :]
+
+
+async def _rating(door: Door, text: list[int]) -> int:
+    options = [f"{each} that this leads to the goal.)\n" for each in RATINGS]
+    wanted = Wanted(200, choice=options)
+    found = await door.complete(text + door.words.tokens("(It is "), wanted)
+    return RATINGS.index(door.words.text(found.tokens).split(" ")[0])
+
+
+async def _line(door: Door, text: list[int], begin: str, tokens: int) -> list[int]:
+    """The text with another line, which begins with ``begin``."""
+    text = text + door.words.tokens(begin)
+    found = await door.complete(text, Wanted(tokens, line=True))
+    return [*text, *found.tokens, door.words.line_end]
+
+
+class _Line:
+    """A line of a tree search (``programs/tree_search.py``)."""
+
+    def __init__(self, parent: _Line | None = None) -> None:
+        self.parent = parent
+        self.text: list[int] = []
+        self.depth: int = parent.depth + 1 if parent else 0
+        self.next: list[_Line] = []
+        self.tries = 0
+        self.sum = 0.0
+
+    def promise(self) -> float:
+        """The upper bound of the line's rating."""
+        return (self.sum + (self.parent.tries if self.parent else 0) ** 0.5) / self.tries
+
+    def path(self) -> list[_Line]:
+        """This line and all lines before it."""
+        return [self, *(self.parent.path() if self.parent else ())]
+
+
+async def tree_search(
+    door: Door,
+    prompt: list[int],
+    verifier: Callable[[str], float],
+    rollouts: int,
+    parallel: int,
+    width: int,
+    depth: int,
+    tokens: int,
+) -> list[int]:
+    """The best text of a Monte Carlo tree search."""
+    root, best, best_rating = _Line(), _Line(), -1.0
+    wanted = Wanted(tokens, line=True)
+
+    async def grown(line: _Line) -> float:
+        assert line.parent is not None
+        found = await door.complete(prompt + line.parent.text, wanted)
+        line.text = [*line.parent.text, *found.tokens]
+        return verifier(door.words.text(line.text))
+
+    for _ in range(0, rollouts, parallel):
+        lines = []
+        for _ in range(parallel):
+            at = root
+            while len(at.next) >= width and at.depth < depth - 1:
+                at = max(at.next, key=_Line.promise)
+            at.next.append(_Line(at))
+            lines.append(at.next[-1])
+            for each in lines[-1].path():
+                each.tries += 1
+        for line, rating in zip(lines, await asyncio.gather(*map(grown, lines)), strict=True):
+            if rating > best_rating:
+                best, best_rating = line, rating
+            for each in line.path():
+                each.sum += rating
+    return best.text
+
+
+async def react(
+    door: Door,
+    prompt: list[int],
+    tools: Mapping[str, Mapping[str, Any]],
+    calls: Mapping[str, Callable[..., str]],
+    turns: int,
+    tokens: int,
+) -> int:
+    """Thinks, calls tools and answers; returns the number of calls."""
+    words, text = door.words, prompt
+    actions: Sequence[str] = [*tools, "answer"]
+    for turn in range(turns):
+        text = await _line(door, text, "Thought: ", tokens)
+        text = text + words.tokens("Action: ")
+        chosen = await door.complete(text, Wanted(tokens, choice=actions))
+        text = text + chosen.tokens + words.tokens(" ")
+        name = words.text(chosen.tokens)
+        if name == "answer":
+            await _line(door, text, "", tokens)
+            return turn
+        schema = {
+            "type": "object",
+            "properties": tools[name],
+            "required": list(tools[name]),
+            "additionalProperties": False,
+        }
+        arguments = await door.complete(text, Wanted(tokens, schema=schema))
+        seen = json.dumps(calls[name](**json.loads(words.text(arguments.tokens))))
+        text = text + arguments.tokens + words.tokens(f"\nObservation: {seen}\n")
+    await _line(door, text, "Action: answer ", tokens)
+    return turns
