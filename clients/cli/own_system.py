@@ -69,6 +69,7 @@ def own_system(settings: Settings, model: str) -> Iterator[Client]:
     The system ends with the ``with`` block, and at Ctrl-C, SIGTERM or SIGHUP. Raises
     UnavailableError if the system does not start.
     """
+    from ..system.model_check import check_model
     from ..system.supervisor import Supervisor
     from ..system.watch import Watcher
 
@@ -89,6 +90,7 @@ def own_system(settings: Settings, model: str) -> Iterator[Client]:
     with interrupted():
         watcher = Watcher(supervisor.control, own)
         try:
+            check_model(own)
             with _progress(f"starting a system with the model {model} for this run"):
                 supervisor.start()
                 _wait_until_ready(supervisor, watcher)

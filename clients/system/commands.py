@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ...protocol.hub_names import GGUF
 from ...protocol.keys import KeyFolder
 from ...protocol.settings import Settings
 from .faults import NOT_RUNNING, WRONG_SETTING, SystemFault
+from .model_check import check_model
 
 if TYPE_CHECKING:
     from .. import Client
@@ -268,7 +268,7 @@ def _up(args: argparse.Namespace, settings: Settings) -> int:
     if settings.join:
         settings = joining(_with_what_is_installed(msgspec.structs.replace(settings, http="none")))
         lines = [f"starting workers for {settings.back}; logs are in {RunDir.of(settings).logs}"]
-        _check_model(settings)
+        check_model(settings)
         return run_system(settings, lines, lambda _: ["ready: the workers run"])
     settings = _with_what_is_installed(settings)
 
@@ -279,7 +279,7 @@ def _up(args: argparse.Namespace, settings: Settings) -> int:
             f"try:   {example(settings)}",
         ]
 
-    _check_model(settings)
+    check_model(settings)
     return run_system(settings, [f"starting; logs are in {RunDir.of(settings).logs}"], when_ready)
 
 
@@ -295,7 +295,7 @@ def _serve_model(args: argparse.Namespace, settings: Settings) -> int:
         run_dir=settings.run_dir or _port_dir(port),
         device="cuda" if args.cuda else settings.device,
     )
-    _check_model(settings)
+    check_model(settings)
     on_demand = settings.model == "auto"
     running = [f"======== Running on {settings.front} ========", "(Press CTRL+C to quit)"]
 
@@ -391,42 +391,6 @@ def _check_ray(settings: Settings) -> None:
     if settings.ray and find_spec("ray") is None:
         raise SystemFault(
             "ray: the package is not installed; pip install 'tokenbus[ray]' installs it",
-            WRONG_SETTING,
-        )
-
-
-def _check_model(settings: Settings) -> None:
-    """Raises SystemFault if a worker could not load the model or the draft model. Called before
-    workers start."""
-    if settings.quantize != "none":
-        _check_quantize(settings)
-    if settings.model == "auto" and not settings.allow:
-        raise SystemFault(
-            "model: 'auto' needs at least one --allow, for example --allow 'my-org/*'",
-            WRONG_SETTING,
-        )
-    for name in ("model", "draft_model"):
-        model = getattr(settings, name)
-        if not model.startswith(("/", "./", "../", "~")):
-            continue
-        path = Path(model)
-        if model.endswith(GGUF) and not path.is_file():
-            raise SystemFault(f"{name}: the file {model} does not exist", WRONG_SETTING)
-        if not path.is_dir() and not model.endswith(GGUF):
-            raise SystemFault(f"{name}: the folder {model} does not exist", WRONG_SETTING)
-
-
-def _check_quantize(settings: Settings) -> None:
-    """Raises SystemFault if the workers cannot quantize with the other settings."""
-    if settings.compile or settings.tp > 1:
-        other = "compile" if settings.compile else "tp"
-        raise SystemFault(
-            f"quantize: {settings.quantize} cannot be combined with {other}; leave out one of them",
-            WRONG_SETTING,
-        )
-    if find_spec("torchao") is None:
-        raise SystemFault(
-            "quantize: torchao is not installed; pip install 'tokenbus[quantize]' installs it",
             WRONG_SETTING,
         )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tokenbus.clients import Client, GenerateOptions, UnavailableError
+from tokenbus.clients.cli.main import main
 from tokenbus.clients.system.processes import alive
 
 from ..processes import Bus, clean_environment, free_port, until
@@ -297,6 +298,35 @@ def test_what_cannot_start_says_why_and_leaves_nothing(
     assert says in system.output
     assert "Traceback" not in system.output
     assert system.processes() == []
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("missing.gguf", "the file missing.gguf does not exist"),
+        ("empty.gguf", "the file empty.gguf is empty"),
+        ("bare", "the folder bare has no config.json"),
+        ("a b", "is not the name of a model on a hub"),
+        ("nosuch/name", "download it with 'tokenbus pull nosuch/name'"),
+        ("nosuch/name/x.gguf", "download it with 'tokenbus pull nosuch/name/x.gguf'"),
+        ("nosuch", "download it with 'tokenbus pull ORG/NAME'"),
+    ],
+)
+def test_a_model_that_this_machine_does_not_have_is_refused_before_the_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.gguf").touch()
+    Path("bare").mkdir()
+    assert main(["up", "--model", model, "--run-dir", "run", "--http", "none"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tokenbus: model: ")
+    assert (says in error, error.count("\n")) == (True, 1)
+    assert not Path("run").exists()
 
 
 def test_a_port_in_use_is_refused(folder: Path) -> None:

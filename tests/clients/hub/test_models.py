@@ -14,6 +14,9 @@ import pytest
 from huggingface_hub import constants
 from tokenbus.clients.cli.exits import FAILED, OK, REFUSED
 from tokenbus.clients.cli.main import main
+from tokenbus.clients.system.faults import SystemFault
+from tokenbus.clients.system.model_check import check_model
+from tokenbus.protocol.settings import Settings
 from tokenbus.workers.gpu import embedded
 from tokenbus.workers.gpu.model import checkpoint
 
@@ -109,6 +112,16 @@ def test_a_beginning_of_several_commits_is_refused(
         assert main(["pull", f"{NAME}@{number:0>40}"]) == OK
     assert main(["rm", f"{NAME}@000", *away]) == REFUSED
     assert "has several commits like org/tiny@000" in capsys.readouterr().err
+
+
+def test_a_system_starts_only_with_a_revision_that_was_pulled(hub: HubServer, cache: Path) -> None:
+    hub.add(NAME, FILES).publish(FILES, "v1")
+    with pytest.raises(SystemFault, match=f"model: .* 'tokenbus pull {NAME}'"):
+        check_model(Settings(model=NAME))
+    assert main(["pull", NAME]) == OK
+    check_model(Settings(model=NAME))
+    with pytest.raises(SystemFault, match=f"draft_model: .* 'tokenbus pull {NAME}@v1'"):
+        check_model(Settings(draft_model=f"{NAME}@v1"))
 
 
 @pytest.mark.parametrize(("answer", "code"), [("n", FAILED), ("y", OK)])

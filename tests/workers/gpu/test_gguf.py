@@ -73,11 +73,24 @@ def test_a_gguf_file_gives_the_tokens_of_its_weights(
     assert found.tokenizer.decode([300, 301]) == expected.tokenizer.decode([300, 301])
 
 
-def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "small.gguf"
-    file.write_bytes(b"PK" + bytes(100))
-    with pytest.raises(ModelLoadError, match=r"cannot load the model .*GGUF"):
-        load_model(str(file))
+@pytest.mark.parametrize(
+    ("path", "content", "says"),
+    [
+        ("small.gguf", b"PK" + bytes(100), r"is not a GGUF file: it begins with b'PK"),
+        ("small.gguf", b"", "is empty; download it again"),
+        ("model.bin", b"x", r"is a file; expected a folder, or a file that ends with \.gguf"),
+        ("folder/readme", b"x", r"has no config\.json; expected a folder"),
+        ("folder/a.gguf", b"x", r"has no config\.json; expected .* such as .*/folder/a\.gguf"),
+    ],
+)
+def test_a_path_without_a_model_is_refused_with_the_reason(
+    tmp_path: Path, path: str, content: bytes, says: str
+) -> None:
+    file = tmp_path / path
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(content)
+    with pytest.raises(ModelLoadError, match=f"^cannot load the model .*{says}"):
+        load_model(str(tmp_path / path.partition("/")[0]))
 
 
 def test_a_name_is_a_folder_a_file_or_a_model_of_a_hub(tmp_path: Path) -> None:

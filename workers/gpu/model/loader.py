@@ -24,7 +24,9 @@ from transformers import (
 )
 
 from ....protocol.messages import Quantized
+from ....protocol.model_paths import path_fault
 from ....protocol.text_bounds import TokenSize, size_of_tokenizer, token_size
+from .. import embedded
 from . import checkpoint, quantization
 from .cpu_native.decoder import Unsupported, check_supported
 from .cpu_native.library import library
@@ -137,6 +139,8 @@ def load_model(
     common = {"trust_remote_code": trust_remote_code}
     try:
         progress(0.0, "reading the configuration")
+        if name != embedded.NAME and Path(name).exists():
+            _check_path(name)
         found = checkpoint.find(name).fetched()
         config = AutoConfig.from_pretrained(found.place, **found.options, **common)
         progress(0.05, "loading the tokenizer")
@@ -412,6 +416,12 @@ def _plain_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> torch
 
 
 # --- parts of loading -----------------------------------------------------------------------------
+
+
+def _check_path(name: str) -> None:
+    fault = path_fault(name)
+    if fault is not None:
+        raise ModelLoadError(f"cannot load the model {name!r}: {fault}")
 
 
 def _device(name: str) -> torch.device:
