@@ -61,7 +61,14 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     from .cache import Cache
 
     cache = Cache(Path(constants.HF_HUB_CACHE).expanduser())
-    found = listed(cache, Served(settings))
+    served = Served(settings)
+    found = listed(cache, served)
+    if not served.broker_runs:
+        print(
+            f"tokenbus: no broker answers at {settings.front_endpoint}, so only the downloaded "
+            "models are listed",
+            file=sys.stderr,
+        )
     for fault in cache.faults:
         print(f"tokenbus: {fault}", file=sys.stderr)
     if args.json:

@@ -22,7 +22,8 @@ class Served:
         """Raises TokenbusError if a system runs and does not answer."""
         self.by_model: dict[str, list[str]] = {}
         """The names of the workers that serve a model, by the model."""
-        if not any(map(listens, separate(settings.front_endpoint))):
+        self.broker_runs = any(map(listens, separate(settings.front_endpoint)))
+        if not self.broker_runs:
             return
         with Brokers(settings) as brokers:
             for worker in brokers.status().workers:

@@ -76,6 +76,18 @@ def test_the_models_of_a_running_system_are_listed(
         assert line["workers"] == [worker.name for worker in client.status().workers]
 
 
+def test_without_a_broker_the_stored_models_are_listed(
+    two: tuple[str, str], away: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main(["models", *away]) == OK
+    output = capsys.readouterr()
+    assert output.out.count(NAME) == len(two)
+    assert output.err == (
+        f"tokenbus: no broker answers at {away[1]}, so only the downloaded models are listed\n"
+    )
+
+
 @pytest.mark.usefixtures("cache")
 def test_an_empty_cache_is_one_line(away: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", *away]) == OK
