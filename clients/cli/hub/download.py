@@ -22,7 +22,7 @@ from huggingface_hub.utils.tqdm import (
 from rich.filesize import decimal
 
 from ....protocol.hub_names import GGUF, HubName
-from .faults import HubFault, explained
+from .faults import HubFault, check_endpoint, explained
 
 WEIGHTS = ".safetensors"
 OTHERS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
@@ -52,8 +52,9 @@ class Hub:
 
     def __init__(self, endpoint: str = "", cache: str = "") -> None:
         """The defaults are those of huggingface_hub: the variables ``HF_ENDPOINT`` and
-        ``HF_HUB_CACHE``."""
+        ``HF_HUB_CACHE``. Raises HubFault if the hub's address is not valid."""
         self.endpoint = endpoint or constants.ENDPOINT
+        check_endpoint(self.endpoint)
         self.cache = Path(cache or constants.HF_HUB_CACHE).expanduser()
         self._api = HfApi(endpoint=self.endpoint, library_name="tokenbus")
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import cast
+from urllib.parse import urlsplit
 
 from ....protocol.hub_names import HubName
 from ..exits import FAILED, REFUSED, UNAVAILABLE, WRONG_USAGE, one_line
@@ -28,6 +30,21 @@ def check_installed() -> None:
     if find_spec("huggingface_hub") is None:
         raise HubFault(
             "huggingface_hub is not installed; pip install 'tokenbus[gpu]' installs it", WRONG_USAGE
+        )
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises HubFault if a text is not the address of a hub."""
+    try:
+        parts = urlsplit(endpoint)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise HubFault(
+            f"HF_ENDPOINT: {endpoint!r} is not the address of a hub; use one like "
+            "https://huggingface.co",
+            WRONG_USAGE,
         )
 
 
@@ -86,7 +103,7 @@ def _fault(error: Exception, name: HubName, endpoint: str) -> HubFault:
         where = error.filename or "the cache"
         return HubFault(f"cannot write {where}: {error.strerror}; check HF_HUB_CACHE", FAILED)
     reason = one_line(str(error)) or type(error).__name__
-    return HubFault(
-        f"cannot download from {endpoint}: {reason}; try again: complete files are kept",
-        UNAVAILABLE,
-    )
+    again = "try again: complete files are kept"
+    if "HF_ENDPOINT" in os.environ:
+        again = f"check HF_ENDPOINT, or {again}"
+    return HubFault(f"cannot download from {endpoint}: {reason}; {again}", UNAVAILABLE)

@@ -26,7 +26,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument(
         "hub_name",
-        type=hub_name,
+        type=_pulled_name,
         metavar="NAME",
         help="ORG/NAME, ORG/NAME@REVISION or ORG/NAME/FILE.gguf",
     )
@@ -40,6 +40,15 @@ def hub_name(text: str) -> HubName:
         return HubName.parse(text)
     except HubNameError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _pulled_name(text: str) -> HubName:
+    name = hub_name(text)
+    if "/" not in name.repository:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has no organization; expected ORG/NAME, for example Qwen/Qwen3-0.6B"
+        )
+    return name
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:

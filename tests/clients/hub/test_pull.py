@@ -164,6 +164,18 @@ def test_a_hub_that_does_not_answer_is_named(
     away = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setattr(download, "Hub", partial(Hub, away, str(tmp_path)))
     assert refusal(capsys, NAME, UNAVAILABLE).startswith(f"cannot download from {away}: ")
+    monkeypatch.setenv("HF_ENDPOINT", away)
+    assert "check HF_ENDPOINT, or try again" in refusal(capsys, NAME, UNAVAILABLE)
+
+
+@pytest.mark.parametrize("endpoint", ["nonsense", "ftp://hub", "https://", "http://hub:port"])
+def test_a_wrong_address_of_the_hub_is_named(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    assert refusal(capsys, NAME, WRONG_USAGE).startswith(
+        f"HF_ENDPOINT: {endpoint!r} is not the address of a hub; use one like https://"
+    )
 
 
 def test_a_model_that_does_not_fit_on_the_disk_is_refused_before_the_download(
@@ -194,13 +206,21 @@ def test_without_huggingface_hub_the_commands_say_how_to_install_it(
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("../models", "expected ORG/NAME, ORG/NAME@REVISION or ORG/NAME/FILE.gguf"),
+        ("nosuch", "'nosuch' has no organization; expected ORG/NAME"),
+        ("x.gguf", "'x.gguf' has no organization; expected ORG/NAME"),
+    ],
+)
 def test_a_wrong_name_is_refused_with_the_form_of_a_name(
-    capsys: pytest.CaptureFixture[str],
+    name: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["pull", "../models"])
+        main(["pull", name])
     assert caught.value.code == WRONG_USAGE
-    assert "expected ORG/NAME, ORG/NAME@REVISION or ORG/NAME/FILE.gguf" in capsys.readouterr().err
+    assert says in capsys.readouterr().err
 
 
 def test_parts_of_large_weights_are_wanted_with_their_index() -> None:
