@@ -147,8 +147,14 @@ def load_tools(source: str, timeout_s: float) -> dict[str, Served]:
 
 
 def _module(source: str) -> ModuleType:
+    is_file = source.endswith(".py")
+    if not is_file and not all(part.isidentifier() for part in source.split(".")):
+        raise _wrong(
+            f"{source!r} is neither a file nor a module; expected a file such as mytools.py, or a "
+            "module such as my.tools, whose functions with @tool are all served"
+        )
     try:
-        if not source.endswith(".py"):
+        if not is_file:
             if os.getcwd() not in sys.path:
                 sys.path.insert(0, os.getcwd())
             return importlib.import_module(source)

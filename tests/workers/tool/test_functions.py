@@ -129,6 +129,12 @@ def test_a_file_that_cannot_be_served_is_refused(tmp_path: Path, text: str, erro
         load_tools(str(file), 5.0)
 
 
+@pytest.mark.parametrize("source", ["mytools.py:weather", "mytools:weather", "./mytools", ""])
+def test_a_source_that_is_neither_a_file_nor_a_module_is_refused(source: str) -> None:
+    with pytest.raises(RequestError, match=r"expected a file such as mytools\.py, or a module"):
+        load_tools(source, 5.0)
+
+
 def test_a_file_that_is_missing_is_named() -> None:
     with pytest.raises(RequestError, match=r"/nowhere\.py does not exist"):
         load_tools("/nowhere.py", 5.0)
