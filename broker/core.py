@@ -72,7 +72,7 @@ class Broker:
         self.state = state = BrokerState(settings, boot=boot, now=now)
         self._moves = moves = Moves(state, Quarantine())
         self._ends = ends = Ends(state)
-        tools = Tools(state)
+        self._tools = tools = Tools(state)
         controllers = Controllers(state, tools)
         self.prefixes = prefixes = Prefixes(settings.route_by_prefix)
         placement = Placement(state, prefixes)
@@ -233,7 +233,7 @@ class Broker:
         self._at(now)
         self._ticked_at = now
         ticks = (self._leases, self.adoption, self._sessions, self.dispatcher, self._rollouts)
-        parts = [*(part.tick for part in ticks), self._ends.answers.tick]
+        parts = [*(part.tick for part in ticks), self._tools.tick, self._ends.answers.tick]
         for part in parts:
             self._guarded(part, now)
         if now - self._places_at >= PLACES_EVERY_S:

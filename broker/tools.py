@@ -3,7 +3,8 @@ worker, and records the end of the call.
 
 A program's controller worker sends CALL. The broker passes the call to a tool worker, and the tool
 worker's answer to the controller worker that runs the program at that time. A call that was passed
-to a tool worker is never passed to another tool worker.
+to a tool worker is never passed to another tool worker. If the last worker of a tool was lost a
+moment ago, new calls of the tool wait for this worker or its successor.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .outgoing import Outgoing, Side
 from .request import Request
 from .session import Session
 from .state import BrokerState
+from .waiting_calls import CallFields, CallId, WaitingCall, WaitingCalls
 from .worker import RETRY_AFTER_S, Worker, WorkerState
 
 MAX_ENDED = 64
@@ -33,25 +35,6 @@ MAX_CALLS = 1_000
 """Maximum number of running calls of a request."""
 MAX_SHOWN = 20
 """Maximum number of names of tools in an error message."""
-
-CallId = tuple[int, int, int]
-"""The id of a call: the request, the lineage of the sequence, and the number of the call's
-operation."""
-
-
-class _Call(Struct, array_like=True):
-    """The fields of a CALL that the broker reads."""
-
-    request: int
-    lineage: int
-    count: int
-    tool: str
-    arguments: bytes = b""
-    again: bool = False
-
-    @property
-    def id(self) -> CallId:
-        return self.request, self.lineage, self.count
 
 
 class _Name(Struct, array_like=True):
@@ -80,6 +63,7 @@ class Tools:
         self._out = state.out
         self._calls: dict[int, dict[CallId, _Passed]] = {}
         """By request: its running calls, and the last ``MAX_ENDED`` calls that were answered."""
+        self._waiting = WaitingCalls(state.settings.expiry_s)
         self._running: Counter[tuple[str, int]] = Counter()
         """Number of running calls, by owner and tool worker. The owner is the client's key or,
         without a key, its session."""
@@ -88,19 +72,19 @@ class Tools:
 
     def on_call(self, worker: Worker, frames: list[bytes]) -> None:
         """Handles CALL of a controller worker."""
-        call: _Call = decode_as(_Call, frames[2], "msgpack")
+        call: CallFields = decode_as(CallFields, frames[2], "msgpack")
         request = self._state.requests.get(call.request)
         if request is None or request.steered_by is not worker or not request.open:
             return
-        try:
-            passed = self._passed(request, call)
-        except TokenbusError as error:
-            self._answer(request, call.id, error)
-            return
-        sent_by = encode_header(call.request, worker.id)
-        self._out.append(
-            Outgoing(Side.BACK, passed.worker.peer, (b"CALL", sent_by, frames[2]), True)
-        )
+        if call.id not in self._waiting:
+            self._pass(request, call, frames[2])
+
+    def tick(self, now: float) -> None:
+        """Passes the waiting calls whose tools are served again, and answers those that have waited
+        too long."""
+        for waiting in self._waiting.take():
+            if waiting.request.open:
+                self._pass(waiting.request, waiting.call, waiting.body)
 
     def on_answer(self, worker: Worker, frames: list[bytes]) -> None:
         """Handles CALL_ANSWER of a tool worker."""
@@ -119,6 +103,9 @@ class Tools:
 
     def on_lost(self, worker: Worker) -> None:
         """Handles the loss of a tool worker: its running calls fail."""
+        if worker.tools and not worker.system_ends:
+            served = {tool for other in self._workers() for tool in other.tools}
+            self._waiting.lost(worker.tools.keys() - served, self._state.now)
         for id_ in list(worker.calls):
             request = self._state.requests.get(id_[0])
             passed = self._calls.get(id_[0], {}).get(id_)
@@ -134,6 +121,7 @@ class Tools:
 
     def end(self, request: Request) -> None:
         """Handles the end of a request: tool workers drop the request's calls."""
+        self._waiting.take(request.id)
         calls = self._calls.pop(request.id, {})
         for id_, passed in calls.items():
             self._release(id_, passed)
@@ -153,7 +141,32 @@ class Tools:
 
     # --- one call -------------------------------------------------------------------------------
 
-    def _passed(self, request: Request, call: _Call) -> _Passed:
+    def _pass(self, request: Request, call: CallFields, body: bytes) -> None:
+        """Passes a call to a tool worker, lets it wait for a worker, or answers it with an
+        error."""
+        try:
+            try:
+                passed = self._passed(request, call)
+            except TokenbusError as error:
+                if not self._is_awaited(error):
+                    raise
+                self._waiting.add(WaitingCall(request, call, body, _owner(request)))
+                return
+        except TokenbusError as error:
+            self._answer(request, call.id, error)
+            return
+        sent_by = encode_header(call.request, request.steered_by.id if request.steered_by else 0)
+        self._out.append(Outgoing(Side.BACK, passed.worker.peer, (b"CALL", sent_by, body), True))
+
+    def _is_awaited(self, error: TokenbusError) -> bool:
+        """Whether a call that would be refused with ``error`` waits instead, because a worker that
+        serves its tool may register."""
+        if error.code != Code.NO_WORKER:
+            return False
+        settles = self._state.recovery.settles(self._state.now)
+        return settles or isinstance(error, UnavailableError)
+
+    def _passed(self, request: Request, call: CallFields) -> _Passed:
         """Assigns a call to a tool worker, or returns the earlier assignment. Raises TokenbusError
         if the call is refused."""
         calls = self._calls.get(request.id, {})
@@ -172,7 +185,7 @@ class Tools:
                 Code.CLIENT_LIMIT,
                 f"the request has {MAX_CALLS} running calls, which is the maximum",
             )
-        owner = request.session.key or str(request.session.id)
+        owner = _owner(request)
         worker = self._choose(call.tool, owner)
         passed = _Passed(worker, call.tool, owner)
         self._calls.setdefault(request.id, {})[call.id] = passed
@@ -196,9 +209,18 @@ class Tools:
             )
 
     def _serving(self, tool: str) -> list[Worker]:
-        """The ready workers that serve a tool; raises RequestError if no worker does."""
-        workers = list(self._state.pools.of_role("tool").values())
+        """The ready workers that serve a tool. Raises UnavailableError if the last such worker was
+        lost a moment ago or drains, and RequestError if the tool is unknown."""
+        workers = self._workers()
         serving = [w for w in workers if tool in w.tools and w.state is WorkerState.READY]
+        drains = any(tool in w.tools and not w.system_ends for w in workers)
+        if not serving and (drains or self._waiting.has_left(tool, self._state.now)):
+            raise UnavailableError(
+                Code.NO_WORKER,
+                f"the last worker of the tool {tool!r} was lost; start one, or try again in a "
+                "moment",
+                retry_after_s=RETRY_AFTER_S,
+            )
         if not serving:
             names = sorted({name for w in workers for name in w.tools})
             shown = ", ".join(names[:MAX_SHOWN]) + (", …" if names[MAX_SHOWN:] else "")
@@ -207,6 +229,9 @@ class Tools:
                 f"no worker serves the tool {tool!r}; served are: {shown or 'no tools'}",
             )
         return serving
+
+    def _workers(self) -> list[Worker]:
+        return list(self._state.pools.of_role("tool").values())
 
     def _choose(self, tool: str, owner: str) -> Worker:
         """The least filled worker that serves a tool. Raises TokenbusError if no worker serves the
@@ -249,3 +274,8 @@ class Tools:
         if request.steered_by is not None:
             answer = CallAnswer(*id_, error=error.message, code=str(error.code))
             self._out.to_worker(request.steered_by, b"CALL_ANSWER", answer)
+
+
+def _owner(request: Request) -> str:
+    """The client to which the calls of a request count: its key or, without a key, its session."""
+    return request.session.key or str(request.session.id)

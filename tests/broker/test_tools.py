@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from tokenbus.broker.outgoing import Side
+from tokenbus.broker.waiting_calls import MAX_WAITING
 from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.header import Header, decode_header
 from tokenbus.protocol.keys import Allowed
@@ -125,6 +126,54 @@ def test_the_calls_of_a_lost_worker_fail(bench: ToolBench) -> None:
     [answer] = bench.answers()
     assert answer.code == "worker_lost"
     assert bench.calls("t2") == []
+
+
+@pytest.mark.parametrize("leaves", ["dies", "drains"])
+def test_a_call_waits_for_the_return_of_the_last_worker_of_its_tool(
+    bench: ToolBench, leaves: str
+) -> None:
+    """The running call of the worker fails, and calls of all its tools that come later wait."""
+    request = bench.begun()
+    if leaves == "dies":
+        bench.call(request, "search", count=9)
+        bench.sent += bench.broker.on_gone(Side.BACK, peer_of("t2"), bench.now)
+        assert [(a.count, a.code) for a in bench.answers()] == [(9, "worker_lost")]
+    else:
+        bench.send("t2", "DRAIN", {"reason": "test"})
+    bench.call(request, "search")
+    bench.call(request, "add", count=2)
+    bench.pass_time(2)
+    bench.call(request, "search", again=True)
+    assert (bench.answers(), bench.calls("t1")) == ([], [2])
+    bench.tool_worker("t3", "search")
+    bench.pass_time(0.25)
+    assert bench.bodies("t3", "CALL", Call) == [Call(request, 0, 1, "search", b'{"a":1}')]
+    bench.answer("t3", request)
+    assert bench.answers() == [CallAnswer(request, 0, 1, b"2")]
+
+
+def test_a_call_whose_worker_does_not_return_fails(bench: ToolBench) -> None:
+    request, ended = bench.begun(), bench.begun(2, client="d")
+    bench.sent += bench.broker.on_gone(Side.BACK, peer_of("t2"), bench.now)
+    bench.call(request, "search")
+    bench.call(ended, "search")
+    bench.send("gpu", "ERROR", {"code": "internal", "message": "m"}, Header(ended, 0, 2))
+    bench.pass_time(5.25)
+    [answer] = bench.answers()
+    assert (answer.request, answer.code) == (request, "no_worker")
+    assert answer.error == "no worker serves the tool 'search'; served are: add"
+
+
+def test_one_client_leaves_waiting_places_for_others(bench: ToolBench) -> None:
+    request, other = bench.begun(), bench.begun(client="d")
+    bench.sent += bench.broker.on_gone(Side.BACK, peer_of("t2"), bench.now)
+    for count in range(1, MAX_WAITING + 1):
+        bench.call(request, "search", count=count)
+    refused = bench.answers()
+    assert {answer.code for answer in refused} == {"queue_full"}
+    assert len(refused) == MAX_WAITING // 2
+    bench.call(other, "search")
+    assert bench.answers() == []
 
 
 def test_an_unknown_tool_is_refused_with_the_names_that_are_served(bench: ToolBench) -> None:

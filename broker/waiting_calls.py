@@ -1,0 +1,98 @@
+"""Calls of tools that wait for a tool worker: the worker that served the tool was lost, and may
+register again. A waiting call was not passed to a tool worker."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from msgspec import Struct
+
+from ..protocol.errors import Code, UnavailableError
+from ..protocol.shares import fits_share
+from .request import Request
+from .worker import RETRY_AFTER_S
+
+MAX_WAITING = 256
+"""Maximum number of waiting calls. Their arguments have up to 16 MiB together."""
+
+CallId = tuple[int, int, int]
+"""The id of a call: the request, the lineage of the sequence, and the number of the call's
+operation."""
+
+
+class CallFields(Struct, array_like=True):
+    """The fields of a CALL that the broker reads."""
+
+    request: int
+    lineage: int
+    count: int
+    tool: str
+    arguments: bytes = b""
+    again: bool = False
+
+    @property
+    def id(self) -> CallId:
+        return self.request, self.lineage, self.count
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingCall:
+    """A call that waits, and the body of its message."""
+
+    request: Request
+    call: CallFields
+    body: bytes
+    owner: str
+
+
+class WaitingCalls:
+    """The waiting calls, and the tools whose last worker was lost. ``wait_s``: the time for which
+    the calls of such a tool wait, in seconds."""
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
+        self._left: dict[str, float] = {}
+        """By tool: the time at which its last worker was lost, in seconds."""
+        self._calls: dict[CallId, WaitingCall] = {}
+        self._owned: Counter[str] = Counter()
+        """Number of waiting calls, by owner."""
+
+    def __contains__(self, call: CallId) -> bool:
+        return call in self._calls
+
+    def lost(self, tools: Iterable[str], now: float) -> None:
+        """Records that the last worker of these tools was lost."""
+        self._left = {tool: at for tool, at in self._left.items() if self.has_left(tool, now)}
+        self._left |= dict.fromkeys(tools, now)
+
+    def has_left(self, tool: str, now: float) -> bool:
+        """Whether the last worker of a tool was lost less than ``wait_s`` ago."""
+        return now < self._left.get(tool, float("-inf")) + self._wait_s
+
+    def add(self, waiting: WaitingCall) -> None:
+        """Adds a call. Raises UnavailableError if too many calls wait."""
+        own, total = self._owned[waiting.owner], len(self._calls)
+        if not fits_share(own, total, MAX_WAITING):
+            raise UnavailableError(
+                Code.QUEUE_FULL,
+                f"no worker serves the tool {waiting.call.tool!r} at the moment, and {total} of "
+                f"{MAX_WAITING} calls wait already, {own} of them for this client; try again later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._calls[waiting.call.id] = waiting
+        self._owned[waiting.owner] += 1
+
+    def take(self, request: int | None = None) -> list[WaitingCall]:
+        """Removes the calls of a request, or all calls; returns them in the order of their
+        arrival."""
+        if not self._calls:
+            return []
+        taken = [w for w in self._calls.values() if request in (None, w.request.id)]
+        for waiting in taken:
+            del self._calls[waiting.call.id]
+            self._owned[waiting.owner] -= 1
+            if not self._owned[waiting.owner]:
+                del self._owned[waiting.owner]
+        return taken
