@@ -160,8 +160,8 @@ class Host:
     scores: Scores = field(default_factory=list)
     """In the post_process after SCORE: the scores of the texts; otherwise empty."""
     refusal: str = ""
-    """In the post_process after SAVE or OPEN: the reason if the context was not saved or opened;
-    otherwise empty."""
+    """In the post_process after SAVE, OPEN or GENERATE: the reason if the context was not saved or
+    opened, or if the constraint of the text is not valid; otherwise empty."""
 
     def give(
         self,

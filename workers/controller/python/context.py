@@ -25,7 +25,7 @@ from .arguments import parsed, special_token
 from .author_calls import place
 from .awaitable_calls import AwaitableCall, awaitable_call
 from .bias_values import BiasValues, bias_of
-from .delegated_text import Delegated, text_of_options
+from .delegated_text import Delegated, text_of_answer, text_of_options
 from .operations import (
     Append,
     Fork,
@@ -171,7 +171,7 @@ class Context:
 
         def make(question: Question) -> Operation:
             if delegated is not None:
-                return Delegated(question, self._host.vocabulary, delegated, added)
+                return Delegated(question, self._host, delegated, added)
             return Generate(
                 question,
                 self._host.vocabulary,
@@ -183,9 +183,7 @@ class Context:
 
         if added is not None:
             rest["bias"] = zlib.crc32(added.encoded())
-        text = await self._ask(make, "gen", **kinds, **rest)
-        assert isinstance(text, bytes)
-        return text.decode("utf-8", "replace")
+        return text_of_answer(await self._ask(make, "gen", **kinds, **rest))
 
     @awaitable_call
     async def fork(self, count: int) -> int:

@@ -11,7 +11,7 @@ import msgspec
 
 from ....protocol.errors import Code, ControllerError
 from ..biases import Bias
-from ..host import Vocabulary
+from ..host import Host
 from ..interface import Action, Answer
 from ..scripts.generation import Generate
 from .operations import Operation
@@ -22,13 +22,12 @@ KINDS = ("regex", "choice", "json_schema", "lark", "yacc", "substring")
 
 
 class Delegated(Operation):
-    """A text that the worker generates; the answer is the text, as bytes."""
+    """A text that the worker generates; the answer is the text, as bytes. If its constraint is
+    refused, the answer is the reason, as str."""
 
-    def __init__(
-        self, question: Question, vocabulary: Vocabulary, text: Generate, bias: Bias | None
-    ) -> None:
+    def __init__(self, question: Question, host: Host, text: Generate, bias: Bias | None) -> None:
         super().__init__(question)
-        self._vocabulary = vocabulary
+        self._host = host
         generate = msgspec.json.encode(text)
         self._answer = Answer(Action.GENERATE, bias=bias, generate=generate)
 
@@ -38,7 +37,16 @@ class Delegated(Operation):
 
     def post_process(self, tokens: Sequence[int]) -> None:
         """Finishes the operation. ``tokens`` are the tokens of the whole text."""
-        self._finish(b"".join(map(self._vocabulary.token, tokens)))
+        text = b"".join(map(self._host.vocabulary.token, tokens))
+        self._finish(self._host.refusal or text)
+
+
+def text_of_answer(answer: object) -> str:
+    """The text in the answer of ``gen``; raises ControllerError if its constraint was refused."""
+    if isinstance(answer, str):
+        raise _wrong(answer)
+    assert isinstance(answer, bytes)
+    return answer.decode("utf-8", "replace")
 
 
 def text_of_options(options: dict[str, Any], place: str = "") -> Generate:

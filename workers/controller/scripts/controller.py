@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ....protocol.errors import Code, ControllerError, TokenbusError
+from ....protocol.errors import Code, ControllerError, RequestError, TokenbusError
 from ..host import Host
 from ..interface import (
     CONTINUE,
@@ -31,6 +31,9 @@ from .next_tokens import ConstraintQuestions, FindConstraint
 MAX_EMPTY_TEXTS = 256
 """Maximum number of texts without a token that a script may generate one after another in one
 round."""
+MAX_REFUSALS = 16
+"""Maximum number of constraints of a sequence that may be refused. Each refusal may take as long as
+compiling a grammar."""
 
 
 class ScriptProgram:
@@ -69,6 +72,8 @@ class ScriptController:
         """Number of tokens after the prompt."""
         self._held: Answer | None = None
         """An answer of the guest that the next pre_process returns."""
+        self._refusals = 0
+        """Number of constraints of this sequence that were refused."""
         self._detour = 0
         """The state of a move from mid_process to pre_process without sampling
         (``python.script._Detour``). 0: no move is under way; 1: a token was appended; 2: the next
@@ -106,11 +111,11 @@ class ScriptController:
                 if answer.action is not Action.GENERATE:
                     return answer
                 self._begin_text(answer)
-            assert self._generation is not None
-            found = self._generation.mid_process(mask)
-            if found is not None:
-                return found
-            self._finish_text()
+            if self._generation is not None:
+                found = self._generation.mid_process(mask)
+                if found is not None:
+                    return found
+                self._finish_text()
             answer = self._guest.pre_process()
             if answer.action is Action.FORK or answer.action is Action.SUSPEND:
                 return self._leave(answer)
@@ -140,6 +145,7 @@ class ScriptController:
         """Copies the guest and the text."""
         other = ScriptController(self._guest.fork, host, self._constraints)
         other._length, other._held, other._detour = self._length, self._held, self._detour
+        other._refusals = self._refusals
         if self._generation is not None:
             try:
                 other._generation = self._generation.fork(host)
@@ -197,11 +203,19 @@ class ScriptController:
     # --- inside ---------------------------------------------------------------------------------
 
     def _begin_text(self, answer: Answer) -> None:
+        """Begins a text. If its constraint is refused, passes the reason to the guest, whose script
+        can catch this error; the script then has no text."""
         asked = decode_generate(answer.generate)
         constraint = None
         if asked.kind is not None:
             try:
                 constraint = self._constraint(asked)
+            except RequestError as error:
+                self._refusals += 1
+                if self._refusals > MAX_REFUSALS:
+                    raise failed(asked, error) from None
+                self._refuse(f"gen({asked.kind}): {error.message}")
+                return
             except TokenbusError as error:
                 raise failed(asked, error) from None
         self._generation = Generation(asked, self._host, constraint, answer.bias)
@@ -216,6 +230,14 @@ class ScriptController:
         constraint = program.start(host)
         constraint.init_prompt(())
         return constraint
+
+    def _refuse(self, reason: str) -> None:
+        """Passes the reason of a refusal to the guest, in a post_process without tokens."""
+        self._host.refusal = reason
+        try:
+            self._guest.post_process((), 0)
+        finally:
+            self._host.refusal = ""
 
     def _finish_text(self) -> None:
         """Passes the tokens of the text to the guest."""

@@ -29,8 +29,10 @@ address of the texts as JSON: lists of token ids. The arguments of the next post
 log-probabilities, as the bits of float32 numbers."""
 BEGIN, SAVE, OPEN = 7, 8, 9
 """The results of mid_process if the sequence begins anew, or if a context is saved or opened. Words
-8 and 9 have the prompt, or a ``_Context`` as JSON. If the context is refused, the arguments of the
-next post_process are the bytes of the reason."""
+8 and 9 have the prompt, or a ``_Context`` as JSON."""
+REFUSED = 0xFFFF_FFFF
+"""The number of dropped tokens in the arguments of post_process if a text or a context is refused.
+The tokens are then the bytes of the reason."""
 MAX_GENERATE_BYTES = 2 * 1024 * 1024
 
 
@@ -111,7 +113,7 @@ class ScriptGuest(NativeController):
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Passes tokens, scores or a refusal to the script."""
         if self._host.refusal:
-            tokens = list(self._host.refusal.encode())
+            tokens, backtrack = list(self._host.refusal.encode()), REFUSED
         elif self._host.scores:
             scores = np.fromiter(chain.from_iterable(self._host.scores), np.float32)
             tokens = scores.view(np.uint32).tolist()

@@ -24,7 +24,7 @@ from ..limits import Limits
 from ..python.author_calls import AuthorCalls
 from ..python.bias_values import bias_of
 from ..python.context import Context, Label
-from ..python.delegated_text import Delegated, text_of_options
+from ..python.delegated_text import Delegated, text_of_answer, text_of_options
 from ..python.operations import Operation
 from ..python.script import Script, ScriptController
 from ..python.transcript import Question, Transcript
@@ -227,16 +227,14 @@ class PythonContext(Context):
         if given.get("allow") is not None:
             return await self.gen(**given)
         options = {key: value for key, value in given.items() if value is not None}
-        vocabulary = self._host.vocabulary
-        bias = bias_of(options.pop("bias", None), vocabulary.size, "gen(bias=…)")
+        host = self._host
+        bias = bias_of(options.pop("bias", None), host.vocabulary.size, "gen(bias=…)")
         asked = text_of_options(options)
 
         def make(question: Question) -> Operation:
-            return Delegated(question, vocabulary, asked, bias)
+            return Delegated(question, host, asked, bias)
 
-        text = await self._ask(make, "gen", arguments=msgspec.json.encode(asked))
-        assert isinstance(text, bytes)
-        return text.decode("utf-8", "replace")
+        return text_of_answer(await self._ask(make, "gen", arguments=msgspec.json.encode(asked)))
 
 
 _AWAITED = ("fork", "save", "open", "wait_var", "receive", "stop")

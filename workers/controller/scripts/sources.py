@@ -11,10 +11,8 @@ Clients add this line. Line numbers in errors do not count this line.
 
 from __future__ import annotations
 
+import ast
 import re
-from contextlib import suppress
-from io import StringIO
-from tokenize import COMMENT, TokenError, generate_tokens
 from typing import NamedTuple
 
 from ....protocol.errors import Code, RequestError
@@ -66,6 +64,8 @@ def read_source(data: bytes) -> Source:
 
 
 _PROGRAM = re.compile(r"\b(main|Main|start|test)\b")
+_DEFINED = ("main", "Main")
+_CALLED = ("start", "test")
 _EXPECTED = {
     "javascript": "async function main(ctx) or class Main extends Controller, or call start(main)",
     "python": "async def main(ctx) or class Main(Controller), or call aici.start(...)",
@@ -74,19 +74,39 @@ _EXPECTED = {
 
 
 def check_program(source: Source) -> None:
-    """Raises RequestError if a script cannot have a program, because it contains none of the names
-    ``main``, ``Main``, ``start`` and ``test`` outside the comments of Python."""
-    text = source.text.decode("utf-8", "replace")
+    """Raises RequestError if a script cannot have a program: a script in Python neither defines nor
+    imports ``main`` or ``Main``, nor refers to AICI's ``start`` or ``test``. In other languages,
+    the text contains none of these names."""
     if source.language == "python":
-        # The interpreter reports syntax errors.
-        with suppress(TokenError, SyntaxError):
-            tokens = list(generate_tokens(StringIO(text).readline))
-            text = " ".join(token.string for token in tokens if token.type != COMMENT)
-    if _PROGRAM.search(text) is None:
+        found = _has_program(source.text)
+    else:
+        found = _PROGRAM.search(source.text.decode("utf-8", "replace")) is not None
+    if not found:
         raise _refusal(
             f"the script does not define {_EXPECTED[source.language]}; without one of these, it "
             "has no program"
         )
+
+
+def _has_program(text: bytes) -> bool:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return True  # The interpreter reports syntax errors.
+    return any(map(_names_program, ast.walk(tree)))
+
+
+def _names_program(node: ast.AST) -> bool:
+    match node:
+        case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+            return name in _DEFINED
+        case ast.alias(name, asname):
+            return (asname or name) in (*_DEFINED, *_CALLED, "*")
+        case ast.Name(name, ast.Store()):
+            return name in _DEFINED
+        case ast.Name(name) | ast.Attribute(attr=name):
+            return name in _CALLED
+    return False
 
 
 def _refusal(message: str) -> RequestError:

@@ -104,7 +104,7 @@ def test_the_texts_of_both_kinds_are_the_same() -> None:
 def test_a_grammar_that_is_not_valid_is_an_error(kind: str) -> None:
     error = play(kind, WRONG).errors[0]
     assert "gen(yacc): " in error
-    assert ("answer.py:4 in main: " in error) is (kind == "served")
+    assert ("answer.py:4 in main" in error) is (kind == "served")
 
 
 def test_a_class_with_the_four_calls_runs_in_both_kinds() -> None:

@@ -132,7 +132,7 @@ def test_a_class_makes_the_four_calls() -> None:
     ("script", "error"),
     [
         (main("await ctx.fixed('a');\nnothing();"), "line 3: ReferenceError"),
-        (main("await ctx.gen({regex: '['});"), r"line 2: gen\(regex\)"),
+        (main("await ctx.gen({regex: '['});"), r"line 2: Error: gen\(regex\)"),
         (main("await ctx.gen({regx: 'a'});"), r"line 2: TypeError: gen\(\{regx\}\) is unknown"),
         (main("await ctx.gen({regex: 'a', choice: ['b']});"), "only one of these"),
         (main("ctx.fixed('a');\nawait ctx.fixed('b');"), "line 3: Error: fixed: .* await"),

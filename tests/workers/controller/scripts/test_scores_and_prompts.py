@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from tokenbus.protocol.errors import ControllerError
 from tokenbus.workers.controller.python.printed import captured
 from tokenbus.workers.controller.python.script import ScriptProgram as ServedScript
 from tokenbus.workers.controller.scripts.controller import ScriptProgram
@@ -46,7 +47,7 @@ def play(kind: str, python: str, javascript: str) -> Run:
     if kind != "served":
         language = "python" if kind == "uploaded" else kind
         return script_runs.play(python if kind == "uploaded" else javascript, language, **how())
-    names: dict[str, Any] = {"__name__": "answer"}
+    names: dict[str, Any] = {"__name__": "answer", "ControllerError": ControllerError}
     exec(compile(python, "answer.py", "exec"), names)
     served = ScriptProgram(ServedScript(names["main"]), constraints().get)
     with captured():

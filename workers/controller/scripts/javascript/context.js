@@ -183,11 +183,6 @@ async function forked(count) {
   return ask(new Fork(whole("fork(n)", count)), "fork");
 }
 
-async function use_context(action, given, call) {
-  const refusal = await ask(new UseContext(action, given), call);
-  if (refusal) throw new Error(refusal);
-}
-
 const context = {
   async fixed(text, { following } = {}) { return append(text, following); },
   async gen(options) { return host.text(await generate(options)); },
@@ -204,12 +199,12 @@ const context = {
   async save(name, { pinS = 300 } = {}) {
     if (typeof name !== "string" || typeof pinS !== "number")
       throw new TypeError(`save(${show(name)}); expected a name, and pinS as a number`);
-    await use_context(SAVE, { name, pin_s: pinS }, "save");
+    await ask(new UseContext(SAVE, { name, pin_s: pinS }), "save");
   },
   async open(name) {
     if (typeof name !== "string")
       throw new TypeError(`open(${show(name)}); expected the name of a context`);
-    await use_context(OPEN, { name }, "open");
+    await ask(new UseContext(OPEN, { name }), "open");
   },
   async spawn(prompt) {
     const tokens = tokens_of(prompt);

@@ -6,6 +6,7 @@
 
 const STOP = 0, CONTINUE = 1, SUSPEND = 2, FORK = 3, SPLICE = 4, GENERATE = 5, SCORE = 6,
       BEGIN = 7, SAVE = 8, OPEN = 9;
+const REFUSED = 0xffffffff;  // the backtrack of a post whose tokens are the bytes of a reason
 
 // The words of the call block.
 const VOCABULARY = 7, EOS = 12, MAX_TOKENS = 13;
@@ -27,7 +28,8 @@ function describe(error) {
   const found = /\bscript:(\d+)/.exec(String(error.stack));
   const line = found ? found[1] : error.fileName === "script" ? error.lineNumber : 0;
   const text = `${error.name}: ${error.message}`;
-  return line ? `line ${line}: ${text}` : text;
+  const where = line ? `line ${line}` : error.place;
+  return where ? `${where}: ${text}` : text;
 }
 
 // Each operation has pre, mid and post, which correspond to the calls of a controller. Any of them
@@ -35,10 +37,16 @@ function describe(error) {
 class Operation {
   finished = false;
   answer = undefined;
+  error = null;
+  place = "";  // the place of the call in the script, for a refusal
   pre() { return CONTINUE; }
   mid(group) { return null; }
   post(tokens, backtrack) {}
   finish(answer) { this.finished = true; this.answer = answer; }
+  refuse(reason) {
+    this.finished = true;
+    this.error = Object.assign(new Error(reason), { place: this.place });
+  }
 }
 
 class End extends Operation {
@@ -72,6 +80,7 @@ class Generate extends Operation {
     super();
     this.spec = JSON.stringify(spec);
     this.bias = bias;
+    this.place = spec.place;
   }
   mid(group) {
     give_bias(this.bias);
@@ -114,13 +123,13 @@ class Begin extends Operation {
   }
 }
 
-// Saves the sequence as a context, or replaces its tokens by those of a context. The answer is the
-// reason of a refusal, or "". The host passes a refusal to post as bytes.
+// Saves the sequence as a context, or replaces its tokens by those of a context.
 class UseContext extends Operation {
   constructor(action, given) {
     super();
     this.action = action;
     this.given = given;
+    this.place = place();
   }
   mid(group) {
     const tokens = this.action === SAVE ? sequence.tokens : [];
@@ -129,7 +138,7 @@ class UseContext extends Operation {
   }
   post(tokens, backtrack) {
     if (backtrack) sequence.promptLength = tokens.length;
-    this.finish(backtrack ? "" : host.decode(Uint8Array.from(tokens)));
+    this.finish();
   }
 }
 
@@ -266,6 +275,7 @@ function ask(operation, name) {
   return new Promise((resolve, reject) => {
     if (operation.finished) return resolve(operation.answer);
     operation.resolve = resolve;
+    operation.reject = reject;
     pending = operation;
   });
 }
@@ -275,7 +285,8 @@ function current() {
   while (pending === null || pending.finished) {
     const last = pending;
     pending = null;
-    if (last) last.resolve(last.answer);
+    if (last && last.error) last.reject(last.error);
+    else if (last) last.resolve(last.answer);
     host.jobs();
     if (failure) throw failure.error;
     if (pending === null) {
@@ -421,6 +432,10 @@ const calls = {
   },
 
   post(tokens, backtrack) {
+    if (backtrack === REFUSED) {
+      pending.refuse(host.decode(Uint8Array.from(tokens)));
+      return CONTINUE;
+    }
     const answer = pending instanceof Score || pending instanceof UseContext && !backtrack;
     if (answer && !detour) {
       pending.post(tokens, backtrack);
