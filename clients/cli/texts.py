@@ -80,10 +80,10 @@ def print_completed(stream: Stream, notices: Notices) -> None:
 
 
 def exit_code(sequences: list[GeneratedSequence]) -> int:
-    """Reports each failed sequence on stderr. Returns the exit code of the first failure if all
-    sequences failed, otherwise 0."""
+    """Reports each failed sequence on stderr. Returns the exit code of the first failure; 0 if no
+    sequence failed."""
     failed = [s for s in sequences if s.finish_reason == "error"]
     codes = [
         report(error_for(s.code or Code.INTERNAL, f"sequence {s.seq}: {s.error}")) for s in failed
     ]
-    return codes[0] if codes and len(codes) == len(sequences) else OK
+    return codes[0] if codes else OK

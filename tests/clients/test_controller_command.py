@@ -288,6 +288,19 @@ def test_a_program_that_reaches_max_tokens_is_reported(steered: Bus, tmp_path: P
     )
 
 
+def test_one_sequence_that_fails_makes_the_exit_code_of_a_program(
+    steered: Bus, tmp_path: Path
+) -> None:
+    """The other sequence of the program finishes."""
+    script = tmp_path / "spawns.py"
+    script.write_text('async def main(ctx):\n    await ctx.spawn("a b " * 2000)\n')
+    run = tokenbus(steered, "run", str(script), "--prompt", "x")
+    assert run.returncode == 4
+    [line] = [line for line in run.stderr.splitlines() if line.startswith("tokenbus: ")]
+    assert line.startswith("tokenbus: sequence 1: its new prompt is not valid: the request needs")
+    assert line.endswith("embedded takes at most 1024 [prompt_too_long]")
+
+
 @pytest.mark.process
 def test_an_address_without_a_broker_is_reported_with_an_exit_code() -> None:
     address = "tcp://127.0.0.1:9"

@@ -82,8 +82,8 @@ def test_a_prompt_that_is_not_valid_ends_the_sequence(embedded: LoadedModel) -> 
     engine.add(1, [5], Sampling(max_tokens=9))
     engine.begin_anew(1, 0, [1] * 5000)
     [end] = engine.step()
-    assert end.finish_reason == "error"
-    assert "takes at most" in (end.error or "")
+    assert (end.finish_reason, end.code) == ("error", "prompt_too_long")
+    assert "its new prompt is not valid: the request needs at least 5001" in (end.error or "")
 
 
 async def spawns(ctx: Context) -> None:

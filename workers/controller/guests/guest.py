@@ -73,7 +73,12 @@ _this_thread = _ThisThread()
 
 def _ask(what: Question, name: str = "", value: bytes = b"", number: int | None = None) -> Told:
     """Sends a question to the worker in the middle of a call, and returns the worker's answer.
-    Raises TokenbusError if the worker answers with an error."""
+    Raises TokenbusError if the name is too long, or if the worker answers with an error."""
+    if len(name) > NAME_BYTES:
+        raise ControllerError(
+            Code.CONTROLLER_FAILED,
+            f"{what}: the name has {len(name)} characters; at most {NAME_BYTES} are allowed",
+        )
     channel = _this_thread.channel
     channel.send(messages.encode(Asked(_this_thread.handle, what, name, value, number)))
     told = messages.decode_to_guest(channel.receive())

@@ -181,7 +181,9 @@ class MidAnswer(Struct, array_like=True):
     complete: bool = False
     generate: bytes = b""
     texts: Annotated[list[Tokens], Meta(max_length=MAX_SCORED_TEXTS)] = []
-    name: VariableName = ""
+    name: str = ""
+    """The name of a context. The worker checks its length, so that the script receives the error
+    of a long name."""
     pin_s: float = 0.0
 
 

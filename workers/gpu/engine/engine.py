@@ -609,8 +609,7 @@ class Engine:
     ) -> None:
         """Ends one sequence. If ``reason`` is "error", the last output of the sequence has
         ``error`` and ``code``."""
-        ended = self._live.end(self._live.named(request, seq), reason, error)
-        ended.code = code
+        ended = self._live.end(self._live.named(request, seq), reason, error, code)
         self._live.outputs.append(ended)
 
 

@@ -265,7 +265,7 @@ class LiveSequences:
         try:
             self._intake.check_prompt(prompt)
         except RequestError as error:
-            self.fail(sequence, error.message)
+            self.fail(sequence, f"its new prompt is not valid: {error.message}", str(error.code))
             return
         self.discard_logits(sequence)
         output = TokenOutput.of(sequence)
@@ -384,11 +384,17 @@ class LiveSequences:
         self.outputs.append(output)
         return output.finish_reason is None
 
-    def end(self, sequence: Sequence, reason: FinishReason, error: str = "") -> TokenOutput:
+    def end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: str = "",
+        code: str | None = None,
+    ) -> TokenOutput:
         """Ends a sequence without a further token. Returns its last output, which is not in
         ``outputs``."""
         output = TokenOutput.of(sequence, reason=reason)
-        output.error = error or None
+        output.error, output.code = error or None, code
         if sequence.with_text and sequence.text is not None:
             try:
                 output.text = sequence.text.finish().certain
@@ -398,7 +404,7 @@ class LiveSequences:
         self.remove(sequence)
         return output
 
-    def fail(self, sequence: Sequence, error: str) -> None:
+    def fail(self, sequence: Sequence, error: str, code: str | None = None) -> None:
         """Ends a sequence and its pending forks with an error. Frees the sequence's blocks, and
         clears those that other sequences do not share, because they may contain NaN. If a scored
         text fails, the sequence that it continues fails."""
@@ -408,16 +414,22 @@ class LiveSequences:
         if sequence.seq < 0 and sequence.scoring is not None:
             del sequence.scoring.left[sequence]
             self.remove(sequence)
-            self.fail(sequence.scoring.sequence, error)
+            self.fail(sequence.scoring.sequence, error, code)
             return
-        self.outputs += self._ends(sequence, "error", error)
+        self.outputs += self._ends(sequence, "error", error, code)
 
-    def _ends(self, sequence: Sequence, reason: FinishReason, error: str = "") -> list[TokenOutput]:
+    def _ends(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: str = "",
+        code: str | None = None,
+    ) -> list[TokenOutput]:
         """Ends a sequence and its pending forks."""
-        ends = [self.end(sequence, reason, error)]
+        ends = [self.end(sequence, reason, error, code)]
         for seq in range(sequence.seq + 1, sequence.seq + 1 + sequence.pending_forks):
             end = TokenOutput.of(sequence, reason=reason)
-            end.seq, end.error = seq, error or None
+            end.seq, end.error, end.code = seq, error or None, code
             ends.append(end)
         return ends
 

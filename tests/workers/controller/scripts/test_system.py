@@ -97,6 +97,43 @@ def test_a_script_is_uploaded_tagged_and_run(client: Client, language: str) -> N
     assert one.split(" (")[0] == zero.split(" (")[0]
 
 
+CATCHES = {
+    "javascript": b"""
+async function main(ctx) {
+  for (const call of [() => ctx.save("n".repeat(70000)), () => ctx.gen({regex: "["})])
+    try {
+      await call();
+    } catch (error) {
+      ctx.log(error.message);
+    }
+}
+""",
+    "python": b"""
+async def main(ctx):
+    for call in (lambda: ctx.save("n" * 70000), lambda: ctx.gen(regex="[")):
+        try:
+            await call()
+        except ControllerError as error:
+            print(error)
+    try:
+        ctx.vars.set("n" * 3000, "x")
+    except ControllerError as error:
+        print(error)
+""",
+}
+
+
+@EACH
+def test_a_script_catches_the_errors_of_its_calls(client: Client, language: str) -> None:
+    module = client.upload_controller(marked_script(CATCHES[language], language)).module
+    [(_, log)] = run(client, module)
+    save, gen, *written = log.splitlines()
+    assert save == "the name of a context has 70000 bytes; expected 1 to 256"
+    assert gen.startswith("gen(regex): regex: unterminated")
+    assert all("has 3000" in line and "256" in line for line in written)
+    assert len(written) == (language == "python")
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
