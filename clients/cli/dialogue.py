@@ -6,13 +6,15 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 
 from ...protocol.errors import Code, RequestError, TokenbusError
 from ...protocol.messages import MAX_INPUT_BYTES, Token
 from .. import Stream
 from .exits import report
-from .line_pipe import READ_BYTES, split_lines
+from .line_pipe import READ_BYTES, Line, split_lines
 
 AGAIN_S = 0.5
 """Time after which an input is sent again, in seconds, if the broker does not name another time."""
@@ -32,13 +34,16 @@ class Dialogue:
         """Whether no further input will be sent. The thread of the inputs sets this flag before it
         reads ``_awaited``, and the reader of the stream sets ``_awaited`` before it reads this
         flag."""
+        self._refused: deque[TokenbusError] = deque(maxlen=1)
+        """The error of the last line if it was refused as an input, until the error is reported.
+        If the program waits for an input at the end of the lines, this error is the reason."""
         self._awaited = 0
         """If all sequences wait for an input: the lowest number of these inputs. Otherwise 0."""
         self._with_inputs = with_inputs
 
     def entries(self) -> Iterator[Token]:
         """Yields the entries of the stream, up to its end. If the program waits for an input that
-        will not be sent, closes the stream and raises RequestError."""
+        will not be sent, closes the stream and raises TokenbusError."""
         try:
             for entry in self._stream:
                 yield entry
@@ -51,7 +56,10 @@ class Dialogue:
             if not self._starved:
                 raise
         if self._starved:
+            if self._refused:
+                raise self._refused.pop()
             raise RequestError(Code.INVALID_FIELD, self._why())
+        self._report_refused()
 
     def show(self, entry: Token, line_begun: bool) -> None:
         """Prints the messages of an entry. ``line_begun``: whether the last printed line has not
@@ -71,7 +79,12 @@ class Dialogue:
         # ``sys.stdin``, and Python cannot exit while a thread has this lock.
         try:
             for line in split_lines(lambda: os.read(0, READ_BYTES), MAX_INPUT_BYTES):
-                self._send(line.decode("utf-8", "replace"))
+                self._report_refused()
+                refused = self._send(line)
+                if refused is not None:
+                    self._refused.append(refused)
+                if os.isatty(0):
+                    self._report_refused()
         except RuntimeError:
             return  # The command has closed its client.
         except OSError:
@@ -94,15 +107,22 @@ class Dialogue:
             return f"{waits}, and standard input has ended; give all inputs on standard input"
         return f"{waits}, which this command cannot send; use 'tokenbus controller run'"
 
-    def _send(self, text: str) -> None:
-        """Sends an input; sends it again while too many inputs wait for the program. Reports other
-        errors, unless the stream has ended."""
+    def _report_refused(self) -> None:
+        with suppress(IndexError):  # Another thread may report at the same time.
+            report(self._refused.pop())
+
+    def _send(self, line: Line) -> TokenbusError | None:
+        """Sends an input; sends it again while too many inputs wait for the program. Returns the
+        error of an input that is refused, unless the stream has ended."""
+        if line.size > MAX_INPUT_BYTES:
+            what = f"the input has {line.size} bytes; at most {MAX_INPUT_BYTES} are allowed"
+            return RequestError(Code.TOO_LARGE, what)
         while True:
             try:
-                return self._stream.send(text)
+                self._stream.send(line.data.decode("utf-8", "replace"))
+                return None
             except TokenbusError as error:
                 if error.code != Code.QUEUE_FULL:
-                    if error.code != Code.UNKNOWN_STREAM:  # The code if the stream has ended.
-                        report(error)
-                    return None
+                    # UNKNOWN_STREAM is the code if the stream has ended.
+                    return None if error.code == Code.UNKNOWN_STREAM else error
                 time.sleep(error.retry_after_s or AGAIN_S)

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import zmq
 from msgspec import Struct
@@ -105,15 +106,15 @@ class LinePipe:
         lines = _InputLines()
         while (line := await lines.next()) is not None:
             try:
-                if len(line) > MAX_LINE_BYTES:
-                    what = f"the line is longer than {MAX_LINE_BYTES} bytes"
+                if line.size > MAX_LINE_BYTES:
+                    what = f"the line has {line.size} bytes; at most {MAX_LINE_BYTES} are allowed"
                     raise RequestError(Code.TOO_LARGE, what)
-                await self._send(line.decode())
+                await self._send(line.data.decode())
             except UnicodeDecodeError as fault:
                 what = f"the line is not valid UTF-8: {fault}"
                 await _print(error_line(RequestError(Code.BAD_MESSAGE, what), ""))
             except RequestError as error:
-                await _print(error_line(error, line[:40].decode("ascii", "replace")))
+                await _print(error_line(error, line.data[:40].decode("ascii", "replace")))
         await self._dealer.send([b"PING", encode_body(Ping(n=LAST_PING), "json")])
 
     async def _send(self, line: str) -> None:
@@ -153,6 +154,15 @@ class LinePipe:
         return True
 
 
+class Line(NamedTuple):
+    """A line of input without its end."""
+
+    data: bytes
+    """The bytes of the line; only the first bytes of a line that is too long."""
+    size: int
+    """Number of bytes of the whole line."""
+
+
 class _InputLines:
     """Reads the lines of standard input on a thread, because an event loop can watch a pipe but not
     a file.
@@ -162,12 +172,11 @@ class _InputLines:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=1)
+        self._queue: asyncio.Queue[Line | None] = asyncio.Queue(maxsize=1)
         threading.Thread(target=self._read, name="input", daemon=True).start()
 
-    async def next(self) -> bytes | None:
-        """The next line; None at the end. A line that is longer than ``MAX_LINE_BYTES`` is cut to
-        ``MAX_LINE_BYTES + 1`` bytes."""
+    async def next(self) -> Line | None:
+        """The next line, of which at most ``MAX_LINE_BYTES`` are kept; None at the end."""
         return await self._queue.get()
 
     def _read(self) -> None:
@@ -176,27 +185,25 @@ class _InputLines:
             self._put(line)
         self._put(None)
 
-    def _put(self, line: bytes | None) -> None:
+    def _put(self, line: Line | None) -> None:
         asyncio.run_coroutine_threadsafe(self._queue.put(line), self._loop).result()
 
 
-def split_lines(read: Callable[[], bytes], max_bytes: int) -> Iterator[bytes]:
-    """Splits the bytes from ``read`` into lines without line ends, until ``read`` returns no bytes.
-
-    A line that is longer than ``max_bytes`` is cut to ``max_bytes + 1`` bytes.
-    """
+def split_lines(read: Callable[[], bytes], max_bytes: int) -> Iterator[Line]:
+    """Splits the bytes from ``read`` into lines, until ``read`` returns no bytes. At most the first
+    ``max_bytes`` bytes of a line are kept."""
     parts: list[bytes] = []
     size = 0
     while data := read():
         *ended, rest = data.split(b"\n")
         for piece in ended:
-            yield b"".join([*parts, piece])[: max_bytes + 1]
+            yield Line(b"".join([*parts, piece])[:max_bytes], size + len(piece))
             parts, size = [], 0
         if size <= max_bytes:
             parts.append(rest)
-            size += len(rest)
+        size += len(rest)
     if size:
-        yield b"".join(parts)[: max_bytes + 1]
+        yield Line(b"".join(parts)[:max_bytes], size)
 
 
 async def _print(line: str) -> None:

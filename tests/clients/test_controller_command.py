@@ -430,6 +430,16 @@ def test_a_program_that_waits_after_the_end_of_standard_input_ends_with_an_error
     assert process.returncode == 4
 
 
+def test_a_last_input_that_is_refused_is_the_only_error(steered: Bus, tmp_path: Path) -> None:
+    process = start_script(steered, tmp_path)
+    _, errors = process.communicate("Ada\n" + 40_000 * "x" + "\n", timeout=300)
+    lines = [line for line in errors.splitlines() if line.startswith("tokenbus")]
+    assert lines == [
+        "tokenbus: the input has 40000 bytes; at most 32768 are allowed [too_large]",
+    ]
+    assert process.returncode == 4
+
+
 def test_the_interactive_client_cannot_send_an_input(steered: Bus, tmp_path: Path) -> None:
     (tmp_path / "asks.py").write_text(LETTER)
     tokenbus(steered, "upload", str(tmp_path / "asks.py"), "--tag", "asks")
@@ -449,7 +459,7 @@ def test_an_input_that_is_refused_does_not_end_the_dialogue(steered: Bus, tmp_pa
     assert sequence["text"].endswith("".join(numbers))
     assert errors == (
         "--- message of 0\nbegin\n"
-        f"tokenbus: the input has {MAX_INPUT_BYTES + 1} bytes; at most {MAX_INPUT_BYTES} are "
+        f"tokenbus: the input has {MAX_INPUT_BYTES + 9} bytes; at most {MAX_INPUT_BYTES} are "
         "allowed [too_large]\n"
     )
 

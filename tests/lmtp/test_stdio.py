@@ -76,10 +76,11 @@ def test_lines_are_split_wherever_the_input_is() -> None:
     for size in range(1, len(data) + 1):
         parts = itertools.chain((data[i : i + size] for i in range(0, len(data), size)), [b""])
         lines = list(split_lines(lambda parts=parts: next(parts), 100))  # type: ignore[misc]
-        assert lines == [b"one", b"", b"two three", b"four"]
+        assert [line.data for line in lines] == [b"one", b"", b"two three", b"four"]
+        assert [line.size for line in lines] == [3, 0, 9, 4]
 
 
 def test_a_line_that_is_too_long_is_cut_and_the_next_one_is_whole() -> None:
     parts = iter([b"x" * 60, b"y" * 60, b"z" * 60 + b"\nnext\n", b""])
     lines = list(split_lines(lambda: next(parts), 100))
-    assert [len(lines[0]), lines[1]] == [101, b"next"]
+    assert [len(lines[0].data), lines[0].size, lines[1]] == [100, 180, (b"next", 4)]
