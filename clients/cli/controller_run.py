@@ -20,7 +20,7 @@ from .. import Client, Stream
 from .dialogue import Dialogue
 from .exits import report
 from .generate import begin
-from .module_files import SUFFIXES, FileFault, is_file, read_module
+from .module_files import SUFFIXES, FileFault, is_file, read_module, text_or_file
 from .notices import Notices
 from .options import client_for, parameters
 from .own_system import broker_answers, interrupted, own_system
@@ -33,21 +33,6 @@ _LEASE = re.compile(r"run-[0-9a-f]{16}")
 """Pattern of the tags that keep the module of a file in the store during a run."""
 
 
-def argument(given: str) -> str:
-    """The argument itself, or for ``@FILE`` the text of that file. Raises FileFault if the file
-    cannot be read."""
-    if not given.startswith("@"):
-        return given
-    try:
-        return Path(given[1:]).read_text(encoding="utf-8")
-    except OSError as error:
-        raise FileFault(f"--arg {given}: cannot read {given[1:]}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise FileFault(
-            f"--arg {given}: {given[1:]} is not valid UTF-8 at byte {error.start}"
-        ) from None
-
-
 def try_controller(args: argparse.Namespace, settings: Settings) -> int:
     """Runs a controller; returns the exit code. Raises FileFault if a file or an option is not
     usable."""
@@ -58,7 +43,7 @@ def try_controller(args: argparse.Namespace, settings: Settings) -> int:
     wasm = read_module(Path(args.program)) if is_file(args.program) else None
     options["controller"] = args.program
     if args.arg is not None:
-        options["controller_arg"] = argument(args.arg)
+        options["controller_arg"] = text_or_file("--arg", args.arg)
     with ExitStack() as stack:
         named = args.front is not None or settings.front != Settings().front
         if named or broker_answers(settings):
@@ -158,6 +143,7 @@ class _Json:
                 "messages": s.messages,
                 "waiting": s.waiting,
                 "finish_reason": s.finish_reason,
+                "constraint": s.constraint,
                 "error": s.error,
             }
             for s in self._stream.sequences

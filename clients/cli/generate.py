@@ -82,6 +82,7 @@ def _print_json(stream: Stream) -> int:
             "logs": s.logs,
             "storage": s.storage,
             "finish_reason": s.finish_reason,
+            "constraint": s.constraint,
             "error": s.error,
         }
         for s in stream.wait()

@@ -47,6 +47,21 @@ def check_writable(path: str) -> None:
         raise FileFault(f"cannot write {path}: the folder {folder} is not writable")
 
 
+def text_or_file(name: str, given: str) -> str:
+    """The value of the flag or parameter ``name``: the given text or, for ``@FILE``, the text of
+    that file. Raises FileFault if the file cannot be read."""
+    if not given.startswith("@"):
+        return given
+    try:
+        return Path(given[1:]).read_text(encoding="utf-8")
+    except OSError as error:
+        raise FileFault(f"{name} {given}: cannot read {given[1:]}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise FileFault(
+            f"{name} {given}: {given[1:]} is not valid UTF-8 at byte {error.start}"
+        ) from None
+
+
 def is_file(name: str) -> bool:
     """Whether a name has the form of a file name, and not of a tag, a module id or a constraint."""
     return "/" in name or Path(name).suffix in SUFFIXES

@@ -17,7 +17,7 @@ from ...protocol.expected_values import expected
 from ...protocol.messages import Generate
 from ...protocol.settings import AtLeastOne, Settings
 from .. import Client
-from .module_files import FileFault
+from .module_files import FileFault, text_or_file
 
 PARAMETERS = {
     field.name: field
@@ -128,8 +128,8 @@ def given_text(words: list[str]) -> str:
 
 
 def parameter(name: str, text: str | None) -> Any:
-    """Parses the value of a parameter. Raises RequestError if the parameter is unknown, or if the
-    value is missing or not valid."""
+    """Parses the value of a parameter; for ``controller_arg``, ``@FILE`` is the text of that file.
+    Raises RequestError if the parameter is unknown, or if the value is missing or not valid."""
     if name not in PARAMETERS:
         near = difflib.get_close_matches(name, PARAMETERS, 1, 0.7)
         known = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(sorted(PARAMETERS))}"
@@ -137,6 +137,11 @@ def parameter(name: str, text: str | None) -> Any:
     if text is None:
         what = f"the parameter {name!r} has no value; use --set {name}=VALUE"
         raise RequestError(Code.INVALID_FIELD, what)
+    if name == "controller_arg" and text.startswith("@"):
+        try:
+            return text_or_file(name, text)
+        except FileFault as fault:
+            raise RequestError(Code.INVALID_FIELD, str(fault)) from None
     try:
         return _value(name, text)
     except msgspec.ValidationError as error:

@@ -8,9 +8,8 @@ from typing import Any
 
 from ...protocol.settings import Settings
 from ..recording import Recorder
-from .controller_run import argument
 from .generate import begin
-from .module_files import check_writable, is_file, read_module
+from .module_files import check_writable, is_file, read_module, text_or_file
 from .notices import Notices
 from .options import add_parameters, add_request, client_for, given_text, parameters
 from .texts import Texts, exit_code
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         if is_file(args.controller):
             wasm = read_module(Path(args.controller))
     if args.arg is not None:
-        options["controller_arg"] = argument(args.arg)
+        options["controller_arg"] = text_or_file("--arg", args.arg)
     prompt = given_text(args.prompt)
     with client_for(settings) as client, Notices() as notices:
         if wasm is not None:

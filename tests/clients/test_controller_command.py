@@ -46,7 +46,7 @@ def test_a_module_is_uploaded_named_and_run_from_the_command_line(
         assert run.stderr == ""
         assert set(sequence) == {
             "seq", "parent", "text", "tokens", "logs", "storage", "messages", "waiting",
-            "finish_reason", "error",
+            "finish_reason", "constraint", "error",
         }  # fmt: skip
         assert sequence["logs"] == "round\n" * 4
         assert (sequence["finish_reason"], len(sequence["tokens"])) == ("length", 4)
@@ -221,6 +221,18 @@ def test_several_sequences_are_shown_one_after_the_other(steered: Bus, tmp_path:
     assert (run.returncode, run.stderr) == (0, "")
     assert "--- sequence 0 (length)\n" in run.stdout
     assert "--- sequence 1, fork of 0 (length)\n" in run.stdout
+
+
+def test_the_argument_of_a_controller_is_read_from_a_file(steered: Bus, tmp_path: Path) -> None:
+    (tmp_path / "words.json").write_text('["sys"]')
+    controller = ("--json", "--set", "controller=choice", "--set")
+    given = f"controller_arg=@{tmp_path}/words.json"
+    done = every_command(steered, "generate", "import ", *controller, given)
+    [sequence] = json.loads(done.stdout)["sequences"]
+    assert (sequence["text"], sequence["constraint"]) == ("sys", "complete")
+    missing = every_command(steered, "generate", "x", *controller, "controller_arg=@nowhere")
+    says = "--set: controller_arg @nowhere: cannot read nowhere: No such file or directory"
+    check_refused(missing, 2, says)
 
 
 def test_a_failure_is_one_line_and_an_exit_code_and_the_json_is_whole(
