@@ -322,7 +322,9 @@ class ResponseUsage(Struct):
 class Incomplete(Struct):
     """The reason why a response is incomplete."""
 
-    reason: Literal["max_output_tokens", "max_tool_turns"]
+    reason: Literal["max_output_tokens", "max_tool_turns", "context_length_exceeded"]
+    """``context_length_exceeded``: the context has no room for the result of a call that the
+    gateway has made."""
 
 
 class Failure(Struct):

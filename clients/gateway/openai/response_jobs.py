@@ -226,17 +226,17 @@ class ResponseJob:
         receipt = _receipt(self) if ended else Receipt()
         if status == "failed" and error is None:
             error = Failure(receipt.code or "internal", receipt.error)
-        turns = self.tool_turns
-        at_bound = turns is not None and turns.end == "max_tool_turns"
-        reason: Literal["max_output_tokens", "max_tool_turns"]
-        reason = "max_tool_turns" if at_bound else "max_output_tokens"
+        incomplete = Incomplete("max_output_tokens")
+        match receipt.code:
+            case "max_tool_turns" | "context_length_exceeded" as reason:
+                incomplete = Incomplete(reason)
         return ResponseAnswer(
             id=self.id,
             created_at=self.created,
             status=status,
             background=bool(body.background),
             error=error,
-            incomplete_details=Incomplete(reason) if status == "incomplete" else None,
+            incomplete_details=incomplete if status == "incomplete" else None,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             model=self.prepared.model.name,

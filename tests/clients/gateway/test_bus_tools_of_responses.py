@@ -115,6 +115,14 @@ def test_the_error_of_a_tool_is_the_result_of_its_call(api: openai.OpenAI) -> No
     assert items(answer, "message")
 
 
+def test_a_result_that_does_not_fit_into_the_context_is_the_reason_of_the_end(
+    api: openai.OpenAI,
+) -> None:
+    answer = asked(api, "chat_long", tool_choice=named("chat_long"))
+    assert answer.incomplete_details.reason == "context_length_exceeded"
+    assert receipt(answer)["code"] == "context_length_exceeded"
+
+
 def test_a_call_of_the_client_s_function_ends_the_answer(api: openai.OpenAI) -> None:
     chosen: Any = {"tool_choice": {"type": "function", "name": "chat_names"}, "tools": [NAMES]}
     answer = asked(api, "chat_numbers", **chosen)
