@@ -31,8 +31,13 @@ _WRONG = re.compile("Invalid (?:enum )?value (.*)", re.DOTALL)
 _STEP = re.compile(r"\.(\w+)|\[(\d*)")
 """Matches one part of a path: the name of a field, or the index of an element of a list. For a
 value of a dict, the index is empty."""
-_BOUND = re.compile(r" [<>]=? ")
-"""Found in msgspec's error if a number, or the length of a value, is out of bounds."""
+_BOUND = re.compile(r" [<>]=? | matching regex ")
+"""Found in msgspec's error if a number, or the length of a value, is out of bounds, or if a text
+does not match a pattern."""
+_NAME = re.compile(r"a text matching regex '\^\[([^\]]+)\]\{(\d+),(\d+)\}\$'")
+"""Matches the error about a name: the valid characters, and the bounds of its length."""
+MAX_SHOWN_NAME = 64
+"""Maximum number of characters of a wrong name that are shown."""
 MAX_SHOWN = 256
 """Maximum number of characters of msgspec's error that are shown. The error repeats the client's
 invalid text, which may have any length."""
@@ -65,15 +70,15 @@ def plain(message: str) -> str:
     wanted = re.sub(r" ?\| ?null", "", wanted).replace("Expected ", "expected ", 1)
     for term, words in _PLAIN.items():
         wanted = re.sub(term, words, wanted)
-    return wanted
+    return _NAME.sub(r"\2 to \3 of the characters \1", wanted)
 
 
 def out_of_bounds(message: str, path: str, body: Callable[[], Any]) -> str:
-    """The text that is added to an error about a number that is out of bounds, such as ``, not
-    -5``. Empty for any other error.
+    """The text that is added to an error about a number that is out of bounds or about a wrong
+    name, such as ``, not -5``. Empty for any other error.
 
     ``message``: msgspec's error without its path. ``body``: returns the value that contains the
-    number at ``path``.
+    number or the name at ``path``.
     """
     if not _BOUND.search(message):
         return ""
@@ -85,6 +90,8 @@ def out_of_bounds(message: str, path: str, body: Callable[[], Any]) -> str:
         # The body is malformed or longer than the decoded part, or the path leads through a dict,
         # whose key msgspec does not name.
         return ""
+    if isinstance(value, str) and " matching regex " in message:
+        return f", not {value[:MAX_SHOWN_NAME]!r}" + "…" * (len(value) > MAX_SHOWN_NAME)
     return f", not {value}" if isinstance(value, (int, float)) else ""
 
 

@@ -84,6 +84,8 @@ def _rules(body: Messages) -> AnswerRules:
     rules = AnswerRules(thinking_field="thinking.budget_tokens", thinking_is_optional=True)
     choice = body.tool_choice
     if choice is not None:
+        if choice.type == "tool" and not choice.name:
+            raise invalid_field("tool_choice.name", "the field 'tool_choice.name' is missing")
         forced = f":{choice.name}" if choice.type == "tool" else "required"
         rules.choice = choice.type if choice.type in ("auto", "none") else forced
         rules.parallel = not choice.disable_parallel_tool_use

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +13,8 @@ from .made_calls import MadeCall
 
 Schema = dict[str, Any]
 KeywordState = Literal["checked", "failed", "not checked"]
+_SCHEMA_FAULT = re.compile(r"structural: tags\[(\d+)\]\.schema: (?:json_schema: )?(.*)", re.DOTALL)
+"""Matches the error about the schema of a tag: the number of the tag, and the reason."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,17 @@ class Constraint:
         if self.arg is not None:
             options["controller_arg"] = self.arg
         return options
+
+    def in_words(self, message: str) -> str:
+        """An error about the argument, in terms of the request's tools if the argument was made
+        from these."""
+        if self.label != "tools" or not isinstance(self.arg, dict):
+            return message
+        found = _SCHEMA_FAULT.fullmatch(message)
+        if found is None:
+            return message.removeprefix(f"{self.controller}: ")
+        name = self.arg["tags"][int(found[1])].get("name", "")
+        return f"tools: the parameters of {name!r}: {found[2]}"
 
 
 def json_object(name: str) -> Constraint:

@@ -44,6 +44,7 @@ class Generations:
         **options: Unpack[GenerateOptions],
     ) -> None:
         self._fields = dict(fields)
+        self._constraint = constraint
         if constraint is not None:
             self._fields |= {"controller": "controller", "controller_arg": constraint.field}
         self.counter = counter
@@ -136,6 +137,8 @@ class Generations:
         elif param is None and error.code == Code.UNKNOWN_CONTROLLER:
             param = "controller"
         named.param = self._fields.get(param or "", param)
+        if self._constraint is not None:
+            named.message = self._constraint.in_words(named.message)
         return named
 
 

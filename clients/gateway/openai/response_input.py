@@ -20,13 +20,19 @@ class InputText(Body, tag="input_text", tag_field="type"):
     text: str
 
 
+class ChatText(Body, tag="text", tag_field="type"):
+    """Text, as a chat contains it."""
+
+    text: str
+
+
 class OutputText(Body, tag="output_text", tag_field="type"):
     """Text of an earlier answer."""
 
     text: str
 
 
-InputContent = str | list[InputText | OutputText]
+InputContent = str | list[InputText | ChatText | OutputText]
 
 
 class InputMessage(Body, tag="message", tag_field="type"):

@@ -12,6 +12,7 @@ from ..bodies import Body
 from ..conversation.constraints import Schema
 from ..conversation.parts import Call
 from ..conversation.tools import Tool
+from ..errors import invalid_field
 from ..field_types import FunctionName
 from ..leniency import Ignored
 from .chat_bodies import BusTool
@@ -86,20 +87,30 @@ class OfferedTools:
     ) -> OfferedTools:
         """The tools of a request. ``ignored`` records each tool whose ``format`` is a grammar.
         ``served``: the tools of the bus that the request names, by name, as their tool workers
-        describe them."""
+        describe them. A repeated tool is left out. Raises ApiError 400 if a tool has two
+        definitions."""
         served = served or {}
         offered = cls(bus=set(served))
+        given_tools: dict[ToolPlace, ResponseTool | CustomTool] = {}
         for namespace, tool in _each(given):
             if isinstance(tool, BusTool):
                 if tool.name in served:
                     offered.tools.append(served[tool.name])
                 continue
             place = ToolPlace(namespace, tool.name)
+            if place in given_tools:
+                if given_tools[place] == tool:
+                    continue
+                within = "" if namespace is None else f" of the namespace {namespace!r}"
+                raise invalid_field(
+                    "tools", f"tools: two tools{within} have the name {tool.name!r}"
+                )
+            given_tools[place] = tool
             name = tool.name
             if name in offered.places and namespace is not None:
                 name = f"{namespace}.{tool.name}"
             offered.places[name] = place
-            offered._shown.setdefault(place, name)
+            offered._shown[place] = name
             if isinstance(tool, ResponseTool):
                 own = Tool(name, tool.description, tool.parameters, tool.strict)
             else:

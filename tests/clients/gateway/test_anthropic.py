@@ -277,9 +277,14 @@ def test_the_first_minute_of_the_guide(
         ({"tools": [CLOCK, CLOCK]}, "two tools have the name 'clock'"),
         ({"tools": [CLOCK], "tool_choice": {"type": "tool", "name": "x"}}, "'x'"),
         ({"tool_choice": {"type": "any"}}, "has no tools"),
+        ({"tools": [CLOCK], "tool_choice": {"type": "tool"}}, "'tool_choice.name' is missing"),
         ({"temperature": -1}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"tools": [{"name": "a", "input_schema": {"$ref": "#/nowhere"}}]}, "nowhere"),
+        (
+            {"tools": [CLOCK, {"name": "f", "input_schema": {"properties": {"a": "string"}}}]},
+            "tools: the parameters of 'f': schema must be an object or boolean",
+        ),
     ],
 )
 def test_a_refusal_names_the_field(claude: Anthropic, fields: dict[str, Any], says: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from tokenbus.clients.gateway.conversation.parts import Call, Result, Text
+from tokenbus.clients.gateway.errors import ApiError
 from tokenbus.clients.gateway.leniency import Ignored
 from tokenbus.clients.gateway.openai.response_input import read_items, to_turns
 from tokenbus.clients.gateway.openai.response_tools import (
@@ -38,6 +39,22 @@ def test_tools_in_namespaces_have_different_names_and_grammars_are_named() -> No
     assert offered.shown("functions", "wait") == "wait"
     assert offered.shown(None, "gone") == "gone"
     assert list(ignored.names) == ["format of the tool exec"]
+
+
+def test_a_repeated_tool_is_left_out_and_two_definitions_are_refused() -> None:
+    assert len(OfferedTools.of([*TOOLS, *TOOLS], Ignored()).tools) == 4
+    other = ResponseTool(name="wait", description="Waits.")
+    for more, within in ((NamespaceTool(name="clock", tools=[other]), " of the namespace 'clock'"),
+                         (ResponseTool(name="plain", strict=True), "")):  # fmt: skip
+        with pytest.raises(ApiError, match=f"^tools: two tools{within} have the name "):
+            OfferedTools.of([*TOOLS, more], Ignored())
+
+
+def test_a_text_part_of_a_chat_is_read_as_input_text() -> None:
+    given = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    ignored = Ignored()
+    turns = to_turns(read_items(given, ignored).input, None, OfferedTools())
+    assert (turns[0].parts, list(ignored.names)) == ([Text("hi")], [])
 
 
 def test_calls_come_back_under_the_names_that_the_model_sees() -> None:

@@ -45,6 +45,17 @@ IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
             "messages[0].content[0].type: expected 'text', not 'image_url'",
         ),
         (
+            ChatRequest,
+            {**CHAT, "tools": [{"type": "function", "function": {"name": ""}}]},
+            "tools[0].function.name: expected 1 to 128 of the characters a-zA-Z0-9_.:-, not ''",
+        ),
+        (
+            CreateMessage,
+            {"model": "", "max_tokens": 1, "messages": HELLO, "tools": [{"name": "a b" * 30}]},
+            "tools[0].name: expected 1 to 128 of the characters a-zA-Z0-9_-, not "
+            f"{('a b' * 30)[:64]!r}…",
+        ),
+        (
             ResponsesRequest,
             {"truncation": "some"},
             "truncation: expected 'auto' or 'disabled', not 'some'",
