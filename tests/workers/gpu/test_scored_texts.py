@@ -123,10 +123,40 @@ def test_texts_that_do_not_fit_into_memory_together_are_scored(embedded: LoadedM
     assert first == pytest.approx(third, abs=1e-3)
 
 
+def test_a_request_scores_a_bounded_number_of_texts_at_once(embedded: LoadedModel) -> None:
+    engine = Engine(embedded, EngineConfig(kv_cache_bytes=2**23, max_forks=4))
+    prompt = tokens_of(embedded, PROMPT)
+    engine.add(1, prompt, Sampling(max_tokens=9, ignore_eos=True))
+    first = until(engine, lambda output: output.token is not None).token
+    assert first is not None
+    [second, third] = engine.fork(1, 0, 2)
+    texts = [[7 + i, 8, 9] for i in range(6)]
+    for seq in (0, second, third):
+        engine.score_texts(1, seq, texts)
+    found: dict[int, list[list[float]]] = {}
+    most = 0
+    while len(found) < 2:
+        most = max(most, sum(seq < 0 for seq in engine._live.requests[1]))
+        for output in engine.step():
+            if output.scores:
+                found[output.seq] = output.scores
+        if 0 in found and engine.alive(1, second):
+            # Its texts leave their places to those of the third sequence.
+            engine.end(1, second)
+    assert most == 4
+    assert set(found) == {0, third}
+    engine.abort(1)
+    assert not engine.has_requests
+    for scores in found.values():
+        for text, numbers in zip(texts, scores, strict=True):
+            assert numbers == pytest.approx(scored(engine, [*prompt, first], text), abs=1e-3)
+    assert engine.stats()["kv_blocks_used"] == 0
+
+
 def test_a_request_that_ends_while_texts_are_scored_frees_everything(
     embedded: LoadedModel,
 ) -> None:
-    engine = Engine(embedded, EngineConfig(kv_cache_bytes=2**22))
+    engine = Engine(embedded, EngineConfig(kv_cache_bytes=2**22, max_forks=2))
     engine.add(1, tokens_of(embedded, PROMPT), Sampling(max_tokens=9))
     until(engine, lambda output: output.token is not None)
     engine.score_texts(1, 0, [[7, 8]] * 3)

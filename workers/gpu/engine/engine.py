@@ -71,7 +71,8 @@ class EngineConfig:
     """Maximum number of tokens of one forward: decodes, drafts and prefill chunks together."""
     max_forks: int = 128
     """Bound on forks: a sequence is not forked if its request would then have had more than this
-    number of sequences, including ended ones."""
+    number of sequences, including ended ones. Also the maximum number of texts that a request
+    scores at once; further texts wait."""
     kv_cache_bytes: int | None = None
     """Size of the KV caches of the model and of its draft model together, in bytes. If None, the
     size depends on the free memory, and on a GPU also on ``memory_part``."""
@@ -465,7 +466,8 @@ class Engine:
 
     def score_texts(self, request: int, seq: int, texts: Tokens[Tokens[int]]) -> None:
         """Computes the log-probability of each token of each text, as if the text followed the
-        sequence. The texts share the sequence's blocks, and all are computed in the same steps.
+        sequence. The texts share the sequence's blocks. The texts of a request are computed in the
+        same steps, at most ``max_forks`` at once.
 
         The sequence is suspended until ``resume``. When all texts are scored, it has one output
         with ``scores``. Raises RequestError if there are no texts, or more than

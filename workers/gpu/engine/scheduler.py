@@ -313,7 +313,7 @@ class Scheduler:
                 self._admit(sequence)
             elif len(self.running) + len(self.deferred) >= MAX_ADMITTED * self._max_num_seqs:
                 break
-            elif sequence.continued and self._prefills(sequence.request):
+            elif sequence.waits_for_blocks and self._prefills(sequence.request):
                 # Another sequence of the request is computing the prompt. The waiting sequence can
                 # reuse the blocks of the prompt later.
                 break

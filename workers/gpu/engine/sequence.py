@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
@@ -114,12 +115,14 @@ class KeptRow:
 class ScoredTexts:
     """The texts that are scored after a sequence. Each text is computed by a further sequence of
     the request, which shares the blocks of the first. These sequences have negative numbers, and no
-    outputs."""
+    outputs. A request has at most ``max_forks`` of them at once."""
 
     sequence: Sequence
     """The sequence that the texts continue. It is suspended meanwhile."""
     scores: list[list[float]]
     """By text: the log-probabilities of the tokens that have been scored, as float32 numbers."""
+    waiting: deque[tuple[int, Tokens[int]]]
+    """The texts without a sequence so far, each with its index."""
     left: dict[Sequence, int] = field(default_factory=dict)
     """The sequences of the texts that have not been scored completely, each with the index of its
     text."""
@@ -173,8 +176,8 @@ class Sequence:
     """Number of tokens whose keys and values are in the cache, including those that a launched
     forward computes."""
     continued: bool = False
-    """Whether the request began at another worker and has several live sequences, which share the
-    prompt."""
+    """Whether the sequence shares the prompt with other sequences of a request that began at
+    another worker, or with other scored texts."""
     pending_forks: int = 0
     """Number of sequences that will be forked when the prompt has been computed."""
     overtaken: int = 0
@@ -208,6 +211,13 @@ class Sequence:
         """Number of tokens that must be in the cache before the next token can be sampled, or
         before a score is complete. A score does not need its last token in the cache."""
         return len(self.tokens) + (self.drawn >= 0) - self.scored
+
+    @property
+    def waits_for_blocks(self) -> bool:
+        """Whether the sequence waits while another sequence of its request computes the prompt that
+        they share."""
+        complete = self.scored and self.num_computed_tokens >= self.scored_from - 1
+        return self.continued and not complete
 
     @property
     def gives_columns(self) -> bool:

@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 
@@ -285,20 +286,37 @@ class LiveSequences:
         self.drop_texts(sequence)
         self.discard_logits(sequence)
         self._scheduler.suspend(sequence)
-        sequence.scoring = scoring = ScoredTexts(sequence, [[] for _ in texts])
-        live = self.requests[sequence.request]
-        first = min(0, *live)
-        for place, text in enumerate(texts):
-            one = self._text_after(sequence, first - 1 - place, text)
-            one.scoring = scoring
-            live[one.seq] = one
-            scoring.left[one] = place
+        sequence.scoring = ScoredTexts(sequence, [[] for _ in texts], deque(enumerate(texts)))
+        begun = self._begin_texts(sequence.request)
         if sequence.num_computed_tokens == len(sequence.tokens) - 1:
-            self._scheduler.forked(scoring.left)
+            self._scheduler.forked(begun)
         else:
             # The first of these sequences computes the missing tokens. The others wait for the
             # blocks (``Sequence.continued``).
-            self._scheduler.put_back(scoring.left)
+            self._scheduler.put_back(begun)
+
+    def _begin_texts(self, request: int) -> list[Sequence]:
+        """Makes sequences for texts of a request that wait to be scored, as far as the request may
+        have further ones. The caller adds them to the scheduler."""
+        live = self.requests[request]
+        room = self._max_forks - sum(seq < 0 for seq in live)
+        number = min(0, *live) - 1
+        begun: list[Sequence] = []
+        for scoring in [s.scoring for s in live.values() if s.seq >= 0 and s.scoring is not None]:
+            while scoring.waiting and len(begun) < room:
+                place, text = scoring.waiting.popleft()
+                one = self._text_after(scoring.sequence, number - len(begun), text)
+                one.scoring = scoring
+                live[one.seq] = one
+                scoring.left[one] = place
+                begun.append(one)
+        return begun
+
+    def _continue_texts(self, request: int) -> None:
+        """Begins texts that wait, because other texts of the request have ended."""
+        begun = self._begin_texts(request)
+        if begun:
+            self._scheduler.put_back(begun)
 
     def drop_texts(self, sequence: Sequence) -> None:
         """Stops scoring texts after a sequence."""
@@ -308,6 +326,7 @@ class LiveSequences:
         sequence.scoring = None
         for one in scoring.left:
             self.remove(one)
+        self._continue_texts(sequence.request)
 
     def take_text_scores(
         self, one: Sequence, first: int, values: list[float], complete: bool
@@ -322,6 +341,7 @@ class LiveSequences:
             return
         del scoring.left[one]
         self.remove(one)
+        self._continue_texts(one.request)
         if not scoring.left:
             scoring.sequence.scoring = None
             output = TokenOutput.of(scoring.sequence)
@@ -459,6 +479,9 @@ class LiveSequences:
         ended = [o for o in self.outputs if o.request == request]
         self.outputs = [o for o in self.outputs if o.request != request]
         live = self.requests.get(request, {})
+        for sequence in live.values():
+            if sequence.scoring is not None:
+                sequence.scoring.waiting.clear()
         for sequence in [sequence for seq, sequence in live.items() if seq >= 0]:
             ended += self._ends(sequence, reason)
         return ended
