@@ -1,13 +1,15 @@
-"""Compaction of the log: writes the current state to a new log, a few requests at a time.
+"""Compaction of the log: writes the current state to a new log, a part at a time.
 
 Operations continue meanwhile. Once the state of a request is saved in the new log, further
 operations of the request are written to both logs. Requests do not depend on each other, so each
-can be saved at a different time.
+can be saved at a different time. Tables and contexts are saved first, as they were at the start.
+Those that change meanwhile are saved again after these.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -36,24 +38,27 @@ class Compaction:
         tables: Iterable[SavedTable],
         contexts: Iterable[SavedContext],
     ) -> None:
-        """Creates the new log at ``path``, with all tables and contexts. Raises OSError if the log
-        cannot be written."""
+        """Creates the new log at ``path``. Raises OSError if the log cannot be written."""
         self.log = Log.create(path, limits)
         self.pending = set(requests)
         """Requests that are not in the new log yet."""
-        try:
-            for table in tables:
-                self.log.append([Record(TABLE, 0, _encode(table))])
-            for context in contexts:
-                self.log.append([Record(CONTEXT, 0, _encode(context))])
-        except OSError:
-            self.abandon()
-            raise
+        self._unsaved: deque[SavedTable | SavedContext | Record] = deque((*tables, *contexts))
+        """Tables and contexts that are not in the new log yet, and the records of those that have
+        changed since the start."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the new log has the whole state."""
+        return not self.pending and not self._unsaved
 
     def save(self, storage: VariableStorage, key: Callable[[int], str]) -> None:
-        """Saves some of the pending requests in the new log. ``key`` returns the key of a request's
-        tenant. Raises OSError if the log cannot be written."""
+        """Saves a part of the state in the new log. ``key`` returns the key of a request's tenant.
+        Raises OSError if the log cannot be written."""
         size = 0
+        while self._unsaved and size < SLICE:
+            record = _record(self._unsaved.popleft())
+            self.log.append([record])
+            size += len(record.body)
         while self.pending and size < SLICE:
             request = self.pending.pop()
             body = _encode(storage.save(request))
@@ -65,9 +70,12 @@ class Compaction:
 
     def also(self, records: Iterable[Record]) -> None:
         """Adds records that were written to the current log. Records of pending requests are left
-        out, because ``save`` will write the state of these requests. Raises OSError if the new log
-        cannot be written."""
+        out, because ``save`` will write the state of these requests. Records of tables and contexts
+        wait until the earlier ones are saved. Raises OSError if the new log cannot be written."""
         new = [record for record in records if record.request not in self.pending]
+        if self._unsaved:
+            self._unsaved += [record for record in new if record.kind in (TABLE, CONTEXT)]
+            new = [record for record in new if record.kind not in (TABLE, CONTEXT)]
         if new:
             self.log.append(new)
 
@@ -76,3 +84,9 @@ class Compaction:
         self.log.close()
         with contextlib.suppress(OSError):
             self.log.path.unlink()
+
+
+def _record(saved: SavedTable | SavedContext | Record) -> Record:
+    if isinstance(saved, Record):
+        return saved
+    return Record(TABLE if isinstance(saved, SavedTable) else CONTEXT, 0, _encode(saved))

@@ -281,7 +281,7 @@ class DurableVariables:
                     )
                 compaction = self._compaction
                 compaction.save(self._storage, self._shares.key)
-            if not compaction.pending:
+            if compaction.complete:
                 self._finish(compaction)
                 return SYNC_S
         except OSError as error:
@@ -369,7 +369,7 @@ class DurableVariables:
             self._new_path, self._limits, storage.requests, self._tables, self._contexts
         )
         try:
-            while compaction.pending:
+            while not compaction.complete:
                 compaction.save(storage, self._shares.key)
             compaction.log.sync()
             compaction.log.replace(self._path, folder)
