@@ -1,8 +1,10 @@
 """The contexts of tenants: the tokens of sequences that programs have saved by name.
 
-In this module a context is a string of bytes. A tenant keeps the contexts that it has saved last,
-up to ``MAX_CONTEXTS`` and ``TENANT_BYTES``; older ones are dropped. If all tenants together have
-more than ``total_bytes``, the tenant with the most bytes loses its oldest context.
+In this module a context is a string of bytes. Contexts share a bound of bytes with the tables of
+modules, and make room for these. A tenant keeps the contexts that it has saved last, up to
+``MAX_CONTEXTS``, and up to ``TENANT_BYTES`` together with its table. Older contexts are dropped. If
+the contexts and tables of all tenants have more than ``total_bytes``, the tenant with the largest
+contexts loses its oldest context.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
+from .module_tables import ModuleTables
 from .variables import MIB
 
 MAX_CONTEXTS = 256
 """Maximum number of contexts of a tenant."""
 TENANT_BYTES = 16 * MIB
-"""Maximum bytes of a tenant's contexts."""
+"""Maximum bytes of a tenant's contexts and of its table of modules together."""
 CONTEXT_BYTES = 256
 """The bytes that are counted for a context in addition to its name and content."""
 
@@ -35,16 +38,12 @@ class SavedContext(Struct, array_like=True):
         return CONTEXT_BYTES + len(self.name.encode()) + len(self.content)
 
 
-def max_bytes(quota: int | None) -> int:
-    """Maximum bytes of the contexts of a tenant with this quota of variables."""
-    return TENANT_BYTES if quota is None else min(TENANT_BYTES, quota)
-
-
 class Contexts:
-    """The contexts of all tenants. ``total_bytes``: maximum bytes of all contexts."""
+    """The contexts of all tenants. ``total_bytes``: maximum bytes of all contexts and tables."""
 
-    def __init__(self, total_bytes: int) -> None:
+    def __init__(self, total_bytes: int, tables: ModuleTables) -> None:
         self._total_bytes = total_bytes
+        self._tables = tables
         self._tenants: dict[str, OrderedDict[str, SavedContext]] = {}
         self._sizes: dict[str, int] = {}
         self.bytes = 0
@@ -61,20 +60,47 @@ class Contexts:
         found = contexts.get(name) if contexts is not None else None
         return None if found is None else found.content
 
+    def refusal(self, context: SavedContext, quota: int | None) -> str | None:
+        """The error if a context has more bytes than its tenant may have, or than the tables leave
+        to contexts; otherwise None. ``quota``: the tenant's quota of bytes, if it has one."""
+        most = self._max_bytes(context.tenant, quota)
+        if context.size > most:
+            return f"the context has {context.size} bytes; at most {most} are allowed"
+        left = self._total_bytes - self._tables.bytes
+        if context.size > left:
+            return (
+                f"the state worker is full: the context has {context.size} bytes, and the tables "
+                f"of all tenants' modules and tags leave {max(0, left)}; delete some modules or "
+                "tags"
+            )
+        return None
+
     def put(self, context: SavedContext, quota: int | None = None) -> None:
         """Saves a context, which replaces the context of the same name, and drops the tenant's
         oldest contexts beyond the bounds. ``quota``: the tenant's quota of bytes, if it has one."""
-        tenant, most = context.tenant, max_bytes(quota)
+        tenant = context.tenant
         if context.name in self._tenants.get(tenant, ()):
             self._drop(tenant, context.name)
         contexts = self._tenants.setdefault(tenant, OrderedDict())
         contexts[context.name] = context
         self._count(tenant, context.size)
+        self.make_room(tenant, quota)
+
+    def make_room(self, tenant: str, quota: int | None = None) -> None:
+        """Drops contexts beyond the bounds, after the contexts or the table of a tenant have
+        changed."""
+        contexts = self._tenants.get(tenant, OrderedDict())
+        most = self._max_bytes(tenant, quota)
         while len(contexts) > MAX_CONTEXTS or self._sizes.get(tenant, 0) > most:
             self._drop(tenant, next(iter(contexts)))
-        while self.bytes > self._total_bytes:
+        while self._sizes and self.bytes + self._tables.bytes > self._total_bytes:
             largest = max(self._sizes, key=self._sizes.__getitem__)
             self._drop(largest, next(iter(self._tenants[largest])))
+
+    def _max_bytes(self, tenant: str, quota: int | None) -> int:
+        """Maximum bytes of the contexts of a tenant."""
+        left = TENANT_BYTES - self._tables.size(tenant)
+        return left if quota is None else min(left, quota)
 
     def _drop(self, tenant: str, name: str) -> None:
         contexts = self._tenants[tenant]

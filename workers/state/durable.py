@@ -29,7 +29,7 @@ from ...protocol.worker_messages import (
     VariableAnswer,
 )
 from .compaction import Compaction
-from .contexts import Contexts, SavedContext, max_bytes
+from .contexts import Contexts, SavedContext
 from .folder import Folder, FolderError
 from .log import CONTEXT, END, OPERATION, REQUEST, TABLE, TENANT, Log, Reader, Record
 from .module_tables import ModuleTables, SavedTable
@@ -89,7 +89,7 @@ class DurableVariables:
         self.failures = 0
         """Number of writes and syncs of the log that have failed."""
         self._tables = ModuleTables(self._limits.table_bytes)
-        self._contexts = Contexts(self._limits.table_bytes)
+        self._contexts = Contexts(self._limits.table_bytes, self._tables)
         self._shares = Shares(self._limits.total_bytes)
         self._folder = Folder(path)
         self._path = path / "log"
@@ -148,7 +148,7 @@ class DurableVariables:
                     if context is not None and op.op == "save":
                         quota = tenant.quota_bytes if tenant is not None else None
                         quotas[context.tenant] = quota
-                        too_long = storage.refusal(op) or _too_long(context, quota)
+                        too_long = storage.refusal(op) or self._contexts.refusal(context, quota)
                     if context is not None:
                         value = b"" if op.op == "save" else context.content
                         op = structs.replace(op, value=value)
@@ -235,6 +235,7 @@ class DurableVariables:
             if error is not None:
                 return ModuleTableAnswer(op.id, error=error)
             self._tables.put(table)
+            self._contexts.make_room(table.tenant)
             return self._tables.read(op)
 
     def end(self, requests: Iterable[int]) -> None:
@@ -462,14 +463,6 @@ class DurableVariables:
             log.error("cannot %s the log %s: %s", what, self._path, error.strerror)
 
 
-def _too_long(context: SavedContext, quota: int | None) -> str | None:
-    """The error if a context has more bytes than its tenant may have in contexts."""
-    most = max_bytes(quota)
-    if context.size <= most:
-        return None
-    return f"the context has {context.size} bytes; at most {most} are allowed"
-
-
 def _cannot_write(error: OSError) -> str:
     return f"the state worker cannot write its log: {error.strerror}; try again"
 
@@ -493,7 +486,8 @@ def _replay(
         elif kind == REQUEST:
             storage.restore(_saved(body))
         elif kind == TABLE:
-            tables.put(_table(body))
+            tables.put(table := _table(body))
+            contexts.make_room(table.tenant)
         elif kind == CONTEXT:
             contexts.put(_context(body))
         elif kind == TENANT:

@@ -57,6 +57,11 @@ class ModuleTables:
     def __len__(self) -> int:
         return len(self._tables)
 
+    def size(self, tenant: str) -> int:
+        """The bytes of a tenant's table; 0 if it has none."""
+        table = self._tables.get(tenant)
+        return len(table.content) if table is not None else 0
+
     def read(self, op: ModuleTable) -> ModuleTableAnswer:
         """The answer to an operation: the current table, or only its version if the sender has this
         table."""
@@ -86,8 +91,7 @@ class ModuleTables:
                 f"the table of this tenant's modules and tags would have {size} bytes; at most "
                 f"{self._max_bytes} are allowed; delete some modules or tags first"
             )
-        before = self._tables.get(table.tenant)
-        total = self.bytes + size - (len(before.content) if before is not None else 0)
+        total = self.bytes + size - self.size(table.tenant)
         if total > self._max_total_bytes:
             return (
                 f"the tables of all tenants' modules and tags would have {total} bytes; at most "
@@ -97,6 +101,5 @@ class ModuleTables:
 
     def put(self, table: SavedTable) -> None:
         """Stores a table, and replaces any other table of the same tenant."""
-        before = self._tables.get(table.tenant)
-        self.bytes += len(table.content) - (len(before.content) if before is not None else 0)
+        self.bytes += len(table.content) - self.size(table.tenant)
         self._tables[table.tenant] = table

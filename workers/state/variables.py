@@ -54,7 +54,7 @@ class StorageLimits(Struct, frozen=True, kw_only=True):
     total_bytes: int = KIB * MIB
     """Maximum bytes of all requests."""
     table_bytes: int = 256 * MIB
-    """Maximum bytes of all tables of modules."""
+    """Maximum bytes of all tables of modules and all contexts."""
 
 
 class SavedRequest(Struct, array_like=True):

@@ -14,6 +14,7 @@ from tokenbus.workers.state import compaction
 from tokenbus.workers.state import contexts as module
 from tokenbus.workers.state.contexts import Contexts, SavedContext
 from tokenbus.workers.state.durable import DurableVariables
+from tokenbus.workers.state.module_tables import ModuleTables, SavedTable
 from tokenbus.workers.state.variables import StorageLimits
 
 
@@ -167,7 +168,7 @@ def test_a_tenant_keeps_the_contexts_that_it_has_saved_last(
     monkeypatch: pytest.MonkeyPatch, bound: str, value: int
 ) -> None:
     monkeypatch.setattr(module, bound, value)
-    contexts = Contexts(10**6)
+    contexts = Contexts(10**6, ModuleTables())
     for name in "xyxz":
         contexts.put(SavedContext("a", name, b"0123456789"))
     contexts.put(SavedContext("b", "y", b"0123456789"))
@@ -176,10 +177,52 @@ def test_a_tenant_keeps_the_contexts_that_it_has_saved_last(
 
 
 def test_the_tenant_with_the_most_bytes_makes_room() -> None:
-    contexts = Contexts(3 * 400)
+    contexts = Contexts(3 * 400, ModuleTables())
     for tenant, name in (("small", "s"), ("large", "1"), ("large", "2"), ("large", "3")):
         contexts.put(SavedContext(tenant, name, b"x" * 140))
     assert kept(contexts) == [("small", "s"), ("large", "2"), ("large", "3")]
+
+
+def test_a_table_counts_towards_the_bytes_of_its_tenant_s_contexts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "TENANT_BYTES", 3 * 400)
+    tables = ModuleTables()
+    contexts = Contexts(10**6, tables)
+    for tenant in "ab":
+        for name in "xyz":
+            contexts.put(SavedContext(tenant, name, b"x" * 140))
+    tables.put(SavedTable("a", 1, 1, bytes(500)))
+    contexts.make_room("a")
+    assert kept(contexts) == [("a", "z"), *(("b", name) for name in "xyz")]
+    refusal = contexts.refusal(SavedContext("a", "w", bytes(500)), None)
+    assert refusal == "the context has 757 bytes; at most 700 are allowed"
+
+
+def test_contexts_and_tables_share_their_room(tmp_path: Path) -> None:
+    limits = StorageLimits(table_bytes=8000)
+    variables = DurableVariables(tmp_path / "state", limits)
+    try:
+        for count, name in enumerate("vwxyz"):
+            [saved] = apply(variables, "a", operation("save", count, name, bytes(1000)))
+            assert saved.written
+        for number in range(1, 5):
+            assert variables.table(ModuleTable(number, f"t{number}", 0, bytes(1000))).written
+        assert kept(variables._contexts) == [("a", name) for name in "xyz"]
+        for number in range(5, 8):
+            assert variables.table(ModuleTable(number, f"t{number}", 0, bytes(1000))).written
+        [refused] = apply(variables, "a", operation("save", 9, "u", bytes(1000)))
+        assert refused.error is not None
+        assert "the context has 1257 bytes, and the tables" in refused.error
+        assert "leave 1000; delete some modules or tags" in refused.error
+    finally:
+        variables.close()
+    variables = DurableVariables(tmp_path / "state", limits)
+    try:
+        assert variables._tables.bytes == 7000
+        assert kept(variables._contexts) == []
+    finally:
+        variables.close()
 
 
 def test_a_context_counts_towards_the_quota_of_variables(variables: DurableVariables) -> None:
