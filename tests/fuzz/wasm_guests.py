@@ -36,7 +36,7 @@ from .target import Target
 
 Abi = Literal["native", "aici"]
 
-LIMITS = Limits(memory_bytes=4 * 65_536, log_bytes=512, variable_bytes=256, written_bytes=1024)
+LIMITS = Limits(memory_bytes=4 * 65_536, log_bytes=512, variable_bytes=256, used_bytes=1024)
 EOS = 256
 VOCABULARY = TokenizerVocabulary.from_tokens([*(bytes([i]) for i in range(256)), b""], [EOS], "b")
 SCRIPT = 4096

@@ -49,8 +49,9 @@ class Limits:
     variable_bytes: int = 1024 * 1024
     """Maximum bytes of one variable's value. The state worker has another bound for all variables
     together."""
-    written_bytes: int = 16 * 1024 * 1024
-    """Maximum bytes that a request writes to variables; each write is also sent to its client."""
+    used_bytes: int = 16 * 1024 * 1024
+    """Maximum bytes that a request writes to variables, and of its new prompts, scored texts and
+    dropped tokens, with 4 bytes for a token. Each write is also sent to its client."""
 
     @property
     def round_s(self) -> float:

@@ -121,7 +121,8 @@ then have more than ``Limits.forks`` sequences."""
 
 
 TOKEN_BYTES = 4
-"""The bytes that are counted for a token of a new prompt."""
+"""The bytes that are counted for a token of a new prompt or of a scored text, and for a dropped
+token."""
 
 
 class Rounds:
@@ -136,14 +137,14 @@ class Rounds:
         fork: Fork,
         changes: Callable[[ControlledSequence], int],
         owner: Callable[[], int] = lambda: 0,
-        count_written_bytes: Callable[[int], None] = lambda _: None,
+        count_bytes: Callable[[int], None] = lambda _: None,
     ) -> None:
         """``owner`` returns the number of the request's tenant (``Pin.owner``).
-        ``count_written_bytes`` raises ControllerError if the request has written too many bytes."""
+        ``count_bytes`` raises ControllerError if the request has used its ``Limits.used_bytes``."""
         self._fork = fork
         self._changes = changes
         self._owner = owner
-        self._count_written_bytes = count_written_bytes
+        self._count_bytes = count_bytes
 
     def begin(
         self, sequence: ControlledSequence, prompt: Sequence[int], n: int = 1
@@ -318,6 +319,7 @@ class Rounds:
                     _give_bias(sequence, result, answer.bias)
                 return [result]
             if answer.action is Action.SCORE:
+                self._count_bytes(TOKEN_BYTES * sum(map(len, answer.texts)))
                 result = _result(sequence, "score", change)
                 result.texts = [list(text) for text in answer.texts]
                 return [result]
@@ -356,6 +358,7 @@ class Rounds:
                 f"it appended {appended} tokens without sampling; at most {most} are allowed",
             )
         _check_tokens(sequence, tokens)
+        self._count_bytes(TOKEN_BYTES * drop)
         change.splice(drop, tokens)
         sequence.length += len(tokens) - drop
         sequence.host.give()
@@ -402,7 +405,7 @@ class Rounds:
                 f"its new prompt has {len(prompt)} tokens; expected 1 to {most}",
             )
         _check_tokens(sequence, prompt)
-        self._count_written_bytes(TOKEN_BYTES * len(prompt))
+        self._count_bytes(TOKEN_BYTES * (sequence.length + len(prompt)))
         dropped = sequence.prompt_length + sequence.length
         change.begin(prompt)
         sequence.prompt_length, sequence.length = len(prompt), 0

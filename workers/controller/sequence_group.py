@@ -110,7 +110,7 @@ class SequenceGroup:
             self._fork,
             self._changes_of_others,
             lambda: owner_number(self.tenant),
-            self._count_written_bytes,
+            self._count_bytes,
         )
         self._lock = threading.RLock()
         self._sequences: dict[int, ControlledSequence] = {}
@@ -130,7 +130,7 @@ class SequenceGroup:
         or a tool answered."""
         self._idle = self._timed = False
         """Whether all sequences are suspended, and whether a call of ``wake_idle`` is scheduled."""
-        self._written_bytes = 0
+        self._used_bytes = 0
         self._closed = False
 
     @property
@@ -515,22 +515,22 @@ class SequenceGroup:
     def perform_within_quota(self, operation: Variable) -> VariableAnswer:
         """Performs an operation on a variable, and returns its answer. Raises ControllerError if
         the request would have written too many bytes."""
-        self._count_written_bytes(len(operation.value))
+        self._count_bytes(len(operation.value))
         return self._perform(operation)
 
-    def _count_written_bytes(self, size: int) -> None:
-        """Counts bytes that the request writes to variables, or that its new prompts have. Raises
-        ControllerError if the request has written too many bytes."""
-        most = self._limits.written_bytes
+    def _count_bytes(self, size: int) -> None:
+        """Counts bytes that the request writes to variables, and the bytes of its new prompts,
+        scored texts and dropped tokens. Raises ControllerError if these are too many."""
+        most = self._limits.used_bytes
         with self._lock:
-            written = self._written_bytes + size
-            if written <= most:
-                self._written_bytes = written
-        if written > most:
+            used = self._used_bytes + size
+            if used <= most:
+                self._used_bytes = used
+        if used > most:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"the request wrote {written} bytes to variables and new prompts in all; at most "
-                f"{most} are allowed",
+                "the request's writes to variables, new prompts, scored texts and dropped tokens "
+                f"have {used} bytes in all; at most {most} are allowed",
             )
 
     def _host(self, seq: int, variables: SequenceVariables, limits: Limits) -> Host:
