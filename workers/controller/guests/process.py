@@ -167,7 +167,7 @@ class GuestProcess:
         self.compromised = False
         """Whether the process has used CPU time or threads in a way that is impossible for guests
         inside the sandbox. Any controller of the process may then have left the sandbox."""
-        self.last_used_s = time.monotonic()
+        self.started_s = self.last_used_s = time.monotonic()
         self._served_s = 0.0
         """Duration of all requests that have ended, in seconds."""
         self._seen = _Seen(time.monotonic(), 0.0, self._cpu_s())

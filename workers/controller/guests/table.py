@@ -25,6 +25,10 @@ IDLE_S = 30.0
 KEEP_S = 1.0
 """If the last call of a process with controllers ended at least this number of seconds ago, the
 process may be ended to make room for another process."""
+TURN_S = 10.0
+"""If all processes were used recently, the oldest of them may be ended to make room for another
+process when it has run for this number of seconds. Tenants beyond the maximum number of processes
+therefore take turns."""
 MAX_LAUNCHES = 3
 """Maximum number of zygotes (parents of guest processes) that are tried for one guest process, if
 each zygote ends before it has forked the process."""
@@ -90,8 +94,8 @@ class ProcessTable:
     """The guest processes of a worker. Thread-safe.
 
     At most ``max_processes`` processes run. If another process is needed, a process without
-    controllers is ended, or else the least recently used process. The controllers of the ended
-    process are replayed in a new process at their next calls.
+    controllers is ended, or else the least recently used process or the oldest one. The controllers
+    of the ended process are replayed in a new process at their next calls.
     """
 
     def __init__(self, setup: Setup, max_processes: int) -> None:
@@ -210,15 +214,19 @@ class ProcessTable:
             # Processes without controllers are the first candidates.
             unused = [each for each in self._processes.values() if not each.busy]
             unused.sort(key=lambda each: (bool(each.controllers), each.last_used_s))
-        recent_s = time.monotonic() - KEEP_S
-        if not unused or (unused[0].controllers and unused[0].last_used_s > recent_s):
+        victim = unused[0] if unused else None
+        now_s = time.monotonic()
+        if victim is not None and victim.controllers and now_s - victim.last_used_s < KEEP_S:
+            oldest = min(unused, key=lambda each: each.started_s)
+            victim = oldest if now_s - oldest.started_s >= TURN_S else None
+        if victim is None:
             raise UnavailableError(
                 Code.QUEUE_FULL,
                 f"this worker runs {self._max} guest processes, and no more may run; "
                 "try again, or start more controller workers",
                 retry_after_s=KEEP_S,
             )
-        self._retire(unused[0], "another tenant needed its place")
+        self._retire(victim, "another tenant needed its place")
 
     def _retire(self, process: GuestProcess, why: str) -> None:
         self._remove(process)

@@ -31,10 +31,27 @@ def test_tenants_take_turns_if_there_are_fewer_processes(monkeypatch: pytest.Mon
 
 def test_a_tenant_waits_while_all_processes_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_module, "KEEP_S", 3600.0)
+    monkeypatch.setattr(table_module, "TURN_S", 3600.0)
     with running(most=1) as runtime:
         Sequence(runtime.program(CALM, "first"))
         with pytest.raises(UnavailableError, match="this worker runs 1 guest processes"):
             Sequence(runtime.program(CALM, "second"))
+
+
+def test_a_tenant_does_not_wait_for_ever_while_others_use_all_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(table_module, "KEEP_S", 3600.0)
+    monkeypatch.setattr(table_module, "TURN_S", 0.0)
+    with running(most=2) as runtime:
+        first, second, third = (Sequence(runtime.program(CALM, name)) for name in "abc")
+        left = runtime.table.pids()
+        assert len(left) == 2
+        assert second.controller._process.pid in left  # type: ignore[attr-defined]
+        # The sequence whose process was ended is replayed.
+        for each in (first, second, third):
+            each.round()
+            assert each.allowed() == [2]
 
 
 def test_a_process_is_started_although_its_parent_ends_meanwhile() -> None:
