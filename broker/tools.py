@@ -36,6 +36,10 @@ MAX_CALLS = 1_000
 MAX_SHOWN = 20
 """Maximum number of names of tools in an error message."""
 
+_Place = tuple[str, str | None, int]
+"""An owner of calls, one of its users or None for all of them, and a tool worker. The owner is the
+client's key or, without a key, its session."""
+
 
 class _Name(Struct, array_like=True):
     """The fields of a CALL_ANSWER that the broker reads: the id of the call."""
@@ -52,7 +56,13 @@ class _Passed:
     worker: Worker
     tool: str
     owner: str
+    user: str
     answered: bool = False
+
+    @property
+    def places(self) -> tuple[_Place, _Place]:
+        """The places in ``Tools._running`` that count the call."""
+        return (self.owner, None, self.worker.id), (self.owner, self.user, self.worker.id)
 
 
 class Tools:
@@ -64,9 +74,8 @@ class Tools:
         self._calls: dict[int, dict[CallId, _Passed]] = {}
         """By request: its running calls, and the last ``MAX_ENDED`` calls that were answered."""
         self._waiting = WaitingCalls(state.settings.expiry_s)
-        self._running: Counter[tuple[str, int]] = Counter()
-        """Number of running calls, by owner and tool worker. The owner is the client's key or,
-        without a key, its session."""
+        self._running: Counter[_Place] = Counter()
+        """Number of running calls."""
 
     # --- messages -------------------------------------------------------------------------------
 
@@ -185,11 +194,11 @@ class Tools:
                 Code.CLIENT_LIMIT,
                 f"the request has {MAX_CALLS} running calls, which is the maximum",
             )
-        owner = _owner(request)
-        worker = self._choose(call.tool, owner)
-        passed = _Passed(worker, call.tool, owner)
+        owner, user = _owner(request), request.fields.by
+        worker = self._choose(call.tool, owner, user)
+        passed = _Passed(worker, call.tool, owner, user)
         self._calls.setdefault(request.id, {})[call.id] = passed
-        self._running[owner, worker.id] += 1
+        self._running.update(passed.places)
         worker.calls.add(call.id)
         return passed
 
@@ -233,22 +242,33 @@ class Tools:
     def _workers(self) -> list[Worker]:
         return list(self._state.pools.of_role("tool").values())
 
-    def _choose(self, tool: str, owner: str) -> Worker:
+    def _choose(self, tool: str, owner: str, user: str) -> Worker:
         """The least filled worker that serves a tool. Raises TokenbusError if no worker serves the
-        tool, or if ``owner`` may not have another call now."""
+        tool, or if ``owner`` or its user ``user`` may not have another call now."""
         serving = self._serving(tool)
         capacity = sum(worker.capacity for worker in serving)
         running = sum(len(worker.calls) for worker in serving)
-        own = sum(self._running[owner, worker.id] for worker in serving)
+        own = sum(self._running[owner, None, worker.id] for worker in serving)
         worker = min(serving, key=lambda w: (len(w.calls) / w.capacity, w.id))
-        if len(worker.calls) < worker.capacity and fits_share(own, running, capacity):
-            return worker
-        raise UnavailableError(
-            Code.QUEUE_FULL,
-            f"the workers of the tool {tool!r} run {running} of {capacity} calls, "
-            f"{own} of them for this client; try again later",
-            retry_after_s=RETRY_AFTER_S,
-        )
+        if len(worker.calls) >= worker.capacity or not fits_share(own, running, capacity):
+            raise UnavailableError(
+                Code.QUEUE_FULL,
+                f"the workers of the tool {tool!r} run {running} of {capacity} calls, "
+                f"{own} of them for this client; try again later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        of_user = sum(self._running[owner, user, worker.id] for worker in serving)
+        # The number of calls that the owner may have, by ``fits_share``.
+        most = (capacity - (running - own) + 1) // 2
+        if user and not fits_share(of_user, own, most):
+            raise UnavailableError(
+                Code.CLIENT_LIMIT,
+                f"the workers of the tool {tool!r} run {of_user} calls for you, and "
+                f"{own - of_user} for other users of this client, which may have {most}; wait "
+                "until one of your calls ends",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        return worker
 
     def _end(self, request: int, id_: CallId, passed: _Passed) -> None:
         """Records the end of a call. If more than ``MAX_ENDED`` calls of the request have ended,
@@ -264,10 +284,10 @@ class Tools:
             return
         passed.answered = True
         passed.worker.calls.discard(id_)
-        place = passed.owner, passed.worker.id
-        self._running[place] -= 1
-        if not self._running[place]:
-            del self._running[place]
+        for place in passed.places:
+            self._running[place] -= 1
+            if not self._running[place]:
+                del self._running[place]
 
     def _answer(self, request: Request, id_: CallId, error: TokenbusError) -> None:
         """Answers a call with an error that comes from the broker and not from the tool."""

@@ -42,9 +42,9 @@ class ToolBench(Bench):
         infos = [Tool(name=tool) for tool in tools]
         self.worker(name, role="tool", patterns=[], default="", capacity=capacity, tools=infos)
 
-    def begun(self, stream: int = 1, key: str = "", client: str = "c") -> int:
+    def begun(self, stream: int = 1, key: str = "", client: str = "c", **fields: Any) -> int:
         """Begins a request whose controller runs at ``c1``; returns the request's id."""
-        self.client(client, "GENERATE", generate(stream, controller="mine"), key=key)
+        self.client(client, "GENERATE", generate(stream, controller="mine", **fields), key=key)
         [(_, header)] = [m for m in self.to_worker("gpu") if m[0] == "GENERATE"]
         self.send("gpu", "START", START, Header(header.request))
         return header.request
@@ -199,6 +199,28 @@ def test_one_client_leaves_places_for_others(bench: ToolBench) -> None:
     bench.answer("t2", request, 2)
     bench.call(request, count=6)
     assert 6 in bench.calls("t1") + bench.calls("t2")
+
+
+def test_one_user_of_a_gateway_leaves_places_for_its_other_users(bench: ToolBench) -> None:
+    """The gateway may have three of the six places. A user may have at most as many of these as are
+    still free."""
+    request = bench.begun(by="ann")
+    for count in range(1, 4):
+        bench.call(request, count=count)
+    [refused] = bench.answers()
+    assert (refused.count, refused.code) == (3, "client_limit")
+    assert refused.error is not None
+    assert "run 2 calls for you, and 0 for other users" in refused.error
+    other = bench.begun(2, by="ben")
+    bench.call(other, count=4)
+    assert sorted(bench.calls("t1") + bench.calls("t2")) == [1, 2, 4]
+    for count in (1, 2):
+        bench.answer("t1", request, count)
+        bench.answer("t2", request, count)
+    bench.answers()
+    bench.call(request, count=5)
+    assert 5 in bench.calls("t1") + bench.calls("t2")
+    assert bench.answers() == []
 
 
 def test_a_draining_worker_gets_no_calls(bench: ToolBench) -> None:
