@@ -10,10 +10,10 @@ context.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import random
+import re
 import select
 import struct
 import threading
@@ -70,6 +70,11 @@ _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 """Events that show that the socket has no connection."""
 _EVENT = struct.Struct("=hi")
 """The first frame of a socket monitor's message: event and value (zmq_socket_monitor)."""
+_TCP = re.compile(r"[][0-9A-Za-z:][][0-9A-Za-z.:%;_*-]*:[0-9]+", re.ASCII)
+"""A TCP address after its scheme, as ZeroMQ accepts it before it resolves the host. ZeroMQ also
+accepts an address without a host, to which it never connects."""
+MAX_PATH_BYTES = 107
+"""Maximum number of bytes of the path of a Unix socket."""
 CLOSED_OFTEN = 3
 """If a broker with keys closes this number of connections in a row during the handshake, without a
 reason, the client's key file expects another broker. A broker that is being stopped closes one or
@@ -101,11 +106,12 @@ def open_dealer(
     ``pipe_messages``: the maximum number of messages that ZeroMQ queues in each direction; 0 if the
     number is not bounded. Raises AddressError if the address is not valid.
     """
+    check_address(address)
     socket = make_dealer(context, pipe_messages, key)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     try:
-        _connect(socket, address)
+        socket.connect(address)
     except Exception:
         socket.close()
         raise
@@ -128,21 +134,21 @@ def make_dealer(
     return socket
 
 
-def _connect(socket: zmq.Socket[bytes], address: str) -> None:
-    """Connects a socket; raises AddressError if the address is not valid."""
-    port = address.rpartition(":")[2]
-    # ZeroMQ accepts a larger port number, but then never connects.
-    if address.startswith("tcp://") and port.isdecimal() and not 1 <= int(port) <= 65535:
+def check_address(address: str) -> None:
+    """Raises AddressError if an address is not valid. ZeroMQ checks addresses only when a socket
+    connects, and each connection costs the broker a handshake."""
+    scheme, _, place = address.partition("://")
+    if scheme == "tcp" and _TCP.fullmatch(place):
+        port = place.rpartition(":")[2]
+        # ZeroMQ accepts a larger port number, but then never connects.
+        if len(port) <= 5 and 1 <= int(port) <= 65535:
+            return
         raise AddressError(f"{address!r} has no valid port; use a port from 1 to 65535")
-    try:
-        socket.connect(address)
-    except zmq.ZMQError as error:
-        if error.errno in (zmq.EINVAL, zmq.EPROTONOSUPPORT, zmq.ENOCOMPATPROTO, errno.ENODEV):
-            raise AddressError(
-                f"{address!r} is not a valid address of a broker "
-                f"({os.strerror(error.errno or 0)}); use one like tcp://127.0.0.1:5555"
-            ) from None
-        raise
+    if scheme == "ipc" and place not in ("", "@") and len(os.fsencode(place)) <= MAX_PATH_BYTES:
+        return
+    raise AddressError(
+        f"{address!r} is not a valid address of a broker; use one like tcp://127.0.0.1:5555"
+    )
 
 
 def receive(socket: zmq.Socket[bytes]) -> Frames | None:
@@ -349,7 +355,7 @@ class Dealer:
         self._received = False
         self._refusals = Counter[str]()
         for valid in self._addresses:
-            open_dealer(self._context, valid).close(linger=0)
+            check_address(valid)
 
     @property
     def address(self) -> str:
@@ -512,7 +518,7 @@ class Dealer:
             socket.close()
             raise
         try:
-            _connect(socket, self.address)
+            socket.connect(self.address)
             self._exchange(socket, events)
         finally:
             with self._turn:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -21,7 +22,6 @@ from tokenbus.protocol.header import encode_header
 from tokenbus.protocol.keys import Allowed, Role
 from tokenbus.protocol.messages import Error
 from tokenbus.protocol.worker_messages import Heartbeat
-from tokenbus.transport import dealer as dealers
 from tokenbus.transport.dealer import Dealer, open_dealer
 
 from ..processes import clean_environment, free_port, until
@@ -131,18 +131,16 @@ def test_a_refusal_that_comes_while_the_connection_is_begun_is_noticed(
 ) -> None:
     """ZeroMQ reports a refusal once. The client must notice it, even if its thread reads the report
     late."""
-    connect = dealers._connect
+    exchange = Dealer._exchange
 
-    def connect_and_wait(socket: zmq.Socket[bytes], address: str) -> None:
-        connect(socket, address)
-        if threading.current_thread() is threading.main_thread():
-            return  # The main thread only tests the address.
+    def wait_and_exchange(self: Dealer, *arguments: Any) -> None:
         until(lambda: "was refused" in caplog.text, 300.0, "the broker has refused a key")
         # The refusal then reaches the client's side of ZeroMQ, which reports it only to the
         # socket's monitor.
         time.sleep(0.5)
+        exchange(self, *arguments)
 
-    monkeypatch.setattr(dealers, "_connect", connect_and_wait)
+    monkeypatch.setattr(Dealer, "_exchange", wait_and_exchange)
     stranger = broker.stranger()
     assert stranger.public in refusal(broker.client(stranger))
 

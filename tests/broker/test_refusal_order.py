@@ -7,6 +7,7 @@ import contextlib
 import socket as sockets
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import zmq
@@ -14,7 +15,6 @@ from tokenbus.broker.server import BrokerServer
 from tokenbus.protocol.errors import TokenbusError
 from tokenbus.protocol.frames import Frames
 from tokenbus.protocol.keys import OwnKey
-from tokenbus.transport import dealer as dealers
 from tokenbus.transport.dealer import Dealer
 from tokenbus.transport.greeting import GREETING_BYTES, SIGNATURE_AND_VERSION, mechanism_of
 
@@ -70,7 +70,6 @@ class Relay:
         with sockets.create_connection(self._broker, WAIT_S) as broker:
             sent = client.recv(GREETING_BYTES)
             if not sent:
-                # The constructor of a dealer checks its address with a socket that it closes again.
                 return
             broker.sendall(sent)
             if len(sent) > SIGNATURE_BYTES:
@@ -175,22 +174,13 @@ def test_a_close_before_the_mechanism_arrives_is_a_refusal_with_a_key(broker: Ke
 def test_a_refusal_that_has_arrived_is_reported_before_the_peer_checks_its_deadlines(
     broker: KeyedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watched: list[zmq.Socket[bytes]] = []
+    exchange = Dealer._exchange
 
-    class Events(dealers._Events):
-        def __init__(self, *arguments: object) -> None:
-            super().__init__(*arguments)  # type: ignore[arg-type]
-            watched.append(self._events)
+    def wait_and_exchange(self: Dealer, socket: zmq.Socket[bytes], events: Any) -> None:
+        assert events._events.poll(int(WAIT_S * 1000)), "the broker did not refuse"
+        exchange(self, socket, events)
 
-    connect = dealers._connect
-
-    def connect_and_wait(socket: zmq.Socket[bytes], address: str) -> None:
-        connect(socket, address)
-        if watched:
-            assert watched[-1].poll(int(WAIT_S * 1000)), "the broker did not refuse"
-
-    monkeypatch.setattr(dealers, "_Events", Events)
-    monkeypatch.setattr(dealers, "_connect", connect_and_wait)
+    monkeypatch.setattr(Dealer, "_exchange", wait_and_exchange)
     peer = Refused()
     assert "never allowed" in refusal(broker.front, broker.stranger(), peer)
     assert peer.calls[:2] == ["connected", "refused"]

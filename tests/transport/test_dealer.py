@@ -14,7 +14,7 @@ import pytest
 import zmq
 from tokenbus.protocol.errors import TokenbusError
 from tokenbus.protocol.frames import Frames
-from tokenbus.transport.dealer import NEVER_MS, AddressError, Dealer, make_dealer
+from tokenbus.transport.dealer import NEVER_MS, AddressError, Dealer, check_address, make_dealer
 from zmq.utils.monitor import recv_monitor_message
 
 from ..processes import free_port, until
@@ -329,6 +329,50 @@ def test_a_terminated_context_ends_it_with_the_reason(monkeypatch: pytest.Monkey
 def test_an_invalid_address_is_refused_with_its_value(address: str) -> None:
     with pytest.raises(AddressError, match=re.escape(repr(address))):
         Dealer(address, Echo(), "test", linger_ms=0)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "tcp://localhost:5555",
+        "tcp://[::1]:5555",
+        "tcp://127.0.0.2;127.0.0.1:5555",
+        "tcp://a-b_c.example:1",
+        "tcp://*:5555",
+        "tcp://127.0.0.1:*",
+        "tcp://127.0.0.1:5 5",
+        "tcp:// 127.0.0.1:5555",
+        "tcp://user@host:5555",
+        "tcp://é:5555",
+        "ipc:///tmp/none.sock",
+        "ipc://@none",
+        "ipc://@",
+        "ipc:///" + "x" * 106,
+        "ipc:///" + "x" * 107,
+        "ipc:///" + "é" * 54,
+    ],
+)
+def test_the_addresses_that_zeromq_accepts_are_valid(address: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        try:
+            socket.connect(address)
+        except zmq.ZMQError:
+            with pytest.raises(AddressError):
+                check_address(address)
+        else:
+            check_address(address)
+
+
+def test_a_dealer_that_has_not_started_makes_no_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connected: list[str] = []
+    monkeypatch.setattr(zmq.Socket, "connect", lambda _, address: connected.append(address))
+    dealer = Dealer("tcp://127.0.0.1:5555,ipc:///none", Echo(), "test", linger_ms=0)
+    assert not dealer.started
+    assert connected == []
+    dealer.close()
 
 
 @pytest.fixture
