@@ -13,6 +13,7 @@ from tokenbus.clients.gateway.keys import hash_of, new_key
 from tokenbus.clients.typescript.generate import OUTPUT, typescript
 
 from ..processes import Bus, Gateway
+from ..worlds.keyed_broker import KeyedBroker
 from . import wasm_guests
 from .typescript_package import needs_node, run
 
@@ -65,6 +66,25 @@ def test_the_first_minute_of_its_readme_works(package: Path, steered: Bus) -> No
     (package / "dist" / "first.mjs").write_text(example)
     output = run("node", "dist/first.mjs", TOKENBUS_FRONT=steered.front)
     assert re.search(r"^[0-9]{3}-[0-9]{4}$", output, re.MULTILINE), output
+
+
+@needs_node
+def test_a_broker_with_keys_is_reported_as_the_reason(package: Path) -> None:
+    (package / "dist" / "refused.mjs").write_text(
+        'import { Client } from "./src/node.js";\n'
+        "const client = new Client(process.env.TOKENBUS_TEST_FRONT, { patience_s: 300 });\n"
+        "try {\n"
+        '  await client.generate("x").text();\n'
+        "} catch (error) {\n"
+        "  console.log(error.code, error.message);\n"
+        "}\n"
+        "process.exit();\n"
+    )
+    with KeyedBroker() as broker:
+        output = run("node", "dist/refused.mjs", TOKENBUS_TEST_FRONT=broker.front)
+        assert output.startswith(
+            f"not_allowed the broker at {broker.front} accepts only connections with a key"
+        )
 
 
 # --- over a WebSocket with an API key -------------------------------------------------------------

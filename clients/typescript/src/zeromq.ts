@@ -7,6 +7,7 @@ import { Dealer } from "zeromq";
 
 import type { Outgoing } from "./calls.js";
 import { RequestError } from "./errors.js";
+import { mechanismOf } from "./greeting.js";
 import { type Link, type Listener, type Transport, decodeMessages } from "./transport.js";
 
 /** Time during which a closed socket sends its remaining messages, in milliseconds. */
@@ -26,9 +27,11 @@ export function zeroMq(address: string): Transport {
 class Socket implements Link {
   readonly #dealer: Dealer;
   #closed = false;
+  /** Whether the handshake has failed. ZeroMQ then reports that the connection is lost, too. */
+  #refused = false;
 
   constructor(
-    address: string,
+    readonly address: string,
     readonly listener: Listener,
   ) {
     // The queue has no bound, so that a send does not wait. After a long silence, the session opens
@@ -87,14 +90,30 @@ class Socket implements Link {
    */
   async #watch(): Promise<void> {
     for await (const event of this.#dealer.events) {
+      if (this.#refused) continue;
+      if (event.type.startsWith("handshake:error:")) {
+        this.#refused = true;
+        this.#askForMechanism().catch((error: unknown) => this.#fail(error));
+      }
       if (event.type === "disconnect") this.#fail("the broker closed the connection");
       if (event.type === "connect:retry") this.#fail("the connection failed");
     }
   }
 
-  #fail(reason: unknown): void {
+  /** Reports a failed handshake. It is a refusal if the broker accepts only connections with a key. */
+  async #askForMechanism(): Promise<void> {
+    const mechanism = await mechanismOf(this.address);
+    const refusal = new RequestError(
+      "not_allowed",
+      `the broker at ${this.address} accepts only connections with a key, which this client cannot ` +
+        "have; connect to a gateway, such as ws://127.0.0.1:8080/",
+    );
+    this.#fail("the handshake failed", mechanism === "CURVE" ? refusal : undefined);
+  }
+
+  #fail(reason: unknown, refused?: RequestError): void {
     if (this.#closed) return;
     this.close();
-    this.listener.closed(String(reason));
+    this.listener.closed(String(reason), refused);
   }
 }

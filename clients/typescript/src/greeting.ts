@@ -1,0 +1,51 @@
+/**
+ * Reads the security mechanism of a broker from the greeting of ZMTP (RFC 37). A broker that requires
+ * keys usually closes the connection of a client without a key before it has sent its own mechanism.
+ * ZeroMQ then reports no reason.
+ */
+
+import { connect } from "node:net";
+
+/** How long `mechanismOf` waits for the greeting, in milliseconds. */
+const GREETING_MS = 2_000;
+const GREETING_BYTES = 64;
+/** The first bytes of a greeting of ZMTP 3. The peer then sends the rest of its greeting. */
+const SIGNATURE_AND_VERSION = Uint8Array.of(0xff, 0, 0, 0, 0, 0, 0, 0, 0, 0x7f, 3);
+
+/**
+ * The mechanism of the broker at `address`, for example `CURVE`; null if no greeting of ZMTP 3 arrives
+ * in time.
+ */
+export function mechanismOf(address: string): Promise<string | null> {
+  const place = placeOf(address);
+  if (place === null) return Promise.resolve(null);
+  return new Promise((resolve) => {
+    const socket = connect(place);
+    let received = Buffer.alloc(0);
+    const end = (mechanism: string | null): void => {
+      clearTimeout(timer);
+      socket.destroy();
+      resolve(mechanism);
+    };
+    const timer = setTimeout(() => end(null), GREETING_MS);
+    socket.on("error", () => end(null));
+    socket.on("close", () => end(null));
+    socket.on("data", (data) => {
+      received = Buffer.concat([received, data]);
+      if (received.length < GREETING_BYTES) return;
+      const version = received[10] ?? 0;
+      const mechanism = received.toString("latin1", 12, 32).replace(/\0+$/, "");
+      end(received[0] === 0xff && version >= 3 ? mechanism : null);
+    });
+    socket.write(SIGNATURE_AND_VERSION);
+  });
+}
+
+/** Where a broker listens; null if its address has neither the scheme tcp nor ipc. */
+function placeOf(address: string): { host: string; port: number } | { path: string } | null {
+  const path = /^ipc:\/\/(.+)$/.exec(address)?.[1];
+  // A path that begins with @ is in Linux's abstract namespace.
+  if (path !== undefined) return { path: path.replace(/^@/, "\0") };
+  const [, host, port] = /^tcp:\/\/(?:.*;)?\[?([^\]]+)\]?:(\d+)$/.exec(address) ?? [];
+  return host === undefined ? null : { host, port: Number(port) };
+}
