@@ -21,7 +21,7 @@ from ..conversation.bus_tools import described
 from ..conversation.made_calls import MadeCall
 from ..conversation.parts import Call, Conversation, Thinking
 from ..conversation.planning import Prepared, prepare
-from ..conversation.tool_turns import DEFAULT_TOOL_TURNS, Arrived, Loop, Made, ModelTurn, ToolTurns
+from ..conversation.tool_turns import Arrived, Loop, Made, ModelTurn, ToolTurns
 from ..errors import ApiError, from_tokenbus
 from ..events import EventStream, event, unless_disconnected
 from ..field_types import kept_tokens, stops_of
@@ -100,8 +100,8 @@ async def _begin(gateway: Gateway, body: CreateMessage, ignored: Ignored) -> Mes
             options["max_tokens"] = max_tokens
         return chat_generations(gateway, prepared, options, counter, {"prompt": "messages"})
 
-    loop = Loop(frozenset(body.bus_tools), begin, lambda: counter.completion, body.max_tokens)
-    loop.max_turns = body.max_tool_turns or DEFAULT_TOOL_TURNS
+    bounds = body.max_tokens, body.max_tool_turns
+    loop = Loop(frozenset(body.bus_tools), begin, lambda: counter.completion, *bounds)
     first = ModelTurn(planned.prepared, begin(planned.prepared, None))
     turns = ToolTurns(gateway, planned.conversation, first, loop)
     return MessageJob(GrowingMessage(planned.prepared.model.name, turns, body.max_tokens), turns)

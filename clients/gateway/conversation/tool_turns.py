@@ -114,13 +114,17 @@ class Loop:
     """Returns the number of tokens that the answer has so far."""
     max_tokens: int | None = None
     """Maximum number of tokens of all turns; None if only the context bounds them."""
-    max_turns: int = DEFAULT_TOOL_TURNS
+    max_turns: int | None = None
+    """Maximum number of turns; ``DEFAULT_TOOL_TURNS`` if None is given."""
     max_calls: int | None = None
     """Maximum number of calls that the gateway makes. Further calls get an error as their
     result."""
     recorded: Mapping[str, MadeCall] = field(default_factory=dict)
     """The calls that an earlier gateway made for this answer, by their ids. They are not made
     again."""
+
+    def __post_init__(self) -> None:
+        self.max_turns = self.max_turns or DEFAULT_TOOL_TURNS
 
     @property
     def tokens_left(self) -> int | None:

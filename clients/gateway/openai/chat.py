@@ -21,7 +21,7 @@ from ..conversation.endings import receipt_of
 from ..conversation.made_calls import as_messages
 from ..conversation.parts import Call, of_kind, text_of, thinking_of
 from ..conversation.planning import Prepared, prepare
-from ..conversation.tool_turns import DEFAULT_TOOL_TURNS, Arrived, Loop, ModelTurn, ToolTurns
+from ..conversation.tool_turns import Arrived, Loop, ModelTurn, ToolTurns
 from ..events import unless_disconnected
 from ..json import json_response
 from ..leniency import Ignored
@@ -115,10 +115,8 @@ def _loop(gateway: Gateway, body: ChatRequest, job: ChatJob) -> Loop:
         generations.shown = job.generations.shown
         return generations
 
-    loop = Loop(frozenset(body.bus_tools), begin, lambda: job.counter.completion)
-    loop.max_tokens, loop.max_turns = body.limit, body.max_tool_turns or DEFAULT_TOOL_TURNS
-    loop.max_calls = body.max_tool_calls
-    return loop
+    bounds = body.limit, body.max_tool_turns, body.max_tool_calls
+    return Loop(frozenset(body.bus_tools), begin, lambda: job.counter.completion, *bounds)
 
 
 async def _answer(job: ChatJob) -> ChatCompletion:

@@ -20,15 +20,7 @@ from ..conversation.constraints import Receipt
 from ..conversation.endings import is_cut
 from ..conversation.made_calls import MadeCall
 from ..conversation.planning import Prepared, prepare
-from ..conversation.tool_turns import (
-    DEFAULT_TOOL_TURNS,
-    Arrived,
-    Loop,
-    Made,
-    Making,
-    ModelTurn,
-    ToolTurns,
-)
+from ..conversation.tool_turns import Arrived, Loop, Made, Making, ModelTurn, ToolTurns
 from ..errors import ApiError
 from ..leniency import Ignored
 from ..new_ids import new_id
@@ -124,9 +116,8 @@ class ResponseJob:
         job.stored = body.store is not False
         if served:
             begin = partial(_begun, gateway, body, counter)
-            loop = Loop(frozenset(served), begin, lambda: counter.completion, body.limit)
-            loop.max_turns = body.max_tool_turns or DEFAULT_TOOL_TURNS
-            loop.max_calls = body.max_tool_calls
+            bounds = body.limit, body.max_tool_turns, body.max_tool_calls
+            loop = Loop(frozenset(served), begin, lambda: counter.completion, *bounds)
             loop.recorded = recorded or {}
             first = ModelTurn(prepared, generations)
             job.tool_turns = ToolTurns(gateway, conversation, first, loop)
