@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, ValidationError
+from jsonschema.validators import validator_for
 from referencing import Registry
 
 FORMATS = Draft202012Validator.FORMAT_CHECKER
@@ -24,13 +25,22 @@ def states_of(schema: dict[str, Any], value: Any, keywords: list[str]) -> dict[s
         # value passes.
         checked["format"] = "not checked"
     try:
-        validator = Draft202012Validator(schema, registry=LOCAL, format_checker=FORMATS)
+        make = validator_for(schema, default=Draft202012Validator)
+        validator = make(schema, registry=LOCAL, format_checker=FORMATS)
         for error in validator.iter_errors(value):
-            failed = {*error.absolute_schema_path, error.validator} & checked.keys()
-            checked |= dict.fromkeys(failed, "failed")
+            checked |= dict.fromkeys(_failed(error) & checked.keys(), "failed")
     except Exception:  # The schema of a client can cause errors of several packages.
         return dict.fromkeys(keywords, "not checked")
     finally:
         # The cache of ``re`` would otherwise keep the patterns of clients.
         re.purge()
     return checked
+
+
+def _failed(error: ValidationError) -> set[Any]:
+    """The keywords that led to an error, including those in the alternatives of ``anyOf`` and
+    ``oneOf``."""
+    found = {*error.absolute_schema_path, error.validator}
+    for inner in error.context or ():
+        found |= _failed(inner)
+    return found

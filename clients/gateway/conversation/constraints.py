@@ -12,7 +12,7 @@ from ... import GenerateOptions
 from .made_calls import MadeCall
 
 Schema = dict[str, Any]
-KeywordState = Literal["checked", "failed", "not checked"]
+KeywordState = Literal["enforced", "checked", "failed", "not checked"]
 _SCHEMA_FAULT = re.compile(r"structural: tags\[(\d+)\]\.schema: (?:json_schema: )?(.*)", re.DOTALL)
 """Matches the error about the schema of a tag: the number of the tag, and the reason."""
 
@@ -75,8 +75,8 @@ class Receipt(Struct, kw_only=True, omit_defaults=True):
     """``complete``: the text is a complete value. ``closed``: the shortest completion was appended
     before the token limit. ``cut``: the text ends inside a value."""
     keywords: dict[str, KeywordState] = field(default_factory=dict)
-    """For each schema keyword that masks did not enforce: whether the finished text was checked
-    against it, and whether the check failed."""
+    """For each schema keyword that is not enforced by masks in its own form: whether masks enforced
+    the rewritten keyword, or else the outcome of the check of the finished text."""
     logs: str = ""
     """The log of the controller."""
     storage: list[Any] = field(default_factory=list)

@@ -16,7 +16,7 @@ from ..templates import template_of
 from .constraints import Constraint
 from .parts import AnswerRules, Conversation
 from .rendering import Resources
-from .schemas import Checked, Checks, enforceable
+from .schemas import Checked, Checks, checked_schema
 from .tools import Calling, calling
 from .truncation import fitting_ids
 
@@ -60,9 +60,9 @@ async def prepare(
     ids = await fitting_ids(resources, model, conversation, ignored)
     checked: dict[str, Checked] = {}
     if called is not None:
-        loose = {tool.name for tool in conversation.tools if not tool.strict}
+        strict = {tool.name for tool in conversation.tools if tool.strict}
         functions = [
-            _enforceable_function(function, checked) if function.name in loose else function
+            _enforceable_function(function, function.name in strict, checked)
             for function in called.functions
         ]
         called = replace(called, functions=functions)
@@ -77,18 +77,20 @@ async def prepare(
     return Prepared(model, ids, form, constraint, checks)
 
 
-def _enforceable_function(function: Function, checked: dict[str, Checked]) -> Function:
-    parameters, keywords = enforceable(function.parameters)
-    if keywords:
-        checked[function.name] = Checked(function.parameters, keywords)
-    return Function(function.name, parameters)
+def _enforceable_function(
+    function: Function, strict: bool, checked: dict[str, Checked]
+) -> Function:
+    schema, check = checked_schema(function.parameters, strict)
+    if check is not None:
+        checked[function.name] = check
+    return Function(function.name, schema)
 
 
 def _enforceable_constraint(own: Constraint | None) -> tuple[Constraint | None, Checked | None]:
-    if own is None or own.strict or not isinstance(own.arg, dict):
+    if own is None or own.controller != "json_schema" or not isinstance(own.arg, dict):
         return own, None
-    arg, keywords = enforceable(own.arg)
-    return (replace(own, arg=arg), Checked(own.arg, keywords)) if keywords else (own, None)
+    schema, check = checked_schema(own.arg, own.strict)
+    return replace(own, arg=schema), check
 
 
 def _wanted(rules: AnswerRules, called: Calling | None, own: Constraint | None) -> Wanted:

@@ -1,20 +1,21 @@
 """Checks finished answers against the keywords of their schemas that token masks cannot enforce.
 
-Masks are computed from the schema without these keywords. Another process checks the finished text
+Some keywords are rewritten, so that masks enforce them. Masks are computed from the rewritten
+schema without the other keywords. Another process checks the finished text
 with ``jsonschema``, and the answer's receipt (``constraints.py``) reports the outcome of each
 keyword.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from ....protocol.json_schema import FORMATS, LOOK_AROUND, rewritten
 from ....protocol.messages import Token
 from ..answer_parts import AnswerForm
 from ..errors import ApiError
@@ -26,16 +27,10 @@ from .parts import Call, of_kind, text_of
 
 NOT_ENFORCED = frozenset(
     {"propertyNames", "uniqueItems", "not", "if", "then", "else"}
-    | {"contains", "minContains", "maxContains", "dependentRequired"}
+    | {"contains", "minContains", "maxContains", "dependencies", "dependentRequired"}
     | {"dependentSchemas", "unevaluatedProperties", "unevaluatedItems"}
 )
 """Keywords that llguidance does not implement."""
-FORMATS = frozenset(
-    {"date-time", "time", "date", "duration", "email", "hostname"}
-    | {"ipv4", "ipv6", "uuid", "uri", "unknown"}
-)
-"""Formats that llguidance implements."""
-_LOOK_AROUND = re.compile(r"\(\?(?:=|!|<=|<!)")
 _OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose value is an object of schemas."""
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
@@ -49,11 +44,26 @@ MAX_CHECKED_BYTES = 16 * 1024 * 1024
 """Maximum sum of the sizes of the schema and the value in all checks of a request, in bytes."""
 
 
-def enforceable(schema: Schema) -> tuple[Schema, list[str]]:
-    """The schema without the keywords that masks cannot enforce, and the names of these
-    keywords."""
+class Enforceable(NamedTuple):
+    """A schema that masks can enforce, and the keywords of the schema that it was made from."""
+
+    schema: Schema
+    enforced: list[str]
+    """The keywords that were rewritten (``protocol.json_schema``), so that masks enforce them."""
+    left_out: list[str]
+    """The keywords that masks cannot enforce."""
+
+
+def enforceable(schema: Schema) -> Enforceable:
+    """Rewrites the keywords that masks can enforce in another form only, and leaves out those that
+    masks cannot enforce."""
+    found = rewritten(schema)
     left_out: dict[str, None] = {}
-    return _part(schema, left_out, 0), list(left_out)
+    made = _part(found.schema, left_out, 0)
+    left_out |= dict.fromkeys(found.ignored)
+    return Enforceable(
+        made, [name for name in found.enforced if name not in left_out], list(left_out)
+    )
 
 
 def _part(schema: Any, left_out: dict[str, None], depth: int) -> Any:
@@ -77,7 +87,7 @@ def _part(schema: Any, left_out: dict[str, None], depth: int) -> Any:
 def _is_unknown(name: str, value: Any) -> bool:
     """Whether llguidance does not implement the value of this keyword: a pattern or a format."""
     if name == "pattern":
-        return isinstance(value, str) and _LOOK_AROUND.search(value) is not None
+        return isinstance(value, str) and LOOK_AROUND.search(value) is not None
     return name == "format" and isinstance(value, str) and value not in FORMATS
 
 
@@ -100,11 +110,27 @@ class Checked:
 
     schema: Schema
     keywords: list[str]
+    enforced: list[str] = field(default_factory=list)
+    """The keywords that masks enforce."""
 
     @cached_property
     def encoded(self) -> bytes:
         """The schema as JSON."""
         return msgspec.json.encode(self.schema)
+
+
+def checked_schema(schema: Schema, strict: bool) -> tuple[Schema, Checked | None]:
+    """The schema for the masks, and the check of the finished text; None if no keyword has to be
+    reported. ``strict``: whether the schema keeps the keywords that masks cannot enforce, so that
+    the controller refuses it."""
+    if strict:
+        found = rewritten(schema)
+        made, enforced, left_out = schema, found.enforced, found.ignored
+    else:
+        made, enforced, left_out = enforceable(schema)
+    if not enforced and not left_out:
+        return schema, None
+    return made, Checked(schema, left_out, enforced)
 
 
 @dataclass
@@ -160,6 +186,12 @@ class Checks:
             self.outcomes[seq] = found
 
     async def _states(self, checked: Checked, text: str) -> dict[str, KeywordState]:
+        states: dict[str, KeywordState] = dict.fromkeys(checked.enforced, "enforced")
+        if checked.keywords:
+            states |= await self._checked(checked, text)
+        return states
+
+    async def _checked(self, checked: Checked, text: str) -> dict[str, KeywordState]:
         not_checked: dict[str, KeywordState] = dict.fromkeys(checked.keywords, "not checked")
         if not self._may_check(checked, text):
             return not_checked
@@ -185,7 +217,7 @@ class Checks:
         return True
 
 
-_ORDER: tuple[KeywordState, ...] = ("checked", "not checked", "failed")
+_ORDER: tuple[KeywordState, ...] = ("enforced", "checked", "not checked", "failed")
 
 
 def _add(found: dict[str, KeywordState], more: dict[str, KeywordState]) -> None:

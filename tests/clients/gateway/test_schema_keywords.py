@@ -35,33 +35,54 @@ PLACES = {
     "required": ["place"],
     "additionalProperties": False,
 }
-LONG_NAMES: dict[str, Any] = {**PLACES, "propertyNames": {"minLength": 9}}
-"""No value matches this schema, because the only allowed property has a name that is too short."""
 NAMES: dict[str, Any] = {**PLACES, "propertyNames": {"minLength": 3}}
+"""Masks enforce ``propertyNames``."""
+OTHER: dict[str, Any] = {**PLACES, "not": {"patternProperties": {"^p": {"const": "Rome"}}}}
+"""Masks do not enforce this ``not``; the only value that they allow matches the schema."""
+NEVER: dict[str, Any] = {**PLACES, "not": {"patternProperties": {"^p": {"const": "Bern"}}}}
+"""The only value that the masks allow does not match the schema."""
 
 
 @pytest.mark.parametrize(
-    ("schema", "kept", "left_out"),
+    ("schema", "kept", "enforced", "left_out"),
     [
-        ({"type": "array", "uniqueItems": True}, {"type": "array"}, ["uniqueItems"]),
-        ({"properties": {"not": {"not": {}}}}, {"properties": {"not": {}}}, ["not"]),
-        ({"pattern": "(?=a)b"}, {}, ["pattern"]),
-        ({"pattern": "(?:a)"}, {"pattern": "(?:a)"}, []),
-        ({"items": {"format": "zip"}}, {"items": {}}, ["format"]),
-        ({"format": "date"}, {"format": "date"}, []),
-        ({"oneOf": [{"const": 1}]}, {"anyOf": [{"const": 1}]}, ["oneOf"]),
+        ({"type": "array", "uniqueItems": True}, {"type": "array"}, [], ["uniqueItems"]),
         (
-            {"anyOf": [{}], "oneOf": [{"if": {}}]},
-            {"anyOf": [{}], "allOf": [{"anyOf": [{}]}]},
-            ["if", "oneOf"],
+            {"properties": {"not": {"not": {"multipleOf": 2}}}},
+            {"properties": {"not": {}}},
+            [],
+            ["not"],
         ),
-        ({"enum": [{"not": 1}]}, {"enum": [{"not": 1}]}, []),
+        (
+            {"not": {"required": ["a"]}},
+            {"allOf": [{"type": "object", "properties": {"a": False}}]},
+            ["not"],
+            [],
+        ),
+        ({"pattern": "b(?=a)"}, {}, [], ["pattern"]),
+        ({"pattern": "(?:a)"}, {"pattern": "(?:a)"}, [], []),
+        ({"items": {"format": "zip"}}, {"items": {}}, [], ["format"]),
+        ({"format": "date"}, {"format": "date"}, [], []),
+        ({"oneOf": [{"const": 1}]}, {"allOf": [{"const": 1}]}, ["oneOf"], []),
+        (
+            {"oneOf": [{"type": "null"}, {"const": 1}], "not": {"multipleOf": 2}},
+            {"anyOf": [{"type": "null"}, {"const": 1}]},
+            ["oneOf"],
+            ["not"],
+        ),
+        (
+            {"anyOf": [{}], "oneOf": [{"multipleOf": 2}, {"uniqueItems": True}]},
+            {"anyOf": [{}], "allOf": [{"anyOf": [{"multipleOf": 2}, {}]}]},
+            [],
+            ["uniqueItems", "oneOf"],
+        ),
+        ({"enum": [{"not": 1}]}, {"enum": [{"not": 1}]}, [], []),
     ],
 )
 def test_masks_leave_out_the_keywords_that_they_cannot_enforce(
-    schema: dict[str, Any], kept: dict[str, Any], left_out: list[str]
+    schema: dict[str, Any], kept: dict[str, Any], enforced: list[str], left_out: list[str]
 ) -> None:
-    assert enforceable(schema) == (kept, left_out)
+    assert enforceable(schema) == (kept, enforced, left_out)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +92,12 @@ def test_masks_leave_out_the_keywords_that_they_cannot_enforce(
         ({"uniqueItems": True}, [1, 2], {"uniqueItems": "checked"}),
         ({"if": {}, "then": {"const": 1}}, 2, {"if": "checked", "then": "failed"}),
         ({"oneOf": [{"type": "integer"}, {"const": 1}]}, 1, {"oneOf": "failed"}),
+        ({"anyOf": [{"uniqueItems": True}]}, [1, 1], {"uniqueItems": "failed"}),
+        (
+            {"$schema": "http://json-schema.org/draft-07/schema#", "dependencies": {"a": ["b"]}},
+            {"a": 1},
+            {"dependencies": "failed"},
+        ),
         ({"format": "zip", "not": {}}, "x", {"format": "not checked", "not": "failed"}),
         ({"$ref": "http://x.example", "not": {}}, "x", {"not": "not checked"}),
         ({"pattern": "(", "not": {}}, "x", {"not": "not checked"}),
@@ -132,11 +159,17 @@ def called(gateway: Gateway, schema: dict[str, Any], **more: Any) -> httpx.Respo
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("schema", "state"), [(NAMES, "checked"), (LONG_NAMES, "failed")])
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (NAMES, {"propertyNames": "enforced"}),
+        (OTHER, {"not": "checked"}),
+        (NEVER, {"not": "failed"}),
+    ],
+)
 def test_the_receipt_of_each_interface_reports_the_keywords(
-    gateway: Gateway, schema: dict[str, Any], state: str
+    gateway: Gateway, schema: dict[str, Any], expected: dict[str, str]
 ) -> None:
-    expected = {"propertyNames": state}
     [choice] = called(gateway, schema).json()["choices"]
     [call] = choice["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {"place": "Bern"}
@@ -220,9 +253,11 @@ def test_a_check_that_takes_too_long_is_the_last_of_its_request() -> None:
 
 @pytest.mark.process
 def test_a_strict_schema_with_such_keywords_is_refused(gateway: Gateway) -> None:
-    refused = called(gateway, NAMES, strict=True)
+    refused = called(gateway, OTHER, strict=True)
     assert refused.status_code == 400
-    assert "propertyNames" in refused.json()["error"]["message"]
+    assert '"not"' in refused.json()["error"]["message"]
+    [choice] = called(gateway, NAMES, strict=True).json()["choices"]
+    assert choice["tokenbus"]["keywords"] == {"propertyNames": "enforced"}
 
 
 @pytest.mark.process

@@ -15,7 +15,8 @@ from typing import Protocol
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from ....protocol.errors import Code, ControllerError
-from ..backends.llguidance.spacing import spaced_lark, spaced_schema
+from ..backends.llguidance.schemas import schema_grammar
+from ..backends.llguidance.spacing import spaced_lark
 from ..host import Vocabulary
 from .token_set import TokenSet
 
@@ -132,7 +133,7 @@ def json_schema(schema: str) -> str:
     A schema can override the spacing with ``x-guidance``, within bounds. Raises ValueError if the
     schema is not a JSON object, and RefusedGrammar if its spacing is unbounded.
     """
-    return LLMatcher.grammar_from_json_schema(*spaced_schema(schema))
+    return schema_grammar(schema)
 
 
 def lark(grammar: str) -> str:

@@ -105,3 +105,31 @@ class Stream:
             if self.push(end or [int(rng.choice(bits))]) is Action.STOP:
                 return True
         return False
+
+
+def walked(stream: Stream, rng: random.Random, taken_back: bool = False) -> bytes:
+    """Samples random tokens, but never the end, until the controller stops, only the end is
+    allowed, or the text has ``max_tokens`` tokens. In half of the steps, tokens that begin a value
+    are preferred. ``taken_back``: whether the controller may drop tokens."""
+    begin = {number for number, token in enumerate(TOKENS) if token[:1] in (b"{", b"[", b",", b"(")}
+    most = stream.controller._host.max_tokens  # type: ignore[attr-defined]
+    while len(stream.tokens) < most:
+        answer = stream.mid()
+        if answer.action is Action.STOP:
+            return stream.text
+        if answer.action is Action.SPLICE:
+            assert taken_back or not answer.backtrack, stream.text
+            push(stream, answer.tokens, answer.backtrack)
+            continue
+        allowed = stream.allowed - {0}
+        preferred = allowed & begin if rng.random() < 0.5 else set[int]()
+        if not allowed:
+            return stream.text
+        push(stream, [rng.choice(sorted(preferred or allowed))])
+    return stream.text
+
+
+def push(stream: Stream, tokens: Sequence[int], backtrack: int = 0) -> None:
+    assert stream.controller.post_process(tokens, backtrack).action is Action.CONTINUE
+    del stream.tokens[len(stream.tokens) - backtrack :]
+    stream.tokens += tokens

@@ -6,15 +6,14 @@ from __future__ import annotations
 import json
 import re
 
-from llguidance import LLMatcher
-
 from .....protocol.errors import Code, RequestError
 from ...host import Host
 from ..compiling.bounds import RefusedGrammar
 from .closing import Closing
 from .matcher_controller import MatcherController
 from .matchers import Matchers
-from .spacing import spaced_lark, spaced_schema
+from .schemas import schema_grammar
+from .spacing import spaced_lark
 
 MAX_BYTES = 1024 * 1024
 """Maximum bytes of a schema or a grammar. ``compiling`` bounds the cost of compiling it."""
@@ -46,8 +45,7 @@ class JsonSchemaProgram:
         not a schema that llguidance supports."""
         schema = _argument(host, "json_schema", "a JSON schema")
         try:
-            text, spacing = spaced_schema(_object_of(schema))
-            grammar = LLMatcher.grammar_from_json_schema(text, spacing)
+            grammar = schema_grammar(_object_of(schema))
         except RefusedGrammar as error:
             raise _refusal(f"json_schema: {error}") from None
         except ValueError as error:

@@ -1,0 +1,10 @@
+"""JSON schemas: rewrites keywords that llguidance does not implement into keywords that it does.
+
+The controller worker rewrites the schemas that it compiles. The HTTP gateway rewrites the same
+schemas to know which keywords the masks enforce.
+"""
+
+from .formats import KNOWN as FORMATS
+from .rewriting import LOOK_AROUND, Rewritten, rewritten
+
+__all__ = ["FORMATS", "LOOK_AROUND", "Rewritten", "rewritten"]

@@ -1,0 +1,336 @@
+"""Computes a pattern of the strings in which another pattern does not match.
+
+The pattern is converted to an automaton (subset construction) and the complement of the automaton
+back to a pattern (state elimination). Validators differ in whether ``\\w``, ``\\d`` and ``\\s``
+match characters outside ASCII, and in whether ``$`` matches before a line end at the end of a
+string. The strings of the result do not contain a match in either case.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from re import _constants as op  # type: ignore[attr-defined]
+from re import _parser, error  # type: ignore[attr-defined]
+from typing import Any
+
+from .parts import Unsupported, written
+
+MAX_PATTERN = 300
+"""Maximum characters of a pattern."""
+MAX_NODES = 400
+"""Maximum nodes of the automaton before the subset construction."""
+MAX_STATES = 60
+"""Maximum states after the subset construction."""
+MAX_RESULT = 4_000
+"""Maximum characters of the resulting pattern."""
+STEPS = 1_000
+"""Number of visited schemas that take as long as the complement of a pattern."""
+NODES_OF_STEP = 60
+"""Number of visited nodes that take as long as visiting a schema."""
+
+_OTHER = 128
+"""Stands for all characters outside ASCII."""
+_ALL = frozenset(range(129))
+_NEWLINE = 10
+_CATEGORIES = {
+    op.CATEGORY_DIGIT: frozenset(range(48, 58)),
+    op.CATEGORY_WORD: frozenset(c for c in range(128) if chr(c).isalnum() or chr(c) == "_"),
+    op.CATEGORY_SPACE: frozenset((9, 10, 11, 12, 13, 28, 29, 30, 31, 32)),
+}
+_NEGATED = {
+    op.CATEGORY_NOT_DIGIT: op.CATEGORY_DIGIT,
+    op.CATEGORY_NOT_WORD: op.CATEGORY_WORD,
+    op.CATEGORY_NOT_SPACE: op.CATEGORY_SPACE,
+}
+_MAYBE_SPACES = frozenset((28, 29, 30, 31))
+"""Characters that are white space in Python only."""
+
+Chars = frozenset[int]
+
+
+def without(pattern: str, step: Callable[[int], None]) -> str:
+    """A pattern of strings in which ``pattern`` does not match at any place. ``step`` counts the
+    work. Raises Unsupported if the pattern is not valid, has other constructs than characters,
+    classes, groups, alternatives, repetitions and anchors, or exceeds the bounds."""
+    step(STEPS)
+    return f"^{_Eliminated(_states(_automaton(pattern))).pattern()}$"
+
+
+def matches(pattern: str, text: str, step: Callable[[int], None]) -> bool:
+    """Whether a pattern matches at some place of a text of ASCII characters without line ends, in
+    time proportional to the text. ``step`` counts the work. Raises Unsupported as ``without``
+    does, and for other texts."""
+    if not text.isascii() or "\n" in text:
+        raise Unsupported
+    automaton = _automaton(pattern)
+    step(1 + len(automaton.steps) * len(text) // NODES_OF_STEP)
+    nodes = automaton.closure(frozenset((0,)), "^" if text else "^$")
+    searching = automaton.closure(frozenset((0,)), "")
+    for char in map(ord, text):
+        if automaton.end in nodes:
+            return True
+        nodes = automaton.closure(_step(automaton, nodes, char), "") | searching
+    return automaton.end in automaton.closure(nodes, "$" if text else "^$")
+
+
+def _automaton(pattern: str) -> _Automaton:
+    if len(pattern) > MAX_PATTERN:
+        raise Unsupported
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = _parser.parse(pattern)
+    except (error, OverflowError, RecursionError):
+        raise Unsupported from None
+    if tree.state.flags & ~int(re.UNICODE):
+        raise Unsupported
+    automaton = _Automaton()
+    automaton.end = automaton.sequence(automaton.node(), tree)
+    return automaton
+
+
+class _Automaton:
+    """A nondeterministic automaton (Thompson's construction)."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[tuple[Chars, int]]] = []
+        """By node: the characters that lead to another node."""
+        self.free: list[list[tuple[str, int]]] = []
+        """By node: the nodes that are reached without a character, always ("") or only at the
+        beginning ("^") or the end ("$") of the string."""
+        self.end = 0
+
+    def node(self) -> int:
+        if len(self.steps) >= MAX_NODES:
+            raise Unsupported
+        self.steps.append([])
+        self.free.append([])
+        return len(self.steps) - 1
+
+    def sequence(self, at: int, nodes: Any) -> int:
+        """Adds nodes of Python's parser after ``at``; returns the last node."""
+        for operator, value in nodes:
+            at = self._one(at, operator, value)
+        return at
+
+    def _one(self, at: int, operator: Any, value: Any) -> int:
+        chars = _chars(operator, value)
+        if chars is not None:
+            after = self.node()
+            self.steps[at].append((chars, after))
+            return after
+        if operator is op.AT:
+            if value not in _ANCHORS:
+                raise Unsupported
+            after = self.node()
+            self.free[at].append((_ANCHORS[value], after))
+            return after
+        if operator is op.SUBPATTERN:
+            _, added, removed, inner = value
+            if added or removed:
+                raise Unsupported
+            return self.sequence(at, inner)
+        if operator is op.BRANCH:
+            after = self.node()
+            for inner in value[1]:
+                first = self.node()
+                self.free[at].append(("", first))
+                self.free[self.sequence(first, inner)].append(("", after))
+            return after
+        if operator in (op.MAX_REPEAT, op.MIN_REPEAT):
+            return self._repeat(at, *value)
+        raise Unsupported
+
+    def _repeat(self, at: int, least: int, most: int, inner: Any) -> int:
+        for _ in range(least):
+            at = self.sequence(at, inner)
+        if most == op.MAXREPEAT:
+            first, after = self.node(), self.node()
+            self.free[at].append(("", first))
+            self.free[first].append(("", after))
+            self.free[self.sequence(first, inner)].append(("", first))
+            return after
+        after = self.node()
+        for _ in range(most - least):
+            self.free[at].append(("", after))
+            at = self.sequence(at, inner)
+        self.free[at].append(("", after))
+        return after
+
+    def closure(self, nodes: Chars, conditions: str) -> Chars:
+        """The nodes that are reached without a character."""
+        found, left = set(nodes), list(nodes)
+        while left:
+            for condition, after in self.free[left.pop()]:
+                if condition in conditions and after not in found:
+                    found.add(after)
+                    left.append(after)
+        return frozenset(found)
+
+
+_ANCHORS = {
+    op.AT_BEGINNING: "^",
+    op.AT_BEGINNING_STRING: "^",
+    op.AT_END: "$",
+    op.AT_END_STRING: "$",
+}
+
+
+def _chars(operator: Any, value: Any) -> Chars | None:
+    """The characters that a node of one character may match; None for other nodes."""
+    if operator is op.LITERAL:
+        return _literal(value)
+    if operator is op.NOT_LITERAL:
+        return _ALL - _literal(value)
+    if operator is op.ANY:
+        return _ALL - {_NEWLINE}
+    if operator is op.IN:
+        negated = bool(value) and value[0][0] is op.NEGATE
+        sets = [_of_class(one[0], one[1], negated) for one in value if one[0] is not op.NEGATE]
+        chars = frozenset[int]().union(*sets)
+        return _ALL - chars if negated else chars
+    return None
+
+
+def _of_class(operator: Any, value: Any, negated: bool) -> Chars:
+    """Characters of a class: all that it may match, or only those that it certainly matches if the
+    class is negated."""
+    if operator is op.LITERAL:
+        return _literal(value)
+    if operator is op.RANGE:
+        low, high = value
+        if high > 127:
+            raise Unsupported
+        return frozenset(range(low, high + 1))
+    if operator is not op.CATEGORY:
+        raise Unsupported
+    inverted = value in _NEGATED
+    chars = _CATEGORIES[_NEGATED.get(value, value)]
+    certain = chars - _MAYBE_SPACES if value is op.CATEGORY_SPACE or inverted else chars
+    if negated:
+        return _ALL - chars - {_OTHER} if inverted else certain
+    return _ALL - certain if inverted else chars | {_OTHER}
+
+
+def _literal(value: int) -> Chars:
+    if value > 127:
+        raise Unsupported
+    return frozenset((value,))
+
+
+def _states(automaton: _Automaton) -> dict[int, dict[int, Chars]]:
+    """The states in which no match is found yet: for each, its next states with their characters.
+    State 0 is the first one; the next state -1 stands for the end of the string."""
+    classes = _classes(automaton)
+    first = automaton.closure(frozenset((0,)), "^")
+    searching = automaton.closure(frozenset((0,)), "")
+    numbers: dict[tuple[Chars, bool, bool], int] = {}
+    states: dict[int, dict[int, Chars]] = {}
+    left = [(first, True, False)]
+    numbers[left[0]] = 0
+    while left:
+        state = left.pop()
+        nodes, begins, matched = state
+        if automaton.end in nodes:
+            states[numbers[state]] = {}
+            continue
+        at_end = automaton.closure(nodes, "^$" if begins else "$")
+        is_end = automaton.end in at_end
+        following: dict[int, Chars] = {}
+        for one in classes:
+            char = min(one)
+            after = automaton.closure(_step(automaton, nodes, char), "") | searching
+            key = (after, False, is_end and char == _NEWLINE)
+            if key not in numbers:
+                if len(numbers) >= MAX_STATES:
+                    raise Unsupported
+                numbers[key] = len(numbers)
+                left.append(key)
+            number = numbers[key]
+            following[number] = following.get(number, frozenset()) | one
+        if not is_end and not matched:
+            following[-1] = frozenset()
+        states[numbers[state]] = following
+    return states
+
+
+def _step(automaton: _Automaton, nodes: Chars, char: int) -> Chars:
+    return frozenset(
+        after for node in nodes for chars, after in automaton.steps[node] if char in chars
+    )
+
+
+def _classes(automaton: _Automaton) -> list[Chars]:
+    """Sets of characters that the automaton does not distinguish."""
+    sets = {chars for steps in automaton.steps for chars, _ in steps} | {frozenset((_NEWLINE,))}
+    by_sets: dict[tuple[bool, ...], set[int]] = {}
+    for char in _ALL:
+        by_sets.setdefault(tuple(char in chars for chars in sets), set()).add(char)
+    return [frozenset(chars) for chars in by_sets.values()]
+
+
+class _Eliminated:
+    """Eliminates the states of an automaton one after another."""
+
+    def __init__(self, states: dict[int, dict[int, Chars]]) -> None:
+        self._ways: dict[int, dict[int, str]] = {
+            state: {
+                after: "" if after == -1 else _class(chars) for after, chars in following.items()
+            }
+            for state, following in states.items()
+        }
+
+    def pattern(self) -> str:
+        """The pattern of the texts from state 0 to the end."""
+        self._ways[-2] = {0: ""}
+        states = [state for state in self._ways if state >= 0]
+        while states:
+            state = min(states, key=self._cost)
+            states.remove(state)
+            self._eliminate(state)
+        found = self._ways[-2].get(-1)
+        if found is None:
+            raise Unsupported
+        return f"(?:{found})"
+
+    def _cost(self, state: int) -> int:
+        into = sum(state in ways for one, ways in self._ways.items() if one != state)
+        return into * len(self._ways[state])
+
+    def _eliminate(self, state: int) -> None:
+        ways = self._ways.pop(state)
+        loop = ways.pop(state, None)
+        again = "" if loop is None else f"(?:{loop})*"
+        for others in self._ways.values():
+            before = others.pop(state, None)
+            if before is None:
+                continue
+            for after, way in ways.items():
+                joined = f"{_group(before)}{again}{_group(way)}"
+                others[after] = f"{others[after]}|{joined}" if after in others else joined
+                if len(others[after]) > MAX_RESULT:
+                    raise Unsupported
+
+
+def _group(way: str) -> str:
+    return f"(?:{way})" if "|" in way else way
+
+
+def _class(chars: Chars) -> str:
+    """The pattern of one character of a set."""
+    if chars == _ALL:
+        return "(?s:.)"
+    if _OTHER in chars:
+        return f"[^{''.join(_ranges(_ALL - chars))}]"
+    return f"[{''.join(_ranges(chars))}]"
+
+
+def _ranges(chars: Chars) -> Iterator[str]:
+    left = sorted(chars)
+    while left:
+        low = high = left.pop(0)
+        while left and left[0] == high + 1:
+            high = left.pop(0)
+        yield written(chr(low)) + (f"-{written(chr(high))}" if high > low else "")

@@ -1,0 +1,127 @@
+"""Decides whether no value matches two schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .parts import Schema, Unsupported, canonical, knows, target, type_of, types_of, values_of
+
+MAX_DEPTH = 6
+"""Maximum depth to which properties, references and alternatives are compared."""
+MAX_COMPARED = 2_000
+"""Maximum pairs of schemas that are compared for one answer."""
+
+
+class Disjoint:
+    """Compares parts of one schema."""
+
+    def __init__(self, root: Any, draft: int, step: Callable[[int], None]) -> None:
+        """``step`` counts the compared schemas."""
+        self._root = root
+        self._draft = draft
+        self._step = step
+        self._left = 0
+
+    def holds(self, one: Any, other: Any) -> bool:
+        """Whether certainly no value matches both schemas. False if this is unknown."""
+        self._left = MAX_COMPARED
+        return self._holds(one, other, MAX_DEPTH)
+
+    def _holds(self, one: Any, other: Any, depth: int) -> bool:
+        self._left -= 1
+        self._step(1)
+        if one is False or other is False:
+            return True
+        if depth < 0 or self._left < 0:
+            return False
+        for first in self._parts(one, depth):
+            for second in self._parts(other, depth):
+                if self._parts_hold(first, second, depth):
+                    return True
+        return False
+
+    def _parts(self, schema: Any, depth: int) -> Iterator[Schema]:
+        """The schema, the target of its reference and the members of its ``allOf``. Each value of
+        the schema matches all of them."""
+        if not isinstance(schema, dict) or depth < 0:
+            return
+        if self._draft > 7 or "$ref" not in schema:
+            yield schema
+            inner = schema.get("allOf", ())
+            for one in inner if isinstance(inner, list) else ():
+                yield from self._parts(one, depth - 1)
+        if "$ref" in schema:
+            try:
+                found = target(self._root, schema["$ref"])
+            except Unsupported:
+                return
+            yield from self._parts(found, depth - 1)
+
+    def _parts_hold(self, one: Schema, other: Schema, depth: int) -> bool:
+        for first, second in ((one, other), (other, one)):
+            for name in ("anyOf", "oneOf"):
+                options = first.get(name)
+                if isinstance(options, list) and all(
+                    self._holds(option, second, depth - 1) for option in options
+                ):
+                    return True
+        values, others = self._values(one), self._values(other)
+        kinds = _kinds(one, values) & _kinds(other, others)
+        if not kinds:
+            return True
+        if values is not None and others is not None:
+            return not {canonical(value) for value in values} & {
+                canonical(value) for value in others
+            }
+        return all(self._is_empty(kind, one, other, depth) for kind in kinds)
+
+    def _values(self, schema: Schema) -> list[Any] | None:
+        if not knows(self._draft, "const"):
+            schema = {name: one for name, one in schema.items() if name != "const"}
+        return values_of(schema)
+
+    def _is_empty(self, kind: str, one: Schema, other: Schema, depth: int) -> bool:
+        """Whether no value of one type matches both schemas."""
+        if kind == "object":
+            required = [
+                name
+                for schema in (one, other)
+                if isinstance(schema.get("required"), list)
+                for name in schema["required"]
+            ]
+            return any(
+                self._holds(_property(one, name), _property(other, name), depth - 1)
+                for name in required
+            )
+        lower, upper = _LENGTHS.get(kind, ("", ""))
+        return any(
+            _number(first.get(lower), 0) > _number(second.get(upper), float("inf"))
+            for first, second in ((one, other), (other, one))
+        )
+
+
+_LENGTHS = {
+    "string": ("minLength", "maxLength"),
+    "array": ("minItems", "maxItems"),
+}
+
+
+def _number(value: Any, default: float) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number else default
+
+
+def _kinds(schema: Schema, values: list[Any] | None) -> set[str]:
+    kinds = {"number" if kind == "integer" else kind for kind in types_of(schema)}
+    return kinds if values is None else kinds & set(map(type_of, values))
+
+
+def _property(schema: Schema, name: Any) -> Any:
+    """The schema of a property; ``true`` if the property may also match a pattern."""
+    properties = schema.get("properties")
+    if isinstance(properties, dict) and name in properties:
+        return properties[name]
+    if schema.get("patternProperties"):
+        return True
+    return schema.get("additionalProperties", True)
