@@ -150,7 +150,7 @@ class Placement:
 def same_model(model: ModelInfo, other: ModelInfo) -> bool:
     """Whether two workers' models give the same tokens, as far as their reports show."""
     ours, theirs = (
-        (m.fingerprint, m.vocab_size, m.architecture, m.parameters, m.dtype, m.sampling)
+        (m.fingerprint, m.vocab_size, m.architecture, m.parameters, m.dtype, m.sampling, m.adapter)
         for m in (model, other)
     )
     return ours == theirs

@@ -214,7 +214,7 @@ class Rollouts:
         return {
             model.name: model
             for model in message.models
-            if model.path.version >= self._state_of(model.name).version
+            if model.path.version >= self._state_of(model.parent or model.name).version
         }
 
     def on_lost(self, worker: Worker) -> None:
@@ -363,9 +363,18 @@ class Rollouts:
             self._out.to_worker(worker, b"ORDER", order)
 
     def _model(self, name: str) -> str:
-        """The model that a message names; raises TokenbusError if no worker serves this model."""
+        """The model that a message names; raises TokenbusError if no worker serves this model, or
+        if it is a LoRA adapter."""
         name = name or self._state.pools.default_model
-        self._placement.candidates("gpu", name)
+        for worker in self._placement.candidates("gpu", name).workers.values():
+            info = worker.models.get(name)
+            if info is not None and info.parent:
+                raise RequestError(
+                    Code.UNSUPPORTED,
+                    f"{name!r} is a LoRA adapter, which shares the weights of its model; name the "
+                    f"model {info.parent!r}",
+                    path="$.model",
+                )
         return name
 
     def _state_of(self, model: str) -> ModelState:

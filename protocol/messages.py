@@ -557,7 +557,8 @@ class Span(Struct, kw_only=True, omit_defaults=True, frozen=True):
 
     weights: str
     """The hash of the weights: the first half of the SHA-256 of the loaded weights, in hexadecimal.
-    If the hashes are equal, the weights are equal."""
+    If the hashes are equal, the weights are equal. With a LoRA adapter, ``+NAME@HASH`` follows: the
+    name and the hash of the adapter."""
     exact: str = ""
     """The arithmetic of the forwards, such as ``AVX512``, if the bits of a sequence's logits and
     log-probabilities do not depend on the batch; empty if they may. If this field is not empty,
@@ -727,6 +728,10 @@ class ModelInfo(Struct, kw_only=True, omit_defaults=True):
     """The version of the sampling algorithm. Workers with different versions draw different tokens
     from equal seeds."""
     path: ForwardPath = field(default_factory=ForwardPath)
+    parent: str = ""
+    """The model of a LoRA adapter; empty for a model."""
+    adapter: str = ""
+    """The hash of a LoRA adapter; empty for a model."""
 
 
 class Tagged(Struct, kw_only=True, omit_defaults=True):

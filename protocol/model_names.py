@@ -1,4 +1,5 @@
-"""Reads the setting ``served_model_name``: further names of served models."""
+"""Reads the settings ``served_model_name`` (further names of served models) and ``lora`` (names of
+LoRA adapters)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,26 @@ from fnmatch import fnmatchcase
 
 class AliasError(ValueError):
     """An entry of ``served_model_name`` is not valid; the message says how to correct it."""
+
+
+class AdapterNameError(ValueError):
+    """An entry of ``lora`` is not valid; the message says how to correct it."""
+
+
+def adapter_folders(entries: Sequence[str], model: str = "") -> dict[str, str]:
+    """The folders of LoRA adapters by name, from entries ``NAME=FOLDER``. Raises AdapterNameError
+    for an entry that is not valid, or if ``model``, the setting, cannot have adapters."""
+    found: dict[str, str] = {}
+    for entry in entries:
+        name, _, folder = (part.strip() for part in entry.partition("="))
+        if not name or not folder:
+            raise AdapterNameError(f"{entry!r} is not a valid adapter; expected NAME=FOLDER")
+        if name in found or name == model:
+            raise AdapterNameError(f"the name {name!r} is in use; choose another")
+        found[name] = folder
+    if found and model == "auto":
+        raise AdapterNameError("adapters belong to one model; name a model instead of 'auto'")
+    return found
 
 
 class Aliases:

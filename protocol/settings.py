@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 
 from .endpoints import numbered, separate
 from .expected_values import expected
-from .model_names import AliasError, Aliases
+from .model_names import AdapterNameError, AliasError, Aliases, adapter_folders
 
 Positive = Annotated[float, Meta(gt=0)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
@@ -83,6 +83,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     quantize: Literal["none", "int8", "int4"] = "none"
     """Quantize the weights of a model when it is loaded, and measure the loss. With ``int4``, the
     ``dtype`` ``auto`` is bfloat16."""
+    lora: list[str] = []
+    """LoRA adapters of ``model``, each as ``NAME=FOLDER``; the folder has PEFT's layout. A request
+    chooses an adapter if its model is ``NAME``."""
     trust_remote_code: bool = False
     """Run Python code that a checkpoint contains, with the worker's rights."""
     kv_cache_bytes: AtLeastZero = 0
@@ -291,6 +294,7 @@ _LISTS = {
     "allow": ",",
     "allow_tools": ",",
     "cors": ",",
+    "lora": ",",
     "mcp": "\n",
     "served_model_name": ",",
     "tools": ",",
@@ -331,11 +335,15 @@ def resolve(
 
 def _checked(settings: Settings) -> Settings:
     """Returns the settings; raises SettingError if the addresses of several brokers do not match
-    their number, or if a further name of a model is not valid."""
+    their number, or if a further name of a model or an adapter is not valid."""
     try:
         Aliases(settings.served_model_name)
     except AliasError as error:
         raise SettingError(f"served_model_name: {error}") from None
+    try:
+        adapter_folders(settings.lora, settings.model)
+    except AdapterNameError as error:
+        raise SettingError(f"lora: {error}") from None
     try:
         _of_all(settings.front, settings.brokers)
         _of_all(settings.back, settings.brokers)

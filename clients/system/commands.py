@@ -182,6 +182,12 @@ def _worker_flags(parser: argparse.ArgumentParser) -> None:
         help="quantize the weights to int8 or int4 when the model is loaded (default: none)",
     )
     add(
+        "--lora",
+        action="append",
+        metavar="NAME=FOLDER",
+        help="LoRA adapter in PEFT's layout, which requests choose by NAME; repeatable",
+    )
+    add(
         "--allow",
         action="append",
         metavar="PATTERN",

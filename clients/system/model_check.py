@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ...protocol.hub_names import GGUF, HubName, HubNameError
+from ...protocol.model_names import adapter_folders
 from ...protocol.model_paths import CONFIG, path_fault
 from ...protocol.settings import Settings
 from .faults import WRONG_SETTING, SystemFault
@@ -20,6 +21,8 @@ def check_model(settings: Settings) -> None:
     are looked up only in the cache of this machine."""
     if settings.quantize != "none":
         _check_quantize(settings)
+    if settings.lora:
+        _check_adapters(settings)
     if settings.model == "auto" and not settings.allow:
         raise SystemFault(
             "model: 'auto' needs at least one --allow, for example --allow 'my-org/*'",
@@ -68,6 +71,18 @@ def _is_cached(name: HubName) -> bool:
     except ValueError:  # The hub does not have such names.
         return False
     return isinstance(found, str)
+
+
+def _check_adapters(settings: Settings) -> None:
+    """Raises SystemFault if the workers could not load the LoRA adapters."""
+    if settings.compile or settings.tp > 1:
+        other = "compile" if settings.compile else "tp"
+        raise SystemFault(
+            f"lora: adapters cannot be combined with {other}; leave out one of them", WRONG_SETTING
+        )
+    for folder in adapter_folders(settings.lora).values():
+        if not Path(folder).is_dir():
+            raise SystemFault(f"lora: the folder {folder} does not exist", WRONG_SETTING)
 
 
 def _check_quantize(settings: Settings) -> None:

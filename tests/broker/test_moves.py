@@ -160,7 +160,7 @@ def test_the_streams_of_a_worker_are_spread_over_the_others(bench: Bench) -> Non
 
 
 def test_a_stream_never_moves_to_another_model(bench: Bench) -> None:
-    def info(fingerprint: str, sampling: int = 1) -> ModelInfo:
+    def info(fingerprint: str, sampling: int = 1, adapter: str = "") -> ModelInfo:
         return ModelInfo(
             name="m",
             vocab_size=9,
@@ -168,6 +168,7 @@ def test_a_stream_never_moves_to_another_model(bench: Bench) -> None:
             eos_token_ids=[0],
             fingerprint=fingerprint,
             sampling=sampling,
+            adapter=adapter,
         )
 
     bench.worker("a", models=[info("one")])
@@ -175,9 +176,11 @@ def test_a_stream_never_moves_to_another_model(bench: Bench) -> None:
     bench.tokens("a", header, FIRST)
     bench.worker("b", models=[info("two")])
     bench.worker("c", models=[info("one", sampling=2)])
+    bench.worker("e", models=[info("one", adapter="another")])
     gone(bench, "a")
     assert got(bench, "b") == []
     assert got(bench, "c") == []
+    assert got(bench, "e") == []
     bench.worker("d", models=[info("one")])
     moved, _ = continued(bench, "d")
     assert moved.request == header.request

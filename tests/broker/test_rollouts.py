@@ -347,3 +347,19 @@ def test_only_one_part_waits_at_the_broker(bench: Bench) -> None:
     assert send(bench, 0, b"ab") == []
     [(kind, error)] = send(bench, 2, b"cd", stream=7)
     assert (kind, error["stream_id"], error["code"]) == ("ERROR", 7, "invalid_field")
+
+
+def test_an_adapter_has_the_weights_and_the_version_of_its_model(bench: Bench) -> None:
+    adapter = msgspec.structs.replace(MODEL, name="sql", parent="m")
+    bench.worker("c", models=[MODEL, adapter])
+    [(kind, error)] = bench.client("operator", "UPDATE_WEIGHTS", UPDATE | {"model": "sql"})
+    assert (kind, error["code"]) == ("ERROR", "unsupported")
+    assert "'sql' is a LoRA adapter" in error["message"]
+    bench.client("operator", "UPDATE_WEIGHTS", UPDATE)
+    for action in ("prepare", "commit"):
+        for name in ("a", "b", "c"):
+            order = the_order(bench, name, action)
+            answer(bench, name, order, weights="w", dtype="f")
+    bench.worker("d", models=[MODEL, adapter])
+    workers = {worker.name: worker for worker in bench.broker.state.workers.values()}
+    assert workers["d"].models == {}

@@ -288,6 +288,7 @@ def test_serve_model_says_what_lmtp_s_does(start: Start) -> None:
         (("up", "--log-level", "loud"), 2, "--log-level"),
         (("up", "--quantize", "int2"), 2, "expected one of none, int8, int4, not 'int2'"),
         (("up", "--quantize", "int8", "--compile"), 2, "cannot be combined with compile"),
+        (("up", "--lora", "x=/no/such"), 2, "lora: the folder /no/such does not exist"),
     ],
 )
 def test_what_cannot_start_says_why_and_leaves_nothing(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,7 +19,7 @@ was loaded."""
 
 
 class Model(Struct):
-    """A loaded model, or a further name of a loaded model."""
+    """A loaded model, a LoRA adapter of a loaded model, or a further name of one of these."""
 
     id: str
     created: int
@@ -31,6 +31,8 @@ class Model(Struct):
     ``served_model_name``. The name is vLLM's."""
     owned_by: str = "tokenbus"
     object: Literal["model"] = "model"
+    parent: str | UnsetType = UNSET
+    """The model of a LoRA adapter; unset for a model. The name is vLLM's."""
 
 
 class ModelList(Struct):
@@ -41,12 +43,15 @@ class ModelList(Struct):
 
 
 async def models(request: Request) -> Response:
-    """Answers with the loaded models, sorted by name, and then with their further names."""
+    """Answers with the loaded models, sorted by name, then with their further names, and then with
+    LoRA adapters. The chat page chooses the first model."""
     gateway = gateway_of(request)
     loaded = await _loaded(gateway)
     names = [*loaded, *(name for name in gateway.models.aliases.names if name not in loaded)]
     found = [await _model(gateway, name, loaded) for name in names]
-    return json_response(ModelList([one for one in found if one is not None]))
+    listed = [one for one in found if one is not None]
+    listed.sort(key=lambda one: one.parent is not UNSET)
+    return json_response(ModelList(listed))
 
 
 async def model(request: Request) -> Response:
@@ -76,4 +81,4 @@ async def _model(gateway: Gateway, name: str, loaded: list[str]) -> Model | None
     if root not in loaded and (root or not loaded):
         return None
     info = await gateway.models.info(name)
-    return Model(name, STARTED, info.context_length, info.name)
+    return Model(name, STARTED, info.context_length, root=info.name, parent=info.parent or UNSET)

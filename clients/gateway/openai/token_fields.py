@@ -38,8 +38,10 @@ class WeightSpan(Struct, omit_defaults=True):
 
 
 def weights_label(version: int, weights: str) -> str:
-    """The version of weights as a text: its number, or a hash before the first update."""
-    return str(version) if version else weights
+    """The version of weights as a text: its number, or a hash before the first update. The LoRA
+    adapter, if any, follows in both cases."""
+    _, plus, adapter = weights.partition("+")
+    return f"{version}{plus}{adapter}" if version else weights
 
 
 class TokenFields(Struct, kw_only=True):

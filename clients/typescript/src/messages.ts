@@ -787,7 +787,8 @@ export function readWelcome(
 export interface Span {
   /**
    * The hash of the weights: the first half of the SHA-256 of the loaded weights, in hexadecimal.
-   * If the hashes are equal, the weights are equal.
+   * If the hashes are equal, the weights are equal. With a LoRA adapter, `+NAME@HASH` follows: the
+   * name and the hash of the adapter.
    */
   readonly weights: string;
   /**
@@ -1136,6 +1137,10 @@ export interface ModelInfo {
    */
   readonly sampling: number;
   readonly path: ForwardPath;
+  /** The model of a LoRA adapter; empty for a model. */
+  readonly parent: string;
+  /** The hash of a LoRA adapter; empty for a model. */
+  readonly adapter: string;
 }
 
 /** Adds the defaults of absent fields to a received `ModelInfo`. */
@@ -1148,6 +1153,8 @@ export function readModelInfo(
       | "device"
       | "sampling"
       | "path"
+      | "parent"
+      | "adapter"
   >,
 ): ModelInfo {
   return {
@@ -1162,6 +1169,8 @@ export function readModelInfo(
     device: sent.device ?? "",
     sampling: sent.sampling ?? 1,
     path: sent.path == null ? readForwardPath({}) : readForwardPath(sent.path),
+    parent: sent.parent ?? "",
+    adapter: sent.adapter ?? "",
   };
 }
 

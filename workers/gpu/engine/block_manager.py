@@ -8,7 +8,7 @@ whose count is 0 can be shared until it is allocated for other content or the we
 Unregistered blocks are allocated first, then the least recently used registered blocks, and pinned
 blocks last. Paging is vLLM's idea (Kwon et al. 2023). A key of this prefix cache is not a hash: it
 consists of the block's tokens and the id of the content before them, so that different contents
-have different keys.
+have different keys. The id before the first block stands for the LoRA adapter of the sequence.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from .pages import PageLog
 PADDING_BLOCK = 0
 """A block that is never allocated. Padded block tables contain its number in their unused entries.
 The block contains zeros."""
-
-_ROOT = 0
 
 PINNED_PART, OWNER_PART = 2, 8
 """All owners together may pin 1 / ``PINNED_PART`` of the blocks, and each owner 1 /
@@ -52,6 +50,13 @@ class BlockTable:
     mixed: bool = False
     """Whether some of the blocks were computed with earlier weights. No block of such a table is
     registered. ``outdate`` sets this flag. ``truncate`` clears it when the table becomes empty."""
+    adapter: int = 0
+    """The number of the LoRA adapter that computes the blocks; 0 without an adapter."""
+
+    def before(self, index: int) -> int:
+        """The id of the content before the block at ``index``. Ids of content are positive, so that
+        no id is also that of an adapter."""
+        return self.keys[index - 1] if index else -self.adapter
 
 
 class BlockManager:
@@ -79,7 +84,7 @@ class BlockManager:
         """Maps (id of the content before a block, the block's tokens) to (the block, id of the
         content up to the end of the block)."""
         self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
-        self._next_key = _ROOT
+        self._next_key = 0
 
     @property
     def num_available(self) -> int:
@@ -116,7 +121,7 @@ class BlockManager:
         Returns the number of matched tokens: a multiple of the block size, at most ``limit``.
         """
         size = self.block_size
-        before = _ROOT
+        before = table.before(0)
         for start in range(0, limit - size + 1, size):
             found = self._registered.get((before, tuple(tokens[start : start + size])))
             if found is None:
@@ -169,8 +174,7 @@ class BlockManager:
             return
         size = self.block_size
         for i in range(len(table.keys), num_computed_tokens // size):
-            before = table.keys[i - 1] if i else _ROOT
-            content = (before, tuple(tokens[i * size : (i + 1) * size]))
+            content = (table.before(i), tuple(tokens[i * size : (i + 1) * size]))
             known = self._registered.get(content)
             if known is None:
                 self._next_key += 1
@@ -178,7 +182,8 @@ class BlockManager:
                 self._registered[content] = known
                 self._key_of[table.blocks[i]] = content
                 if self._pages is not None:
-                    self._pages.registered(table.blocks[i], i, tokens, table.pages)
+                    block = table.blocks[i]
+                    self._pages.registered(block, i, tokens, table.pages, table.adapter)
             # If another block is registered with the same content, this block is not registered.
             table.keys.append(known[1])
 
@@ -189,7 +194,7 @@ class BlockManager:
             self._ref_counts[block] += 1
         pages = table.pages[: num_tokens // PAGE_TOKENS]
         keys = table.keys[: num_tokens // self.block_size]
-        return BlockTable(blocks, keys, pages, table.mixed)
+        return BlockTable(blocks, keys, pages, table.mixed, table.adapter)
 
     def truncate(self, table: BlockTable, num_tokens: int) -> None:
         """Removes the blocks after the first ``num_tokens`` tokens from a table. A removed block is

@@ -140,7 +140,7 @@ class Engine:
             size -= draft_size
         per_token = token_bytes(loaded.layers, loaded.dtype)
         num_blocks = max(2, size // (layout.block_size * per_token))
-        self.pages = PageLog(loaded.name, layout.block_size)
+        self.pages = PageLog(loaded.name, layout.block_size, loaded.adapter_names)
         """The pages (units of 256 tokens) in the KV cache, which the worker reports to the
         broker."""
         self._blocks = BlockManager(num_blocks, layout.block_size, self.pages)
@@ -207,6 +207,7 @@ class Engine:
         speculate: bool = True,
         continued: Continued | None = None,
         healed: int | None = None,
+        adapter: str = "",
     ) -> PromptUsage:
         """Begins a generation with ``sampling.n`` sequences, numbered from 0, or with the sequences
         of ``continued``. Ends the sequences of an earlier attempt of the request.
@@ -218,8 +219,9 @@ class Engine:
         any; pass False if a controller decides on each token. ``continued``: the live sequences of
         a request that began at another worker. ``healed``: the token that was removed from the end
         of the prompt; the generated text begins with the text of this token. Outputs leave this
-        text out. Returns the prompt's usage, which is complete when the request has been admitted.
-        Raises RequestError, and changes nothing, if the request cannot be run.
+        text out. ``adapter``: the name of a LoRA adapter of the model, or empty. Returns the
+        prompt's usage, which is complete when the request has been admitted. Raises RequestError,
+        and changes nothing, if the request cannot be run.
         """
         sequence = self._intake.generation(
             request,
@@ -230,6 +232,7 @@ class Engine:
             text=text,
             inspect=inspect,
             healed=healed,
+            adapter=self.loaded.adapter_number(adapter),
         )
         sequences = [sequence]
         if continued is not None:
@@ -260,15 +263,16 @@ class Engine:
         text: bool = False,
         top_logprobs: int = 0,
         num_scored: int = 0,
+        adapter: str = "",
     ) -> PromptUsage:
         """Begins a score, which computes the log-probability of each token of ``scored``, given all
         tokens before it.
 
         ``text``: outputs contain text. ``top_logprobs``: number of most likely tokens in each
         output. ``num_scored``: number of tokens at the beginning of ``scored`` that another worker
-        has scored; the engine makes no outputs for them. Returns the prompt's usage, which is
-        complete when the request has been admitted. Raises RequestError if the request cannot be
-        run.
+        has scored; the engine makes no outputs for them. ``adapter``: as in ``add``. Returns the
+        prompt's usage, which is complete when the request has been admitted. Raises RequestError if
+        the request cannot be run.
         """
         sequence = self._intake.scoring(
             request,
@@ -279,6 +283,7 @@ class Engine:
             text=text,
             top_logprobs=top_logprobs,
             num_scored=num_scored,
+            adapter=self.loaded.adapter_number(adapter),
         )
         self._live.begin(sequence)
         return sequence.prompt_usage
@@ -304,6 +309,10 @@ class Engine:
     def path(self) -> ForwardPath:
         """The attention kernel, CUDA graphs and fallbacks of the forward; thread-safe."""
         return self._runner.path
+
+    def path_of(self, adapter: str) -> ForwardPath:
+        """``path`` of the tokens with a LoRA adapter; ``path`` itself if ``adapter`` is empty."""
+        return self._runner.path_of(adapter) if adapter else self.path
 
     @property
     def overlaps(self) -> bool:

@@ -45,6 +45,7 @@ class Intake:
         text: bool,
         inspect: bool,
         healed: int | None = None,
+        adapter: int = 0,
     ) -> Sequence:
         """The first sequence of a generation. If ``sampling.n`` is above 1,
         ``LiveSequences.fork_pending`` later forks the other sequences from it.
@@ -93,6 +94,7 @@ class Intake:
             with_text=text,
             inspect=inspect,
             prompt_usage=PromptUsage(len(prompt) + (healed is not None)),
+            block_table=BlockTable(adapter=adapter),
             pending_forks=sampling.n - 1,
         )
         if healed is not None:
@@ -112,6 +114,7 @@ class Intake:
         text: bool,
         top_logprobs: int,
         num_scored: int = 0,
+        adapter: int = 0,
     ) -> Sequence:
         """The sequence of a score. Another worker has scored the first ``num_scored`` tokens of
         ``scored``. Raises RequestError if the request cannot be run."""
@@ -137,6 +140,7 @@ class Intake:
             client=client,
             arrival=next(self._arrivals),
             prompt_usage=PromptUsage(len(prompt)),
+            block_table=BlockTable(adapter=adapter),
         )
         if text and self._detokenizer is not None:
             sequence.text = TextStream(self._detokenizer(prompt))
@@ -181,7 +185,7 @@ class Intake:
                 num_prompt=len(prompt),
                 max_length=longest,
                 healed=0 if seq in begun.prompts else first.healed,
-                block_table=BlockTable(),
+                block_table=BlockTable(adapter=first.block_table.adapter),
                 continued=len(begun.generated) > 1,
                 num_drops=begun.num_drops.get(seq, 0),
                 pending_forks=0,

@@ -89,6 +89,22 @@ class Packed(Struct, array_like=True):
     drawn: np.ndarray | None = None
     """For each entry of ``fed``: the row of the token in the previous step's sampled tokens. None
     if entry i is in row i."""
+    adapters: np.ndarray | None = None
+    """The number of each packed token's LoRA adapter. None if no token has an adapter: either all
+    or none of the tokens have one."""
+    further: Packed | None = None
+    """A second forward of the step, for the tokens with adapters, if other tokens have none. Its
+    rows of logits follow those of the first forward."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of logits of the step."""
+        return len(self.rows) + (self.further.num_rows if self.further is not None else 0)
+
+    @property
+    def awaits_drawn(self) -> bool:
+        """Whether the ids of some tokens are only on the device."""
+        return self.fed is not None or (self.further is not None and self.further.awaits_drawn)
 
 
 def pack(

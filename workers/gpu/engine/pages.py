@@ -4,6 +4,7 @@ last report to the broker."""
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 
 from ....protocol.pages import PAGE_TOKENS, first_key, next_key
@@ -11,10 +12,14 @@ from ....protocol.pages import PAGE_TOKENS, first_key, next_key
 
 class PageLog:
     """The pages in one model's KV cache. A page is in the cache while a block with the page's last
-    tokens is registered for prefix reuse (``block_manager.py``)."""
+    tokens is registered for prefix reuse (``block_manager.py``).
 
-    def __init__(self, model: str, block_size: int) -> None:
-        self._first = first_key(model)
+    ``adapters``: the names of the model's LoRA adapters. An adapter's pages have the keys of a
+    model with its name.
+    """
+
+    def __init__(self, model: str, block_size: int, adapters: Iterable[str] = ()) -> None:
+        self._first = [first_key(name) for name in (model, *adapters)]
         self._per_page = PAGE_TOKENS // block_size if PAGE_TOKENS % block_size == 0 else 0
         """Number of blocks in a page; 0 if a page is not a whole number of blocks. In that case,
         pages are not reported."""
@@ -26,7 +31,9 @@ class PageLog:
         self._changed: dict[bytes, bool] = {}
         """Pages that were added (True) or removed (False) since the last ``take`` or ``every``."""
 
-    def registered(self, block: int, index: int, tokens: Tokens[int], keys: list[bytes]) -> None:
+    def registered(
+        self, block: int, index: int, tokens: Tokens[int], keys: list[bytes], adapter: int = 0
+    ) -> None:
         """Records that ``block``, which is at ``index`` in a sequence, has been registered. Only
         the last block of a page has an effect.
 
@@ -38,7 +45,7 @@ class PageLog:
         while len(keys) * self._per_page <= index:
             start = len(keys) * PAGE_TOKENS
             content = array("I", tokens[start : start + PAGE_TOKENS]).tobytes()
-            keys.append(next_key(keys[-1] if keys else self._first, content))
+            keys.append(next_key(keys[-1] if keys else self._first[adapter], content))
         key = keys[(index + 1) // self._per_page - 1]
         self._by_block[block] = key
         self._blocks[key] = self._blocks.get(key, 0) + 1

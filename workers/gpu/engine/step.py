@@ -166,7 +166,8 @@ class Stepper:
         if batch.chunks:
             changes = self._scheduler.changes
             chunks, packed = self._runner.pack(batch)
-            if self._only_decodes(batch):
+            with_adapters = packed.adapters is not None or packed.further is not None
+            if not with_adapters and self._only_decodes(batch):
                 self._decodes = Decodes(chunks, packed, self._blocks, changes)
             step.forward = self._runner.launch(packed, tokens)
             self._take_in(step, chunks)

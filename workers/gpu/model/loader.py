@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from .cpu_native.library import library
 from .fused.decoder import AttentionOptions, FusedDecoder
 from .fused.from_transformers import NotFusible, fused_model
 from .kv_cache import LayerShape
+from .lora.adapters import Adapters
 from .quantization import NotQuantizable
 from .ranks import Ranks
 from .special_tokens import special_tokens
@@ -113,6 +114,17 @@ class LoadedModel:
     causal: bool = True
     """Whether the model generates. If not, it is an encoder, which only computes vectors of
     texts."""
+    adapters: Adapters | None = None
+    """The LoRA adapters of the model; None if it does not have any."""
+
+    @property
+    def adapter_names(self) -> Iterable[str]:
+        """The names of the LoRA adapters."""
+        return self.adapters.names if self.adapters is not None else ()
+
+    def adapter_number(self, name: str) -> int:
+        """The number of a LoRA adapter; 0 if ``name`` is empty."""
+        return self.adapters.number(name) if self.adapters is not None else 0
 
 
 def load_model(

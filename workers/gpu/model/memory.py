@@ -91,6 +91,11 @@ def largest_step_bytes(
     of_forward = _peak(device, lambda: _logits(runner, sampled))
     of_sampling = _peak(device, lambda: _sample(_logits(runner, sampled), loaded.vocab_size))
     of_scoring = _peak(device, lambda: _score(_logits(runner, scored), scored))
+    if loaded.adapters is not None:
+        for chunk in sampled:
+            chunk.sequence.block_table.adapter = 1
+        adapted = _peak(device, lambda: _sample(_logits(runner, sampled), loaded.vocab_size))
+        of_sampling = max(of_sampling, adapted)
     kept = MAX_ADMITTED * max_num_seqs * loaded.vocab_size * torch.float32.itemsize
     return max(of_sampling, of_scoring) + kept + (of_forward if layout.in_place else 0)
 
@@ -157,7 +162,8 @@ def _chunk(length: int, block_size: int, scored: bool) -> Chunk:
 def _weight_bytes(loaded: LoadedModel) -> int:
     model = loaded.model
     tensors = (*model.parameters(), *model.buffers())
-    return sum(stored_bytes(tensor) for tensor in tensors if tensor.device == loaded.device)
+    adapters = loaded.adapters.num_bytes if loaded.adapters is not None else 0
+    return adapters + sum(stored_bytes(one) for one in tensors if one.device == loaded.device)
 
 
 def _mib(size: int) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Container
 from contextlib import nullcontext
 from dataclasses import dataclass
 from glob import escape
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from ....protocol.errors import Code, RequestError
 from ....protocol.messages import ModelInfo
+from ....protocol.model_names import adapter_folders
 from ....protocol.sampling import SAMPLING_VERSION
 from ....protocol.settings import Settings
 from ..engine.encoder import EncoderEngine
@@ -25,6 +27,8 @@ from ..speculation.draft_model import check_draft_model
 from .allow_list import is_allowed
 from .device_traits import traits_of
 from .loader import LOADED, LoadedModel, ModelLoadError, load_model
+from .lora.adapters import Adapters
+from .lora.peft_layout import AdapterError, read_adapter
 from .ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -79,7 +83,10 @@ class Models:
         self._wanted: SimpleQueue[str | None] = SimpleQueue()
         self.events: SimpleQueue[LoadEvent] = SimpleQueue()
         self.default = "" if settings.model == AUTO else settings.model
-        self._patterns = [*([escape(self.default)] if self.default else []), *settings.allow]
+        self._folders = adapter_folders(settings.lora)
+        """The folders of the default model's LoRA adapters, by the names of the adapters."""
+        own = [self.default] if self.default else []
+        self._patterns = [*map(escape, (*own, *self._folders)), *settings.allow]
         self._loader: threading.Thread | None = None
         """The thread that loads models; None until the first model is requested."""
 
@@ -95,7 +102,16 @@ class Models:
 
     def infos(self) -> list[ModelInfo]:
         """The public facts about the loaded models; safe on another thread."""
-        return [model_info(engine) for engine in list(self._engines.values())]
+        return [
+            model_info(engine, adapter)
+            for engine in list(self._engines.values())
+            for adapter in ("", *engine.loaded.adapter_names)
+        ]
+
+    def split(self, name: str) -> tuple[str, str]:
+        """The model and the LoRA adapter for which a name stands; the adapter is empty if the name
+        is that of a model."""
+        return (self.default, name) if name in self._folders else (name, "")
 
     def get(self, name: str) -> Engine | None:
         """The engine of a model, which becomes the most recently used one; None if the model is not
@@ -182,6 +198,7 @@ class Models:
             together = self._ranks.loading(name, options) if self._ranks else nullcontext()
             with together:
                 loaded = load_model(name, **options, progress=progress)
+            loaded.adapters = self._adapters_for(loaded)
             if not loaded.causal:
                 self._report(Ready(name, EncoderEngine(loaded)))
                 return
@@ -216,6 +233,28 @@ class Models:
             overlap=_overlaps(settings, loaded),
             speculation=settings.speculation != "off",
         )
+
+    def _adapters_for(self, loaded: LoadedModel) -> Adapters | None:
+        """The LoRA adapters of a model; None for a model other than the default model. Raises
+        ModelLoadError if the engine cannot serve an adapter."""
+        if not self._folders or loaded.name != self.default:
+            return None
+        why = ""
+        if not loaded.causal:
+            why = "is an encoder"
+        elif self._ranks is not None:
+            why = "is spread over several devices (tp)"
+        elif self._settings.compile:
+            why = "runs through torch.compile"
+        elif self._settings.exact == "on":
+            why = "must be exact (the setting exact is on)"
+        if why:
+            raise ModelLoadError(f"{loaded.name!r} {why} and cannot have LoRA adapters")
+        try:
+            found = [read_adapter(name, Path(place)) for name, place in self._folders.items()]
+            return Adapters(loaded.model, found)
+        except AdapterError as error:
+            raise ModelLoadError(str(error)) from error
 
     def _draft_model_for(self, loaded: LoadedModel) -> LoadedModel | None:
         """The draft model, loaded at its first use. None if no draft model is configured, or if the
@@ -253,11 +292,11 @@ def device_works(device: torch.device) -> bool:
         return False
 
 
-def model_info(engine: Engine) -> ModelInfo:
-    """The public facts about a model."""
+def model_info(engine: Engine, adapter: str = "") -> ModelInfo:
+    """The public facts about a model, or about one of its LoRA adapters."""
     loaded = engine.loaded
     return ModelInfo(
-        name=loaded.name,
+        name=adapter or loaded.name,
         vocab_size=loaded.vocab_size,
         context_length=loaded.context_length,
         eos_token_ids=sorted(loaded.eos_token_ids),
@@ -267,7 +306,9 @@ def model_info(engine: Engine) -> ModelInfo:
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         sampling=SAMPLING_VERSION,
-        path=engine.path,
+        path=engine.path_of(adapter),
+        parent=loaded.name if adapter else "",
+        adapter=loaded.adapters.hash(adapter) if adapter and loaded.adapters is not None else "",
     )
 
 

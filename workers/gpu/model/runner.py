@@ -7,7 +7,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from msgspec import structs
 
 from ....protocol.messages import ForwardPath
 from ..engine.packing import Mirrors, Packed, pack
@@ -20,6 +22,7 @@ from .device_queue import DeviceQueue, InlineQueue, Work
 from .device_traits import traits_of
 from .kv_cache import KVCache, Layout, token_bytes
 from .loader import LoadedModel, OnProgress
+from .lora.backend import AdaptedBackend
 from .step_tensors import StepTensors
 
 log = logging.getLogger(__name__)
@@ -65,6 +68,12 @@ class Runner:
         )
         tensors = StepTensors(self._cache, loaded.device)
         self.backend = choose_backend(loaded, tensors, layout, options)
+        self._adapted: AdaptedBackend | None = None
+        """The forward of tokens with LoRA adapters; None if the model does not have adapters."""
+        if loaded.adapters is not None:
+            # ``tensors`` keeps the mirrors of the last forward only.
+            own = StepTensors(self._cache, loaded.device)
+            self._adapted = AdaptedBackend(own, loaded.model, loaded.adapters)
         self._loaded = loaded
         self._longest = -(-loaded.context_length // layout.block_size)
         """Number of blocks of the longest sequence."""
@@ -124,6 +133,21 @@ class Runner:
             found.fallbacks = [f"{name}: {why}" for name, why in reasons.items() if why]
         return found
 
+    def path_of(self, adapter: str) -> ForwardPath:
+        """How the steps of tokens with a LoRA adapter are computed."""
+        assert self._adapted is not None
+        assert self._loaded.adapters is not None
+        return structs.replace(
+            self.path,
+            attention=self._layout.attention,
+            graphs=0,
+            fallbacks=[],
+            exact=False,
+            why_not_exact=self._adapted.why_not_exact,
+            arithmetic="",
+            weights=f"{self._loaded.weights}+{adapter}@{self._loaded.adapters.hash(adapter)}",
+        )
+
     def refresh(self) -> None:
         """Makes all copies of weights again, after the weights have been changed in place. The
         mirrors become invalid, because they have keys and values of the old weights."""
@@ -132,9 +156,31 @@ class Runner:
 
     def pack(self, batch: Batch) -> tuple[list[Chunk], Packed]:
         """The chunks of a step in the order of their rows, and the forward that computes them."""
+        if self._adapted is not None:
+            adapted = [c for c in batch.chunks if c.sequence.block_table.adapter]
+            if adapted:
+                return self._pack_adapted(batch, adapted)
+        return self._pack(batch)
+
+    def _pack(self, batch: Batch) -> tuple[list[Chunk], Packed]:
         size, in_place = self._layout.block_size, self._layout.in_place
         mirrors = self.mirrors_for(batch.num_tokens, len(batch.chunks))
         return pack(batch, size, spans=in_place, mirrors=mirrors)
+
+    def _pack_adapted(self, batch: Batch, adapted: list[Chunk]) -> tuple[list[Chunk], Packed]:
+        """As ``pack``, if some chunks have LoRA adapters. The other chunks have a forward of their
+        own, so that their logits do not depend on the adapters in the batch."""
+        size, in_place = self._layout.block_size, self._layout.in_place
+        chunks, packed = pack(Batch(adapted), size, spans=in_place)
+        numbers = [chunk.sequence.block_table.adapter for chunk in chunks]
+        packed.adapters = np.repeat(numbers, [chunk.end - chunk.start for chunk in chunks])
+        others = [c for c in batch.chunks if not c.sequence.block_table.adapter]
+        if not others:
+            packed.copies = batch.copies
+            return chunks, packed
+        first_chunks, first = self._pack(Batch(others, batch.copies))
+        first.further = packed
+        return first_chunks + chunks, first
 
     def mirrors_for(self, num_tokens: int, num_sequences: int) -> Mirrors | None:
         """The mirrors (contiguous copies of keys and values) for a forward of this size. If the
@@ -155,7 +201,7 @@ class Runner:
             # block tables already contain the new blocks.
             self.queue.submit(lambda: self._copy_blocks(packed))
         work = self.queue.submit(lambda: self._run(packed, drawn))
-        return Forward(len(packed.rows), work)
+        return Forward(packed.num_rows, work)
 
     def forget_mirrors(self) -> None:
         """Makes all mirrors invalid, for example because a launched forward was not computed."""
@@ -174,12 +220,20 @@ class Runner:
         self.forward(packed)
 
     def forward(self, packed: Packed, drawn: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's part of a forward: the logits of ``packed.rows``."""
-        return self.backend.forward(packed, drawn)
+        """This rank's part of a forward: the logits of ``packed.rows``, and then those of the rows
+        of ``packed.further``."""
+        if packed.adapters is not None:
+            assert self._adapted is not None
+            return self._adapted.forward(packed, drawn)
+        logits = self.backend.forward(packed, drawn)
+        if packed.further is None:
+            return logits
+        with torch.inference_mode():
+            return torch.cat((logits, self.forward(packed.further, drawn)))
 
     def _run(self, packed: Packed, drawn: Callable[[], torch.Tensor] | None) -> torch.Tensor:
         """Runs rank 0's part of a forward, when the queue reaches the forward."""
-        tokens = drawn() if drawn is not None and packed.fed is not None else None
+        tokens = drawn() if drawn is not None and packed.awaits_drawn else None
         if self._ranks is None:
             return self.forward(packed, tokens)
         with self._ranks.forward(self._name, packed):

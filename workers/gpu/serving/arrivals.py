@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -18,6 +18,7 @@ from ....protocol.header import Flag
 from ....protocol.messages import (
     Cancel,
     Embed,
+    ForwardPath,
     Generate,
     ModelInfoRequest,
     ModelTokenizerRequest,
@@ -224,7 +225,7 @@ class Arrivals:
 
     def _take(self, waiting: Waiting) -> None:
         stream, request = waiting.stream, waiting.message
-        stream.model = request.model or self._models.default
+        stream.model, stream.adapter = self._models.split(request.model or self._models.default)
         if not stream.model:
             raise RequestError(
                 Code.UNKNOWN_MODEL,
@@ -240,7 +241,7 @@ class Arrivals:
             self._waiting[stream.request] = waiting
             what = f"{stream.model} is paused, or gets new weights"
             notice = System(
-                event="queued", message=what, stream_id=stream.stream_id, model=stream.model
+                event="queued", message=what, stream_id=stream.stream_id, model=stream.named
             )
             self._post(message_frames(stream, b"SYSTEM", notice), stream.link)
         else:
@@ -255,13 +256,20 @@ class Arrivals:
         TokenbusError if the request is not valid."""
         stream, message = waiting.stream, waiting.message
         if isinstance(message, ModelInfoRequest):
-            answer = Msg(stream_id=stream.stream_id, model_info=model_info(engine))
+            answer = Msg(stream_id=stream.stream_id, model_info=model_info(engine, stream.adapter))
             self._post(message_frames(stream, b"MSG", answer, final=True), stream.link)
             return
         if isinstance(message, ModelTokenizerRequest):
             self._post(self._tokenizers.frames(stream, engine.loaded), stream.link)
             return
         if isinstance(message, Embed):
+            if stream.adapter:
+                raise RequestError(
+                    Code.UNSUPPORTED,
+                    f"the LoRA adapter {stream.adapter!r} does not give embeddings; use the model "
+                    f"{stream.model!r}",
+                    path="$.model",
+                )
             self.embeddings.add(stream, engine, message)
             return
         loaded = engine.loaded
@@ -289,7 +297,9 @@ class Arrivals:
             stream.save = message.save if isinstance(message, Generate) else None
             self._streams.finish(stream)
             return
-        stream.compute_by(engine.path)
+        path = engine.path_of(stream.adapter)
+        _check_adapter(stream, waiting.sent or (), path)
+        stream.compute_by(path)
         client = client_of(stream.session, message)
         common = {"priority": message.priority, "client": client}
         if isinstance(message, Score):
@@ -300,6 +310,7 @@ class Arrivals:
                 text=message.text,
                 top_logprobs=message.top_logprobs,
                 num_scored=len(waiting.sent or ()),
+                adapter=stream.adapter,
                 **common,
             )
         else:
@@ -338,6 +349,7 @@ class Arrivals:
             client=client_of(stream.session, message),
             continued=continued,
             healed=stream.healed,
+            adapter=stream.adapter,
         )
         if steered:
             start = _start(message, stream, engine)
@@ -428,7 +440,7 @@ class Arrivals:
             event="loading",
             message=message,
             stream_id=stream.stream_id,
-            model=stream.model,
+            model=stream.named,
             progress=round(progress, 3),
         )
         self._post(message_frames(stream, b"SYSTEM", notice), stream.link)
@@ -462,7 +474,7 @@ def _start(message: Generate, stream: Stream, engine: Engine) -> Start:
         healed=stream.healed,
         n=message.n,
         max_tokens=min(message.max_tokens, engine.max_length - len(stream.prompt)),
-        model=stream.model,
+        model=stream.named,
         vocabulary=VocabularyName(
             fingerprint=engine.loaded.fingerprint,
             size=engine.loaded.vocab_size,
@@ -483,6 +495,20 @@ def _resumption(message: Request, sent: Collection[Token]) -> Resumption | None:
         return resume(sent)
     steered = message.controller is not None
     return resume(sent, 1 if steered else message.n, steered)
+
+
+def _check_adapter(stream: Stream, sent: Iterable[Token], path: ForwardPath) -> None:
+    """Raises RequestError if a moved stream has tokens of another LoRA adapter with the same name.
+    The broker sends streams only to workers with equal adapters, but does not know the adapters of
+    a worker that still loads its model."""
+    spans = {entry.span.weights.partition("+")[2] for entry in sent if entry.span is not None}
+    if spans - {path.weights.partition("+")[2]}:
+        raise RequestError(
+            Code.UNKNOWN_MODEL,
+            f"the LoRA adapter {stream.adapter!r} of the worker at which this stream continues has "
+            "other weights than that with which the stream began",
+            path="$.model",
+        )
 
 
 def _take_transcript(waiting: Waiting) -> None:

@@ -300,17 +300,18 @@ class LiveStreams:
     def change_path(
         self,
         model: str,
-        path: ForwardPath,
+        path_of: Callable[[str], ForwardPath],
         kept: Collection[int],
         held: Callable[[int], list[TokenOutput]] = lambda request: [],
     ) -> int:
-        """Sets how the streams of a model are computed from now on. ``kept``: the requests that
-        keep a part of their KV cache. ``held``: the outputs of a request that have been computed
+        """Sets how the streams of a model are computed from now on. ``path_of``: the forward path
+        by LoRA adapter (``Engine.path_of``). ``kept``: the requests that keep a part of their KV
+        cache. ``held``: the outputs of a request that have been computed
         and will be sent later. Returns the number of the streams."""
         self._dissolve()
         streams = [stream for stream in self if stream.model == model]
         for stream in streams:
-            computed = held(stream.request)
+            computed, path = held(stream.request), path_of(stream.adapter)
             for output in computed:
                 stream.begin(output)
             stream.compute_by(path, stream.request in kept)

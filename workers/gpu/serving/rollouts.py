@@ -380,7 +380,7 @@ class Rollouts:
             self.failed = f"replacing the weights of {model} failed: {error}"
             return
         pause_ms = round((time.perf_counter() - began) * 1000, 3)
-        streams = self._streams.change_path(model, engine.path, kept, self._calls.held)
+        streams = self._streams.change_path(model, engine.path_of, kept, self._calls.held)
         self._arrivals.embeddings.restart(engine)
         log.info(
             "%s has version %d of its weights (%s) from %s: %d streams, %.1f ms, %s",

@@ -18,7 +18,7 @@ def record_span(stream: Stream, reason: str, error: str | None) -> None:
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": stream.operation,
         "gen_ai.provider.name": PROVIDER,
-        "gen_ai.request.model": stream.model,
+        "gen_ai.request.model": stream.named,
         "gen_ai.response.finish_reasons": [reason],
         "gen_ai.usage.output_tokens": stream.num_tokens,
     }
@@ -33,6 +33,6 @@ def record_span(stream: Stream, reason: str, error: str | None) -> None:
     if stream.first_at:
         events.append(Happened("first token", stream.first_at, {}))
         attributes["gen_ai.latency.time_to_first_token"] = stream.first_at - stream.arrived
-    name = f"{stream.operation} {stream.model}"
+    name = f"{stream.operation} {stream.named}"
     # The broker's span contains the wait at the broker.
     exporter.record(name, stream.trace, stream.request, stream.received, attributes, events, error)

@@ -53,7 +53,7 @@ class Move(NamedTuple):
             event="moved",
             message=self.why,
             stream_id=stream.stream_id,
-            model=stream.model,
+            model=stream.named,
             left=self.left,
             worker=worker,
             pause_s=round(time.monotonic() - self.since, 6),
@@ -70,6 +70,7 @@ class Stream:
     stream_id: int
     encoding: Encoding
     model: str
+    """The model that computes the stream."""
     live: int
     """Number of sequences that have not ended."""
     columns: bool = False
@@ -78,6 +79,8 @@ class Stream:
     """Whether the client accepts columns with texts."""
     link: int = 0
     """The link to the client's broker."""
+    adapter: str = ""
+    """The LoRA adapter of the model; empty if the stream uses the model itself."""
     type: bytes = b"GENERATE"
     frames: list[bytes] = field(default_factory=list)
     """The request's body and attachments, which a restarted broker needs."""
@@ -138,6 +141,11 @@ class Stream:
         stream.take_form(header.flags)
         stream.arrived = stream.received - header.waited_s
         return stream
+
+    @property
+    def named(self) -> str:
+        """The name of the adapter or of the model, as the client knows it."""
+        return self.adapter or self.model
 
     @property
     def form(self) -> Form:

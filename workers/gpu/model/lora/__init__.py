@@ -1,0 +1,1 @@
+"""LoRA adapters: low-rank updates of a model's weights, which each request chooses by name."""
