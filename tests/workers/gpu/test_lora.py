@@ -337,7 +337,11 @@ def test_a_worker_loads_the_adapters_of_its_model(
     model = shapes.tiny_model()
     model.save_pretrained(tmp_path / "model")
     place = write_adapter(tmp_path / "adapter", model)
-    own = {"model": str(tmp_path / "model"), "lora": [f"a={place}"], "kv_cache_bytes": 2**20}
+    own: dict[str, Any] = {
+        "model": str(tmp_path / "model"),
+        "lora": [f"a={place}"],
+        "kv_cache_bytes": 2**20,
+    }
     models = Models(Settings(device="cpu", **(own | settings)), lambda: None)
     assert models.patterns == [own["model"], "a"]
     assert models.split("a") == (own["model"], "a")

@@ -58,7 +58,12 @@ def test_a_request_chooses_an_adapter_by_name(service: Service) -> None:
     assert listed[0]["id"] == "embedded"
     found = {}
     for name in ("embedded", "sql", "chat"):
-        body = {"model": name, "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
+        body: dict[str, Any] = {
+            "model": name,
+            "prompt": PROMPT,
+            "max_tokens": 8,
+            "ignore_eos": True,
+        }
         body |= {"temperature": 0, "return_token_ids": True}
         answer = httpx.post(f"{url}/completions", json=body, timeout=WAIT_S)
         assert answer.status_code == 200, answer.text
@@ -73,11 +78,12 @@ def test_a_request_chooses_an_adapter_by_name(service: Service) -> None:
         wanted = shapes.greedy(model, PROMPT, 8)
         assert shapes.same_tokens(model, PROMPT, wanted, found[name])
     assert len({tuple(one) for one in found.values()}) == 3
-    for path, more in (
+    doors: tuple[tuple[str, dict[str, Any]], ...] = (
         ("messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
         ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
         ("responses", {"input": "x", "max_output_tokens": 2}),
-    ):
+    )
+    for path, more in doors:
         body = {"model": "sql", **more}
         answer = httpx.post(f"{url}/{path}", json=body, timeout=WAIT_S)
         assert answer.status_code == 200, answer.text
