@@ -1,6 +1,6 @@
-"""``/live``, ``/ready`` and ``/health``, for load balancers and Kubernetes.
+"""``/live``, ``/ready``, ``/health`` and ``/health_generate``, for load balancers and Kubernetes.
 
-``/live`` returns 200 while the process runs. ``/ready`` and ``/health`` return 503 while the
+``/live`` returns 200 while the process runs. The other paths return 503 while the
 gateway drains, while the broker does not answer, and while no GPU worker is ready.
 """
 
@@ -20,11 +20,12 @@ ASK_S = 2.0
 
 
 def routes() -> list[BaseRoute]:
-    """The routes ``/live``, ``/ready`` and ``/health``."""
+    """The routes of the health checks."""
     return [
         Route("/live", live, methods=["GET"]),
         Route("/ready", ready, methods=["GET"]),
         Route("/health", ready, methods=["GET"]),
+        Route("/health_generate", ready, methods=["GET"]),
     ]
 
 
@@ -36,6 +37,7 @@ def operations() -> list[Operation]:
             ("/live", "200 while the process runs"),
             ("/ready", "200 if requests are served"),
             ("/health", "As /ready"),
+            ("/health_generate", "As /ready; SGLang's path"),
         )
     ]
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 """Matches the values of ``x-request-id`` that the gateway accepts from a client."""
-PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})
+PROBES = frozenset({"/live", "/ready", "/health", "/health_generate", "/metrics"})
 """Paths that load balancers and Prometheus poll. Requests for these paths are logged at the level
 ``debug`` and are not traced."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})

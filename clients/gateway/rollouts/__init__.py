@@ -3,12 +3,15 @@ paths are vLLM's and SGLang's."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from starlette.routing import BaseRoute, Route
 
 from ..errors import UpdateError
 from ..openapi import Operation
 from . import own, sglang
 from .bodies import (
+    AbortBody,
     ContinueBody,
     DiskBody,
     IsPaused,
@@ -23,9 +26,16 @@ from .bodies import (
     WeightVersion,
     query_types,
 )
+from .refused import REFUSED, refuse
 
-VERSION_PATHS = ("/model_info", "/get_weight_version", "/weight_version")
+VERSION_PATHS = ("/model_info", "/get_model_info", "/get_weight_version", "/weight_version")
 """The paths under which SGLang's releases report the version of the weights."""
+FLUSH_PATHS: tuple[tuple[str, Literal["get", "post"]], ...] = (
+    ("/flush_cache", "get"),
+    ("/flush_cache", "post"),
+    ("/reset_prefix_cache", "post"),
+)
+"""The paths and methods with which SGLang and vLLM flush the cache."""
 
 
 def routes() -> list[BaseRoute]:
@@ -39,8 +49,10 @@ def routes() -> list[BaseRoute]:
         Route("/pause_generation", sglang.pause_generation, methods=["POST"]),
         Route("/continue_generation", sglang.continue_generation, methods=["POST"]),
         Route("/update_weights_from_disk", sglang.update_from_disk, methods=["POST"]),
-        Route("/flush_cache", sglang.flush_cache, methods=["GET", "POST"]),
+        Route("/abort_request", sglang.abort_request, methods=["POST"]),
+        *(Route(path, sglang.flush_cache, methods=[method]) for path, method in FLUSH_PATHS),
         *(Route(path, sglang.weight_version, methods=["GET"]) for path in VERSION_PATHS),
+        *(Route(path, refuse, methods=["POST"]) for path in REFUSED),
     ]
 
 
@@ -55,6 +67,7 @@ def operations() -> list[Operation]:
             ("/update_weights", "Replaces the weights", UpdateBody, RolloutAnswer, {}),
             ("/pause_generation", "Pauses a model", PauseGenerationBody, Message, {}),
             ("/continue_generation", "Ends a pause", ContinueBody, Message, {}),
+            ("/abort_request", "Ends all streams of a model", AbortBody, Message, {}),
         )
     ]
     disk = "/update_weights_from_disk", "Replaces the weights", "rollouts", DiskBody, Updated
@@ -64,11 +77,12 @@ def operations() -> list[Operation]:
         Operation("post", *disk, error=UpdateError, statuses=forbidden),
         Operation("get", "/is_paused", "Pauses", "rollouts", answer=IsPaused, query=model),
         *(
-            Operation(method, "/flush_cache", "Has no effect", "rollouts", answer=Message)
-            for method in ("get", "post")
+            Operation(method, path, "Has no effect", "rollouts", answer=Message)
+            for path, method in FLUSH_PATHS
         ),
         *(
             Operation("get", path, "Version", "rollouts", answer=WeightVersion, query=model)
             for path in VERSION_PATHS
         ),
+        *(Operation("post", path, "Is refused", "rollouts") for path in REFUSED),
     ]

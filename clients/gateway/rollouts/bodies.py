@@ -87,6 +87,24 @@ class ContinueBody(ResumeBody):
     """The body of SGLang's ``POST /continue_generation``."""
 
 
+class AbortBody(ResumeBody):
+    """The body of SGLang's ``POST /abort_request``."""
+
+    abort_all: bool | None = None
+    """Whether all live streams of the model end. Required, because no other abort is supported."""
+    rid: str | None = None
+    """Ignored with ``abort_all``, as in SGLang."""
+
+    def check(self) -> None:
+        """Raises ApiError 400 if the body does not have ``abort_all``."""
+        if not self.abort_all:
+            raise invalid_field(
+                "abort_all",
+                "a request is not aborted by its rid; close its connection, or send "
+                '{"abort_all": true} to abort all requests of the model',
+            )
+
+
 class DiskBody(ResumeBody, kw_only=True):
     """The body of SGLang's ``POST /update_weights_from_disk``."""
 

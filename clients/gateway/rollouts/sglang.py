@@ -1,7 +1,11 @@
 """The requests under SGLang's names: ``/pause_generation``, ``/continue_generation``,
-``/update_weights_from_disk``, ``/flush_cache`` and ``/get_weight_version``."""
+``/abort_request``, ``/update_weights_from_disk``, ``/flush_cache`` and
+``/get_weight_version``."""
 
 from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,6 +19,7 @@ from ..json import json_response
 from ..openai.token_fields import weights_label
 from .bodies import (
     MAX_BODY,
+    AbortBody,
     ContinueBody,
     DiskBody,
     Message,
@@ -46,6 +51,18 @@ async def continue_generation(request: Request) -> Response:
     return json_response(Message(f"Generation continued: {_shown(done)}"), headers=ignored.headers)
 
 
+async def abort_request(request: Request) -> Response:
+    """Answers when all live streams of the model have ended. Their answers have the tokens so far
+    and the finish reason ``abort``."""
+    operator = operator_of(request)
+    body, ignored, _ = await read_optional(request, AbortBody)
+    body.check()
+    model, timeout_s = named(request, body), body.timeout_s or DRAIN_S
+    async with _aborted(request, operator, model, timeout_s) as done:
+        pass
+    return json_response(Message(f"Aborted: {_shown(done)}"), headers=ignored.headers)
+
+
 async def update_from_disk(request: Request) -> Response:
     """Answers when the workers use the new weights."""
     operator = operator_of(request)
@@ -73,17 +90,26 @@ async def _update(request: Request, operator: AsyncOperator, body: DiskBody) -> 
 
 async def _without_streams(request: Request, operator: AsyncOperator, body: DiskBody) -> Rollout:
     """Aborts the live streams, and updates the weights. New streams wait until the update ends."""
-    model = named(request, body)
     _ = body.version  # A wrong version must not abort streams.
-    before = await paused_models(request)
-    paused = await operator.pause(model, mode="abort")
-    try:
+    async with _aborted(request, operator, named(request, body)) as paused:
         done = await _update(request, operator, body)
+    done.streams += paused.streams
+    return done
+
+
+@asynccontextmanager
+async def _aborted(
+    request: Request, operator: AsyncOperator, model: str, timeout_s: float = DRAIN_S
+) -> AsyncIterator[Rollout]:
+    """Aborts the live streams of a model, and pauses the model until the ``with`` block ends. A
+    model that was paused before stays paused."""
+    before = await paused_models(request)
+    paused = await accepted(operator.pause(model, mode="abort", timeout_s=timeout_s))
+    try:
+        yield paused
     finally:
         if paused.model not in before:
             await operator.resume(model)
-    done.streams += paused.streams
-    return done
 
 
 async def flush_cache(request: Request) -> Response:

@@ -38,7 +38,7 @@ def body(max_tokens: int, **fields: Any) -> dict[str, Any]:
 
 def test_a_gateway_that_serves_is_live_ready_and_healthy(gateway: Gateway) -> None:
     assert get(gateway, "/live") == (200, {"status": "live"})
-    for path in ("/ready", "/health"):
+    for path in ("/ready", "/health", "/health_generate"):
         # The answer is 503 if the broker does not answer within two seconds.
         until(lambda p=path: get(gateway, p) == (200, {"status": "ready"}), 300.0, path)  # type: ignore[misc]
 

@@ -13,7 +13,9 @@ import pytest
 from tokenbus.clients import RequestError
 from tokenbus.clients.cli.main import main
 from tokenbus.clients.gateway.keys import OPERATOR, hash_of, new_key
+from tokenbus.clients.gateway.rollouts.refused import REFUSED
 from tokenbus.clients.operator import Operator
+from tokenbus.protocol.scripts import marked_script
 from websockets.sync.client import connect
 
 from ...processes import Bus, Gateway
@@ -31,7 +33,16 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/pause_generation", {}),
     ("/continue_generation", {}),
     ("/update_weights_from_disk", {"model_path": "/weights"}),
+    ("/abort_request", {"abort_all": True}),
 ]
+STOPPING = b"""
+async def main(ctx):
+    await ctx.fork(2)
+    await ctx.gen(max_tokens=int(ctx.arg))
+    await ctx.receive()
+    await ctx.gen()
+"""
+"""A program whose sequences wait for an input at the position that its argument names."""
 
 
 class Trainer:
@@ -62,7 +73,8 @@ class Trainer:
     def versions(self) -> list[int]:
         """The version of the weights of each worker."""
         with self.bus.client() as client:
-            return [w.paths["embedded"].version for w in client.status().workers]
+            workers = client.status().workers
+            return [w.paths["embedded"].version for w in workers if w.role == "gpu"]
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +196,62 @@ def test_an_update_that_aborts_streams_ends_its_own_pause(trainer: Trainer) -> N
         assert get(trainer.local, "/is_paused") == {"is_paused": False}
 
 
+def test_all_streams_of_a_paused_model_are_aborted(trainer: Trainer) -> None:
+    with frozen(trainer, "/pause", "keep") as answers:
+        refused = post(trainer.local, "/abort_request", {"rid": "gen-1"})
+        assert refused.status_code == 400
+        assert "close its connection" in refused.json()["error"]["message"]
+        done = post(trainer.local, "/abort_request", {"rid": "", "abort_all": True})
+        assert done.json()["message"].endswith(", 1 streams")
+        *_, last = answers
+    assert last["meta_info"]["finish_reason"]["type"] == "abort"
+    assert last["output_ids"]
+    assert get(trainer.local, "/is_paused") == {"is_paused": True}
+    post(trainer.local, "/resume").raise_for_status()
+
+
+def test_an_abort_ends_its_own_pause(trainer: Trainer) -> None:
+    post(trainer.local, "/abort_request", {"abort_all": True}).raise_for_status()
+    assert get(trainer.local, "/is_paused") == {"is_paused": False}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_pickled_tensors_are_refused_with_the_alternative(gateway: Gateway, path: str) -> None:
+    pickled = {"serialized_named_tensors": ["gASVAAAAAA=="]}
+    answer = post(gateway, path, pickled)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["code"] == "unsupported"
+    assert error["message"].startswith(f"{path} is not supported: ")
+    assert "/update_weights_from_disk" in error["message"] or "/pause_gen" in error["message"]
+
+
+def test_a_program_sets_the_position_at_which_the_weights_change(trainer: Trainer) -> None:
+    for role in ("controller", "state"):
+        trainer.bus.start_other(role)
+    trainer.bus.wait_for_roles("controller", "state")
+    runs = []
+    with trainer.bus.client() as client:
+        module = client.upload_controller(marked_script(STOPPING, "python")).module
+        for _ in range(2):
+            Operator(client).update_weights(trainer.weights(5))
+            stream = client.generate(
+                [5, 6, 7], controller=module, controller_arg="6", max_tokens=12, temperature=1.0,
+                seed=3, logit_bias={0: -100.0},
+            )  # fmt: skip
+            for _ in stream:
+                if sum(one.waiting > 0 for one in stream.sequences) == 2:
+                    break
+            Operator(client).update_weights(trainer.weights(6))
+            for _ in range(2):
+                stream.send("")
+            found = stream.wait()
+            runs.append([(one.seq, one.tokens, one.logprobs) for one in found])
+            assert [(len(one.tokens), one.exact) for one in found] == [(12, True)] * 2
+            assert [[start for start, _ in one.spans] for one in found] == [[0, 6]] * 2
+    assert runs[0] == runs[1]
+
+
 @pytest.mark.parametrize(
     ("query", "body", "mode"),
     [
@@ -231,7 +299,7 @@ def test_only_an_api_key_of_the_operator_may_change_a_model(
     assert error["code"] == "not_allowed"
     assert "'tokenbus api-key NAME --operator'" in error["message"]
     accepted = post(gateway, path, body, headers=bearer(TRAINER))
-    assert accepted.status_code == (400 if body else 200)
+    assert accepted.status_code == (400 if "/weights" in body.values() else 200)
     post(gateway, "/resume", headers=bearer(TRAINER)).raise_for_status()
 
 
