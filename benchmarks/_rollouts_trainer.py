@@ -57,14 +57,16 @@ class Compared:
 class Trainer:
     """The model that is trained, and its versions so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, compared: Compared) -> None:
+        """``compared`` collects the results of ``compare``."""
         loaded = load_model("embedded")
         self._model: Any = loaded.model
         self._reference: Any = load_model("embedded").model
         self._tokenizer = loaded.tokenizer
         self._optimizer = torch.optim.Adam(self._model.parameters(), lr=RATE)
         self._versions = [self._weights()]
-        self.compared = Compared()
+        self._compared = compared
+        self.eos: int = loaded.tokenizer.eos_token_id
 
     def prompt(self, text: str) -> list[int]:
         """The tokens of a prompt."""
@@ -76,15 +78,19 @@ class Trainer:
         texts = self._tokenizer.batch_decode([sample.tokens for sample in group.samples])
         group.rewards = [reward_of(text) for text in texts]
 
-    def step(self, groups: list[Group]) -> None:
-        """One step of the optimizer over all samples of the groups. The result is a version."""
-        count = sum(len(group.samples) for group in groups)
+    def step(self, groups: list[Group]) -> float:
+        """One step of the optimizer over all samples of the groups. The result is a version.
+        Returns the loss before the step."""
+        count, total = sum(len(group.samples) for group in groups), 0.0
         self._optimizer.zero_grad()
         for group in groups:
-            (self._loss(group) * (len(group.samples) / count)).backward()
+            loss = self._loss(group) * (len(group.samples) / count)
+            loss.backward()
+            total += loss.item()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
         self._versions.append(self._weights())
+        return total
 
     def file(self) -> bytes:
         """The weights of the last version, as a safetensors file."""
@@ -109,9 +115,9 @@ class Trainer:
     def _count(self, trainer: list[float], sampler: list[float]) -> None:
         for ours, theirs in zip(trainer, sampler, strict=True):
             distance = torch.tensor(ours - theirs, dtype=torch.float64)
-            self.compared.tokens += 1
-            self.compared.differing += ours != theirs
-            self.compared.kl += float(torch.expm1(distance) - distance)
+            self._compared.tokens += 1
+            self._compared.differing += ours != theirs
+            self._compared.kl += float(torch.expm1(distance) - distance)
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """A copy of the weights. The output layer is left out, because it is the embedding."""

@@ -24,6 +24,7 @@ START_S = 180.0
 END_S = 20.0
 WORKERS = "tokenbus.workers"
 GPU = ("-m", f"{WORKERS}.gpu")
+STATE = ("-m", f"{WORKERS}.state")
 
 
 def environment(**settings: str) -> dict[str, str]:

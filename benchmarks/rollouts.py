@@ -1,49 +1,54 @@
 """Trains the embedded model by GRPO with rollouts from three GPU workers. Every ten seconds, one of
 them is killed.
 
-64 rollouts are always live: eight groups, each of which forks one prompt into eight samples. After
-eight finished groups, the trainer makes a step and sends its weights over the bus while the other
-rollouts run. Restarted workers receive the weights from another worker. The log-probability
-of each token is compared with a plain forward of the trainer, under the weights of its span.
+64 rollouts are always live: eight groups, each of which forks one prompt into eight samples. The
+benchmark has two parts:
+
+- After eight finished groups, the trainer makes a step and sends its weights over the bus while the
+  other rollouts run. Restarted workers receive the weights from another worker.
+- Two runs of the ordered loop (``_rollouts_ordered.py``) with equal seeds. ``loss_curves_differ``
+  is the number of steps whose losses differ in any bit.
+
+In both parts, the log-probability of each token is compared with a plain forward of the trainer,
+under the weights of its span.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
-from pathlib import Path
 
 import torch
 from _report import arguments, report
-from _rollouts_trainer import Group, Trainer
-from _served import GPU, System
+from _rollouts_ordered import run_ordered
+from _rollouts_system import (
+    GROUPS,
+    NEW,
+    PATIENCE_S,
+    PROMPTS,
+    SAMPLES,
+    Killer,
+    count_samples,
+    started,
+)
+from _rollouts_trainer import Compared, Group, Trainer
+from _served import System
 from tokenbus.clients import AsyncClient, TokenbusError
 from tokenbus.clients.operator import AsyncOperator
-from tokenbus.protocol.messages import WorkerStatus
 
-WORKERS = 3
-GROUPS = 8
-"""Number of live groups, and of groups of a step of the trainer."""
-SAMPLES = 8
-"""Number of samples of a group."""
-NEW = 64
-"""Number of tokens of a sample."""
-KILL_EVERY_S = 10.0
-PATIENCE_S = 300.0
-PROMPTS = ("print((a + b) * (c", "x = f(g(h(1)), (2", "return (((n - 1)", "if (len(items) > (k")
-SETTINGS = {
-    "exact": "on",
-    "speculation": "off",
-    "threads": "1",
-    "kv_cache_bytes": str(2**26),
-    "move_wait_s": str(PATIENCE_S),
-}
+ZERO = (
+    "lost",
+    "doubled",
+    "not_exact",
+    "kl_sampler_trainer",
+    "differing_tokens",
+    "loss_curves_differ",
+)
+"""The results whose target is 0."""
 
 
 class Rollouts:
@@ -92,44 +97,8 @@ class Rollouts:
             print(error, file=sys.stderr, flush=True)
             self._counts["lost"] += SAMPLES
             return None
-        samples = stream.sequences
-        self._counts["lost"] += SAMPLES - len(samples)
-        for one in samples:
-            self._counts["rollouts"] += 1
-            self._counts["lost"] += one.finish_reason != "length" or len(one.tokens) < NEW
-            self._counts["doubled"] += len(one.tokens) > NEW
-            self._counts["not_exact"] += one.exact is not True
-            self._counts["spans"] += len(one.spans)
-        return Group(prompt, samples)
-
-
-class Killer:
-    """Kills a GPU worker every ``KILL_EVERY_S``, if another worker has the current weights."""
-
-    def __init__(self, system: System, client: AsyncClient) -> None:
-        self._system = system
-        self._client = client
-        self.kills = 0
-
-    async def ready(self) -> list[WorkerStatus]:
-        """The GPU workers with the current weights."""
-        status = await self._client.status(timeout_s=PATIENCE_S)
-        return [worker for worker in status.workers if worker.role == "gpu" and worker.models]
-
-    async def run(self) -> None:
-        """Kills workers until the task is cancelled."""
-        rng = random.Random(1)
-        while True:
-            await asyncio.sleep(KILL_EVERY_S)
-            while len(workers := await self.ready()) < 2:
-                await asyncio.sleep(0.2)
-            chosen = rng.choice(workers).pid
-            [process] = [p for p in self._system.processes if p.pid == chosen]
-            process.kill()
-            process.wait()
-            self._system.processes.remove(process)
-            self._system.start(GPU)
-            self.kills += 1
+        count_samples(self._counts, stream.sequences)
+        return Group(prompt, stream.sequences)
 
 
 async def computed_tokens(client: AsyncClient) -> float:
@@ -155,35 +124,36 @@ async def prefill_saved(client: AsyncClient, rollouts: Rollouts, prompt: list[in
     return 1 - prefill / (SAMPLES * len(prompt))
 
 
-async def measure(system: System, updates: int) -> dict[str, float]:
-    """Runs the loop of training; returns the results."""
-    trainer, counts = Trainer(), Counter(lost=0, doubled=0, not_exact=0)
+async def run_live(
+    system: System, updates: int, counts: Counter[str], compared: Compared
+) -> dict[str, float]:
+    """Runs the loop whose rollouts run while the trainer makes its steps; returns the results."""
+    trainer = Trainer(compared)
     rewards, pauses_ms, moved = [], [], 0
     trained: list[Group] = []
     async with AsyncClient(system.front, patience_s=PATIENCE_S) as client:
         operator, killer = AsyncOperator(client), Killer(system, client)
         rollouts = Rollouts(client, trainer, counts)
-        while len(await killer.ready()) < WORKERS:
-            await asyncio.sleep(0.2)
+        await killer.wait()
         saved = await prefill_saved(client, rollouts, trainer.prompt("def measured(first, second"))
         rollouts.intervals_s.clear()
         began = time.monotonic()
         tasks = [asyncio.create_task(rollouts.run()) for _ in range(GROUPS)]
-        tasks.append(asyncio.create_task(killer.run()))
-        for number in range(updates + 1):
-            groups = await rollouts.newest()
-            for group in groups:
-                trainer.verify(group)
-            trained += groups
-            rewards.append(statistics.fmean(r for group in groups for r in group.rewards))
-            print(f"update {number}: reward {rewards[-1]:.3f}, {killer.kills} kills",
-                  file=sys.stderr, flush=True)  # fmt: skip
-            if number < updates:
-                await asyncio.to_thread(trainer.step, groups)
-                done = await operator.send_weights(trainer.file(), timeout_s=PATIENCE_S)
-                assert done.version == number + 1
-                pauses_ms.append(done.update_pause_ms)
-                moved += done.streams
+        async with killer.killing():
+            for number in range(updates + 1):
+                groups = await rollouts.newest()
+                for group in groups:
+                    trainer.verify(group)
+                trained += groups
+                rewards.append(statistics.fmean(r for group in groups for r in group.rewards))
+                print(f"update {number}: reward {rewards[-1]:.3f}, {killer.kills} kills",
+                      file=sys.stderr, flush=True)  # fmt: skip
+                if number < updates:
+                    await asyncio.to_thread(trainer.step, groups)
+                    done = await operator.send_weights(trainer.file(), timeout_s=PATIENCE_S)
+                    assert done.version == number + 1
+                    pauses_ms.append(done.update_pause_ms)
+                    moved += done.streams
         seconds = time.monotonic() - began
         for task in tasks:
             task.cancel()
@@ -192,12 +162,7 @@ async def measure(system: System, updates: int) -> dict[str, float]:
     for group in trained:
         trainer.compare(group)
     step_ms = 1000 * statistics.median(rollouts.intervals_s)
-    compared = trainer.compared
     return {
-        **counts,
-        "kl_sampler_trainer": compared.kl / compared.tokens,
-        "differing_tokens": compared.differing,
-        "compared_tokens": compared.tokens,
         "updates": updates,
         "kills": killer.kills,
         "live_streams_per_update": moved / updates,
@@ -211,27 +176,43 @@ async def measure(system: System, updates: int) -> dict[str, float]:
     }
 
 
+def measure(updates: int) -> dict[str, float]:
+    """Runs the loop with live rollouts once and the ordered loop twice; returns the results."""
+    counts, compared = Counter(lost=0, doubled=0, not_exact=0), Compared()
+    with started() as system:
+        live = asyncio.run(run_live(system, updates, counts, compared))
+    curves = []
+    for _ in range(2):
+        with started() as system:
+            curves.append(asyncio.run(run_ordered(system, updates, counts, compared)))
+    pairs = list(zip(*(curve.losses for curve in curves), strict=True))
+    return {
+        **counts,
+        "kl_sampler_trainer": compared.kl / compared.tokens,
+        "differing_tokens": compared.differing,
+        "compared_tokens": compared.tokens,
+        "loss_curves_differ": sum(first != second for first, second in pairs),
+        "losses_of_a_curve": len(pairs),
+        "kills_first_curve": curves[0].kills,
+        "kills_second_curve": curves[1].kills,
+        "live_streams_per_ordered_update": curves[0].streams / updates,
+        **live,
+    }
+
+
 def main() -> None:
     """Measures and reports."""
     given = arguments(__doc__, updates=8)
     torch.manual_seed(1)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        system = System(Path(folder) / "run", Path("embedded"), **SETTINGS)
-        with system:
-            system.wait(PATIENCE_S)
-            for _ in range(WORKERS - 1):
-                system.start(GPU)
-            results = asyncio.run(measure(system, 2 if given.quick else given.updates))
-    notes = dict.fromkeys(("lost", "doubled", "not_exact", "differing_tokens"), "0")
-    notes |= {
-        "kl_sampler_trainer": "0",
+    results = measure(2 if given.quick else given.updates)
+    notes = dict.fromkeys(ZERO, "0") | {
         "reward_last": "above reward_first",
         "update_pause_steps": "p50 at most 3",
         "group_prefill_saved": "at least 0.8",
     }
     report(results, notes, given.json)
-    failed = any(results[name] for name in ("lost", "doubled", "not_exact", "differing_tokens"))
+    failed = any(results[name] for name in ZERO)
     sys.exit(failed or results["reward_last"] <= results["reward_first"])
 
 
