@@ -1,9 +1,10 @@
 """Compares the bits of the log-probabilities of streams in batches with those of each stream alone.
 Also compares the throughput with the setting ``exact`` on and off.
 
-The model is the embedded model. Batches of 1 to 64 streams run with shared prefixes, chunks of
+The model is the embedded model. Batches of 1 to 64 requests run with shared prefixes, chunks of
 several sizes, drafts, forks, a small KV cache, moves to another engine, and one or two threads.
-Each batch also runs on two worker processes, one of which is killed.
+Each batch also runs on two worker processes, one of which is killed, and the tokens of all streams
+are scored together. Each of these runs counts towards ``compared_tokens``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ ZERO = ("differing_bits", "streams_that_are_not_exact", "exact_vs_transformers")
 """The results whose target is 0."""
 NEW = 48
 """Number of tokens of each stream."""
+SIZES = (1, 2, 8, 24, 64)
+"""Numbers of requests of a batch."""
 CHUNKS = (17, 100, 2048)
 """Maximum number of tokens of a step, for three of the compared engines."""
 Job = tuple[list[int], Sampling]
@@ -59,16 +63,19 @@ def jobs_of(rng: random.Random, count: int, vocab: int) -> list[Job]:
     return found
 
 
+def moves_after(number: int, sampling: Sampling) -> int:
+    """The number of tokens after which a request moves to another engine; 0 if it does not move."""
+    return 1 + number % (NEW - 1) if number % 3 == 0 and sampling.n == 1 else 0
+
+
 def run(engine: Engine, jobs: Sequence[Job], moved: Streams | None = None) -> Streams:
-    """Runs requests together. ``moved``: the streams of an earlier run. If they are given, a
-    request continues after some tokens of its earlier stream if it has one sequence and its number
-    is a multiple of 3."""
+    """Runs requests together. ``moved``: the streams of an earlier run. If they are given, some
+    requests continue after the first tokens of their earlier streams."""
     found: Streams = {}
     for number, (prompt, sampling) in enumerate(jobs):
         continued = None
-        if moved is not None and number % 3 == 0 and sampling.n == 1:
-            begun = moved[number, 0][: 1 + number % (NEW - 1)]
-            found[number, 0] = list(begun)
+        if moved is not None and (count := moves_after(number, sampling)):
+            found[number, 0] = begun = moved[number, 0][:count]
             continued = Continued({0: [token for token, _ in begun]}, 1)
         engine.add(number, prompt, sampling, continued=continued)
     while engine.has_work:
@@ -77,6 +84,20 @@ def run(engine: Engine, jobs: Sequence[Job], moved: Streams | None = None) -> St
                 assert output.logprob is not None
                 stream = found.setdefault((output.request, output.seq), [])
                 stream.append((output.token, output.logprob))
+    return found
+
+
+def score_together(engine: Engine, jobs: Sequence[Job], streams: Streams) -> Streams:
+    """Scores the tokens of all streams in one batch. ``streams``: the results of a run."""
+    found: Streams = {key: [] for key in streams}
+    keys = list(streams)
+    for number, key in enumerate(keys):
+        engine.score(number, jobs[key[0]][0], [token for token, _ in streams[key]])
+    while engine.has_work:
+        for output in engine.step():
+            if output.token is not None:
+                assert output.logprob is not None
+                found[keys[output.request]].append((output.token, output.logprob))
     return found
 
 
@@ -101,31 +122,45 @@ class Comparison:
     def compare(self, tokens: int, seconds: float) -> None:
         """Compares at least ``tokens`` tokens, or as many as ``seconds`` allow."""
         rng, began = self._rng, time.monotonic()
-        while self.counts["compared_tokens"] < tokens and time.monotonic() - began < seconds:
-            jobs = jobs_of(rng, rng.choice([1, 2, 8, 24, 64]), self._loaded.vocab_size)
-            wanted: Streams = {}
-            torch.set_num_threads(1)
-            for number, job in enumerate(jobs):
-                own = run(self._alone, [job])
-                wanted |= {(number, seq): stream for (_, seq), stream in own.items()}
-            for engine in self._sides:
-                threads = rng.choice([1, 2])
-                torch.set_num_threads(threads)
-                count = self._check(run(engine, jobs, wanted), wanted)
-                self.counts[f"tokens_with_{threads}_threads"] += count
-            kills = self._killed.kills
-            count = self._check(self._killed.run(jobs), wanted)
-            self.counts["tokens_with_a_kill"] += count * (self._killed.kills > kills)
-            print(dict(self.counts), self._killed.kills, file=sys.stderr, flush=True)
+        with ThreadPoolExecutor(1) as pool:
+            while self.counts["compared_tokens"] < tokens and time.monotonic() - began < seconds:
+                size = rng.choice(SIZES)
+                before = self.counts["compared_tokens"]
+                self._compare_batch(jobs_of(rng, size, self._loaded.vocab_size), pool)
+                count = self.counts["compared_tokens"] - before
+                self.counts[f"tokens_in_batches_of_{size}"] += count
+                print(dict(self.counts), self._killed.kills, file=sys.stderr, flush=True)
 
-    def _check(self, found: Streams, wanted: Streams) -> int:
-        """Counts the tokens of a batch and the tokens that differ; returns the number of tokens."""
+    def _compare_batch(self, jobs: list[Job], pool: ThreadPoolExecutor) -> None:
+        """Compares all runs of a batch."""
+        rng, kills = self._rng, self._killed.kills
+        # The worker processes run the batch while this process runs each request alone.
+        killed = pool.submit(self._killed.run, jobs)
+        wanted: Streams = {}
+        torch.set_num_threads(1)
+        for number, job in enumerate(jobs):
+            own = run(self._alone, [job])
+            wanted |= {(number, seq): stream for (_, seq), stream in own.items()}
+        count = self._check(killed.result(), wanted)
+        self.counts["tokens_with_a_kill"] += count * (self._killed.kills > kills)
+        known = sum(moves_after(number, sampling) for number, (_, sampling) in enumerate(jobs))
+        for engine in self._sides:
+            threads = rng.choice([1, 2])
+            torch.set_num_threads(threads)
+            count = self._check(run(engine, jobs, wanted), wanted, known)
+            self.counts[f"tokens_with_{threads}_threads"] += count
+        scores = score_together(rng.choice(self._sides), jobs, wanted)
+        self.counts["scored_tokens"] += self._check(scores, wanted)
+
+    def _check(self, found: Streams, wanted: Streams, known: int = 0) -> int:
+        """Counts the tokens of a batch and the tokens that differ; returns the number of tokens.
+        ``known``: number of tokens that were not computed again, because their stream moved."""
         assert found.keys() == wanted.keys()
         for key, stream in wanted.items():
             self.counts["differing_bits"] += sum(
                 a != b for a, b in zip(stream, found[key], strict=True)
             )
-        count = sum(map(len, wanted.values()))
+        count = sum(map(len, wanted.values())) - known
         self.counts["compared_tokens"] += count
         self.counts["fork_tokens"] += sum(len(s) for (_, seq), s in wanted.items() if seq)
         return count
@@ -138,6 +173,7 @@ class Comparison:
             "preemptions": sum(stats["preemptions"] for _, stats in every),
             "prefix_hit_tokens": sum(stats["prefix_hit_tokens"] for _, stats in every),
             "draft_tokens": sum(m["spec_decode_num_draft_tokens"] for m, _ in every),
+            "accepted_drafts": sum(m["spec_decode_num_accepted_tokens"] for m, _ in every),
             "kills": self._killed.kills,
             "moves": self._killed.moves,
             "streams_that_are_not_exact": self._killed.not_exact,
