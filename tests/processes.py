@@ -98,6 +98,16 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def zygotes(pid: int) -> list[int]:
+    """The child processes of a controller worker that are the parents of guest processes."""
+    found = []
+    for child in children(pid):
+        with contextlib.suppress(OSError):
+            if b".zygote\0" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(child)
+    return found
+
+
 class Process:
     """A process that runs ``python -m MODULE ARGUMENTS…``, or an equal fork, and logs to a file."""
 

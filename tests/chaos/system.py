@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tokenbus.clients import Client, TokenbusError
 
-from ..processes import Process, children, clean_environment, free_port, until
+from ..processes import Process, children, clean_environment, free_port, until, zygotes
 from . import python_controllers
 from .schedule import Blow
 
@@ -37,14 +37,6 @@ SETTINGS: dict[str, object] = {
 
 GUESTS = ("guest", "zygote")
 """The kinds of processes that are not restarted here, but by their controller worker."""
-
-
-def _is_zygote(pid: int) -> bool:
-    """Whether a process is the parent of guest processes."""
-    try:
-        return b"guests.zygote" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
 
 
 class Slot:
@@ -201,7 +193,7 @@ class System:
         """Executes a blow to a guest process, or to a zygote, which is the parent of a worker's
         guest processes."""
         pids = [slot.process.pid for slot in (*self.of("controller"), *self.of("python"))]
-        pids = [child for pid in pids for child in children(pid) if _is_zygote(child)]
+        pids = [zygote for pid in pids for zygote in zygotes(pid)]
         if blow.kind == "guest":
             pids = [child for pid in pids for child in children(pid)]
         if not pids:

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from tokenbus.clients.cli.keys import new_pair
 from tokenbus.protocol.keys import Allowed, KeyFolder
 from tokenbus.workers.controller.guests.process import MAX_CHANNELS
 
-from ..processes import Process, until
+from ..processes import Process, children, until, zygotes
 from ..workers.controller.wasm.hostile.guests import guest
 from ..worlds.two_tenants import KeyedBus
 from .attack import Attack, Outcome
@@ -43,16 +43,6 @@ SETTINGS = {
     "grammar_compile_s": 0.5,
 }
 """The settings of the controller worker."""
-
-
-def children(pid: int) -> list[int]:
-    """The ids of the child processes of a process."""
-    found = []
-    for status in Path("/proc").glob("[0-9]*/status"):
-        with suppress(OSError):
-            if f"\nPPid:\t{pid}\n" in status.read_text():
-                found.append(int(status.parent.name))
-    return sorted(found)
 
 
 class CalmStreams:
@@ -126,10 +116,10 @@ class HostileWorld:
     def processes(self) -> set[int]:
         """The processes of the bus, the zygote, and the guest processes."""
         worker = self._worker
-        zygotes = children(worker.pid)
-        guests = [pid for zygote in zygotes for pid in children(zygote)]
+        parents = zygotes(worker.pid)
+        guests = [pid for parent in parents for pid in children(parent)]
         workers = [process.pid for process in (*self.bus.workers, *self.bus.others)]
-        return {self.bus.broker.pid, *workers, *zygotes, *guests}
+        return {self.bus.broker.pid, *workers, *parents, *guests}
 
     def run(self, attack: Attack, module: bytes | None = None) -> Outcome:
         """Makes all requests of an attack; returns the outcome of the first. ``module``: the module

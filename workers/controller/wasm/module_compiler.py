@@ -1,33 +1,36 @@
-"""Examines and compiles a module in a separate process, with bounded time and memory.
+"""Examines and compiles modules in separate processes, with bounded time and memory.
 
 A small module may take hours to compile: 300 kB of loops over 2,000 locals take 27 s and 3 GB.
 Parsing some modules of 4 MB takes a second. So the worker neither compiles nor parses uploads in
 its own process.
 
-``python -m tokenbus.workers.controller.wasm.module_compiler LIMITS CPU_S KIND`` reads a module from
-stdin. It writes to stdout the result of ``examine``, as a line of JSON, and then the input of
-``wasmtime.Module.deserialize``. LIMITS is the JSON of ``Limits``. KIND is ``module``,
-``interpreter`` (which is booted before it is compiled if it exports ``tokenbus_boot``), or
-``script``. For ``script``, stdin has a
-line with the script's language and size, the script, and the compiled interpreter; the process only
-checks the script.
+``python -m tokenbus.workers.controller.wasm.module_compiler`` reads tasks from stdin, and writes
+their outcomes to stdout. Each task runs in a fork of this process, because a fork starts in a
+hundredth of the time of a new process. A module that takes over its fork cannot change what later
+modules are compiled to.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import re
 import resource
 import signal
 import subprocess
 import sys
-from typing import NamedTuple
+import threading
+import traceback
+from contextlib import suppress
+from typing import Literal, NamedTuple, NoReturn
 
 import msgspec
 import wasmtime
 
 from ....protocol.errors import Code, ControllerError, RequestError, ServiceError
 from ....protocol.python_command import python_command
+from ..backends.compiling.tasks import end, exchange, read, write
 from ..limits import Limits
 from ..scripts.engines import booted, boots
 from ..scripts.modules import script_module
@@ -44,9 +47,9 @@ WALL_S = 300.0
 """Maximum wall-clock time of compiling, in seconds. Compiling takes longer only on an overloaded
 machine."""
 _NICENESS = 5
-"""The nice value of the process. Streams have priority over uploads."""
+"""The nice value of a task for an upload. Streams have priority over uploads."""
 MEMORY_BYTES = 2 * 1024**3
-"""Maximum bytes of memory that the process may allocate."""
+"""Maximum bytes of memory that a task may allocate."""
 COMPILED_BYTES = 256 * 1024**2
 """Maximum bytes of a compiled form. The compiled form of a usual module is about as large as the
 module."""
@@ -59,6 +62,40 @@ _REFUSED = 5
 _SAID_CHARACTERS = 2000
 """Maximum characters of an error message. The bound is needed because the message may quote names
 of the module."""
+_PR_SET_PDEATHSIG = 1
+
+_idle: list[subprocess.Popen[bytes]] = []
+"""The processes that wait for their next task. Each thread that compiles takes one of them, and
+starts another one if there is none."""
+_idle_lock = threading.Lock()
+
+Kind = Literal["module", "interpreter", "script"]
+"""The kind of a task. A module is examined and compiled. An interpreter of scripts is booted, if it
+exports ``tokenbus_boot``, and compiled. A script is only checked."""
+
+
+class _Task(msgspec.Struct):
+    """A task for the process."""
+
+    kind: Kind
+    limits: Limits
+    cpu_s: int
+    given: bytes
+    """The module, or the text of the script."""
+    language: str = ""
+    interpreter: bytes = b""
+    """The compiled interpreter of the script."""
+
+
+class _Outcome(msgspec.Struct):
+    """The outcome of a task."""
+
+    code: int
+    """The exit code of the fork; negative if a signal ended the fork."""
+    output: bytes
+    """The result of ``examine`` as a line of JSON, and then the input of
+    ``wasmtime.Module.deserialize``; empty for a script."""
+    errors: bytes
 
 
 class Compiled(NamedTuple):
@@ -85,8 +122,8 @@ def compile_interpreter(wasm: bytes, limits: Limits) -> Compiled:
     return _compile("interpreter", wasm, limits)
 
 
-def _compile(kind: str, wasm: bytes, limits: Limits) -> Compiled:
-    head, _, code = _run_apart(kind, wasm, limits).partition(b"\n")
+def _compile(kind: Kind, wasm: bytes, limits: Limits) -> Compiled:
+    head, _, code = _run_apart(_Task(kind, limits, CPU_S, wasm)).partition(b"\n")
     if len(code) > COMPILED_BYTES:
         raise WasmError(
             f"the {kind}'s compiled form has {len(code)} bytes; at most {COMPILED_BYTES} are "
@@ -98,59 +135,126 @@ def _compile(kind: str, wasm: bytes, limits: Limits) -> Compiled:
 def check_script(source: Source, interpreter: bytes, limits: Limits) -> None:
     """Raises RequestError with the place of a syntax error in a script, or if the script has no
     program. ``interpreter``: the compiled form of its interpreter."""
-    head = f"{source.language} {len(source.text)}\n".encode()
-    _run_apart("script", head + source.text + interpreter, limits)
+    _run_apart(_Task("script", limits, CPU_S, source.text, source.language, interpreter))
 
 
-def _run_apart(kind: str, given: bytes, limits: Limits) -> bytes:
-    """Runs this file as a process, and returns the output of the process. Raises RequestError if
-    the process refuses its input, WasmError if the module is not valid or the process exceeds the
-    bounds above, and ServiceError if the process fails."""
-    encoded = msgspec.json.encode(limits).decode()
-    command = python_command(__name__, encoded, str(CPU_S), kind)
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
-        if kind != "interpreter":
-            os.setpriority(os.PRIO_PROCESS, process.pid, _NICENESS)
-        try:
-            output, errors = process.communicate(given, WALL_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise WasmError(f"the {kind} could not be compiled within {WALL_S:g} s") from None
-    if process.returncode == 0:
-        return output
-    said = errors.decode("utf-8", "replace").strip()
-    if process.returncode == _REFUSED:
+def _run_apart(task: _Task) -> bytes:
+    """Runs a task, and returns its output. Raises RequestError if the task refuses its input,
+    WasmError if the module is not valid or the task exceeds the bounds above, and ServiceError if
+    the task fails."""
+    try:
+        outcome = _outcome(msgspec.msgpack.encode(task))
+    except TimeoutError:
+        raise WasmError(f"the {task.kind} could not be compiled within {WALL_S:g} s") from None
+    if outcome.code == 0:
+        return outcome.output
+    said = outcome.errors.decode("utf-8", "replace").strip()
+    if outcome.code == _REFUSED:
         raise RequestError(Code.INVALID_FIELD, said, path="$.data")
-    if process.returncode == _INVALID:
+    if outcome.code == _INVALID:
         raise WasmError(f"the module is not valid: {said}")
-    if process.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        raise WasmError(f"compiling the {kind} takes more than {CPU_S} s of CPU time")
-    if process.returncode in (-signal.SIGABRT, _NO_MEMORY):
-        raise WasmError(f"compiling the {kind} takes more than {MEMORY_BYTES >> 20} MiB of memory")
+    if outcome.code in (-signal.SIGXCPU, -signal.SIGKILL):
+        raise WasmError(f"compiling the {task.kind} takes more than {task.cpu_s} s of CPU time")
+    if outcome.code in (-signal.SIGABRT, _NO_MEMORY):
+        raise WasmError(
+            f"compiling the {task.kind} takes more than {MEMORY_BYTES >> 20} MiB of memory"
+        )
     raise ServiceError(
         Code.INTERNAL,
-        f"the module compiler failed with exit code {process.returncode}: {said[-300:]}",
+        f"the module compiler failed with exit code {outcome.code}: {said[-300:]}",
     )
 
 
-def _main() -> int:
-    limits, cpu_s = msgspec.json.decode(sys.argv[1], type=Limits), int(sys.argv[2])
-    kind = sys.argv[3]
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 5))
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    wasm = sys.stdin.buffer.read()
-    if kind == "script":
-        return _check(wasm, limits)
+def _outcome(task: bytes) -> _Outcome:
+    """Gives an encoded task to an idle process, or to a new one. Raises TimeoutError after
+    ``WALL_S``."""
+    with _idle_lock:
+        process = _idle.pop() if _idle else None
+    if process is None or process.poll() is not None:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(python_command(__name__), stdin=pipe, stdout=pipe)
     try:
-        if kind == "interpreter":
+        reply = exchange(process, task, WALL_S)
+    except BaseException:
+        process.kill()
+        end(process)
+        raise
+    if reply is None:
+        end(process)
+        raise ServiceError(
+            Code.INTERNAL, f"the module compiler ended with exit code {process.returncode}"
+        )
+    with _idle_lock:
+        _idle.append(process)
+    return msgspec.msgpack.decode(reply, type=_Outcome)
+
+
+# --- in the process -----------------------------------------------------------------------------
+
+
+def _serve() -> NoReturn:
+    """Runs tasks until the worker closes stdin."""
+    # The process ignores these signals, because the worker handles them and then closes the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    gc.collect()
+    gc.freeze()
+    with suppress(BrokenPipeError):
+        while (task := read(sys.stdin.buffer)) is not None:
+            write(sys.stdout.buffer, msgspec.msgpack.encode(_forked(task)))
+    os._exit(0)
+
+
+def _forked(task: bytes) -> _Outcome:
+    """Runs an encoded task in a fork of this process."""
+    server, output, errors = os.getpid(), os.memfd_create("output"), os.memfd_create("errors")
+    fork = os.fork()
+    if not fork:
+        code = 1
+        try:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != server:
+                os._exit(1)
+            for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), output, errors)):
+                os.dup2(file, number)
+            code = _run(msgspec.msgpack.decode(task, type=_Task))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with suppress(OSError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+    _, status = os.waitpid(fork, 0)
+    return _Outcome(os.waitstatus_to_exitcode(status), _content(output), _content(errors))
+
+
+def _content(file: int) -> bytes:
+    """The content of an open file, which is closed."""
+    with open(file, "rb") as opened:
+        opened.seek(0)
+        return opened.read()
+
+
+def _run(task: _Task) -> int:
+    """Runs a task in this process; returns the exit code."""
+    resource.setrlimit(resource.RLIMIT_CPU, (task.cpu_s, task.cpu_s + 5))
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * COMPILED_BYTES, 2 * COMPILED_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if task.kind != "interpreter":
+        os.nice(_NICENESS)
+    if task.kind == "script":
+        return _check(task)
+    wasm = task.given
+    try:
+        if task.kind == "interpreter":
             wasm = booted(wasm) if boots(wasm) else wasm
             found = Examined("native", None)
         else:
-            found = examine(wasm, limits)
+            found = examine(wasm, task.limits)
         exported = with_exported_state(wasm)
-        compiled = wasmtime.Module(make_engine(limits), exported).serialize()
+        compiled = wasmtime.Module(make_engine(task.limits), exported).serialize()
     except RequestError as error:
         said = error.message[:_SAID_CHARACTERS].encode("utf-8", "backslashreplace")
         sys.stderr.buffer.write(said)
@@ -164,17 +268,14 @@ def _main() -> int:
     return 0
 
 
-def _check(given: bytes, limits: Limits) -> int:
+def _check(task: _Task) -> int:
     """Checks a script by compiling it, without running it."""
-    head, _, rest = given.partition(b"\n")
-    language, size = head.decode().split()
-    text, compiled = rest[: int(size)], rest[int(size) :]
-    engine = make_engine(limits)
+    engine = make_engine(task.limits)
     try:
         with Ticker(engine):
-            module = wasmtime.Module.deserialize(engine, compiled)
-            script_module(engine, language, module, text).check(limits)
-        check_program(Source(language, text))
+            module = wasmtime.Module.deserialize(engine, task.interpreter)
+            script_module(engine, task.language, module, task.given).check(task.limits)
+        check_program(Source(task.language, task.given))
     except RequestError as error:
         sys.stderr.buffer.write(error.message.encode())
         return _REFUSED
@@ -194,4 +295,4 @@ def _shortened(said: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    _serve()

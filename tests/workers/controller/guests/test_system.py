@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tokenbus.clients.cli.status import isolation_lines
 
-from ....processes import Bus, children, until
+from ....processes import Bus, children, until, zygotes
 from ....worlds.killed_workers import BOUND_S, PROMPT, System
 
 
@@ -27,7 +27,7 @@ def system(processes: None) -> Iterator[System]:
 def guests(system: System) -> list[int]:
     """The ids of the guest processes of the controller worker."""
     [worker] = system.controllers
-    return [guest for zygote in children(worker.pid) for guest in children(zygote)]
+    return [guest for zygote in zygotes(worker.pid) for guest in children(zygote)]
 
 
 @pytest.mark.parametrize("controller", ["calm", "counts"])
@@ -45,7 +45,7 @@ def test_streams_continue_when_their_process_is_killed(system: System, controlle
 
 def test_streams_continue_when_the_parent_of_all_processes_is_killed(system: System) -> None:
     readers = system.streams(6, retry_s=0)
-    [zygote] = children(system.controllers[0].pid)
+    [zygote] = zygotes(system.controllers[0].pid)
     os.kill(zygote, signal.SIGKILL)
     system.check_ends(*readers)
     system.wait_until_free()

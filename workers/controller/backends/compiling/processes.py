@@ -10,11 +10,9 @@ millisecond.
 
 from __future__ import annotations
 
-import selectors
 import signal
 import subprocess
 import threading
-from contextlib import suppress
 
 import msgspec
 
@@ -23,7 +21,7 @@ from .....protocol.python_command import python_command
 from ...pool import tenant_of_thread, waiting
 from . import bounds
 from .bounds import TOO_DEEP, Bounds, RefusedGrammar
-from .tasks import Done, Kind, Task, read, write
+from .tasks import Done, Kind, Task, end, exchange
 from .turns import Turns
 
 AT_ONCE = 2
@@ -66,7 +64,7 @@ class Processes:
         with self._lock:
             idle, self._idle = self._idle, []
         for process in idle:
-            _end(process)
+            end(process)
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -105,13 +103,13 @@ class Processes:
         if process is None or process.poll() is not None:
             process = self._spawn()
         try:
-            reply = _exchange(process, msgspec.msgpack.encode(task))
+            reply = exchange(process, msgspec.msgpack.encode(task), bounds.WALL_S)
             if reply is None:
-                _end(process)
+                end(process)
                 return Done(refused=self._why_ended(process.returncode, task))
         except BaseException as error:
             process.kill()
-            _end(process)
+            end(process)
             if isinstance(error, TimeoutError):
                 raise UnavailableError(
                     Code.QUEUE_FULL,
@@ -145,28 +143,3 @@ class Processes:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-
-
-def _exchange(process: subprocess.Popen[bytes], task: bytes) -> bytes | None:
-    """The reply of a process to a task; None if the process has ended. Raises TimeoutError if the
-    reply takes longer than ``WALL_S``."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        write(process.stdin, task)
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            if not selector.select(bounds.WALL_S):
-                raise TimeoutError
-        return read(process.stdout)
-    except BrokenPipeError:
-        return None
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with suppress(BrokenPipeError):
-        process.stdin.close()
-    process.stdout.close()
-    process.wait()
