@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -350,6 +349,9 @@ def _write(file: Path, recording: Recording) -> None:
 
 
 def _version() -> str:
+    # The import takes longer than the imports of most clients, which record nothing.
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version("tokenbus")
     except PackageNotFoundError:

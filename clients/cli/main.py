@@ -6,6 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
 
 import msgspec
 
@@ -13,32 +15,38 @@ from ...protocol.errors import TokenbusError
 from ...protocol.keys import KeyFault
 from ...protocol.settings import SettingError, Settings, load
 from ...transport.dealer import AddressError
-from ..system import add_commands as add_system_commands
-from . import (
-    api_key,
-    controller,
-    drain,
-    generate,
-    grammar,
-    interactive,
-    keys,
-    lmtp,
-    record,
-    replay,
-    score,
-    status,
-    template,
-    tool,
-    top,
-    weights,
-)
 from .exits import INTERRUPTED, WRONG_USAGE, report
-from .hub import models, pull, rm
 from .hub.faults import HubFault
 from .module_files import FileFault
 from .usage import Parser
 
 Command = Callable[[argparse.Namespace, Settings], int]
+
+COMMANDS = {
+    "up": "..system",
+    "serve-model": "..system",
+    "down": "..system",
+    "status": ".status",
+    "top": ".top",
+    "drain": ".drain",
+    "weights": ".weights",
+    "pull": ".hub.pull",
+    "models": ".hub.models",
+    "rm": ".hub.rm",
+    "client": ".interactive",
+    "generate": ".generate",
+    "score": ".score",
+    "record": ".record",
+    "replay": ".replay",
+    "lmtp": ".lmtp",
+    "controller": ".controller",
+    "tool": ".tool",
+    "grammar": ".grammar",
+    "template": ".template",
+    "api-key": ".api_key",
+    "keys": ".keys",
+}
+"""The module of each command. Its function ``add_command`` adds the parser of the command."""
 
 FIRST = """\
 first steps:
@@ -58,8 +66,9 @@ A flag overrides its environment variable TOKENBUS_*, which overrides tokenbus.t
 Exit codes: 0 done, 1 failed, 2 wrong usage, 3 unavailable, 4 refused, 5 timed out, 130 Ctrl-C."""
 
 
-def build_parser() -> Parser:
-    """The parser of the whole command line."""
+def build_parser(command: str = "") -> Parser:
+    """The parser of the command line. For a known ``command``, only the module of this command is
+    imported, and the parser has only the commands of this module."""
     parser = Parser(
         prog="tokenbus",
         description="A message bus that serves language models.",
@@ -67,41 +76,38 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"tokenbus {_version()}")
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    add_system_commands(commands)
-    streams = (interactive, generate, score, record, replay, lmtp)
-    hub = (pull, models, rm)
-    for module in (
-        status,
-        top,
-        drain,
-        weights,
-        *hub,
-        *streams,
-        controller,
-        tool,
-        grammar,
-        template,
-        api_key,
-        keys,
-    ):
-        module.add_command(commands)
+    needed = [COMMANDS[command]] if command in COMMANDS else COMMANDS.values()
+    for module in dict.fromkeys(needed):
+        import_module(module, __package__).add_command(commands)
     return parser
 
 
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
+class _ShowVersion(argparse.Action):
+    """The action of the flag ``--version``."""
 
-    try:
-        return version("tokenbus")
-    except PackageNotFoundError:
-        return "of a source tree"
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Prints the version and exits."""
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"tokenbus {version('tokenbus')}")
+        except PackageNotFoundError:
+            print("tokenbus of a source tree")
+        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    args = build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = build_parser(*words[:1]).parse_args(words)
     try:
         names = {field.name for field in msgspec.structs.fields(Settings)}
         settings = load(**{k: v for k, v in vars(args).items() if k in names})

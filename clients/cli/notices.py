@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from types import TracebackType
-from typing import Self
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from typing import TYPE_CHECKING, Self
 
 from ...protocol.messages import System
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 
 class Notices:
@@ -20,24 +20,27 @@ class Notices:
     """
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._last = ""
 
     def __call__(self, notice: System) -> None:
         """Shows one notice."""
-        if not self._console.is_terminal:
+        if not sys.stderr.isatty():
             if notice.event == "retrying" and notice.message != self._last:
                 self._last = notice.message
                 print(f"tokenbus: trying again: {notice.message}", file=sys.stderr)
             return
         if self._progress is None or self._task is None:
+            # rich is imported on first use, because the import takes longer than a short command.
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
             self._progress = Progress(
                 TextColumn("[dim]{task.description}"),
                 BarColumn(),
                 TimeElapsedColumn(),
-                console=self._console,
+                console=Console(stderr=True, highlight=False),
                 transient=True,
             )
             self._progress.start()

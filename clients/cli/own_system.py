@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import urlsplit
 
 import msgspec
-from rich.console import Console
 
 from ...protocol.errors import Code, TokenbusError, UnavailableError
 from ...protocol.settings import Settings
@@ -121,9 +120,10 @@ def interrupted() -> Iterator[None]:
 def _progress(what: str) -> Iterator[None]:
     """Shows ``what`` on stderr while the block runs. If stderr is not a terminal, prints ``what``
     once."""
-    console = Console(stderr=True, highlight=False)
-    if console.is_terminal:
-        with console.status(what):
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True, highlight=False).status(what):
             yield
     else:
         print(f"tokenbus: {what}", file=sys.stderr, flush=True)

@@ -30,7 +30,7 @@ Command = Callable[[argparse.Namespace, Settings], int]
 DEFAULT_PORT = 5555
 
 
-def add_commands(subparsers: Subparsers) -> None:
+def add_command(subparsers: Subparsers) -> None:
     """Adds the three commands. The ``dest`` of a flag is the name of its setting."""
     up = subparsers.add_parser(
         "up",
