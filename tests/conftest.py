@@ -20,6 +20,7 @@ from tokenbus.clients import Client
 
 from . import counts as counts  # sets the number of examples of property tests
 from . import forks, starts
+from . import processes as systems
 from .processes import Bus, Gateway
 
 
@@ -106,6 +107,15 @@ def pytest_runtest_makereport(
         (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
     ]
     return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """All systems of this run share the compiled forms of modules."""
+    base = tmp_path_factory.getbasetemp()
+    compiled = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    compiled.mkdir(mode=0o700, exist_ok=True)
+    systems.compiled = compiled
 
 
 @pytest.fixture(scope="session")

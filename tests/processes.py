@@ -69,6 +69,20 @@ _port_locks = os.open(
 offset until the process ends."""
 
 
+compiled: Path | None = None
+"""The folder with the compiled forms of modules, which all systems of a test run share. Otherwise
+each system would compile the interpreters of scripts. ``conftest.py`` sets it."""
+
+
+def system_folder() -> Path:
+    """Makes the run directory of a system, with a short path."""
+    folder = Path(tempfile.mkdtemp(prefix="tb-"))
+    if compiled is not None:
+        (folder / "modules").mkdir(mode=0o700)
+        (folder / "modules" / "compiled").symlink_to(compiled)
+    return folder
+
+
 def free_port() -> int:
     """A port of 127.0.0.1 at which no process listens. The port is reserved for this test process,
     because a client could otherwise connect to the broker of another test.
@@ -184,7 +198,7 @@ class Bus:
         """
         self._python = python
         self.worker_python = worker_python
-        self.folder = Path(tempfile.mkdtemp(prefix="tb-"))
+        self.folder = system_folder()
         self.front = f"tcp://127.0.0.1:{free_port()}"
         self.environment = clean_environment(
             front=self.front, run_dir=self.folder, **{**LASTING, **settings}

@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +14,15 @@ from pathlib import Path
 
 from tokenbus.clients import Client, TokenbusError
 
-from ..processes import Process, children, clean_environment, free_port, until, zygotes
+from ..processes import (
+    Process,
+    children,
+    clean_environment,
+    free_port,
+    system_folder,
+    until,
+    zygotes,
+)
 from . import python_controllers
 from .schedule import Blow
 
@@ -128,7 +135,7 @@ class System:
         brokers: int = 1,
         **settings: object,
     ) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="tb-"))
+        self.folder = system_folder()
         self.fronts = [f"tcp://127.0.0.1:{free_port()}" for _ in range(brokers)]
         self.front = ",".join(self.fronts)
         given = {**SETTINGS, **settings, "brokers": brokers}
