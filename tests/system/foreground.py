@@ -14,7 +14,7 @@ from pathlib import Path
 from tokenbus.clients.system.processes import alive, started_by
 from tokenbus.clients.system.run_dir import RunDir
 
-from ..processes import clean_environment, free_port, until
+from ..processes import KV_CACHE_BYTES, clean_environment, free_port, until
 
 TOKENBUS = str(Path(sys.executable).parent / "tokenbus")
 
@@ -50,7 +50,7 @@ class Foreground:
             self.process = subprocess.Popen(
                 [TOKENBUS, *arguments, *where, *at],
                 cwd=folder,
-                env=clean_environment(),
+                env=clean_environment(kv_cache_bytes=KV_CACHE_BYTES),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -47,28 +47,6 @@ def start(folder: Path) -> Iterator[Start]:
         system.kill()
 
 
-def test_up_serves_and_ctrl_c_finishes_a_stream_and_leaves_nothing(start: Start) -> None:
-    system = start("up", "--gpu-workers", "2")
-    system.wait_until_ready()
-    with Client(system.front, patience_s=300) as client:
-        roles = sorted(w.role for w in client.status().workers)
-        assert roles == ["controller", "gpu", "gpu", "state"]
-        assert client.generate("import ", **STEERED).text() in ("os", "sys")
-        pids = system.processes()
-        assert len(pids) == 5
-        stream = client.generate("import ", max_tokens=600, ignore_eos=True, retry_s=0)
-        entries = iter(stream)
-        next(entries)
-        system.process.send_signal(signal.SIGINT)
-        for _ in entries:
-            pass
-        assert len(stream.tokens()) == 600
-    assert system.process.wait(300) == 0
-    assert not [pid for pid in pids if alive(pid)]
-    assert "all processes have ended" in system.output
-    assert not list(system.run_dir.path.glob("*.sock"))
-
-
 def test_a_tool_worker_runs_with_the_system_and_is_restarted(start: Start, folder: Path) -> None:
     file = folder / "system_tools.py"
     file.write_text("def system_time() -> int:\n    return 7\n")
@@ -135,10 +113,15 @@ def test_a_system_without_controller_workers_refuses_requests_that_need_one_and_
 
 
 @pytest.mark.long
-def test_every_process_is_replaced_while_streams_run_and_none_fails(start: Start) -> None:
+def test_every_process_is_replaced_while_streams_run_and_ctrl_c_finishes_a_stream(
+    start: Start,
+) -> None:
     system = start("up", "--gpu-workers", "2")
     system.wait_until_ready()
     with Client(system.front, patience_s=300) as client:
+        roles = sorted(w.role for w in client.status().workers)
+        assert roles == ["controller", "gpu", "gpu", "state"]
+        assert len(system.processes()) == 5
         before = {w.pid for w in client.status().workers}
         options: GenerateOptions = {"max_tokens": 400, "ignore_eos": True, "retry_s": 0}
         wanted = client.generate([5, 6], **options).tokens()
@@ -168,7 +151,19 @@ def test_every_process_is_replaced_while_streams_run_and_none_fails(start: Start
         after = {w.pid for w in client.status().workers}
         assert len(after) == 4
         assert not before & after
-    assert system.end() == 0
+        pids = system.processes()
+        assert len(pids) == 5
+        stream = client.generate("import ", max_tokens=600, ignore_eos=True, retry_s=0)
+        entries = iter(stream)
+        next(entries)
+        system.process.send_signal(signal.SIGINT)
+        for _ in entries:
+            pass
+        assert len(stream.tokens()) == 600
+    assert system.process.wait(300) == 0
+    assert not [pid for pid in pids if alive(pid)]
+    assert "all processes have ended" in system.output
+    assert not list(system.run_dir.path.glob("*.sock"))
     # Each process ended by itself, with code 0. supervisord may show "exited early" for a process.
     assert "killed by" not in system.output
     assert "exited with code" not in system.output
@@ -226,10 +221,26 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_a_killed_worker_and_a_killed_broker_come_back(start: Start) -> None:
-    system = start("up")
+def test_down_ends_it_from_elsewhere(start: Start, folder: Path) -> None:
+    system = start("up", "--gpu-workers", "0")
     system.wait_until_ready()
+    where = ("down", "--run-dir", str(system.run_dir.path))
+    done = tokenbus(*where, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert system.process.wait(300) == 0
+    again = tokenbus(*where, cwd=folder)
+    assert again.returncode == 3
+    assert len(again.stderr.splitlines()) == 1
+
+
+def test_serve_model_says_what_lmtp_s_does_and_killed_processes_come_back(start: Start) -> None:
+    system = start("serve-model", "embedded")
+    system.wait_until_ready()
+    assert "[Loading embedded]" in system.output
+    assert f"======== Running on {system.front} ========" in system.output
+    assert "[embedded ready on device cpu]" in system.output
     with Client(system.front, patience_s=300) as client:
+        assert client.score("import ", "os").total < 0
 
         def workers() -> set[int]:
             return {w.pid for w in client.status().workers}
@@ -245,29 +256,6 @@ def test_a_killed_worker_and_a_killed_broker_come_back(start: Start) -> None:
         assert client.generate("import ", **STEERED).text() in ("os", "sys")
         os.kill(broker, signal.SIGKILL)
         assert client.generate("import ", **STEERED).text() in ("os", "sys")
-    assert system.end() == 0
-
-
-def test_down_ends_it_from_elsewhere(start: Start, folder: Path) -> None:
-    system = start("up", "--gpu-workers", "0")
-    system.wait_until_ready()
-    where = ("down", "--run-dir", str(system.run_dir.path))
-    done = tokenbus(*where, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert system.process.wait(300) == 0
-    again = tokenbus(*where, cwd=folder)
-    assert again.returncode == 3
-    assert len(again.stderr.splitlines()) == 1
-
-
-def test_serve_model_says_what_lmtp_s_does(start: Start) -> None:
-    system = start("serve-model", "embedded")
-    system.wait_until_ready()
-    assert "[Loading embedded]" in system.output
-    assert f"======== Running on {system.front} ========" in system.output
-    assert "[embedded ready on device cpu]" in system.output
-    with Client(system.front, patience_s=300) as client:
-        assert client.score("import ", "os").total < 0
     assert system.end(signal.SIGTERM) == 0
 
 
