@@ -109,7 +109,7 @@ def live(http: str) -> bool:
         return False
 
 
-def test_it_runs_the_whole_system_restarts_its_parts_and_leaves_nothing(
+def test_it_runs_the_whole_system_restarts_its_parts_and_tokenbus_down_ends_it(
     checkout: Path, supervisord: subprocess.Popen[str]
 ) -> None:
     _, front, _, http, _ = (checkout / "tokenbus.toml").read_text().split('"')
@@ -148,11 +148,16 @@ def test_it_runs_the_whole_system_restarts_its_parts_and_leaves_nothing(
     run_dir = RunDir(checkout / "run")
     # The gateway consists of two processes: one that supervisord waits for, and one that serves.
     until(lambda: len(started_by(run_dir)) == 6, WAIT_S, "the replaced processes have ended")
-    supervisord.send_signal(signal.SIGTERM)
+    subprocess.run(
+        [BIN / "tokenbus", "down", "--run-dir", "run"],
+        cwd=checkout,
+        env=CLEAN,
+        timeout=WAIT_S,
+        check=True,
+        capture_output=True,
+    )
     assert supervisord.wait(WAIT_S) == 0
-    until(lambda: not started_by(run_dir), WAIT_S, "no process is left")
-    assert sorted(f.name for f in run_dir.path.glob("*.sock")) == []
-    assert not (run_dir.path / "supervisord.pid").exists()
+    assert started_by(run_dir) == []
 
 
 def test_streams_leave_a_worker_that_is_restarted_and_are_finished_before_the_end(
@@ -191,20 +196,10 @@ def test_streams_leave_a_worker_that_is_restarted_and_are_finished_before_the_en
         os.kill(worker, signal.SIGCONT)
         assert [len(s.tokens) for s in stream.wait()] == [900] * 4
     assert supervisord.wait(WAIT_S) == 0
-
-
-def test_tokenbus_down_ends_it_too(checkout: Path, supervisord: subprocess.Popen[str]) -> None:
-    until(lambda: "RUNNING" in ctl(checkout, "status", "broker"), WAIT_S, "the broker runs")
-    subprocess.run(
-        [BIN / "tokenbus", "down", "--run-dir", "run"],
-        cwd=checkout,
-        env=CLEAN,
-        timeout=WAIT_S,
-        check=True,
-        capture_output=True,
-    )
-    assert supervisord.wait(WAIT_S) == 0
-    assert started_by(RunDir(checkout / "run")) == []
+    run_dir = RunDir(checkout / "run")
+    until(lambda: not started_by(run_dir), WAIT_S, "no process is left")
+    assert sorted(f.name for f in run_dir.path.glob("*.sock")) == []
+    assert not (run_dir.path / "supervisord.pid").exists()
 
 
 def test_the_package_has_the_file_of_the_top_level() -> None:
