@@ -6,8 +6,7 @@ its own process.
 
 ``python -m tokenbus.workers.controller.wasm.module_compiler`` reads tasks from stdin, and writes
 their outcomes to stdout. Each task runs in a fork of this process, because a fork starts in a
-hundredth of the time of a new process. A module that takes over its fork cannot change what later
-modules are compiled to.
+hundredth of the time of a new process. A task leaves no memory behind for the next task.
 """
 
 from __future__ import annotations
