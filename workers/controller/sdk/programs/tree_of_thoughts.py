@@ -29,12 +29,12 @@ async def main(ctx: Context) -> None:
         me += str(await ctx.fork(width))
         await line(ctx, f"Step {level + 1}: ", tokens)
         rating = await rated(ctx)
-        ctx.vars["rating " + me] = rating
-        ratings = []
-        for name in [parent + str(child) for parent in kept for child in range(width)]:
-            rating_of = await ctx.wait_var("rating " + name)
-            ratings.append((RATINGS.index(rating_of), name))
-        kept = [name for _, name in sorted(ratings)[: arg.get("keep", 2)]]
+        line_of_me = f"{RATINGS.index(rating)} {me}\n"
+        if ctx.vars.append(f"level {level}", line_of_me).version == width * len(kept):
+            ratings = sorted(ctx.vars[f"level {level}"].splitlines())
+            best = ratings[: arg.get("keep", 2)]
+            ctx.vars[f"kept {level}"] = " ".join(each.split()[1] for each in best)
+        kept = (await ctx.wait_var(f"kept {level}")).split()
         if me not in kept:
             ctx.log(f"thought {me} is {rating}: pruned")
             await ctx.stop()
