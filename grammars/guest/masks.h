@@ -11,8 +11,8 @@
 
 enum {
     MASK_ANY = 1,       // some token other than the end of the sequence is allowed
-    MASK_FORCED = 2,    // only one byte may follow, the text is not complete, and all allowed
-                        // tokens are beginnings of one of them
+    MASK_FORCED = 2,    // only one byte may follow, the text is not complete, and one of the
+                        // allowed tokens begins with each of the others
     MASK_COMPLETE = 4,  // the text may end here
     MASK_SINGLE = 8,    // MASK_FORCED, and only one token is allowed
     EDGES = 1 << 17,

@@ -12,6 +12,7 @@ from tokenbus.workers.controller.backends.grammar.grammar_instance import (
     ANY,
     COMPLETE,
     FORCED,
+    SINGLE,
     GrammarInstance,
     GrammarModule,
 )
@@ -89,10 +90,16 @@ class Oracle:
             if reference.complete(text):
                 flags |= COMPLETE
                 tokens |= {vocabulary.eos} - {-1}
-            elif len(self.next_bytes(text)) == 1:
-                flags |= FORCED
+            elif len(self.next_bytes(text)) == 1 and not self._diverge(tokens):
+                flags |= FORCED | SINGLE * (len(tokens) == 1)
             self._known[text] = Expected(flags, frozenset(tokens))
         return self._known[text]
+
+    def _diverge(self, tokens: set[int]) -> bool:
+        """Whether two tokens differ in a byte that both have."""
+        texts = [self.case.vocabulary.token(number) for number in tokens]
+        longest = max(texts, key=len, default=b"")
+        return not all(longest.startswith(text) for text in texts)
 
     def next_bytes(self, text: bytes) -> list[bytes]:
         """The bytes that can follow a text."""

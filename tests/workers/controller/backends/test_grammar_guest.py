@@ -21,6 +21,7 @@ from tokenbus.workers.controller.backends.grammar.grammar_instance import (
     ANY,
     COMPLETE,
     FORCED,
+    SINGLE,
     GrammarInstance,
 )
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
@@ -72,7 +73,7 @@ def test_nesting_is_followed_to_the_bound_and_refused_beyond_it() -> None:
         assert guest.forced(place) == []
         # Other sequences do not change, and a text of less depth can be completed.
         assert guest.append(other, [1, 3, 5, 4]) == 4
-        assert look(guest, other) == (ANY | FORCED, {2})
+        assert look(guest, other) == (ANY | FORCED | SINGLE, {2})
         deep = guest.start()
         depth = DEEPEST - 3
         assert guest.append(deep, [1] * depth + [5] + [2] * depth) == 2 * depth + 1
@@ -153,7 +154,33 @@ def test_forced_bytes_that_the_vocabulary_writes_only_with_more_are_left_to_the_
     vocabulary = raw_vocabulary([b"", b"a", b"b", b"cd", b"ce"])
     with closing(guest_of(vocabulary, compile_regex("abc[de]").to_bytes())) as guest:
         place = guest.start()
-        assert look(guest, place) == (ANY | FORCED, {1})
+        assert look(guest, place) == (ANY | FORCED | SINGLE, {1})
+        assert guest.forced(place) == []
+
+
+def test_a_forced_text_of_one_token_runs_in_a_batch_and_a_longer_one_does_not() -> None:
+    vocabulary = raw_vocabulary([b"", b"a", b"b", b"c", b"d"])
+    with closing(guest_of(vocabulary, compile_regex("(ab[cd]|bcd)*").to_bytes())) as guest:
+        one, several = guest.start(), guest.start()
+        # After ``a`` comes ``b``, and then a choice. After ``b`` comes ``cd``.
+        for place, token in ((one, 1), (several, 2)):
+            copy = guest.fork(place)
+            guest.append(copy, [token])
+            look(guest, copy)
+            guest.end(copy)
+        masks = [memoryview(bytearray(4)) for _ in range(2)]
+        assert guest.rounds([(one, 1), (several, 2)], masks) == [True, False]
+        assert masks[0].tolist() == [1 << 2, 0, 0, 0]
+        assert guest.append(several, [2]) == 1
+        assert guest.forced(several) == [3, 4]
+
+
+def test_tokens_that_differ_leave_a_choice_although_a_byte_is_forced() -> None:
+    vocabulary = raw_vocabulary([b"", b"a", b" ", b" a", b" b"])
+    with closing(guest_of(vocabulary, compile_regex("(a [ab])*").to_bytes())) as guest:
+        place = guest.start()
+        assert guest.append(place, [1]) == 1
+        assert look(guest, place) == (ANY, {2, 3, 4})
         assert guest.forced(place) == []
 
 
@@ -207,7 +234,7 @@ def test_the_4097th_sequence_is_an_error_and_the_others_go_on() -> None:
         for make in (guest.start, lambda: guest.fork(places[7])):
             with pytest.raises(ControllerError, match="try again"):
                 make()
-        assert all(look(guest, place) == (ANY | FORCED, {2}) for place in places[::100])
+        assert all(look(guest, place) == (ANY | FORCED | SINGLE, {2}) for place in places[::100])
         guest.end(places[17])
         again = guest.start()
         assert again == places[17]

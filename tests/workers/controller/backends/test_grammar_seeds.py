@@ -73,7 +73,10 @@ class Text:
         assert (EOS in tokens) == bool(flags & COMPLETE) == complete
         assert bool(flags & ANY) == bool(tokens - {EOS})
         following = self.reference.allowed_bytes()
-        assert bool(flags & FORCED) == (len(following) == 1 and not complete)
+        texts = {self.vocabulary.token(token) for token in tokens - {EOS}}
+        longest = max(texts, key=len, default=b"")
+        chain = all(longest.startswith(text) for text in texts)
+        assert bool(flags & FORCED) == (len(following) == 1 and not complete and chain)
         return tokens
 
     def texts(self) -> set[bytes]:

@@ -37,8 +37,8 @@ ANY: Final = 1
 """Flag of ``GrammarInstance.mask``: at least one token other than the end of the sequence is
 allowed."""
 FORCED: Final = 2
-"""Flag: only one byte can come next, the text is not complete, and all allowed tokens are beginnings
-of one of them."""
+"""Flag: only one byte can come next, the text is not complete, and one of the allowed tokens begins
+with each of the others."""
 COMPLETE: Final = 4
 """Flag: the text may end here."""
 SINGLE: Final = 8
