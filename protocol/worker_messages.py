@@ -439,6 +439,8 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     attempt: Annotated[int, Meta(ge=0)] = 0
     """A number that the GPU worker gives to each START that starts a controller again, so that it
     can ignore decisions for earlier attempts; 0 for the first START of a request."""
+    reads_usual: bool = False
+    """Whether the GPU worker reads ``Result.usual``."""
 
 
 class StepSequence(Struct, array_like=True):
@@ -581,6 +583,10 @@ class Result(Struct, kw_only=True, omit_defaults=True):
     """
 
     sequences: list[StepResult]
+    usual: list[int] = []
+    """The most frequent results, of requests whose START has ``reads_usual``: three numbers each,
+    the request, the sequence and ``StepResult.row``. The action is ``sample``, and all other fields
+    have their defaults."""
     host: str = ""
     """The id of the controller worker's machine (``machine_id``)."""
     attempts: dict[Id, int] = {}

@@ -9,7 +9,7 @@ import pytest
 from tokenbus.clients.cli import main
 from tokenbus.clients.cluster.connection import reachable, system_name, variables_of_workers
 from tokenbus.clients.cluster.members import resources
-from tokenbus.clients.system.commands import add_commands
+from tokenbus.clients.system.commands import add_command
 from tokenbus.clients.system.conf import configuration
 from tokenbus.clients.system.faults import WRONG_SETTING
 from tokenbus.protocol.settings import Settings, resolve
@@ -18,7 +18,7 @@ from tokenbus.protocol.settings import Settings, resolve
 def flags(*arguments: str) -> dict[str, Any]:
     """The settings that ``tokenbus up`` makes from its flags, by name."""
     parser = argparse.ArgumentParser()
-    add_commands(parser.add_subparsers())
+    add_command(parser.add_subparsers())
     names = Settings.__struct_fields__
     parsed = vars(parser.parse_args(["up", *arguments]))
     return {name: value for name, value in parsed.items() if name in names}

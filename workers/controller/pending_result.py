@@ -136,15 +136,25 @@ def _message(parts: Sequence[Part]) -> tuple[bytes, list[bytes]]:
     """The body of the message, and its masks and biases; an empty body if nothing is to be sent."""
     attachments: list[bytes] = []
     sequences: list[StepResult] = []
+    usual: list[int] = []
     for group, results in parts:
         for result in results:
+            if group.reads_usual and result.row is not None and _is_usual(result):
+                usual += (result.request, result.seq, result.row)
+                continue
             if result.action == "suspend" and group.repeats(result):
                 continue
             if attach(group, result, attachments):
                 sequences.append(result)
     attempts = {group.request: group.attempt for group, _ in parts if group.attempt}
-    made = Result(sequences=sequences, host=machine_id(), attempts=attempts)
-    return _encoded(made) if sequences else b"", attachments
+    made = Result(sequences=sequences, usual=usual, host=machine_id(), attempts=attempts)
+    return _encoded(made) if sequences or usual else b"", attachments
+
+
+def _is_usual(result: StepResult) -> bool:
+    """Whether a result only samples a sequence under the mask in its row (``Result.usual``)."""
+    default = StepResult(result.request, result.seq, "sample", row=result.row)
+    return result == default
 
 
 def attach(group: SequenceGroup, result: StepResult, attachments: list[bytes]) -> bool:

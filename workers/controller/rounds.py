@@ -84,7 +84,7 @@ class ControlledSequence:
     """Number of sequences that forks of this sequence created."""
 
     def __post_init__(self) -> None:
-        """Checks once which protocols the controller has, because each check takes 10 µs."""
+        """Checks once which protocols the controller has, because each check takes 25 µs."""
         if isinstance(self.controller, Batched):
             self.batched = self.controller
         if isinstance(self.controller, DecidesAhead):

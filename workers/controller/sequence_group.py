@@ -102,6 +102,8 @@ class SequenceGroup:
         round."""
         self.memory: TenantMemory | None = None
         """The memory share of the owner. The worker sets this field before the first round."""
+        self.reads_usual = False
+        """``Start.reads_usual``."""
         self.events: RoundEvents | None = None
         """The events of the rounds; None if the request is not traced."""
         self.tools: GroupTools | None = None
@@ -277,6 +279,8 @@ class SequenceGroup:
     def begins_idle(self) -> bool:
         """Whether the caller must schedule a call of ``wake_idle``, because all sequences are
         suspended. Returns True only once before each ``wake_idle``."""
+        if not self._idle:  # Whoever sets it calls this method afterwards.
+            return False
         with self._lock:
             begins = self._idle and not (self._timed or self._closed)
             self._timed |= begins

@@ -7,8 +7,10 @@ import threading
 from collections.abc import Iterable
 from functools import cache
 
+import msgspec
+import pytest
 import wasmtime
-from tokenbus.protocol.worker_messages import StepResult
+from tokenbus.protocol.worker_messages import Result, StepResult
 from tokenbus.workers.controller.fair_jobs import Job
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.pending_result import PendingResult
@@ -52,6 +54,23 @@ def test_a_step_that_comes_as_soon_as_the_answer_is_sent_is_played() -> None:
 
     PendingResult(1, 1, post, lambda *_: None, run_all, threading.Lock()).add(group, results)
     assert found == [True]
+    group.close()
+    group.free()
+
+
+@pytest.mark.parametrize("reads_usual", [False, True])
+def test_results_that_only_sample_in_a_row_are_numbers_for_a_worker_that_reads_them(
+    reads_usual: bool,
+) -> None:
+    group, _ = begun()
+    group.reads_usual = reads_usual
+    rows = [StepResult(1, 0, "sample", row=5), StepResult(1, 0, "sample", row=5, logs="a")]
+    sent: list[list[bytes]] = []
+    pending = PendingResult(1, 1, sent.append, lambda *_: None, run_all, threading.Lock())
+    pending.add(group, rows)
+    result = msgspec.msgpack.decode(sent[0][2], type=Result)
+    assert result.usual == ([1, 0, 5] if reads_usual else [])
+    assert result.sequences == (rows[1:] if reads_usual else rows)
     group.close()
     group.free()
 

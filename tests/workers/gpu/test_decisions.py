@@ -38,9 +38,15 @@ def entry(one: StepResult) -> Any:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(one))
 
 
-def deliver(bench: Bench, *entries: Any, masks: list[bytes] | None = None, worker: int = 0) -> None:
-    """The worker receives a RESULT with these entries."""
-    body = msgspec.msgpack.encode({"sequences": entries, "host": machine_id()})
+def deliver(
+    bench: Bench,
+    *entries: Any,
+    masks: list[bytes] | None = None,
+    worker: int = 0,
+    usual: tuple[int, ...] = (),
+) -> None:
+    """The worker receives a RESULT with these entries. ``usual``: ``Result.usual``."""
+    body = msgspec.msgpack.encode({"sequences": entries, "usual": usual, "host": machine_id()})
     bench._receive_outputs(bench.steering.on_result(worker or bench.worker, body, masks or []))
 
 
@@ -84,6 +90,26 @@ def test_a_malformed_decision_ends_its_sequence_and_the_others_of_its_message_ar
     [end] = ends(bench, 1)
     assert end[:2] == (0, "error")
     assert bench.client(1).errors[0]
+    assert bench.tokens(2) == alone(embedded, PROMPT, SEEDED)
+    bench.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("row", [-1, 5000])
+@pytest.mark.parametrize("number", [1, 2], ids=["the first result", "the second"])
+def test_a_usual_result_with_a_wrong_row_ends_its_sequence_only(
+    bench: Bench, embedded: LoadedModel, row: int, number: int
+) -> None:
+    bench.add(1, PROMPT, GREEDY)
+    bench.add(2, PROMPT, SEEDED)
+    bench.starts.clear()
+    if number == 2:
+        bench.send(StepResult(1, 0, "sample"), StepResult(2, 0, "sample"))
+        bench.step()
+        bench.updates.clear()
+    deliver(bench, entry(StepResult(2, 0, "sample")), usual=(1, 0, row, 9, 0, 3))
+    bench.run(freely)
+    assert ends(bench, 1)[0] == (0, "error", "controller_failed")
+    assert f"row {row} of a mask file" in str(bench.client(1).errors[0])
     assert bench.tokens(2) == alone(embedded, PROMPT, SEEDED)
     bench.check_nothing_is_left()
 

@@ -485,6 +485,7 @@ def _start(message: Generate, stream: Stream, engine: Engine) -> Start:
         inspect=message.inspect,
         trace=message.trace,
         request_id=message.request_id,
+        reads_usual=True,
     )
 
 

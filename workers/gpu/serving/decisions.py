@@ -38,6 +38,8 @@ class Decisions(NamedTuple):
 
     valid: list[StepResult]
     invalid: list[Invalid]
+    usual: list[int]
+    """``Result.usual``."""
     host: str
     """The machine id of the controller worker."""
     attempts: dict[int, int]
@@ -47,6 +49,7 @@ class Decisions(NamedTuple):
 
 class _RawResult(msgspec.Struct):
     sequences: list[msgspec.Raw]
+    usual: list[int] = []
     host: str = ""
     attempts: dict[int, int] = {}
 
@@ -70,12 +73,12 @@ def decode_decisions(body: bytes) -> Decisions:
         result = _decode_result(body)
     except _UNDECODABLE:
         return _one_by_one(body)
-    return Decisions(result.sequences, [], result.host, result.attempts)
+    return Decisions(result.sequences, [], result.usual, result.host, result.attempts)
 
 
 def _one_by_one(body: bytes) -> Decisions:
     raw: _RawResult = decode_as(_RawResult, body, "msgpack")
-    found = Decisions([], [], raw.host, raw.attempts)
+    found = Decisions([], [], raw.usual, raw.host, raw.attempts)
     for entry in raw.sequences:
         try:
             found.valid.append(_decode_entry(entry))

@@ -278,7 +278,10 @@ class Steering:
         Raises RequestError if the body is not a valid RESULT.
         """
         ends: list[TokenOutput] = []
-        valid, invalid, host, attempts = decode_decisions(body)
+        valid, invalid, usual, host, attempts = decode_decisions(body)
+        for request, seq, row in zip(usual[::3], usual[1::3], usual[2::3], strict=False):
+            if not self._samples_in_row(worker, request, seq, row):
+                valid.append(StepResult(request, seq, "sample", row=row))
         for one in valid:
             if self._samples_under_row(worker, one):
                 continue
@@ -302,15 +305,22 @@ class Steering:
         """Applies the most frequent decision on a fast path: to sample a sequence, which waits for
         this decision, under a mask in the mask file. Returns False, and changes nothing, if the
         decision or the request needs more work."""
-        row, steered = one.row, self._requests.get(one.request)
-        if steered is None or steered.worker != worker or row is None or not just_samples(one):
-            return False
-        if steered.inspect or steered.ends or self._behind or one.constraint is not None:
+        if one.row is None or not just_samples(one) or one.constraint is not None:
             return False
         if one.along or one.takes_drafts or one.biased or one.has_options:
             return False
-        key, file = (one.request, one.seq), steered.file
-        if file is None or not 0 <= row < ROWS or key not in self._awaited:
+        return self._samples_in_row(worker, one.request, one.seq, one.row)
+
+    def _samples_in_row(self, worker: int, request: int, seq: int, row: int) -> bool:
+        """Samples a sequence, which waits for its decision, under a mask in the mask file. Returns
+        False, and changes nothing, if the request needs more work."""
+        steered = self._requests.get(request)
+        if steered is None or steered.worker != worker:
+            return False
+        key, file = (request, seq), steered.file
+        if steered.inspect or steered.ends or self._behind or file is None:
+            return False
+        if not 0 <= row < ROWS or key not in self._awaited:
             return False
         if not steered.engine.sample_under(*key, file.rows[row]):
             return False
