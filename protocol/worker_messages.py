@@ -586,7 +586,7 @@ class Result(Struct, kw_only=True, omit_defaults=True):
     usual: list[int] = []
     """The most frequent results, of requests whose START has ``reads_usual``: three numbers each,
     the request, the sequence and ``StepResult.row``. The action is ``sample``, and all other fields
-    have their defaults."""
+    have their defaults. A round that forks has no such results, because their order matters."""
     host: str = ""
     """The id of the controller worker's machine (``machine_id``)."""
     attempts: dict[Id, int] = {}

@@ -138,8 +138,10 @@ def _message(parts: Sequence[Part]) -> tuple[bytes, list[bytes]]:
     sequences: list[StepResult] = []
     usual: list[int] = []
     for group, results in parts:
+        # The GPU worker applies a fork, and the decisions of its sequences, in this order.
+        alone = len(results) == 1 and group.reads_usual
         for result in results:
-            if group.reads_usual and result.row is not None and _is_usual(result):
+            if alone and result.row is not None and _is_usual(result):
                 usual += (result.request, result.seq, result.row)
                 continue
             if result.action == "suspend" and group.repeats(result):

@@ -66,8 +66,8 @@ def test_results_that_only_sample_in_a_row_are_numbers_for_a_worker_that_reads_t
     group.reads_usual = reads_usual
     rows = [StepResult(1, 0, "sample", row=5), StepResult(1, 0, "sample", row=5, logs="a")]
     sent: list[list[bytes]] = []
-    pending = PendingResult(1, 1, sent.append, lambda *_: None, run_all, threading.Lock())
-    pending.add(group, rows)
+    pending = PendingResult(1, 2, sent.append, lambda *_: None, run_all, threading.Lock())
+    pending.add_all([(group, [row]) for row in rows])
     result = msgspec.msgpack.decode(sent[0][2], type=Result)
     assert result.usual == ([1, 0, 5] if reads_usual else [])
     assert result.sequences == (rows[1:] if reads_usual else rows)
