@@ -21,7 +21,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
     max_leaves=6,
 )
-CONSTANTS = SCALARS | st.lists(SCALARS, max_size=2) | st.just({})
+CONSTANTS: st.SearchStrategy[Any] = SCALARS | st.lists(SCALARS, max_size=2) | st.just({})
 KINDS = st.sampled_from(["null", "boolean", "number", "string", "array", "object"])
 COUNTS = st.integers(0, 3)
 
