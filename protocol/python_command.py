@@ -1,8 +1,18 @@
-"""The command that runs a Python module in a process of its own."""
+"""The command and the environment of a Python module that runs in a process of its own."""
 
 from __future__ import annotations
 
+import os
 import sys
+
+PASSED = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "LANG")
+"""The environment variables of processes that read or run data of clients. Other variables may
+contain keys."""
+
+
+def plain_environment() -> dict[str, str]:
+    """The variables of this process that are in ``PASSED``."""
+    return {name: os.environ[name] for name in PASSED if name in os.environ}
 
 
 def python_command(module: str, *arguments: str) -> list[str]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from ....protocol.errors import Code, RequestError, UnavailableError
-from ....protocol.python_command import python_command
+from ....protocol.python_command import plain_environment, python_command
 from ..host import Vocabulary
 from .setup import Setup
 
@@ -23,11 +23,6 @@ log = logging.getLogger(__name__)
 SPAWN_S = 60.0
 """Maximum wait for a new process, in seconds. The wait may be long because the zygote itself may
 still be starting, on a loaded machine."""
-PASSED = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "LANG")
-"""The environment variables that the processes of untrusted guests inherit. Other variables may
-contain keys."""
-
-
 MAX_REPORT = 64 * 1024
 """Maximum bytes of a message from the zygote."""
 
@@ -70,8 +65,7 @@ class Launcher:
         self._refusal = "the parent of guest processes has ended before its controllers were loaded"
         self.alive = True
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        passed = os.environ if setup.trusted else PASSED
-        own = {name: os.environ[name] for name in passed if name in os.environ}
+        own = dict(os.environ) if setup.trusted else plain_environment()
         # The zygote must have only one thread. Without these variables, the libraries would start
         # more threads.
         own |= {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

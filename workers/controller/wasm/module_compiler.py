@@ -28,7 +28,7 @@ import msgspec
 import wasmtime
 
 from ....protocol.errors import Code, ControllerError, RequestError, ServiceError
-from ....protocol.python_command import python_command
+from ....protocol.python_command import plain_environment, python_command
 from ..backends.compiling.tasks import end, exchange, read, write
 from ..limits import Limits
 from ..scripts.engines import booted, boots
@@ -171,7 +171,9 @@ def _outcome(task: bytes) -> _Outcome:
         process = _idle.pop() if _idle else None
     if process is None or process.poll() is not None:
         pipe = subprocess.PIPE
-        process = subprocess.Popen(python_command(__name__), stdin=pipe, stdout=pipe)
+        process = subprocess.Popen(
+            python_command(__name__), stdin=pipe, stdout=pipe, env=plain_environment()
+        )
     try:
         reply = exchange(process, task, WALL_S)
     except BaseException:

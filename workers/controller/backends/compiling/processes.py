@@ -17,7 +17,7 @@ import threading
 import msgspec
 
 from .....protocol.errors import Code, ServiceError, UnavailableError
-from .....protocol.python_command import python_command
+from .....protocol.python_command import plain_environment, python_command
 from ...pool import tenant_of_thread, waiting
 from . import bounds
 from .bounds import TOO_DEEP, Bounds, RefusedGrammar
@@ -142,4 +142,5 @@ class Processes:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            env=plain_environment(),
         )
