@@ -584,9 +584,10 @@ class Result(Struct, kw_only=True, omit_defaults=True):
 
     sequences: list[StepResult]
     usual: list[int] = []
-    """The most frequent results, of requests whose START has ``reads_usual``: three numbers each,
-    the request, the sequence and ``StepResult.row``. The action is ``sample``, and all other fields
-    have their defaults. A round that forks has no such results, because their order matters."""
+    """The most frequent results of requests whose START has ``reads_usual``. Each has three
+    numbers: the request, the sequence and ``StepResult.row``. The action is ``sample``, and all
+    other fields have their defaults. The results of a round that forks are in ``sequences``,
+    because their order matters."""
     host: str = ""
     """The id of the controller worker's machine (``machine_id``)."""
     attempts: dict[Id, int] = {}

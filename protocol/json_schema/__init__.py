@@ -1,7 +1,8 @@
-"""JSON schemas: rewrites keywords that llguidance does not implement into keywords that it does.
+"""Rewrites the keywords of JSON schemas that llguidance does not implement into keywords that it
+implements.
 
 The controller worker rewrites the schemas that it compiles. The HTTP gateway rewrites the same
-schemas to know which keywords the masks enforce.
+schemas to find which keywords the masks enforce.
 """
 
 from .formats import KNOWN as FORMATS

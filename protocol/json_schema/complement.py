@@ -31,7 +31,7 @@ NODES_OF_STEP = 60
 """Number of visited nodes that take as long as visiting a schema."""
 
 _OTHER = 128
-"""Stands for all characters outside ASCII."""
+"""The number that stands for all characters outside ASCII."""
 _ALL = frozenset(range(129))
 _NEWLINE = 10
 _CATEGORIES = {
@@ -59,8 +59,8 @@ def without(pattern: str, step: Callable[[int], None]) -> str:
 
 
 def matches(pattern: str, text: str, step: Callable[[int], None]) -> bool:
-    """Whether a pattern matches at some place of a text of ASCII characters without line ends, in
-    time proportional to the text. ``step`` counts the work. Raises Unsupported as ``without``
+    """Whether a pattern matches at some place of a text of ASCII characters without line feeds. The
+    time is proportional to the text. ``step`` counts the work. Raises Unsupported as ``without``
     does, and for other texts."""
     if not text.isascii() or "\n" in text:
         raise Unsupported
@@ -221,8 +221,9 @@ def _literal(value: int) -> Chars:
 
 
 def _states(automaton: _Automaton) -> dict[int, dict[int, Chars]]:
-    """The states in which no match is found yet: for each, its next states with their characters.
-    State 0 is the first one; the next state -1 stands for the end of the string."""
+    """The states of the subset construction: for each, its next states with their characters. A
+    state in which a match is found has no next states. State 0 is the first one; the next state -1
+    stands for the end of the string."""
     classes = _classes(automaton)
     first = automaton.closure(frozenset((0,)), "^")
     searching = automaton.closure(frozenset((0,)), "")

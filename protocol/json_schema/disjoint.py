@@ -1,4 +1,4 @@
-"""Decides whether no value matches two schemas."""
+"""Decides whether no value matches both of two schemas."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Disjoint:
         return False
 
     def _parts(self, schema: Any, depth: int) -> Iterator[Schema]:
-        """The schema, the target of its reference and the members of its ``allOf``. Each value of
-        the schema matches all of them."""
+        """The schema, the target of its reference and the members of its ``allOf``. Each value
+        that matches the schema matches all of them."""
         if not isinstance(schema, dict) or depth < 0:
             return
         if self._draft > 7 or "$ref" not in schema:
@@ -82,7 +82,7 @@ class Disjoint:
         return values_of(schema)
 
     def _is_empty(self, kind: str, one: Schema, other: Schema, depth: int) -> bool:
-        """Whether no value of one type matches both schemas."""
+        """Whether certainly no value of one type matches both schemas."""
         if kind == "object":
             required = [
                 name
@@ -118,7 +118,7 @@ def _kinds(schema: Schema, values: list[Any] | None) -> set[str]:
 
 
 def _property(schema: Schema, name: Any) -> Any:
-    """The schema of a property; ``true`` if the property may also match a pattern."""
+    """The schema of a property; True if the property is not declared and may match a pattern."""
     properties = schema.get("properties")
     if isinstance(properties, dict) and name in properties:
         return properties[name]

@@ -1,5 +1,5 @@
-"""Formats of JSON Schema that llguidance does not implement, as patterns. Strings that match a
-pattern have the format; a pattern need not match all strings that have it."""
+"""Formats of JSON Schema that llguidance does not implement, as patterns. Each string
+that matches a pattern has the format. A pattern does not match all strings that have the format."""
 
 from __future__ import annotations
 

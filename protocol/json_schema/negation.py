@@ -1,10 +1,10 @@
 """Negates schemas: computes alternatives, each of which is a schema in keywords that llguidance
-implements. A value that matches one of the alternatives does not match the negated schema.
+implements. A value that matches one of the alternatives does not match the original schema.
 
-Nearly all values that do not match the negated schema match an alternative. A schema that forbids
-integers also forbids all other numbers. An item that does not match a schema is among the first
-``MAX_PLACES`` items of its array. An additional property that does not match a schema has one of
-the names that the other schemas declare.
+Nearly all values that do not match the original schema match an alternative. The alternatives to
+the type ``integer`` do not allow any number. An item that does not match a schema has to be among
+the first ``MAX_PLACES`` items of its array. An additional property that does not match a schema has
+to have one of the names that the other schemas declare.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .parts import (
 )
 
 MAX_PLACES = 8
-"""Maximum items of an array, at its beginning, one of which has to match a schema."""
+"""Number of items at the beginning of an array, one of which has to match a schema."""
 MAX_VALUES = 64
 """Maximum values of an ``enum`` that is negated."""
 MAX_CHARACTERS = 1_000
@@ -39,7 +39,7 @@ MAX_ONE_OF = 16
 """Maximum alternatives of a ``oneOf``."""
 
 _NOTHING = frozenset(("then", "else", "minContains", "maxContains", "prefixItems"))
-"""Keywords that are negated with another keyword of the same schema."""
+"""Keywords that are negated together with another keyword of the same schema."""
 _UNSUPPORTED = frozenset(
     {"patternProperties", "additionalItems", "multipleOf", "propertyNames"}
     | {"unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"}
@@ -72,7 +72,7 @@ class Negation:
         """Complements by their patterns."""
 
     def of(self, schema: Any) -> list[Any]:
-        """The alternatives. Raises Unsupported if a keyword cannot be negated."""
+        """The alternatives to a schema. Raises Unsupported if a keyword cannot be negated."""
         self._step(1)
         if schema is True:
             return []
@@ -139,7 +139,7 @@ class Negation:
         yield any_of(self.of_values([value]))
 
     def of_values(self, values: list[Any]) -> Iterator[Any]:
-        """The alternatives of all values other than these."""
+        """The alternatives that allow all values except ``values``."""
         if len(values) > MAX_VALUES:
             raise Unsupported
         self._step(len(values))
@@ -346,7 +346,8 @@ _METHODS = {
 
 
 def places(items: list[Any], draft: int) -> Iterator[Any]:
-    """Arrays that have, at one of these places, an item that matches the schema of this place."""
+    """Schemas of arrays, one for each place: the item at this place matches the schema of the
+    place."""
     prefix = "prefixItems" if draft == 2020 else "items"
     for number, item in enumerate(items):
         if item is not False:
@@ -371,7 +372,7 @@ def _having(name: str, value: Any) -> Any:
 
 
 def _between(numbers: list[int | float]) -> Iterator[Schema]:
-    """Numbers other than these, which are in order."""
+    """Schemas of all numbers except ``numbers``, which are sorted."""
     yield {"type": "number", "exclusiveMaximum": numbers[0]}
     for low, high in pairwise(numbers):
         yield {"type": "number", "exclusiveMinimum": low, "exclusiveMaximum": high}

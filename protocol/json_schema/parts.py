@@ -108,7 +108,7 @@ def type_of(value: Any) -> str:
 
 
 def canonical(value: Any) -> str:
-    """A text that is the same for equal JSON values only. 1 and 1.0 are equal."""
+    """A text that two JSON values share only if they are equal. 1 and 1.0 are equal."""
     return json.dumps(_integral(value), sort_keys=True)
 
 
@@ -131,8 +131,9 @@ def values_of(schema: Schema) -> list[Any] | None:
 
 
 def names_of(root: Any, schema: Any, depth: int = 6) -> list[str]:
-    """The names of properties that a schema declares or requires, with the target of its reference
-    and its alternatives, up to a depth."""
+    """The names of the properties that a schema declares or requires. The target of its reference
+    and the members of ``allOf``, ``anyOf`` and ``oneOf`` are included, up to a depth. Raises
+    Unsupported if a reference has no target, or if the names are too many."""
     if not isinstance(schema, dict) or depth < 0:
         return []
     found = dict.fromkeys([*schema.get("properties", ()), *schema.get("required", ())])
@@ -158,7 +159,8 @@ def excluding(words: Sequence[str]) -> str:
 
 
 def _after(words: list[str], at: int) -> str:
-    """The rests of all strings other than ``words``. All have the same first ``at`` characters."""
+    """A pattern of the rest of each string that is not in ``words``, after its first ``at``
+    characters. All words have the same first ``at`` characters."""
     longer = [word for word in words if len(word) > at]
     firsts = sorted({word[at] for word in longer})
     others = f"[^{''.join(map(written, firsts))}]" if firsts else "(?s:.)"
@@ -171,7 +173,7 @@ def _after(words: list[str], at: int) -> str:
 
 
 def written(character: str) -> str:
-    """A character in a pattern, also inside a class."""
+    """The pattern of one character, which can also stand inside a class."""
     if character.isascii() and not character.isalnum():
         return f"\\x{ord(character):02x}"
     return character

@@ -1,8 +1,8 @@
 """Rewrites schemas so that they use only keywords that llguidance implements.
 
-A rewritten keyword is removed, and a schema in ``allOf`` takes its place. A text that matches the
-rewritten schema always matches the original schema. A keyword that cannot be rewritten stays where
-it is.
+A rewritten keyword is removed, and other keywords or a schema in ``allOf`` take its place. A text
+that matches the rewritten schema always matches the original schema. A keyword that cannot be
+rewritten stays where it is.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Rewritten(NamedTuple):
 
 
 def rewritten(root: Any) -> Rewritten:
-    """Rewrites a schema. Returns the schema unchanged if its rewritten form would exceed the
-    bounds."""
+    """Rewrites a schema. The schema stays unchanged if it is of draft 3 or not valid, or if its
+    rewritten form exceeds a bound or would not be enforced by llguidance."""
     unchanged = Rewritten(root, [], [])
     if not isinstance(root, dict) or draft_of(root) == 3 or not needs_rewriting(root):
         return unchanged
@@ -407,7 +407,8 @@ def _has_alternatives(pattern: str) -> bool:
 
 
 def _has_targets(root: Any) -> bool:
-    """Whether the root has the targets of all its local references."""
+    """Returns True if the root has the targets of all its local references. Otherwise raises
+    Unsupported."""
     left, seen = [root], set[str]()
     while left:
         one = left.pop()

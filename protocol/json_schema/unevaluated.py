@@ -1,4 +1,4 @@
-"""Finds the properties that the other keywords of a schema evaluate."""
+"""Finds the properties that the keywords next to ``unevaluatedProperties`` evaluate."""
 
 from __future__ import annotations
 
