@@ -3,8 +3,8 @@ worker, and records the end of the call.
 
 A program's controller worker sends CALL. The broker passes the call to a tool worker, and the tool
 worker's answer to the controller worker that runs the program at that time. A call that was passed
-to a tool worker is never passed to another tool worker. If the last worker of a tool was lost a
-moment ago, new calls of the tool wait for this worker or its successor.
+to a tool worker is never passed to another tool worker. If the last worker of a tool drains or was
+lost a moment ago, new calls of the tool wait for a worker that serves the tool.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Tools:
         """By request: its running calls, and the last ``MAX_ENDED`` calls that were answered."""
         self._waiting = WaitingCalls(state.settings.expiry_s)
         self._running: Counter[_Place] = Counter()
-        """Number of running calls."""
+        """Number of running calls, by place."""
 
     # --- messages -------------------------------------------------------------------------------
 
@@ -264,8 +264,8 @@ class Tools:
             raise UnavailableError(
                 Code.CLIENT_LIMIT,
                 f"the workers of the tool {tool!r} run {of_user} calls for you, and "
-                f"{own - of_user} for other users of this client, which may have {most}; wait "
-                "until one of your calls ends",
+                f"{own - of_user} for other users of this client, whose users may have {most} "
+                "together; wait until one of your calls ends",
                 retry_after_s=RETRY_AFTER_S,
             )
         return worker

@@ -1,5 +1,5 @@
-"""Calls of tools that wait for a tool worker: the worker that served the tool was lost, and may
-register again. A waiting call was not passed to a tool worker."""
+"""Calls of tools that wait for a tool worker: the last worker that served the tool drains or was
+lost, and may register again. A waiting call was not passed to a tool worker."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class WaitingCall:
 
 
 class WaitingCalls:
-    """The waiting calls, and the tools whose last worker was lost. ``wait_s``: the time for which
-    the calls of such a tool wait, in seconds."""
+    """The waiting calls, and the tools whose last worker was lost. ``wait_s``: the time after this
+    loss for which the calls of such a tool wait, in seconds."""
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
