@@ -129,7 +129,7 @@ static bool forced_after(const sequence *s, uint32_t token) {
 }
 
 // Whether a round only writes the mask of a sequence. It does not if a text of several tokens is
-// forced. If the forced text is one token, its mask allows no other token.
+// forced. If the forced text is one token, the mask allows no other token.
 static bool only_masks(const sequence *s, const result *found) {
     if (!(found->flags & MASK_ANY)) return false;
     if (!(found->flags & MASK_FORCED)) return true;

@@ -181,8 +181,8 @@ static const kept_mask *keep_work(void) {
 }
 
 // The flags of a mask in `work` if only one byte may follow: MASK_FORCED, unless two of the allowed
-// tokens differ in a byte that both have. The model then has a choice after the forced text, and no
-// token of this text is appended, because one of these tokens is longer than it.
+// tokens differ in a byte that both have. Both are then longer than the forced text. So the model
+// samples one of them, and no token of the forced text is appended.
 static uint32_t forced_flags(uint32_t *single) {
     uint32_t longest = 0, count = 0;
     for (uint32_t pass = 0; pass < 2; pass++)
