@@ -349,7 +349,7 @@ def _write(file: Path, recording: Recording) -> None:
 
 
 def _version() -> str:
-    # The import takes longer than the imports of most clients, which record nothing.
+    # The import is slow, and most clients do not record.
     from importlib.metadata import PackageNotFoundError, version
 
     try:

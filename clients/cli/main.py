@@ -46,7 +46,8 @@ COMMANDS = {
     "api-key": ".api_key",
     "keys": ".keys",
 }
-"""The module of each command. Its function ``add_command`` adds the parser of the command."""
+"""The module of each command. The function ``add_command`` of a module adds the parsers of its
+commands."""
 
 FIRST = """\
 first steps:

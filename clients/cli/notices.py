@@ -32,7 +32,7 @@ class Notices:
                 print(f"tokenbus: trying again: {notice.message}", file=sys.stderr)
             return
         if self._progress is None or self._task is None:
-            # rich is imported on first use, because the import takes longer than a short command.
+            # rich is imported only here, because the import takes longer than a short command.
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -55,8 +55,8 @@ def _fault(model: str, settings: Settings) -> str | None:
 
 
 def _is_cached(name: HubName) -> bool:
-    """Whether the cache of huggingface_hub has a model. True if the package is missing, so that the
-    worker reports this."""
+    """Whether the cache of huggingface_hub has a model. True if the package is missing, because the
+    worker reports the missing package."""
     if find_spec("huggingface_hub") is None:
         return True
     from huggingface_hub import constants, try_to_load_from_cache
@@ -68,7 +68,7 @@ def _is_cached(name: HubName) -> bool:
             cache_dir=Path(constants.HF_HUB_CACHE).expanduser(),
             revision=name.revision or None,
         )
-    except ValueError:  # The hub does not have such names.
+    except ValueError:  # A hub cannot have a model of this name.
         return False
     return isinstance(found, str)
 

@@ -40,8 +40,8 @@ class Constraint:
         return options
 
     def in_words(self, message: str) -> str:
-        """An error about the argument, in terms of the request's tools if the argument was made
-        from these."""
+        """The message of an error about the argument. If the argument was made from the request's
+        tools, the message names the tool."""
         if self.label != "tools" or not isinstance(self.arg, dict):
             return message
         found = _SCHEMA_FAULT.fullmatch(message)
@@ -75,8 +75,9 @@ class Receipt(Struct, kw_only=True, omit_defaults=True):
     """``complete``: the text is a complete value. ``closed``: the shortest completion was appended
     before the token limit. ``cut``: the text ends inside a value."""
     keywords: dict[str, KeywordState] = field(default_factory=dict)
-    """For each schema keyword that is not enforced by masks in its own form: whether masks enforced
-    the rewritten keyword, or else the outcome of the check of the finished text."""
+    """The state of each schema keyword that was rewritten, or that masks cannot enforce.
+    ``enforced``: masks enforced the rewritten keyword. The other states are outcomes of the check
+    of the finished text."""
     logs: str = ""
     """The log of the controller."""
     storage: list[Any] = field(default_factory=list)

@@ -1,9 +1,8 @@
 """Checks finished answers against the keywords of their schemas that token masks cannot enforce.
 
 Some keywords are rewritten, so that masks enforce them. Masks are computed from the rewritten
-schema without the other keywords. Another process checks the finished text
-with ``jsonschema``, and the answer's receipt (``constraints.py``) reports the outcome of each
-keyword.
+schema without the keywords that cannot be rewritten. Another process checks the finished text with
+``jsonschema``, and the answer's receipt (``constraints.py``) reports the outcome of each keyword.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ class Enforceable(NamedTuple):
 
 
 def enforceable(schema: Schema) -> Enforceable:
-    """Rewrites the keywords that masks can enforce in another form only, and leaves out those that
-    masks cannot enforce."""
+    """Rewrites the keywords that masks can enforce only in another form. Leaves out the keywords
+    that masks cannot enforce."""
     found = rewritten(schema)
     left_out: dict[str, None] = {}
     made = _part(found.schema, left_out, 0)

@@ -323,8 +323,8 @@ class Incomplete(Struct):
     """The reason why a response is incomplete."""
 
     reason: Literal["max_output_tokens", "max_tool_turns", "context_length_exceeded"]
-    """``context_length_exceeded``: the context has no room for the result of a call that the
-    gateway has made."""
+    """``context_length_exceeded``: the result of a call that the gateway has made does not fit into
+    the context."""
 
 
 class Failure(Struct):

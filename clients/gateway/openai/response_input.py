@@ -21,7 +21,7 @@ class InputText(Body, tag="input_text", tag_field="type"):
 
 
 class ChatText(Body, tag="text", tag_field="type"):
-    """Text, as a chat contains it."""
+    """Text in the form of a chat's part."""
 
     text: str
 

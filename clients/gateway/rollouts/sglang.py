@@ -52,8 +52,8 @@ async def continue_generation(request: Request) -> Response:
 
 
 async def abort_request(request: Request) -> Response:
-    """Answers when all live streams of the model have ended. Their answers have the tokens so far
-    and the finish reason ``abort``."""
+    """Answers when all live streams of the model have ended with the code ``cancelled``. Answers in
+    SGLang's format have the tokens so far and the finish reason ``abort``."""
     operator = operator_of(request)
     body, ignored, _ = await read_optional(request, AbortBody)
     body.check()

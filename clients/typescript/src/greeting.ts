@@ -6,15 +6,15 @@
 
 import { connect } from "node:net";
 
-/** How long `mechanismOf` waits for the greeting, in milliseconds. */
+/** Maximum time that `mechanismOf` waits for the greeting, in milliseconds. */
 const GREETING_MS = 2_000;
 const GREETING_BYTES = 64;
 /** The first bytes of a greeting of ZMTP 3. The peer then sends the rest of its greeting. */
 const SIGNATURE_AND_VERSION = Uint8Array.of(0xff, 0, 0, 0, 0, 0, 0, 0, 0, 0x7f, 3);
 
 /**
- * The mechanism of the broker at `address`, for example `CURVE`; null if no greeting of ZMTP 3 arrives
- * in time.
+ * The mechanism of the broker at `address`, for example `CURVE`; null if no greeting of ZMTP 3 or
+ * later arrives in time.
  */
 export function mechanismOf(address: string): Promise<string | null> {
   const place = placeOf(address);
@@ -41,7 +41,7 @@ export function mechanismOf(address: string): Promise<string | null> {
   });
 }
 
-/** Where a broker listens; null if its address has neither the scheme tcp nor ipc. */
+/** The host and port, or the path, of an address; null if its scheme is neither tcp nor ipc. */
 function placeOf(address: string): { host: string; port: number } | { path: string } | null {
   const path = /^ipc:\/\/(.+)$/.exec(address)?.[1];
   // A path that begins with @ is in Linux's abstract namespace.

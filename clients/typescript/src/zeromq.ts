@@ -27,7 +27,7 @@ export function zeroMq(address: string): Transport {
 class Socket implements Link {
   readonly #dealer: Dealer;
   #closed = false;
-  /** Whether the handshake has failed. ZeroMQ then reports that the connection is lost, too. */
+  /** Whether the handshake has failed. ZeroMQ then also reports that the connection is lost. */
   #refused = false;
 
   constructor(
@@ -100,7 +100,7 @@ class Socket implements Link {
     }
   }
 
-  /** Reports a failed handshake. It is a refusal if the broker accepts only connections with a key. */
+  /** Reports a failed handshake: as refused if the broker accepts only connections with a key. */
   async #askForMechanism(): Promise<void> {
     const mechanism = await mechanismOf(this.address);
     const refusal = new RequestError(
