@@ -76,8 +76,8 @@ class Variables(Protocol):
         """A variable; None if it does not exist."""
 
     def await_write(self, name: str) -> Stored | None:
-        """Like ``get``. If the variable does not exist and the sequence then suspends, only a write
-        of this variable wakes it."""
+        """Like ``get``. If the variable does not exist and the sequence then suspends, changes of
+        the request other than a write of this variable do not wake the sequence."""
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
         """Writes a variable. If ``when_version_is`` is given, the variable is written only if it

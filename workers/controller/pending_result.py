@@ -138,7 +138,7 @@ def _message(parts: Sequence[Part]) -> tuple[bytes, list[bytes]]:
     sequences: list[StepResult] = []
     usual: list[int] = []
     for group, results in parts:
-        # The GPU worker applies a fork, and the decisions of its sequences, in this order.
+        # A round that forks has several results, which the GPU worker must apply in their order.
         alone = len(results) == 1 and group.reads_usual
         for result in results:
             if alone and result.row is not None and _is_usual(result):

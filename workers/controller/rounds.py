@@ -140,7 +140,7 @@ class Rounds:
         count_bytes: Callable[[int], None] = lambda _: None,
     ) -> None:
         """``owner`` returns the number of the request's tenant (``Pin.owner``).
-        ``count_bytes`` raises ControllerError if the request has used its ``Limits.used_bytes``."""
+        ``count_bytes`` raises ControllerError if the request exceeds ``Limits.used_bytes``."""
         self._fork = fork
         self._changes = changes
         self._owner = owner

@@ -4,11 +4,11 @@ each sequence.
 A sequence waits for the model, runs a round, or is suspended. A suspended sequence is woken when
 another sequence of the request has written a variable, has finished or has sampled a token since
 the last pre_process of the suspended sequence began. A sequence that waits for a variable
-(``ctx.wait_var``) is woken only by a write of this variable. If all sequences are suspended and no
-sequence is woken in this way, all are woken 10 ms or more later (``IdleGroups``). After
-``Limits.idle_wakes`` such wake-ups in a row, the request ends with `deadlock`. Only an input wakes
-a sequence that waits for an input. While a sequence waits for an input or for the answer of a tool,
-no sequence of the request is woken by time.
+(``ctx.wait_var``) is not woken by changes other than a write of this variable. If all sequences are
+suspended and no sequence is woken in this way, all are woken 10 ms or more later (``IdleGroups``).
+After ``Limits.idle_wakes`` such wake-ups in a row, the request ends with `deadlock`. Only an input
+wakes a sequence that waits for an input. While a sequence waits for an input or for the answer of a
+tool, no sequence of the request is woken by time.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class SequenceGroup:
     def begins_idle(self) -> bool:
         """Whether the caller must schedule a call of ``wake_idle``, because all sequences are
         suspended. Returns True only once before each ``wake_idle``."""
-        if not self._idle:  # Whoever sets it calls this method afterwards.
+        if not self._idle:  # The thread that sets it calls this method later.
             return False
         with self._lock:
             begins = self._idle and not (self._timed or self._closed)
@@ -524,7 +524,8 @@ class SequenceGroup:
 
     def _count_bytes(self, size: int) -> None:
         """Counts bytes that the request writes to variables, and the bytes of its new prompts,
-        scored texts and dropped tokens. Raises ControllerError if these are too many."""
+        scored texts and dropped tokens. Raises ControllerError if they exceed
+        ``Limits.used_bytes``."""
         most = self._limits.used_bytes
         with self._lock:
             used = self._used_bytes + size

@@ -292,7 +292,7 @@ class SequenceVariables:
         return RecordMark(self._request, self.lineage, number, answer.written, answer.repeated)
 
     def begin_round(self) -> None:
-        """Called before each round of the sequence."""
+        """Resets the state of the last round. Called before each round of the sequence."""
         self.repeated = False
         self.awaited_input = self._awaited_variable = None
 

@@ -3,7 +3,7 @@
 Operations continue meanwhile. Once the state of a request is saved in the new log, further
 operations of the request are written to both logs. Requests do not depend on each other, so each
 can be saved at a different time. Tables and contexts are saved first, as they were at the start.
-Those that change meanwhile are saved again after these.
+Tables and contexts that change meanwhile are saved again afterwards.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The contexts of tenants: the tokens of sequences that programs have saved by name.
 
 In this module a context is a string of bytes. Contexts share a bound of bytes with the tables of
-modules, and make room for these. A tenant keeps the contexts that it has saved last, up to
-``MAX_CONTEXTS``, and up to ``TENANT_BYTES`` together with its table. Older contexts are dropped. If
-the contexts and tables of all tenants have more than ``total_bytes``, the tenant with the largest
-contexts loses its oldest context.
+modules, and are dropped if a table needs their bytes. A tenant keeps the contexts that it has saved
+last, up to ``MAX_CONTEXTS``, and up to ``TENANT_BYTES`` together with its table. Older contexts are
+dropped. If the contexts and tables of all tenants have more than ``total_bytes``, the tenant whose
+contexts have the most bytes loses its oldest context.
 """
 
 from __future__ import annotations

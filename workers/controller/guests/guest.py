@@ -101,7 +101,8 @@ class _Variables:
         return _stored(_ask("get", name))
 
     def await_write(self, name: str) -> Stored | None:
-        """Reads a variable. If it does not exist, a write of the variable wakes the sequence."""
+        """Reads a variable; None if it does not exist. The sequence is woken as ``host.Variables``
+        describes."""
         return _stored(_ask("await_write", name))
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:

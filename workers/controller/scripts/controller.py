@@ -203,8 +203,9 @@ class ScriptController:
     # --- inside ---------------------------------------------------------------------------------
 
     def _begin_text(self, answer: Answer) -> None:
-        """Begins a text. If its constraint is refused, passes the reason to the guest, whose script
-        can catch this error; the script then has no text."""
+        """Begins a text. If the text's constraint is refused, passes the reason to the guest
+        instead, whose script can catch this error. Raises ControllerError after ``MAX_REFUSALS``
+        refusals."""
         asked = decode_generate(answer.generate)
         constraint = None
         if asked.kind is not None:

@@ -6,7 +6,7 @@ its own process.
 
 ``python -m tokenbus.workers.controller.wasm.module_compiler`` reads tasks from stdin, and writes
 their outcomes to stdout. Each task runs in a fork of this process, because a fork starts in a
-hundredth of the time of a new process. A task leaves no memory behind for the next task.
+hundredth of the time of a new process. The memory of a task is freed when its fork ends.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ of the module."""
 _PR_SET_PDEATHSIG = 1
 
 _idle: list[subprocess.Popen[bytes]] = []
-"""The processes that wait for their next task. Each thread that compiles takes one of them, and
-starts another one if there is none."""
+"""The processes that wait for their next task. A thread that compiles takes one of these processes,
+or starts a new process."""
 _idle_lock = threading.Lock()
 
 Kind = Literal["module", "interpreter", "script"]

@@ -54,8 +54,8 @@ class BlockTable:
     """The number of the LoRA adapter that computes the blocks; 0 without an adapter."""
 
     def before(self, index: int) -> int:
-        """The id of the content before the block at ``index``. Ids of content are positive, so that
-        no id is also that of an adapter."""
+        """The id of the content before the block at ``index``. Ids of content are positive, and the
+        ids that stand for adapters are not."""
         return self.keys[index - 1] if index else -self.adapter
 
 

@@ -311,7 +311,7 @@ class Engine:
         return self._runner.path
 
     def path_of(self, adapter: str) -> ForwardPath:
-        """``path`` of the tokens with a LoRA adapter; ``path`` itself if ``adapter`` is empty."""
+        """The forward path of tokens with a LoRA adapter; ``path`` if ``adapter`` is empty."""
         return self._runner.path_of(adapter) if adapter else self.path
 
     @property

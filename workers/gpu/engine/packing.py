@@ -90,11 +90,11 @@ class Packed(Struct, array_like=True):
     """For each entry of ``fed``: the row of the token in the previous step's sampled tokens. None
     if entry i is in row i."""
     adapters: np.ndarray | None = None
-    """The number of each packed token's LoRA adapter. None if no token has an adapter: either all
-    or none of the tokens have one."""
+    """The number of each packed token's LoRA adapter; None if the tokens do not have adapters. A
+    forward never has both kinds of tokens."""
     further: Packed | None = None
-    """A second forward of the step, for the tokens with adapters, if other tokens have none. Its
-    rows of logits follow those of the first forward."""
+    """A second forward of the step, for the tokens with adapters, if the step also has tokens
+    without adapters. Its rows of logits follow those of the first forward."""
 
     @property
     def num_rows(self) -> int:

@@ -14,8 +14,8 @@ class PageLog:
     """The pages in one model's KV cache. A page is in the cache while a block with the page's last
     tokens is registered for prefix reuse (``block_manager.py``).
 
-    ``adapters``: the names of the model's LoRA adapters. An adapter's pages have the keys of a
-    model with its name.
+    ``adapters``: the names of the model's LoRA adapters. The pages of an adapter have the keys of a
+    model with the adapter's name.
     """
 
     def __init__(self, model: str, block_size: int, adapters: Iterable[str] = ()) -> None:

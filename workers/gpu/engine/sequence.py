@@ -115,7 +115,7 @@ class KeptRow:
 class ScoredTexts:
     """The texts that are scored after a sequence. Each text is computed by a further sequence of
     the request, which shares the blocks of the first. These sequences have negative numbers, and no
-    outputs. A request has at most ``max_forks`` of them at once."""
+    outputs. A request has at most ``max_forks`` of these sequences at once."""
 
     sequence: Sequence
     """The sequence that the texts continue. It is suspended meanwhile."""

@@ -296,8 +296,8 @@ class LiveSequences:
             self._scheduler.put_back(begun)
 
     def _begin_texts(self, request: int) -> list[Sequence]:
-        """Makes sequences for texts of a request that wait to be scored, as far as the request may
-        have further ones. The caller adds them to the scheduler."""
+        """Makes sequences for the waiting texts of a request, until ``max_forks`` texts are scored
+        at once. The caller adds the sequences to the scheduler."""
         live = self.requests[request]
         room = self._max_forks - sum(seq < 0 for seq in live)
         number = min(0, *live) - 1
@@ -313,7 +313,7 @@ class LiveSequences:
         return begun
 
     def _continue_texts(self, request: int) -> None:
-        """Begins texts that wait, because other texts of the request have ended."""
+        """Begins waiting texts of a request after other texts of the request have ended."""
         begun = self._begin_texts(request)
         if begun:
             self._scheduler.put_back(begun)

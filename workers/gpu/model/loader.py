@@ -185,8 +185,8 @@ def load_model(
 
 
 def _avoid_failing_attention(model: Any) -> None:
-    """Turns torch's flash attention off where it cannot run: on a CPU whose oneDNN uses AMX or
-    AVX-512 while ``ATEN_CPU_CAPABILITY`` is below that, it raises for 16-bit types and 64 rows."""
+    """Turns torch's flash attention off if it fails on this CPU. It fails for 16-bit types and 64
+    rows if oneDNN uses AMX or AVX-512, but ``ATEN_CPU_CAPABILITY`` is lower."""
     if model.device.type != "cpu" or model.dtype not in (torch.bfloat16, torch.float16):
         return
     rows = torch.zeros(1, 1, 64, 64, dtype=model.dtype)
@@ -194,7 +194,7 @@ def _avoid_failing_attention(model: Any) -> None:
         scaled_dot_product_attention(rows, rows, rows)
     except RuntimeError as error:
         log.warning("torch's flash attention is off, because it fails here: %s", error)
-        torch.backends.cuda.enable_flash_sdp(False)  # This setting is also that of CPUs.
+        torch.backends.cuda.enable_flash_sdp(False)  # The setting also applies to CPUs.
 
 
 def _quantized(name: str, model: Any, tokenizer: Any, kind: str) -> LoadedModel:

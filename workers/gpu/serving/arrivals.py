@@ -500,8 +500,8 @@ def _resumption(message: Request, sent: Collection[Token]) -> Resumption | None:
 
 def _check_adapter(stream: Stream, sent: Iterable[Token], path: ForwardPath) -> None:
     """Raises RequestError if a moved stream has tokens of another LoRA adapter with the same name.
-    The broker sends streams only to workers with equal adapters, but does not know the adapters of
-    a worker that still loads its model."""
+    The broker compares the adapters of workers, but a worker that still loads its model has not
+    reported its adapters."""
     spans = {entry.span.weights.partition("+")[2] for entry in sent if entry.span is not None}
     if spans - {path.weights.partition("+")[2]}:
         raise RequestError(

@@ -306,8 +306,8 @@ class LiveStreams:
     ) -> int:
         """Sets how the streams of a model are computed from now on. ``path_of``: the forward path
         by LoRA adapter (``Engine.path_of``). ``kept``: the requests that keep a part of their KV
-        cache. ``held``: the outputs of a request that have been computed
-        and will be sent later. Returns the number of the streams."""
+        cache. ``held``: the outputs of a request that have been computed and will be sent later.
+        Returns the number of the streams."""
         self._dissolve()
         streams = [stream for stream in self if stream.model == model]
         for stream in streams:

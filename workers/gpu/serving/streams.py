@@ -144,7 +144,8 @@ class Stream:
 
     @property
     def named(self) -> str:
-        """The name of the adapter or of the model, as the client knows it."""
+        """The name of the adapter, or else of the model. SYSTEM messages and traces have this
+        name."""
         return self.adapter or self.model
 
     @property

@@ -93,8 +93,8 @@ class GrammarController:
         if flags & FORCED:
             left = self._host.max_tokens - len(self._text)
             tokens = self._guest.forced(self._place)[: left - 1]
-            # To append the only allowed token saves no forward, and such rounds cannot run in a
-            # batch. So the token is sampled.
+            # Appending the only allowed token does not save a forward, and such rounds cannot run
+            # in a batch. So the token is sampled.
             if tokens and not (len(tokens) == 1 and flags & SINGLE):
                 return Answer(Action.SPLICE, tokens=tokens)
         return _MASKED

@@ -19,7 +19,7 @@ SHORT = 32 * 1024
 
 def schema_grammar(schema: str) -> str:
     """The grammar of the JSON values that match a schema. Keywords that llguidance does not
-    implement are rewritten where that is possible (``protocol.json_schema``).
+    implement are rewritten if possible (``protocol.json_schema``).
 
     Raises RefusedGrammar if the options of the schema are not valid, and ValueError if the schema
     is not a JSON object.

@@ -12,8 +12,8 @@ The argument is a JSON object:
 - ``width``, ``depth``: the maximum number of next lines of a line (3), and of lines of a text (4)
 - ``tokens``: the maximum number of tokens of a line (40)
 
-Each line is the end of a sequence, which forks for each next line. Sequence 0 decides about the
-next lines, and has the text with the best rating at the end. A rating of 1 ends the search.
+Each line is the end of a sequence, which forks for each next line. Sequence 0 decides where the
+next lines begin, and its text is the one with the best rating. A rating of 1 ends the search.
 """
 
 import json

@@ -93,7 +93,7 @@ class Adapters:
         inputs: tuple[torch.Tensor, ...],
         output: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Adds the updates of a linear module to its output: a forward hook."""
+        """A forward hook that adds the updates of a linear module to the module's output."""
         if self._active is None:
             return None
         rows = self._active[is_head]
