@@ -2,7 +2,7 @@
 
 Each function does what the program of the same name does, with the same prompts, numbers of tokens
 and constraints. Requests that do not depend on one another run at the same time. Tools are called
-within this process, which takes no time.
+within this process, which takes hardly any time.
 """
 
 from __future__ import annotations

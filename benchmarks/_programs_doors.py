@@ -74,12 +74,12 @@ class Words:
         return str(self._tokenizer.decode(list(tokens)))
 
     def token(self, text: str) -> int:
-        """The token with this text. If several tokens have this text, because it is not valid
-        UTF-8, the first of them."""
+        """The token with this text. Tokens that are not valid UTF-8 may have equal texts; the first
+        of these tokens is returned."""
         return self._ids[text]
 
     def line(self, tokens: list[int]) -> list[int]:
-        """The tokens up to the line end, without it."""
+        """The tokens before the first line end."""
         end = tokens.index(self.line_end) if self.line_end in tokens else len(tokens)
         return tokens[:end]
 
@@ -192,7 +192,7 @@ class LlamaDoor:
         if wanted.choice:
             body["grammar"] = "root ::= " + " | ".join(map(json.dumps, wanted.choice))
         if wanted.schema is not None:
-            # This server cuts the JSON at the maximum. Ours completes it before.
+            # This server cuts the JSON at the maximum. The gateway completes the JSON before.
             body |= {"json_schema": wanted.schema, "n_predict": max(64, wanted.tokens)}
         answer = await self._http.post("/completion", body)
         tokens, seen = answer["tokens"], answer.get("completion_probabilities", [])

@@ -2,7 +2,7 @@
 
 A program stops each sample at a position that depends only on the number of the group. When all
 live samples have reached their positions and the trainer has made its step, the weights change
-and the samples continue. So the version of the weights of each token is fixed. A step is over the
+and the samples continue. So the version of the weights of each token is fixed. A step uses the
 groups of one batch, in the order of their numbers, and overlaps with the samples of the next batch.
 """
 

@@ -2,13 +2,13 @@
 
 A *program* is a file of ``workers/controller/sdk`` and runs next to the model. A *client*
 (``_programs_clients.py``) is the same algorithm in asyncio, which sends a request to
-``/v1/completions`` of this gateway for each text that the program generates. ``…_vs_client`` is the
-client's wall clock over that of the program. ``…_vs_llamacpp`` is the same for a client of
-llama.cpp's server; these figures are missing without the server, which ``make bench-peers`` builds.
+``/v1/completions`` of the gateway for each text that the program generates. ``…_vs_client`` is the
+client's time over the program's time. ``…_vs_llamacpp`` is the same for a client of llama.cpp's
+server; these figures are missing without the server, which ``make bench-peers`` builds.
 
 The model is a Llama of 21 million parameters in float32, and all sides generate the same number of
-tokens with the same temperature. Each run has a new prompt of 512 tokens. A client is written as an
-engineer would write it who wants it to be fast:
+tokens with the same temperature. Each run has a new prompt of 512 tokens. The clients are written
+for speed:
 
 - Requests that do not depend on one another run at the same time, on connections that stay open.
 - Requests have token ids and ask for token ids, so that no text is tokenized twice, and the
@@ -157,7 +157,7 @@ class Sides:
             self._modules[name] = (await self._client.upload_controller(content)).module
 
     async def run(self, name: str, side: str) -> float:
-        """Runs a task on a side until the run counts; returns its seconds."""
+        """Runs a task on a side until a run counts; returns the seconds of this run."""
         while True:
             prompt = [self._random.randrange(1_000, VOCAB) for _ in range(PROMPT)]
             began = time.perf_counter()

@@ -6,8 +6,8 @@ benchmark has two parts:
 
 - After eight finished groups, the trainer makes a step and sends its weights over the bus while the
   other rollouts run. Restarted workers receive the weights from another worker.
-- Two runs of the ordered loop (``_rollouts_ordered.py``) with equal seeds. ``loss_curves_differ``
-  is the number of steps whose losses differ in any bit.
+- The ordered loop (``_rollouts_ordered.py``) runs twice with equal seeds. ``loss_curves_differ`` is
+  the number of steps whose losses differ in any bit.
 
 In both parts, the log-probability of each token is compared with a plain forward of the trainer,
 under the weights of its span.
