@@ -179,7 +179,7 @@ def test_the_rewritten_schema_is_bounded() -> None:
 
 
 def uncounted(_: int) -> None:
-    """Counts no work."""
+    """Does not count the work."""
 
 
 PATTERNS = st.recursive(

@@ -182,7 +182,7 @@ def test_adapters_do_not_share_cached_prefixes(world: World) -> None:
         assert (usage.cached or 0) == (288 if i >= 3 else 0)
         model = world.merged[name]
         assert shapes.same_tokens(model, prompt, shapes.greedy(model, prompt, 12), got)
-    # The broker finds the pages of an adapter as those of a model with its name.
+    # The broker finds an adapter's pages as the pages of a model with the adapter's name.
     names = (world.loaded.name, "one", "two")
     pages = [next(page_keys(first_key(name), pack_tokens(prompt), 1)) for name in names]
     assert sorted(engine.pages.every()) == sorted(pages)

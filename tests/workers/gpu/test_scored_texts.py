@@ -141,7 +141,7 @@ def test_a_request_scores_a_bounded_number_of_texts_at_once(embedded: LoadedMode
             if output.scores:
                 found[output.seq] = output.scores
         if 0 in found and engine.alive(1, second):
-            # Its texts leave their places to those of the third sequence.
+            # Texts of the third sequence take the places of the texts of this sequence.
             engine.end(1, second)
     assert most == 4
     assert set(found) == {0, third}

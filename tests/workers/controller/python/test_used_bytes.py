@@ -1,5 +1,4 @@
-"""The work of a request that its maximum of tokens does not bound: scored texts and dropped
-tokens."""
+"""The bound on work that ``max_tokens`` does not bound: scored texts and dropped tokens."""
 
 from __future__ import annotations
 
