@@ -230,9 +230,9 @@ Question = Literal[
 class Asked(Message):
     """A question of a guest to its worker during a call.
 
-    ``what`` is ``get``, ``await_write``, ``set`` or ``append`` for the variable ``name``,
-    ``receive`` or ``send`` for a text, ``call`` for the tool ``name``, ``memory`` for ``number``
-    bytes, or ``next_tokens`` for the constraint ``name``. The ``value`` of ``next_tokens`` is a
+    ``what`` is ``get``, ``await_write``, ``set`` or ``append`` for the variable ``name``, or
+    ``receive`` or ``send`` for a text. ``call`` is for the tool ``name``, and ``memory`` for
+    ``number`` bytes. ``next_tokens`` is for the constraint ``name``; its ``value`` is a
     ``ConstrainedText``.
     """
 

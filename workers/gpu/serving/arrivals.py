@@ -506,8 +506,8 @@ def _check_adapter(stream: Stream, sent: Iterable[Token], path: ForwardPath) -> 
     if spans - {path.weights.partition("+")[2]}:
         raise RequestError(
             Code.UNKNOWN_MODEL,
-            f"the LoRA adapter {stream.adapter!r} of the worker at which this stream continues has "
-            "other weights than that with which the stream began",
+            f"the LoRA adapter {stream.adapter!r} of the worker at which this stream continues "
+            "differs from the adapter with which the stream began; give all workers equal adapters",
             path="$.model",
         )
 
