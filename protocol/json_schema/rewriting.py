@@ -45,9 +45,9 @@ REWRITTEN = frozenset(
     | {"dependencies", "dependentRequired", "dependentSchemas", "propertyNames", "uniqueItems"}
     | {"unevaluatedProperties", "unevaluatedItems"}
 )
-"""Keywords that are rewritten. Also rewritten are some values of ``pattern`` and ``format``."""
+"""Keywords that are rewritten. Some values of ``pattern`` and ``format`` are rewritten too."""
 LOOK_AROUND = re.compile(r"\(\?(?:=|!|<=|<!)")
-"""The beginnings of look-ahead and look-behind, which llguidance does not implement."""
+"""Matches the beginning of look-ahead and look-behind, which llguidance does not implement."""
 _REFERENCES = frozenset(("$dynamicRef", "$recursiveRef"))
 """References that llguidance does not implement."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
