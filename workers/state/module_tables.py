@@ -58,7 +58,7 @@ class ModuleTables:
         return len(self._tables)
 
     def size(self, tenant: str) -> int:
-        """The bytes of a tenant's table; 0 if it has none."""
+        """The number of bytes of a tenant's table; 0 if the tenant does not have a table."""
         table = self._tables.get(tenant)
         return len(table.content) if table is not None else 0
 

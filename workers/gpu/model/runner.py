@@ -134,7 +134,7 @@ class Runner:
         return found
 
     def path_of(self, adapter: str) -> ForwardPath:
-        """How the steps of tokens with a LoRA adapter are computed."""
+        """The forward path of tokens with a LoRA adapter."""
         assert self._adapted is not None
         assert self._loaded.adapters is not None
         return structs.replace(
