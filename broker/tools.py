@@ -20,7 +20,7 @@ from ..protocol.bodies import decode_as
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.header import encode_header
 from ..protocol.messages import Tool
-from ..protocol.shares import fits_share
+from ..protocol.shares import fits_share, max_share
 from ..protocol.worker_messages import CallAnswer, End
 from .outgoing import Outgoing, Side
 from .request import Request
@@ -258,8 +258,7 @@ class Tools:
                 retry_after_s=RETRY_AFTER_S,
             )
         of_user = sum(self._running[owner, user, worker.id] for worker in serving)
-        # The number of calls that the owner may have, by ``fits_share``.
-        most = (capacity - (running - own) + 1) // 2
+        most = max_share(own, running, capacity)
         if user and not fits_share(of_user, own, most):
             raise UnavailableError(
                 Code.CLIENT_LIMIT,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from ..protocol.errors import Code, UnavailableError
-from ..protocol.shares import fits_share
+from ..protocol.shares import fits_share, max_share
 from .request import Request
 from .worker import RETRY_AFTER_S
 
@@ -46,6 +46,11 @@ class WaitingCall:
     body: bytes
     owner: str
 
+    @property
+    def places(self) -> tuple[tuple[str, str | None], tuple[str, str | None]]:
+        """The places in ``WaitingCalls._owned`` that count the call."""
+        return (self.owner, None), (self.owner, self.request.fields.by)
+
 
 class WaitingCalls:
     """The waiting calls, and the tools whose last worker was lost. ``wait_s``: the time after this
@@ -56,8 +61,8 @@ class WaitingCalls:
         self._left: dict[str, float] = {}
         """By tool: the time at which its last worker was lost, in seconds."""
         self._calls: dict[CallId, WaitingCall] = {}
-        self._owned: Counter[str] = Counter()
-        """Number of waiting calls, by owner."""
+        self._owned: Counter[tuple[str, str | None]] = Counter()
+        """Number of waiting calls, by owner, and by owner and user."""
 
     def __contains__(self, call: CallId) -> bool:
         return call in self._calls
@@ -73,8 +78,12 @@ class WaitingCalls:
 
     def add(self, waiting: WaitingCall) -> None:
         """Adds a call. Raises UnavailableError if too many calls wait."""
-        own, total = self._owned[waiting.owner], len(self._calls)
-        if not fits_share(own, total, MAX_WAITING):
+        own, of_user = (self._owned[place] for place in waiting.places)
+        total = len(self._calls)
+        fits = fits_share(own, total, MAX_WAITING)
+        if fits and waiting.request.fields.by:
+            fits = fits_share(of_user, own, max_share(own, total, MAX_WAITING))
+        if not fits:
             raise UnavailableError(
                 Code.QUEUE_FULL,
                 f"no worker serves the tool {waiting.call.tool!r} at the moment, and {total} of "
@@ -82,7 +91,7 @@ class WaitingCalls:
                 retry_after_s=RETRY_AFTER_S,
             )
         self._calls[waiting.call.id] = waiting
-        self._owned[waiting.owner] += 1
+        self._owned.update(waiting.places)
 
     def take(self, request: int | None = None) -> list[WaitingCall]:
         """Removes the calls of a request, or all calls; returns them in the order of their
@@ -92,7 +101,8 @@ class WaitingCalls:
         taken = [w for w in self._calls.values() if request in (None, w.request.id)]
         for waiting in taken:
             del self._calls[waiting.call.id]
-            self._owned[waiting.owner] -= 1
-            if not self._owned[waiting.owner]:
-                del self._owned[waiting.owner]
+            for place in waiting.places:
+                self._owned[place] -= 1
+                if not self._owned[place]:
+                    del self._owned[place]
         return taken

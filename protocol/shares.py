@@ -18,3 +18,9 @@ def fits_share(own: int, total: int, capacity: int, size: int = 1) -> bool:
     """
     free = capacity - total
     return size <= free and (own == 0 or own + size <= free)
+
+
+def max_share(own: int, total: int, capacity: int) -> int:
+    """The number of units that a client may have by ``fits_share`` while other clients have as many
+    units as now. The client shares these units among its users by the same rule."""
+    return (capacity - total + own + 1) // 2

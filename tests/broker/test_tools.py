@@ -176,6 +176,18 @@ def test_one_client_leaves_waiting_places_for_others(bench: ToolBench) -> None:
     assert bench.answers() == []
 
 
+def test_one_user_of_a_gateway_leaves_waiting_places_for_its_other_users(bench: ToolBench) -> None:
+    """The gateway may have half of the waiting places, and a user half of these."""
+    request, other = bench.begun(by="ann"), bench.begun(2, by="ben")
+    bench.sent += bench.broker.on_gone(Side.BACK, peer_of("t2"), bench.now)
+    for count in range(1, MAX_WAITING + 1):
+        bench.call(request, "search", count=count)
+    assert len(bench.answers()) == MAX_WAITING - MAX_WAITING // 4
+    bench.call(other, "search")
+    bench.pass_time(2)
+    assert bench.answers() == []
+
+
 def test_an_unknown_tool_is_refused_with_the_names_that_are_served(bench: ToolBench) -> None:
     bench.call(bench.begun(), "nope")
     [answer] = bench.answers()
