@@ -54,11 +54,7 @@ class Compaction:
     def save(self, storage: VariableStorage, key: Callable[[int], str]) -> None:
         """Saves a part of the state in the new log. ``key`` returns the key of a request's tenant.
         Raises OSError if the log cannot be written."""
-        size = 0
-        while self._unsaved and size < SLICE:
-            record = _record(self._unsaved.popleft())
-            self.log.append([record])
-            size += len(record.body)
+        size = self._save_unsaved(SLICE)
         while self.pending and size < SLICE:
             request = self.pending.pop()
             body = _encode(storage.save(request))
@@ -71,13 +67,26 @@ class Compaction:
     def also(self, records: Iterable[Record]) -> None:
         """Adds records that were written to the current log. Records of pending requests are left
         out, because ``save`` will write the state of these requests. Records of tables and contexts
-        wait until the earlier ones are saved. Raises OSError if the new log cannot be written."""
+        wait until the earlier ones are saved. As many bytes are saved as begin to wait, so that the
+        waiting ones do not become more. Raises OSError if the new log cannot be written."""
         new = [record for record in records if record.request not in self.pending]
         if self._unsaved:
-            self._unsaved += [record for record in new if record.kind in (TABLE, CONTEXT)]
+            waiting = [record for record in new if record.kind in (TABLE, CONTEXT)]
             new = [record for record in new if record.kind not in (TABLE, CONTEXT)]
+            self._unsaved += waiting
+            self._save_unsaved(sum(len(record.body) for record in waiting))
         if new:
             self.log.append(new)
+
+    def _save_unsaved(self, min_bytes: int) -> int:
+        """Saves tables and contexts with at least ``min_bytes``, or all that are unsaved; returns
+        their bytes."""
+        size = 0
+        while self._unsaved and size < min_bytes:
+            record = _record(self._unsaved.popleft())
+            self.log.append([record])
+            size += len(record.body)
+        return size
 
     def abandon(self) -> None:
         """Removes the new log."""

@@ -145,6 +145,28 @@ def test_the_log_is_rewritten_in_pieces_between_operations(
         variables.close()
 
 
+def test_contexts_that_change_while_the_log_is_rewritten_do_not_pile_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compaction, "SLICE", 10_000)
+    folder = tmp_path / "state"
+    variables = DurableVariables(folder, compact_floor=1)
+    counts = itertools.count(1)
+    try:
+        for name in range(40):
+            apply(variables, "a", operation("save", next(counts), str(name), bytes(3000)))
+        while variables._compaction is None:
+            apply(variables, "a", operation("save", next(counts), "39", bytes(3000)))
+            variables.maintain()
+        waiting = len(variables._compaction._unsaved)
+        assert waiting > 30
+        for _ in range(3 * waiting):
+            apply(variables, "a", operation("save", next(counts), "39", bytes(3000)))
+            assert len(variables._compaction._unsaved) <= waiting + 1
+    finally:
+        variables.close()
+
+
 def test_a_refused_operation_does_not_save(tmp_path: Path) -> None:
     limits = StorageLimits(value_bytes=10)
     variables = DurableVariables(tmp_path / "state", limits)
