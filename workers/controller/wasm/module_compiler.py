@@ -6,7 +6,7 @@ its own process.
 
 ``python -m tokenbus.workers.controller.wasm.module_compiler`` reads tasks from stdin, and writes
 their outcomes to stdout. Each task runs in a fork of this process, because a fork starts in a
-hundredth of the time of a new process. The memory of a task is freed when its fork ends.
+hundredth of the time of a new process. The memory and the limits of a task end with its fork.
 """
 
 from __future__ import annotations
@@ -203,6 +203,7 @@ def _serve() -> NoReturn:
     with suppress(BrokenPipeError):
         while (task := read(sys.stdin.buffer)) is not None:
             write(sys.stdout.buffer, msgspec.msgpack.encode(_forked(task)))
+            del task  # An idle process does not keep the module.
     os._exit(0)
 
 

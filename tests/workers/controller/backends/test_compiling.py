@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from tokenbus.workers.controller.backends.compiling import bounds
 from tokenbus.workers.controller.backends.compiling.bounds import TOO_DEEP, Bounds, RefusedGrammar
 from tokenbus.workers.controller.backends.compiling.meter import CompileMeter
 from tokenbus.workers.controller.backends.compiling.processes import Processes
+from tokenbus.workers.controller.backends.compiling.tasks import end, exchange
 from tokenbus.workers.controller.backends.grammar import grammar_tables
 from tokenbus.workers.controller.backends.grammar.grammar_tables import Tables
 from tokenbus.workers.controller.backends.llguidance.matchers import Grammar, Matchers
@@ -260,3 +262,12 @@ def _histograms(series: list[Series]) -> dict[str, int]:
 
 def _lark(rule: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": f"start: {rule}"}]})
+
+
+def test_a_process_that_ends_in_the_middle_of_its_reply_has_not_replied() -> None:
+    head_and_two_of_nine_bytes = r"head -c 5 > /dev/null; printf '\011\0\0\0ab'"
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(["sh", "-c", head_and_two_of_nine_bytes], stdin=pipe, stdout=pipe)
+    assert exchange(process, b"x", 300.0) is None
+    end(process)
+    assert process.returncode == 0

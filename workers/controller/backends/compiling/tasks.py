@@ -39,11 +39,13 @@ class Done(msgspec.Struct):
 
 
 def read(source: IO[bytes]) -> bytes | None:
-    """Reads the next message of a pipe; returns None at the end of the pipe."""
+    """Reads the next message of a pipe; returns None if the pipe ends before or in the message."""
     head = source.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
-    return source.read(_LENGTH.unpack(head)[0])
+    size = _LENGTH.unpack(head)[0]
+    message = source.read(size)
+    return message if len(message) == size else None
 
 
 def write(target: IO[bytes], message: bytes) -> None:
