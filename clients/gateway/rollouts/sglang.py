@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ....protocol.errors import TokenbusError
 from ....protocol.messages import PauseMode, Rollout, UpdateMode
 from ...operator import AsyncOperator
 from ...request_options import DRAIN_S
@@ -104,7 +105,15 @@ async def _aborted(
     """Aborts the live streams of a model, and pauses the model until the ``with`` block ends. A
     model that was paused before stays paused."""
     before = await paused_models(request)
-    paused = await accepted(operator.pause(model, mode="abort", timeout_s=timeout_s))
+    try:
+        paused = await accepted(operator.pause(model, mode="abort", timeout_s=timeout_s))
+    except TokenbusError:
+        # A pause has begun if only the workers did not answer in time.
+        for begun in await paused_models(request):
+            if begun not in before and model in ("", begun):
+                with suppress(TokenbusError):
+                    await operator.resume(begun, timeout_s=timeout_s)
+        raise
     try:
         yield paused
     finally:

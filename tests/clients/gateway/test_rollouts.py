@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,20 @@ def test_all_streams_of_a_paused_model_are_aborted(trainer: Trainer) -> None:
 def test_an_abort_ends_its_own_pause(trainer: Trainer) -> None:
     post(trainer.local, "/abort_request", {"abort_all": True}).raise_for_status()
     assert get(trainer.local, "/is_paused") == {"is_paused": False}
+
+
+def test_an_abort_that_a_worker_does_not_answer_in_time_ends_its_own_pause(
+    trainer: Trainer,
+) -> None:
+    worker = trainer.bus.workers[0]
+    worker.send(signal.SIGSTOP)
+    try:
+        for body in ({"timeout_s": 0.5}, {"timeout_s": 0.5, "model": "embedded"}):
+            late = post(trainer.local, "/abort_request", {"abort_all": True, **body})
+            assert late.json()["error"]["code"] == "timeout"
+            assert get(trainer.local, "/is_paused") == {"is_paused": False}
+    finally:
+        worker.send(signal.SIGCONT)
 
 
 @pytest.mark.parametrize("path", REFUSED)
