@@ -233,6 +233,15 @@ class Bus:
         self.others.append(worker)
         return worker
 
+    def start_all_roles(self) -> None:
+        """Starts a GPU worker, a state worker and a controller worker, in this order, and waits
+        until they have registered."""
+        self.start_worker()
+        self.start_other("state")
+        self.start_other("controller")
+        self.wait_for_models("embedded")
+        self.wait_for_roles("controller", "state")
+
     def start_gateway(self, scheme: str = "http", **settings: object) -> Gateway:
         """Starts a gateway on a random port, and waits until it answers."""
         extra = {"http": f"127.0.0.1:{free_port()}", **settings}

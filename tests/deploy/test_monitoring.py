@@ -58,11 +58,7 @@ def scrape(url: str) -> Served:
 def served(processes: None) -> Served:
     """The metrics of a gateway after requests of every kind that metrics count."""
     with Bus(capacity=1) as bus:
-        bus.start_worker()
-        bus.start_other("state")
-        bus.start_other("controller")
-        bus.wait_for_models("embedded")
-        bus.wait_for_roles("controller", "state")
+        bus.start_all_roles()
         url = bus.start_gateway().url
         with bus.client() as client:
             client.generate("a", controller="choice", controller_arg=["os", "sys"]).wait()

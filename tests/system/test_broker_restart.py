@@ -48,11 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def system(processes: None) -> Iterator[Bus]:
     with Bus(heartbeat_s=0.2, ping_s=0.3, expiry_s=4) as bus:
-        bus.start_worker()
-        bus.start_other("state")
-        bus.start_other("controller")
-        bus.wait_for_models("embedded")
-        bus.wait_for_roles("controller", "state")
+        bus.start_all_roles()
         with bus.client() as client:
             client.upload_controller(COUNTS, "counts")
         yield bus

@@ -44,11 +44,7 @@ def machines(processes: None) -> Iterator[Machines]:
             keys.allow("client", name, Allowed(public=key.public))
             tenants.append(key)
         with KeyedBus(keys) as bus:
-            bus.start_worker()
-            bus.start_other("state")
-            bus.start_other("controller")
-            bus.wait_for_models("embedded")
-            bus.wait_for_roles("controller", "state")
+            bus.start_all_roles()
             ann, ben = (Client(bus.front, patience_s=120.0, key=key) for key in tenants)
             with ann, ben:
                 yield Machines(bus, ann, ben)

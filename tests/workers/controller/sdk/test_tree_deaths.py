@@ -20,11 +20,7 @@ TREE = {"width": 3, "depth": 3, "keep": 2, "tokens": 40}
 @pytest.fixture
 def system(processes: None) -> Iterator[Bus]:
     with Bus(heartbeat_s=0.2, ping_s=0.3, expiry_s=4) as bus:
-        bus.start_worker()
-        bus.start_other("state")
-        bus.start_other("controller")
-        bus.wait_for_models("embedded")
-        bus.wait_for_roles("controller", "state")
+        bus.start_all_roles()
         yield bus
 
 
