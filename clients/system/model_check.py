@@ -23,6 +23,10 @@ def check_model(settings: Settings) -> None:
         _check_quantize(settings)
     if settings.lora:
         _check_adapters(settings)
+    if not settings.model:
+        raise SystemFault(
+            "model: is empty; give 'embedded', 'auto', a path or a name on a hub", WRONG_SETTING
+        )
     if settings.model == "auto" and not settings.allow:
         raise SystemFault(
             "model: 'auto' needs at least one --allow, for example --allow 'my-org/*'",

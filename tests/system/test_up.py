@@ -292,6 +292,7 @@ def test_what_cannot_start_says_why_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("model", "says"),
     [
+        ("", "is empty; give 'embedded', 'auto', a path or a name on a hub"),
         ("missing.gguf", "the file missing.gguf does not exist"),
         ("empty.gguf", "the file empty.gguf is empty"),
         ("bare", "the folder bare has no config.json"),
