@@ -88,13 +88,7 @@ def build_parser(command: str = "") -> Parser:
 class _ShowVersion(argparse.Action):
     """The action of the flag ``--version``."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         """Prints the version and exits."""
         from importlib.metadata import PackageNotFoundError, version
 
