@@ -29,11 +29,11 @@ import wasmtime
 
 from ....protocol.errors import Code, ControllerError, RequestError, ServiceError
 from ....protocol.python_command import plain_environment, python_command
-from ..backends.compiling.tasks import end, exchange, read, write
 from ..limits import Limits
 from ..scripts.engines import booted, boots
 from ..scripts.modules import script_module
 from ..scripts.sources import Source, check_program
+from ..task_pipes import end, exchange, read, write
 from .abis import Examined, examine
 from .exported_state import with_exported_state
 from .sandbox import Ticker, make_engine

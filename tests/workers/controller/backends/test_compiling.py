@@ -20,11 +20,11 @@ from tokenbus.workers.controller.backends.compiling import bounds
 from tokenbus.workers.controller.backends.compiling.bounds import TOO_DEEP, Bounds, RefusedGrammar
 from tokenbus.workers.controller.backends.compiling.meter import CompileMeter
 from tokenbus.workers.controller.backends.compiling.processes import Processes
-from tokenbus.workers.controller.backends.compiling.tasks import end, exchange
 from tokenbus.workers.controller.backends.grammar import grammar_tables
 from tokenbus.workers.controller.backends.grammar.grammar_tables import Tables
 from tokenbus.workers.controller.backends.llguidance.matchers import Grammar, Matchers
 from tokenbus.workers.controller.backends.llguidance.plain import is_plain
+from tokenbus.workers.controller.task_pipes import end, exchange
 
 from ....processes import Bus, until
 from ..played import BYTES, vocabulary

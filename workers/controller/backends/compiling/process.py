@@ -18,8 +18,9 @@ import time
 import msgspec
 
 from .....protocol.errors import RequestError
+from ...task_pipes import read, write
 from .bounds import STACK_BYTES
-from .tasks import Done, Task, read, write
+from .tasks import Done, Task
 
 SHARE = 0.75
 """Share of a task's limit on CPU time after which the search for the shortest text that the grammar

@@ -19,9 +19,10 @@ import msgspec
 from .....protocol.errors import Code, ServiceError, UnavailableError
 from .....protocol.python_command import plain_environment, python_command
 from ...pool import tenant_of_thread, waiting
+from ...task_pipes import end, exchange
 from . import bounds
 from .bounds import TOO_DEEP, Bounds, RefusedGrammar
-from .tasks import Done, Kind, Task, end, exchange
+from .tasks import Done, Kind, Task
 from .turns import Turns
 
 AT_ONCE = 2
