@@ -13,18 +13,22 @@ CONFIG = "config.json"
 
 def path_fault(text: str) -> str | None:
     """The reason why a worker cannot load a model from a path; None if no reason is found."""
-    path = Path(text)
+    try:
+        return _fault(Path(text), text)
+    except OSError as error:
+        return f"{text} cannot be read: {error.strerror}"
+
+
+def _fault(path: Path, text: str) -> str | None:
+    """Like ``path_fault``. Raises OSError if the file system refuses the path."""
     if path.is_dir():
         return _folder_fault(path, text)
     if not path.exists():
         return f"the {'file' if text.endswith(GGUF) else 'folder'} {text} does not exist"
     if not text.endswith(GGUF):
         return f"{text} is a file; expected a folder, or a file that ends with {GGUF}"
-    try:
-        with path.open("rb") as file:
-            head = file.read(len(GGUF_MAGIC))
-    except OSError as error:
-        return f"the file {text} cannot be read: {error.strerror}"
+    with path.open("rb") as file:
+        head = file.read(len(GGUF_MAGIC))
     if not head:
         return f"the file {text} is empty; download it again"
     if head != GGUF_MAGIC:

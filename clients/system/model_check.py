@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def check_model(settings: Settings) -> None:
 def _fault(model: str, settings: Settings) -> str | None:
     """The reason why a worker cannot load a model; None if no reason is found."""
     lone_file = model.endswith(GGUF) and model.count("/") < 2
-    if model.startswith(PATH_STARTS) or lone_file or Path(model).exists():
+    if model.startswith(PATH_STARTS) or lone_file or os.path.exists(model):
         return path_fault(model)
     try:
         name = HubName.parse(model)
@@ -85,7 +86,7 @@ def _check_adapters(settings: Settings) -> None:
             f"lora: adapters cannot be combined with {other}; leave out one of them", WRONG_SETTING
         )
     for folder in adapter_folders(settings.lora).values():
-        if not Path(folder).is_dir():
+        if not os.path.isdir(folder):
             raise SystemFault(f"lora: the folder {folder} does not exist", WRONG_SETTING)
 
 
