@@ -269,6 +269,8 @@ def test_the_hash_is_that_of_the_updates(tmp_path: Path) -> None:
         ({"peft_type": "IA3"}, "its peft_type is 'IA3'; only 'LORA'"),
         ({"init_lora_weights": "pissa"}, "which also changes the weights of the model"),
         ({"rank_pattern": {"q_proj": 3}, "r": "x"}, "is not valid: "),
+        ({"rank_pattern": {"q_proj": 0}}, "is not valid: .*>= 1"),
+        ({"alpha_pattern": {"q_proj(": 3}}, r"its pattern 'q_proj\(' is not a valid regular"),
     ],
 )
 def test_an_adapter_that_cannot_be_served_is_refused(
@@ -301,6 +303,33 @@ def test_other_tensors_are_refused(
     save_file(named, tmp_path / "adapter_model.safetensors")
     with pytest.raises(AdapterError, match=why):
         read_adapter("a", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "dtype"), [(1e42, "float32"), (1e9, "float16")], ids=["infinite", "too large"]
+)
+def test_values_that_are_not_finite_in_the_type_of_the_model_are_refused(
+    tmp_path: Path, alpha: float, dtype: str
+) -> None:
+    model = shapes.tiny_model().to(getattr(torch, dtype))
+    adapter = read_adapter("a", write_adapter(tmp_path, model, lora_alpha=alpha))
+    with pytest.raises(AdapterError, match=rf"^the LoRA adapter 'a' .*not finite in {dtype}$"):
+        Adapters(model, [adapter])
+
+
+def test_an_adapter_does_not_change_when_its_file_is_overwritten(tmp_path: Path) -> None:
+    place = write_adapter(tmp_path, shapes.tiny_model())
+    adapter = read_adapter("a", place)
+    before = {
+        path: (update.a.clone(), update.b.clone()) for path, update in adapter.updates.items()
+    }
+    with (place / "adapter_model.safetensors").open("r+b") as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        file.write(bytes(size))
+    for path, (a, b) in before.items():
+        assert torch.equal(adapter.updates[path].a, a)
+        assert torch.equal(adapter.updates[path].b, b)
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:

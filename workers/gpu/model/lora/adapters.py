@@ -36,7 +36,8 @@ class Adapters:
     def __init__(self, model: Any, adapters: Sequence[Adapter]) -> None:
         """Adds hooks to the linear modules of ``model``, a model of transformers. Raises
         AdapterError if an adapter does not fit the model."""
-        self._adapters = {adapter.name: adapter for adapter in adapters}
+        # The adapters themselves are not kept, because the hooks have their updates.
+        self._hashes = {adapter.name: adapter.hash for adapter in adapters}
         self._numbers = {adapter.name: number for number, adapter in enumerate(adapters, 1)}
         self._active: tuple[_Rows, _Rows] | None = None
         """The rows of the forward that is running: of all modules, and of the output layer. None
@@ -49,9 +50,9 @@ class Adapters:
             for path, update in adapter.updates.items():
                 with naming(adapter.name):
                     _check(path, modules.get(path), update)
-                a, b = (half.to(model.device, model.dtype) for half in (update.a, update.b))
-                self.num_bytes += a.nbytes + b.nbytes
-                updates.setdefault(path, {})[self._numbers[adapter.name]] = Update(a, b)
+                    own = _converted(path, update, model)
+                self.num_bytes += own.a.nbytes + own.b.nbytes
+                updates.setdefault(path, {})[self._numbers[adapter.name]] = own
         head = model.get_output_embeddings()
         for path, by_number in updates.items():
             module = modules[path]
@@ -63,7 +64,7 @@ class Adapters:
     @property
     def names(self) -> Iterable[str]:
         """The names of the adapters in the order of their numbers."""
-        return self._adapters
+        return self._hashes
 
     def number(self, name: str) -> int:
         """The number of an adapter; 0 if ``name`` is empty."""
@@ -71,7 +72,7 @@ class Adapters:
 
     def hash(self, name: str) -> str:
         """The hash of an adapter."""
-        return self._adapters[name].hash
+        return self._hashes[name]
 
     @contextmanager
     def applied(
@@ -162,3 +163,13 @@ def _check(path: str, module: torch.nn.Module | None, update: Update) -> None:
     found = (len(update.b), update.a.shape[1])
     if found != size:
         raise AdapterError(f"{path} is {list(size)} and the update is {list(found)}")
+
+
+def _converted(path: str, update: Update, model: Any) -> Update:
+    """An update on the model's device and in its type. Raises AdapterError if a value is not
+    finite, for example because the type is too narrow for it."""
+    a, b = (half.to(model.device, model.dtype) for half in (update.a, update.b))
+    if not (a.isfinite().all() and b.isfinite().all()):
+        shown = str(model.dtype).removeprefix("torch.")
+        raise AdapterError(f"the update of {path} has values that are not finite in {shown}")
+    return Update(a, b)

@@ -60,7 +60,7 @@ class _Config(Struct):
     r: Annotated[int, Meta(ge=1)]
     lora_alpha: float
     use_rslora: bool = False
-    rank_pattern: dict[str, int] | None = None
+    rank_pattern: dict[str, Annotated[int, Meta(ge=1)]] | None = None
     alpha_pattern: dict[str, float] | None = None
 
     def rank(self, module: str) -> int:
@@ -166,14 +166,19 @@ def _update(module: str, halves: Mapping[str, torch.Tensor], config: _Config) ->
             f"the update of {module} has tensors of the shapes {list(a.shape)} and "
             f"{list(b.shape)}; expected a rank of {rank}"
         )
-    if not (a.isfinite().all() and b.isfinite().all()):
-        raise AdapterError(f"the update of {module} has values that are not finite")
-    return Update(a, b.float() * config.scale(module))
+    # The tensors are views of the file, which may be overwritten while the adapter is served.
+    return Update(a.clone(), b.float() * config.scale(module))
 
 
 def _value(patterns: Mapping[str, float], module: str, default: float) -> float:
     """The value of the first pattern that matches the end of a module's path, as in PEFT."""
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        try:
+            found = re.match(rf"(.*\.)?({pattern})$", module)
+        except re.error as error:
+            raise AdapterError(
+                f"its pattern {pattern!r} is not a valid regular expression: {error}"
+            ) from None
+        if found:
             return value
     return default
