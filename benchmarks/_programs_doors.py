@@ -128,6 +128,12 @@ class Http:
             writer.close()
 
 
+def _common_fields(prompt: list[int], wanted: Wanted) -> dict[str, Any]:
+    """The fields that a request has at both servers."""
+    stop = {"stop": ["\n"]} if wanted.line else {}
+    return {"prompt": prompt, "temperature": TEMPERATURE, "ignore_eos": True, **stop}
+
+
 class GatewayDoor:
     """``/v1/completions`` of this project's gateway."""
 
@@ -138,16 +144,8 @@ class GatewayDoor:
 
     async def complete(self, prompt: list[int], wanted: Wanted) -> Completed:
         """Completes a prompt."""
-        body: dict[str, Any] = {
-            "model": self._model,
-            "prompt": prompt,
-            "max_tokens": wanted.tokens,
-            "temperature": TEMPERATURE,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
-        if wanted.line:
-            body["stop"] = ["\n"]
+        body = _common_fields(prompt, wanted)
+        body |= {"model": self._model, "max_tokens": wanted.tokens, "return_token_ids": True}
         if wanted.logprobs or wanted.top:
             body["logprobs"] = wanted.top
         if wanted.choice:
@@ -176,17 +174,9 @@ class LlamaDoor:
 
     async def complete(self, prompt: list[int], wanted: Wanted) -> Completed:
         """Completes a prompt."""
-        body: dict[str, Any] = {
-            "prompt": prompt,
-            "n_predict": wanted.tokens,
-            "samplers": ["temperature"],
-            "temperature": TEMPERATURE,
-            "ignore_eos": True,
-            "return_tokens": True,
-            "cache_prompt": True,
-        }
-        if wanted.line:
-            body["stop"] = ["\n"]
+        body = _common_fields(prompt, wanted)
+        body |= {"n_predict": wanted.tokens, "samplers": ["temperature"]}
+        body |= {"return_tokens": True, "cache_prompt": True}
         if wanted.logprobs or wanted.top:
             body["n_probs"] = max(1, wanted.top)
         if wanted.choice:
