@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tokenbus.protocol.sampling import Sampling
@@ -12,6 +13,8 @@ from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.model.cuda import varlen
 from tokenbus.workers.gpu.model.kv_cache import FLASH_BLOCK_SIZE, Layout, token_bytes
 from tokenbus.workers.gpu.model.loader import LoadedModel, ModelLoadError, wrap_model
+from tokenbus.workers.gpu.model.lora.adapters import Adapters
+from tokenbus.workers.gpu.model.lora.peft_layout import read_adapter
 from tokenbus.workers.gpu.model.memory import cache_bytes, largest_step_bytes
 from tokenbus.workers.gpu.model.models import memory_part
 from tokenbus.workers.gpu.sampling import races, sampler
@@ -20,6 +23,7 @@ from ...worlds.steered_engine import one_thread
 from . import flash, shapes
 from .cuda import Cuda
 from .meter import Meter
+from .peft import write_adapter
 
 LAYOUT = Layout(FLASH_BLOCK_SIZE, "varlen")
 GATHERED = Layout(16, "gather", "for a test")
@@ -67,6 +71,20 @@ def test_no_step_takes_more_than_the_largest_one_that_was_measured(
             engine.step()
         assert meter.peak - before <= measured + CACHE + FLASH_BLOCK_SIZE * token_size(loaded)
         del engine
+
+
+def test_a_score_of_which_only_a_part_has_an_adapter_is_measured(
+    loaded: LoadedModel, meter: Meter, tmp_path: Path
+) -> None:
+    adapted = wrap_model("llama", shapes.make("llama"))
+    adapter = read_adapter("one", write_adapter(tmp_path, adapted.model))
+    adapted.adapters = Adapters(adapted.model, [adapter])
+    found = []
+    for model in (loaded, adapted):
+        largest_step_bytes(model, LAYOUT, ROWS, 8 * TOKENS)
+        found.append(largest_step_bytes(model, LAYOUT, ROWS, 8 * TOKENS))
+    # The logits of the two forwards are copied into one tensor.
+    assert found[1] > found[0]
 
 
 @pytest.fixture

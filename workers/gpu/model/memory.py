@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -89,15 +90,17 @@ def largest_step_bytes(
     scored = _scored(max_num_batched_tokens, longest, layout.block_size)
     device = loaded.device
     of_forward = _peak(device, lambda: _logits(runner, sampled))
-    of_sampling = _peak(device, lambda: _sample(_logits(runner, sampled), loaded.vocab_size))
-    of_scoring = _peak(device, lambda: _score(_logits(runner, scored), scored))
-    if loaded.adapters is not None:
-        for chunk in sampled:
-            chunk.sequence.block_table.adapter = 1
-        adapted = _peak(device, lambda: _sample(_logits(runner, sampled), loaded.vocab_size))
-        of_sampling = max(of_sampling, adapted)
+    of_steps = []
+    # The sequences of a step have no adapters, or all of them have one, or some.
+    for adapters in ((0,), (1,), (0, 1)) if loaded.adapters is not None else ((0,),):
+        for chunk, adapter in zip((*sampled, *scored), cycle(adapters), strict=False):
+            chunk.sequence.block_table.adapter = adapter
+        of_steps += [
+            _peak(device, lambda: _sample(_logits(runner, sampled), loaded.vocab_size)),
+            _peak(device, lambda: _score(_logits(runner, scored), scored)),
+        ]
     kept = MAX_ADMITTED * max_num_seqs * loaded.vocab_size * torch.float32.itemsize
-    return max(of_sampling, of_scoring) + kept + (of_forward if layout.in_place else 0)
+    return max(of_steps) + kept + (of_forward if layout.in_place else 0)
 
 
 def _peak(device: torch.device, run: Callable[[], object]) -> int:
