@@ -80,9 +80,11 @@ class Generation:
         if answer.action is Action.STOP:
             self.ended = True
             return None
-        if answer.action is Action.CONTINUE and self._bias is not None:
-            return answer._replace(bias=self._bias)
-        return answer
+        if answer.action is not Action.CONTINUE or self._bias is None:
+            return answer
+        # A bias does not forbid the only allowed token, as it does not forbid appended tokens.
+        single = answer.masked and int.from_bytes(mask, "little").bit_count() == 1
+        return answer if single else answer._replace(bias=self._bias)
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> None:
         """Adds tokens up to the end of the text."""

@@ -1,0 +1,40 @@
+"""The rounds of a text that the worker generates for a script."""
+
+from __future__ import annotations
+
+import numpy as np
+from tokenbus.grammars.regex import compile_regex
+from tokenbus.workers.controller import biases
+from tokenbus.workers.controller.backends.grammar.grammar_controller import GrammarController
+from tokenbus.workers.controller.backends.grammar.shared_instances import SharedInstances
+from tokenbus.workers.controller.host import Host, allowed
+from tokenbus.workers.controller.interface import Action
+from tokenbus.workers.controller.logs import Log
+from tokenbus.workers.controller.scripts.generation import Generate, Generation
+from tokenbus.workers.controller.variable_calls import SequenceVariables
+from tokenbus.workers.state.variables import VariableStorage
+
+from ..played import UNHURRIED, engine, vocabulary
+
+TOKENS = [b"", b"a", b"b", b"c"]
+
+
+def test_a_bias_does_not_forbid_a_forced_token() -> None:
+    shared = SharedInstances(engine, None).get(
+        compile_regex("[ac]b[ac]b").to_bytes(), vocabulary(TOKENS)
+    )
+    variables = SequenceVariables(1, 0, VariableStorage().apply, lambda: None)
+    host = Host(1, 0, b"", shared.guest.vocabulary, variables, Log(1000), UNHURRIED, 100)
+    constraint = GrammarController(shared, host, shared.guest.start(), [])
+    never_b = biases.sparse(np.array([2]), np.array([-np.inf], np.float32), len(TOKENS))
+    generation = Generation(Generate(), host, constraint, never_b)
+    mask = memoryview(bytearray(4))
+    seen = []
+    for token in (1, 2, 3):
+        answer = generation.mid_process(mask)
+        assert answer is not None
+        assert answer.action is Action.CONTINUE
+        seen.append((list(allowed(mask, len(TOKENS))), answer.bias))
+        generation.post_process([token], 0)
+    generation.close()
+    assert seen == [([1, 3], never_b), ([2], None), ([1, 3], never_b)]
