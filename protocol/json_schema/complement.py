@@ -25,8 +25,9 @@ MAX_STATES = 60
 """Maximum states after the subset construction."""
 MAX_RESULT = 4_000
 """Maximum characters of the resulting pattern."""
-STEPS = 1_000
-"""Number of visited schemas that take as long as the complement of a pattern."""
+STEPS = 300
+"""Number of visited schemas that take as long as the complement of a pattern, apart from the subset
+construction."""
 NODES_OF_STEP = 60
 """Number of visited nodes that take as long as visiting a schema."""
 
@@ -55,7 +56,7 @@ def without(pattern: str, step: Callable[[int], None]) -> str:
     work. Raises Unsupported if the pattern is not valid, has other constructs than characters,
     classes, groups, alternatives, repetitions and anchors, or exceeds the bounds."""
     step(STEPS)
-    return f"^{_Eliminated(_states(_automaton(pattern))).pattern()}$"
+    return f"^{_Eliminated(_states(_automaton(pattern), step)).pattern()}$"
 
 
 def matches(pattern: str, text: str, step: Callable[[int], None]) -> bool:
@@ -220,7 +221,7 @@ def _literal(value: int) -> Chars:
     return frozenset((value,))
 
 
-def _states(automaton: _Automaton) -> dict[int, dict[int, Chars]]:
+def _states(automaton: _Automaton, step: Callable[[int], None]) -> dict[int, dict[int, Chars]]:
     """The states of the subset construction: for each, its next states with their characters. A
     state in which a match is found has no next states. State 0 is the first one; the next state -1
     stands for the end of the string."""
@@ -243,6 +244,7 @@ def _states(automaton: _Automaton) -> dict[int, dict[int, Chars]]:
         for one in classes:
             char = min(one)
             after = automaton.closure(_step(automaton, nodes, char), "") | searching
+            step(1 + (len(nodes) + len(after)) // NODES_OF_STEP)
             key = (after, False, is_end and char == _NEWLINE)
             if key not in numbers:
                 if len(numbers) >= MAX_STATES:

@@ -11,6 +11,8 @@ MAX_DEPTH = 6
 """Maximum depth to which properties, references and alternatives are compared."""
 MAX_COMPARED = 2_000
 """Maximum pairs of schemas that are compared for one answer."""
+VALUES_OF_STEP = 20
+"""Number of compared values that take as long as comparing two schemas without values."""
 
 
 class Disjoint:
@@ -22,6 +24,8 @@ class Disjoint:
         self._draft = draft
         self._step = step
         self._left = 0
+        self._known: dict[int, dict[str, Any]] = {}
+        """The results of ``_values`` by the id of the schema."""
 
     def holds(self, one: Any, other: Any) -> bool:
         """Whether certainly no value matches both schemas. False if this is unknown."""
@@ -46,6 +50,7 @@ class Disjoint:
         that matches the schema matches all of them."""
         if not isinstance(schema, dict) or depth < 0:
             return
+        self._step(1)
         if self._draft > 7 or "$ref" not in schema:
             yield schema
             inner = schema.get("allOf", ())
@@ -67,19 +72,27 @@ class Disjoint:
                 ):
                     return True
         values, others = self._values(one), self._values(other)
+        self._step((len(values or ()) + len(others or ())) // VALUES_OF_STEP)
         kinds = _kinds(one, values) & _kinds(other, others)
         if not kinds:
             return True
         if values is not None and others is not None:
-            return not {canonical(value) for value in values} & {
-                canonical(value) for value in others
-            }
+            return values.keys().isdisjoint(others)
         return all(self._is_empty(kind, one, other, depth) for kind in kinds)
 
-    def _values(self, schema: Schema) -> list[Any] | None:
-        if not knows(self._draft, "const"):
-            schema = {name: one for name, one in schema.items() if name != "const"}
-        return values_of(schema)
+    def _values(self, schema: Schema) -> dict[str, Any] | None:
+        """The values of ``const`` and ``enum`` by their canonical texts."""
+        found = self._known.get(id(schema))
+        if found is None:
+            const = {"const"} if knows(self._draft, "const") else set[str]()
+            named = {name: schema[name] for name in ("enum", *const) if name in schema}
+            values = values_of(named)
+            if values is None:
+                return None
+            self._step(len(values))
+            found = {canonical(value): value for value in values}
+            self._known[id(schema)] = found
+        return found
 
     def _is_empty(self, kind: str, one: Schema, other: Schema, depth: int) -> bool:
         """Whether certainly no value of one type matches both schemas."""
@@ -94,7 +107,9 @@ class Disjoint:
                 self._holds(_property(one, name), _property(other, name), depth - 1)
                 for name in required
             )
-        lower, upper = _LENGTHS.get(kind, ("", ""))
+        if kind not in _LENGTHS:
+            return False
+        lower, upper = _LENGTHS[kind]
         return any(
             _number(first.get(lower), 0) > _number(second.get(upper), float("inf"))
             for first, second in ((one, other), (other, one))
@@ -112,9 +127,9 @@ def _number(value: Any, default: float) -> float:
     return float(value) if is_number else default
 
 
-def _kinds(schema: Schema, values: list[Any] | None) -> set[str]:
+def _kinds(schema: Schema, values: dict[str, Any] | None) -> set[str]:
     kinds = {"number" if kind == "integer" else kind for kind in types_of(schema)}
-    return kinds if values is None else kinds & set(map(type_of, values))
+    return kinds if values is None else kinds & set(map(type_of, values.values()))
 
 
 def _property(schema: Schema, name: Any) -> Any:

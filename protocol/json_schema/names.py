@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .complement import matches, without
-from .parts import Schema, Unsupported, target, types_of, values_of, written
+from .parts import Schema, Unsupported, objects, target, types_of, values_of, written
 
 MAX_DEPTH = 8
 """Maximum number of references from ``propertyNames`` to its schema."""
-MAX_MEMBERS = 50_000
-"""Maximum number of schemas that ``hazards`` visits."""
 
 _ANNOTATIONS = frozenset(
     {"title", "description", "$comment", "default", "examples", "deprecated", "$id", "id"}
@@ -126,56 +124,47 @@ def _pattern(pattern: Any) -> str:
     return pattern
 
 
-def hazards(root: Any) -> bool:
+def hazards(root: Any, step: Callable[[int], None]) -> bool:
     """Whether a value of the schema may have to match two schemas of which one has
-    ``patternProperties`` and another restricts additional properties.
+    ``patternProperties`` and another restricts additional properties. ``step`` counts the visited
+    schemas.
 
     llguidance then allows additional properties whose names match the patterns.
     """
-    search = _Hazards(root)
-    left = [root]
+    try:
+        return any(
+            _is_hazard(root, one, step)
+            for one in objects(root)
+            if not {"allOf", "anyOf", "oneOf", "$ref"}.isdisjoint(one)
+        )
+    except Unsupported:
+        return True
+
+
+def _is_hazard(root: Any, node: Schema, step: Callable[[int], None]) -> bool:
+    named: set[int] = set()
+    closed: set[int] = set()
+    for member in _members(root, node):
+        step(1)
+        if member.get("patternProperties"):
+            named.add(id(member))
+        if member.get("additionalProperties", True) not in (True, {}):
+            closed.add(id(member))
+    return any(one != other for one in named for other in closed)
+
+
+def _members(root: Any, node: Schema) -> Iterator[Schema]:
+    """The schemas that apply to one value."""
+    seen: set[int] = set()
+    left: list[Any] = [node]
     while left:
         one = left.pop()
-        if isinstance(one, list):
-            left += one
-        elif isinstance(one, dict):
-            left += one.values()
-            if not {"allOf", "anyOf", "oneOf", "$ref"}.isdisjoint(one) and search.at(one):
-                return True
-    return False
-
-
-class _Hazards:
-    def __init__(self, root: Any) -> None:
-        self._root = root
-        self._left = MAX_MEMBERS
-
-    def at(self, node: Schema) -> bool:
-        """Whether the schemas that apply to one value have the hazard."""
-        named: set[int] = set()
-        closed: set[int] = set()
-        for member in self._members(node):
-            if member.get("patternProperties"):
-                named.add(id(member))
-            if member.get("additionalProperties", True) not in (True, {}):
-                closed.add(id(member))
-        return self._left < 0 or any(one != other for one in named for other in closed)
-
-    def _members(self, node: Schema) -> Iterator[Schema]:
-        seen: set[int] = set()
-        left: list[Any] = [node]
-        while left and self._left >= 0:
-            one = left.pop()
-            if not isinstance(one, dict) or id(one) in seen:
-                continue
-            seen.add(id(one))
-            self._left -= 1
-            yield one
-            for key in ("allOf", "anyOf", "oneOf"):
-                inner = one.get(key)
-                left += inner if isinstance(inner, list) else ()
-            if "$ref" in one:
-                try:
-                    left.append(target(self._root, one["$ref"]))
-                except Unsupported:
-                    self._left = -1
+        if not isinstance(one, dict) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        for key in ("allOf", "anyOf", "oneOf"):
+            inner = one.get(key)
+            left += inner if isinstance(inner, list) else ()
+        if "$ref" in one:
+            left.append(target(root, one["$ref"]))

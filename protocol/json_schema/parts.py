@@ -4,7 +4,7 @@ values that are compared as JSON."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -130,10 +130,26 @@ def values_of(schema: Schema) -> list[Any] | None:
     return values if isinstance(values, list) else None
 
 
-def names_of(root: Any, schema: Any, depth: int = 6) -> list[str]:
+def objects(value: Any) -> Iterator[Schema]:
+    """The objects in a value. An object that is at several places comes once."""
+    left, seen = [value], set[int]()
+    while left:
+        one = left.pop()
+        if not isinstance(one, dict | list) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, dict):
+            yield one
+            left += one.values()
+        else:
+            left += one
+
+
+def names_of(root: Any, schema: Any, step: Callable[[int], None], depth: int = 6) -> list[str]:
     """The names of the properties that a schema declares or requires. The target of its reference
-    and the members of ``allOf``, ``anyOf`` and ``oneOf`` are included, up to a depth. Raises
-    Unsupported if a reference has no target, or if the names are too many."""
+    and the members of ``allOf``, ``anyOf`` and ``oneOf`` are included, up to a depth. ``step``
+    counts the visited schemas. Raises Unsupported if a reference has no target."""
+    step(1)
     if not isinstance(schema, dict) or depth < 0:
         return []
     found = dict.fromkeys([*schema.get("properties", ()), *schema.get("required", ())])
@@ -141,7 +157,7 @@ def names_of(root: Any, schema: Any, depth: int = 6) -> list[str]:
     if "$ref" in schema:
         inner.append(target(root, schema["$ref"]))
     for one in inner:
-        found |= dict.fromkeys(names_of(root, one, depth - 1))
+        found |= dict.fromkeys(names_of(root, one, step, depth - 1))
         if len(found) > MAX_NAMES:
             raise Unsupported
     return list(found)

@@ -7,7 +7,6 @@ rewritten stays where it is.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable
 from itertools import permutations
@@ -27,6 +26,7 @@ from .parts import (
     draft_of,
     knows,
     names_of,
+    objects,
     target,
     types_of,
     values_of,
@@ -38,7 +38,7 @@ MAX_STEPS = 20_000
 MAX_DISTINCT = 4
 """Maximum values of items for which all arrays without equal items are listed."""
 MAX_BYTES = 256 * 1024
-"""Maximum size of a rewritten schema as JSON."""
+"""Approximate maximum size of a rewritten schema as JSON."""
 
 REWRITTEN = frozenset(
     {"not", "if", "then", "else", "oneOf", "contains", "minContains", "maxContains"}
@@ -84,29 +84,19 @@ def rewritten(root: Any) -> Rewritten:
         rewriter = _Rewriter(root, skipped)
         try:
             made = rewriter.positive(root)
-            if len(json.dumps(made)) > MAX_BYTES or not _has_targets(made):
-                return unchanged
+            rewriter.check(made)
+            # llguidance ignores ``additionalProperties`` for names that match ``patternProperties``
+            # of another member of an ``allOf``.
+            if not rewriter.named or not hazards(made, rewriter.step):
+                return Rewritten(made, list(rewriter.enforced), list(rewriter.ignored))
         except (Unsupported, _TooLarge, *_INVALID):
             return unchanged
-        # llguidance ignores ``additionalProperties`` for names that match ``patternProperties`` of
-        # another member of an ``allOf``.
-        if not rewriter.named or not hazards(made):
-            return Rewritten(made, list(rewriter.enforced), list(rewriter.ignored))
     return unchanged
 
 
 def needs_rewriting(root: Any) -> bool:
     """Whether a schema may have a keyword that is rewritten."""
-    left = [root]
-    while left:
-        one = left.pop()
-        if isinstance(one, dict):
-            if not REWRITTEN.isdisjoint(one) or _is_text_rewritten(one):
-                return True
-            left += one.values()
-        elif isinstance(one, list):
-            left += one
-    return False
+    return any(not REWRITTEN.isdisjoint(one) or _is_text_rewritten(one) for one in objects(root))
 
 
 def _is_text_rewritten(schema: Schema) -> bool:
@@ -130,17 +120,44 @@ class _Rewriter:
         self._steps = MAX_STEPS
         self._left = 0
         """Number of keywords that were not rewritten."""
-        self._negation = Negation(root, self._draft, self.exact, self._step)
-        self._disjoint = Disjoint(root, self._draft, self._step)
+        self._negation = Negation(root, self._draft, self.exact, self.step)
+        self._disjoint = Disjoint(root, self._draft, self.step)
         self.enforced: dict[str, None] = {}
         self.ignored: dict[str, None] = {}
         self.named = False
         """Whether names of properties were restricted."""
 
-    def _step(self, count: int) -> None:
+    def step(self, count: int) -> None:
+        """Counts visited schemas. Raises _TooLarge after ``MAX_STEPS``."""
         self._steps -= count
         if self._steps < 0:
             raise _TooLarge
+
+    def check(self, made: Any) -> None:
+        """Raises _TooLarge if a rewritten schema exceeds ``MAX_BYTES``, and Unsupported if it lacks
+        the target of a local reference."""
+        if self._size(made, {}) > MAX_BYTES:
+            raise _TooLarge
+        for one in objects(made):
+            reference = one.get("$ref")
+            if isinstance(reference, str) and reference.startswith("#/"):
+                target(made, reference)
+
+    def _size(self, value: Any, known: dict[int, int]) -> int:
+        """The approximate size of a value as JSON. An object that is at several places is measured
+        once (``known``), because its copies may be very many."""
+        if isinstance(value, str):
+            return len(value) + 4
+        if not isinstance(value, dict | list):
+            return len(str(value)) + 2
+        size = known.get(id(value))
+        if size is None:
+            self.step(1)
+            size = 2 + sum(self._size(one, known) for one in value)
+            if isinstance(value, dict):
+                size += sum(self._size(one, known) for one in value.values())
+            known[id(value)] = size
+        return size
 
     def exact(self, schema: Any) -> Any:
         """A rewritten schema. Raises Unsupported if one of its keywords cannot be rewritten."""
@@ -153,7 +170,7 @@ class _Rewriter:
 
     def positive(self, schema: Any) -> Any:
         """A rewritten schema, in which some keywords may be left."""
-        self._step(1)
+        self.step(1)
         if not isinstance(schema, dict):
             return schema
         if self._draft <= 7 and "$ref" in schema:
@@ -201,7 +218,7 @@ class _Rewriter:
         """The negation of a schema. The value also has to match the schemas ``others``."""
         before = self._negation.names
         self._negation.names = list(
-            dict.fromkeys(name for one in others for name in names_of(self._root, one))
+            dict.fromkeys(name for one in others for name in names_of(self._root, one, self.step))
         )
         try:
             return any_of(self._negation.of(schema))
@@ -284,7 +301,7 @@ class _Rewriter:
         yield from made
 
     def _property_names(self, schema: Schema, found: Schema) -> Iterable[Any]:
-        only_names(schema["propertyNames"], found, self._target, self._step)
+        only_names(schema["propertyNames"], found, self._target, self.step)
         self._done(found, "propertyNames")
         self.named = True
         return ()
@@ -298,7 +315,7 @@ class _Rewriter:
         self.named = True
 
     def _target(self, reference: Any) -> Any:
-        self._step(1)
+        self.step(1)
         return target(self._root, reference)
 
     # --- arrays ---------------------------------------------------------------------------------
@@ -403,21 +420,4 @@ def _most_items(schema: Schema) -> float:
 
 def _has_alternatives(pattern: str) -> bool:
     """Whether a pattern may have a ``|`` outside groups and classes."""
-    return "|" in re.sub(r"\\.|\[(?:[^\]\\]|\\.)*\]|\((?:[^()\\]|\\.)*\)", "", pattern)
-
-
-def _has_targets(root: Any) -> bool:
-    """Returns True if the root has the targets of all its local references. Otherwise raises
-    Unsupported."""
-    left, seen = [root], set[str]()
-    while left:
-        one = left.pop()
-        if isinstance(one, list):
-            left += one
-        elif isinstance(one, dict):
-            left += one.values()
-            reference = one.get("$ref")
-            if isinstance(reference, str) and reference.startswith("#/") and reference not in seen:
-                seen.add(reference)
-                target(root, reference)
-    return True
+    return "|" in re.sub(r"\\.|\[(?:[^\]\\]|\\.)*(?:\]|\Z)|\((?:[^()\\]|\\.)*\)", "", pattern)

@@ -168,11 +168,32 @@ def test_a_format_that_json_schema_does_not_define_is_an_annotation() -> None:
     assert rewritten({"format": "zip"}) == ({}, [], ["format"])
 
 
+def nested(keyword: str, depth: int) -> Any:
+    return {keyword: nested(keyword, depth - 1)} if depth else {"const": 1}
+
+
+ENDLESS = {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 1000}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        nested("contains", 40),
+        {"not": nested("items", 40)},
+        {**ENDLESS, "$ref": "#/$defs/a", "not": {"required": ["a"]}},
+        {**ENDLESS, "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]},
+        {"oneOf": [{"enum": list(range(first, first + 4000))} for first in range(16)]},
+    ],
+)
+def test_a_small_schema_with_a_large_rewritten_form_stays(schema: Any) -> None:
+    assert rewritten(schema).schema is schema
+
+
 def test_the_rewritten_schema_is_bounded() -> None:
-    nested: Any = {"required": ["a"]}
+    deep: Any = {"required": ["a"]}
     for number in range(12):
-        nested = {"oneOf": [{"required": [f"{number}{one}"], "not": nested} for one in "abcdef"]}
-    assert rewritten(nested).schema == nested
+        deep = {"oneOf": [{"required": [f"{number}{one}"], "not": deep} for one in "abcdef"]}
+    assert rewritten(deep).schema == deep
     wide = {"items": [{"not": {"const": number}} for number in range(30_000)]}
     assert len(str(wide)) > MAX_BYTES
     assert rewritten(wide).schema == wide
