@@ -42,7 +42,8 @@ def only_names(names: Any, found: Schema, resolve: Resolve, step: Callable[[int]
     elif keys == {"pattern"}:
         _only_matching(_pattern(rest["pattern"]), found, step)
     elif keys <= {"minLength", "maxLength"}:
-        least, most = rest.get("minLength", 0), rest.get("maxLength", "")
+        least = int(rest.get("minLength", 0))
+        most = int(rest["maxLength"]) if "maxLength" in rest else ""
         _only_matching(rf"^[\s\S]{{{least},{most}}}$", found, step)
     elif keys == {"not"}:
         _without(_resolved(rest["not"], resolve), found, step)
@@ -94,12 +95,14 @@ def _only_others(pattern: str, found: Schema) -> None:
 
 def _without(names: Any, found: Schema, step: Callable[[int], None]) -> None:
     """Forbids the names that match a schema."""
-    rest = {k: v for k, v in names.items() if k not in _ANNOTATIONS} if names is not True else {}
+    if isinstance(names, bool):
+        raise Unsupported
+    rest = {k: v for k, v in names.items() if k not in _ANNOTATIONS}
     values = values_of(rest)
-    if names is not False and values is not None and len(rest) == 1:
+    if values is not None and len(rest) == 1:
         listed = [name for name in values if isinstance(name, str)]
         found["properties"] = {**found.get("properties", {}), **dict.fromkeys(listed, False)}
-    elif names is not False and set(rest) == {"pattern"} and not found.get("patternProperties"):
+    elif set(rest) == {"pattern"} and not found.get("patternProperties"):
         pattern = _pattern(rest["pattern"])
         _forbid(found, lambda name: matches(pattern, name, step))
         _only_others(without(pattern, step), found)

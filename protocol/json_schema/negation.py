@@ -35,6 +35,8 @@ MAX_VALUES = 64
 """Maximum values of an ``enum`` that is negated."""
 MAX_CHARACTERS = 1_000
 """Maximum characters of all strings of an ``enum`` that is negated."""
+MAX_NUMBER = 2**53
+"""Maximum absolute value of a number that is negated. llguidance rounds larger integers."""
 MAX_ONE_OF = 16
 """Maximum alternatives of a ``oneOf``."""
 
@@ -155,7 +157,7 @@ class Negation:
                 raise Unsupported
             yield {"type": "string", "pattern": excluding(strings)}
         if numbers := by_type.get("number"):
-            yield from _between(sorted({*numbers}))
+            yield from _between(sorted({*map(_number, numbers)}))
         for kind, unlike in (("array", self._unlike_array), ("object", self._unlike_object)):
             if kind in by_type:
                 yield all_of([any_of(unlike(value)) for value in by_type[kind]])
@@ -399,5 +401,7 @@ def _count(value: Any) -> int:
 
 def _number(value: Any) -> int | float:
     if isinstance(value, bool) or not isinstance(value, int | float):
+        raise Unsupported
+    if not -MAX_NUMBER <= value <= MAX_NUMBER:
         raise Unsupported
     return value

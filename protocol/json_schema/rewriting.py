@@ -80,6 +80,8 @@ def rewritten(root: Any) -> Rewritten:
     unchanged = Rewritten(root, [], [])
     if not isinstance(root, dict) or draft_of(root) == 3 or not needs_rewriting(root):
         return unchanged
+    if any(one is not root and isinstance(one.get("$id"), str) for one in objects(root)):
+        return unchanged  # References in such a part have another root.
     for skipped in (frozenset[str](), frozenset(("propertyNames", "unevaluatedProperties"))):
         rewriter = _Rewriter(root, skipped)
         try:
@@ -120,6 +122,10 @@ class _Rewriter:
         self._steps = MAX_STEPS
         self._left = 0
         """Number of keywords that were not rewritten."""
+        self._exact = 0
+        """Number of calls of ``exact`` that are running."""
+        self._targets: set[str] = set()
+        """References from exact schemas. Their targets are exact too."""
         self._negation = Negation(root, self._draft, self.exact, self.step)
         self._disjoint = Disjoint(root, self._draft, self.step)
         self.enforced: dict[str, None] = {}
@@ -161,11 +167,17 @@ class _Rewriter:
 
     def exact(self, schema: Any) -> Any:
         """A rewritten schema. Raises Unsupported if one of its keywords cannot be rewritten."""
-        left = self._left
-        made = self.positive(schema)
-        if self._left != left:
-            self._left = left
-            raise Unsupported
+        left, targets = self._left, set(self._targets)
+        self._exact += 1
+        try:
+            made = self.positive(schema)
+            if self._left != left:
+                raise Unsupported
+        except Unsupported:
+            self._left, self._targets = left, targets
+            raise
+        finally:
+            self._exact -= 1
         return made
 
     def positive(self, schema: Any) -> Any:
@@ -176,6 +188,10 @@ class _Rewriter:
         if self._draft <= 7 and "$ref" in schema:
             # These drafts ignore the keywords next to a reference.
             schema = {name: one for name, one in schema.items() if name not in REWRITTEN}
+        reference = schema.get("$ref")
+        if self._exact and isinstance(reference, str) and reference not in self._targets:
+            self._targets.add(reference)
+            self.positive(self._target(reference))
         if not _REFERENCES.isdisjoint(schema):
             self._left += 1
         found = {name: self._inside(name, value) for name, value in schema.items()}
@@ -386,6 +402,8 @@ class _Rewriter:
         begin = _LOOK_AHEAD.match(pattern)
         rest = "" if begin is None else pattern[begin.end() :]
         if begin is None or LOOK_AROUND.search(rest) or _has_alternatives(rest):
+            raise Unsupported
+        if rest.startswith(("*", "+", "?", "{")):  # Repeats the last look-ahead.
             raise Unsupported
         made = [f"^{rest}"]
         for ahead in _ONE_LOOK_AHEAD.finditer(begin[0]):
