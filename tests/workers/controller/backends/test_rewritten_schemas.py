@@ -115,6 +115,21 @@ def matchers() -> Iterator[Matchers]:
     made.close()
 
 
+@pytest.mark.parametrize("numbers", [[0, 0.5], [-1.5, -1], [1.2, 1.5], [2, 3]])
+def test_no_text_is_a_number_that_is_not_allowed(matchers: Matchers, numbers: list[float]) -> None:
+    schema = {"type": "number", "not": {"enum": numbers}}
+    for number in numbers:
+        stream = Stream(JsonSchemaProgram(matchers), schema, SHORT)
+        for byte in str(number).encode():
+            stream.mid()
+            if 1 + byte not in stream.allowed:
+                break
+            stream.push([1 + byte])
+        else:
+            stream.mid()
+            assert not stream.allowed & {0}
+
+
 def started(program: JsonSchemaProgram, schema: dict[str, Any]) -> Stream | None:
     """A sequence under a schema; None if no value matches the schema."""
     try:
