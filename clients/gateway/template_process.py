@@ -1,4 +1,5 @@
-"""Renders chat templates: ``python -m tokenbus.clients.gateway.template_process``.
+"""Renders chat templates, checks values against schemas and rewrites schemas: ``python -m
+tokenbus.clients.gateway.template_process``.
 
 A template is a program from the publisher of the model or from a client. It runs in this separate
 process, in Jinja's sandbox, with bounded memory and CPU time. Requests arrive on stdin and answers
@@ -26,6 +27,8 @@ import jinja2.ext
 import jinja2.sandbox
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
+
+from ...protocol.json_schema import rewritten
 
 CPU_S = 2
 """Maximum CPU time of a request, in seconds. The kernel may allow up to one second more."""
@@ -199,10 +202,13 @@ def _cut_at_tag(text: str) -> str:
     return kept if text.startswith(_TAG, place) else kept.rstrip()
 
 
-def answer_of(request: dict[str, Any]) -> dict[str, str]:
+def answer_of(request: dict[str, Any]) -> dict[str, Any]:
     """The answer to a request: the text of the rendered template, or the reason why the template
     cannot be rendered. A request with ``keywords`` does not render a template: it asks whether a
-    value satisfies these keywords of a JSON schema (``schema_check.py``)."""
+    value satisfies these keywords of a JSON schema (``schema_check.py``). A request with
+    ``rewrite`` has a JSON schema, and its answer has the fields of ``Rewritten``."""
+    if "rewrite" in request:
+        return rewritten(request["rewrite"])._asdict()
     if "keywords" in request:
         # jsonschema takes 100 ms to import, and few requests need it.
         from .schema_check import states_of

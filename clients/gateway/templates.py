@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from ...protocol.errors import Code
+from ...protocol.json_schema import MAX_BYTES, Rewritten, needs_rewriting
 from ...protocol.python_command import python_command
 from .conversation.constraints import KeywordState
 from .errors import ApiError, invalid_field
@@ -39,10 +40,10 @@ MAX_TEMPLATE = 256 * 1024
 class Templates:
     """Renders the conversations of all requests of a gateway.
 
-    One process renders the models' templates. Another process renders the templates in requests and
-    checks values against schemas. A slow template in a request therefore delays only requests to
-    the second process, and those of each other user by at most one rendering. Each process is
-    started for its first request.
+    One process renders the models' templates. Another process renders the templates in requests,
+    checks values against schemas and rewrites schemas. A slow template in a request therefore
+    delays only requests to the second process, and those of each other user by at most one
+    rendering. Each process is started for its first request.
     """
 
     def __init__(self, trust_requests: bool = False) -> None:
@@ -105,7 +106,7 @@ class Templates:
             raise TemplateError(answer["limit"])
         if "fault" in answer:
             raise TemplateRefusalError(answer["fault"])
-        return answer["text"]
+        return cast(str, answer["text"])
 
     async def validate(
         self, schema: bytes, value: Any, keywords: Sequence[str]
@@ -116,6 +117,20 @@ class Templates:
         rest = json.dumps({"value": value, "keywords": keywords}).encode()
         answer = await self._of_requests.ask(b'{"schema":%b,%b' % (schema, rest[1:]))
         return {name: cast(KeywordState, state) for name, state in answer.items()}
+
+    async def rewritten(self, schema: dict[str, Any]) -> Rewritten:
+        """Rewrites a JSON schema (``protocol.json_schema``), which may take 0.3 s of CPU time.
+        Raises ApiError if too many requests wait."""
+        unchanged = Rewritten(schema, [], [])
+        if not needs_rewriting(schema):
+            return unchanged
+        try:
+            request = json.dumps({"rewrite": schema}).encode()
+        except RecursionError:
+            return unchanged
+        if len(request) > MAX_BYTES:
+            return unchanged
+        return Rewritten(**await self._of_requests.ask(request))
 
     async def close(self) -> None:
         """Ends both processes."""
@@ -147,7 +162,7 @@ class TemplateRefusalError(TemplateError):
 class Renderer(Protocol):
     """Answers the requests that ``template_process`` defines."""
 
-    async def ask(self, request: bytes) -> dict[str, str]:
+    async def ask(self, request: bytes) -> dict[str, Any]:
         """The answer of ``template_process`` to a request; raises ApiError."""
 
     async def end(self) -> None:
@@ -164,7 +179,7 @@ class OwnTemplates(Templates):
 
 
 class _InProcess:
-    async def ask(self, request: bytes) -> dict[str, str]:
+    async def ask(self, request: bytes) -> dict[str, Any]:
         return answer_of(json.loads(request))
 
     async def end(self) -> None:
@@ -178,11 +193,11 @@ class RenderingProcess:
     def __init__(self) -> None:
         self._process: Process | None = None
         self._turns = Turns()
-        self._asked: set[asyncio.Task[dict[str, str]]] = set()
+        self._asked: set[asyncio.Task[dict[str, Any]]] = set()
         self._users = Counter[str]()
         """Number of unfinished renderings by user."""
 
-    async def ask(self, request: bytes) -> dict[str, str]:
+    async def ask(self, request: bytes) -> dict[str, Any]:
         """The process's answer to a request. Raises ApiError if too many requests wait, or if the
         process ends or takes too long."""
         user = current_user.get()
@@ -202,7 +217,7 @@ class RenderingProcess:
         asked.add_done_callback(partial(self._answered, user))
         return await asyncio.shield(asked)
 
-    def _answered(self, user: str, asked: asyncio.Task[dict[str, str]]) -> None:
+    def _answered(self, user: str, asked: asyncio.Task[dict[str, Any]]) -> None:
         self._asked.discard(asked)
         self._users[user] -= 1
         if not self._users[user]:
@@ -210,11 +225,11 @@ class RenderingProcess:
         if not asked.cancelled():
             asked.exception()  # Retrieves the error, because the client may have disconnected.
 
-    async def _in_turn(self, user: str, request: bytes) -> dict[str, str]:
+    async def _in_turn(self, user: str, request: bytes) -> dict[str, Any]:
         async with self._turns.of(user):
             return await self._exchange(request)
 
-    async def _exchange(self, request: bytes) -> dict[str, str]:
+    async def _exchange(self, request: bytes) -> dict[str, Any]:
         process = self._process or await _start()
         self._process = process
         assert process.stdin is not None
@@ -242,7 +257,7 @@ class RenderingProcess:
             # The next request would otherwise receive the answer to this request.
             await self.end()
             raise
-        found: dict[str, str] = json.loads(answer)
+        found: dict[str, Any] = json.loads(answer)
         return found
 
     async def end(self) -> None:

@@ -6,6 +6,6 @@ schemas to find which keywords the masks enforce.
 """
 
 from .formats import KNOWN as FORMATS
-from .rewriting import LOOK_AROUND, Rewritten, rewritten
+from .rewriting import LOOK_AROUND, MAX_BYTES, Rewritten, needs_rewriting, rewritten
 
-__all__ = ["FORMATS", "LOOK_AROUND", "Rewritten", "rewritten"]
+__all__ = ["FORMATS", "LOOK_AROUND", "MAX_BYTES", "Rewritten", "needs_rewriting", "rewritten"]

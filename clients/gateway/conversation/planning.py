@@ -12,7 +12,7 @@ from ..answer_forms import HARMONY, Function, Rest, Wanted, family_of, structure
 from ..answer_parts import AnswerForm
 from ..leniency import Ignored
 from ..models import ServedModel
-from ..templates import template_of
+from ..templates import Templates, template_of
 from .constraints import Constraint
 from .parts import AnswerRules, Conversation
 from .rendering import Resources
@@ -62,11 +62,13 @@ async def prepare(
     if called is not None:
         strict = {tool.name for tool in conversation.tools if tool.strict}
         functions = [
-            _enforceable_function(function, function.name in strict, checked)
+            await _enforceable_function(
+                resources.templates, function, function.name in strict, checked
+            )
             for function in called.functions
         ]
         called = replace(called, functions=functions)
-    own, checked_text = _enforceable_constraint(rules.constraint)
+    own, checked_text = await _enforceable_constraint(resources.templates, rules.constraint)
     wanted = _wanted(rules, called, own)
     form, constraint = None, own
     if called is not None or own is None or own.controller in WITH_PARTS:
@@ -77,19 +79,23 @@ async def prepare(
     return Prepared(model, ids, form, constraint, checks)
 
 
-def _enforceable_function(
-    function: Function, strict: bool, checked: dict[str, Checked]
+async def _enforceable_function(
+    templates: Templates, function: Function, strict: bool, checked: dict[str, Checked]
 ) -> Function:
-    schema, check = checked_schema(function.parameters, strict)
+    found = await templates.rewritten(function.parameters)
+    schema, check = checked_schema(function.parameters, found, strict)
     if check is not None:
         checked[function.name] = check
     return Function(function.name, schema)
 
 
-def _enforceable_constraint(own: Constraint | None) -> tuple[Constraint | None, Checked | None]:
+async def _enforceable_constraint(
+    templates: Templates, own: Constraint | None
+) -> tuple[Constraint | None, Checked | None]:
     if own is None or own.controller != "json_schema" or not isinstance(own.arg, dict):
         return own, None
-    schema, check = checked_schema(own.arg, own.strict)
+    found = await templates.rewritten(own.arg)
+    schema, check = checked_schema(own.arg, found, own.strict)
     return replace(own, arg=schema), check
 
 

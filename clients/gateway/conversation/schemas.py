@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ....protocol.json_schema import FORMATS, LOOK_AROUND, rewritten
+from ....protocol.json_schema import FORMATS, LOOK_AROUND, Rewritten
 from ....protocol.messages import Token
 from ..answer_parts import AnswerForm
 from ..errors import ApiError
@@ -53,10 +53,8 @@ class Enforceable(NamedTuple):
     """The keywords that masks cannot enforce."""
 
 
-def enforceable(schema: Schema) -> Enforceable:
-    """Rewrites the keywords that masks can enforce only in another form. Leaves out the keywords
-    that masks cannot enforce."""
-    found = rewritten(schema)
+def enforceable(found: Rewritten) -> Enforceable:
+    """Leaves out the keywords of a rewritten schema that masks cannot enforce."""
     left_out: dict[str, None] = {}
     made = _part(found.schema, left_out, 0)
     left_out |= dict.fromkeys(found.ignored)
@@ -118,15 +116,14 @@ class Checked:
         return msgspec.json.encode(self.schema)
 
 
-def checked_schema(schema: Schema, strict: bool) -> tuple[Schema, Checked | None]:
+def checked_schema(schema: Schema, found: Rewritten, strict: bool) -> tuple[Schema, Checked | None]:
     """The schema for the masks, and the check of the finished text; None if no keyword has to be
-    reported. ``strict``: whether the schema keeps the keywords that masks cannot enforce, so that
-    the controller refuses it."""
+    reported. ``found``: the rewritten schema. ``strict``: whether the schema keeps the keywords
+    that masks cannot enforce, so that the controller refuses it."""
     if strict:
-        found = rewritten(schema)
         made, enforced, left_out = schema, found.enforced, found.ignored
     else:
-        made, enforced, left_out = enforceable(schema)
+        made, enforced, left_out = enforceable(found)
     if not enforced and not left_out:
         return schema, None
     return made, Checked(schema, left_out, enforced)

@@ -24,6 +24,7 @@ from tokenbus.clients.gateway.conversation.schemas import (
 from tokenbus.clients.gateway.errors import ApiError
 from tokenbus.clients.gateway.schema_check import states_of
 from tokenbus.clients.gateway.templates import Templates
+from tokenbus.protocol.json_schema import MAX_BYTES, rewritten
 from tokenbus.protocol.messages import Token
 
 from ...processes import Gateway
@@ -82,7 +83,7 @@ NEVER: dict[str, Any] = {**PLACES, "not": {"patternProperties": {"^p": {"const":
 def test_masks_leave_out_the_keywords_that_they_cannot_enforce(
     schema: dict[str, Any], kept: dict[str, Any], enforced: list[str], left_out: list[str]
 ) -> None:
-    assert enforceable(schema) == (kept, enforced, left_out)
+    assert enforceable(rewritten(schema)) == (kept, enforced, left_out)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +124,21 @@ def test_references_to_other_places_are_not_opened(tmp_path: Path) -> None:
     assert states_of(schema, 1, ["not"]) == {"not": "not checked"}
     local = {"not": {"$ref": "#/$defs/a"}, "$defs": {"a": {"type": "integer"}}}
     assert states_of(local, 1, ["not"]) == {"not": "failed"}
+
+
+@pytest.mark.process
+def test_another_process_rewrites_schemas() -> None:
+    schema: dict[str, Any] = {"not": {"const": "a"}, "format": "zip"}
+    large = {"not": {"const": "x" * MAX_BYTES}}
+    plain = {"type": "string"}
+
+    async def found() -> tuple[Any, ...]:
+        templates = Templates()
+        made = [await templates.rewritten(one) for one in (schema, large, plain)]
+        await templates.close()
+        return tuple(made)
+
+    assert asyncio.run(found()) == (rewritten(schema), (large, [], []), (plain, [], []))
 
 
 @pytest.mark.process
