@@ -10,18 +10,22 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from ....protocol.errors import Code, ControllerError
-from ..backends.llguidance.schemas import schema_grammar
+from ..backends.llguidance.schemas import implemented, schema_grammar
 from ..backends.llguidance.spacing import spaced_lark
 from ..host import Vocabulary
 from .token_set import TokenSet
 
 TOKENIZERS_KEPT = 4
 GRAMMARS_KEPT = 256
+SCHEMAS_KEPT = 16
+
+_implemented = lru_cache(SCHEMAS_KEPT)(implemented)
 
 
 class Constraint(Protocol):
@@ -133,7 +137,7 @@ def json_schema(schema: str) -> str:
     A schema can override the spacing with ``x-guidance``, within bounds. Raises ValueError if the
     schema is not a JSON object, and RefusedGrammar if its spacing is unbounded.
     """
-    return schema_grammar(schema)
+    return schema_grammar(schema, _implemented)
 
 
 def lark(grammar: str) -> str:

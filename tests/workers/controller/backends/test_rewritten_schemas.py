@@ -13,8 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from tokenbus.protocol.errors import RequestError
+from tokenbus.workers.controller.backends.compiling.bounds import Bounds
+from tokenbus.workers.controller.backends.compiling.processes import Processes
+from tokenbus.workers.controller.backends.compiling.tasks import Kind
 from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
 from tokenbus.workers.controller.backends.llguidance.schema_and_lark import JsonSchemaProgram
+from tokenbus.workers.controller.backends.llguidance.schemas import Rewriting, implemented
 
 from ..played import vocabulary
 from .llguidance_streams import TOKENS, Stream, walked
@@ -138,6 +142,32 @@ def started(program: JsonSchemaProgram, schema: dict[str, Any]) -> Stream | None
         if "nsatisfiable" not in error.message:
             raise
         return None
+
+
+class Counted(Processes):
+    """Counts the tasks that rewrite schemas."""
+
+    def __init__(self) -> None:
+        super().__init__(Bounds())
+        self.tasks: list[bytes] = []
+
+    def run(self, kind: Kind, grammar: bytes) -> bytes:
+        assert kind == "rewrite"
+        self.tasks.append(grammar)
+        return super().run(kind, grammar)
+
+
+def test_a_process_rewrites_a_schema_once() -> None:
+    processes = Counted()
+    rewriting = Rewriting(processes)
+    schema = json.dumps({"not": {"enum": [1, 2.0]}, "type": "number"})
+    plain = json.dumps({"type": "number"})
+    for _ in range(2):
+        assert rewriting.implemented(schema) == implemented(schema)
+        assert rewriting.implemented(plain) == plain
+        assert rewriting.implemented("{") == "{"
+    assert processes.tasks == [schema.encode()]
+    processes.close()
 
 
 @pytest.mark.parametrize("keyword", SCHEMAS)

@@ -44,6 +44,10 @@ def _done(task: Task) -> Done:
             from ..llguidance.blame import blamed
 
             return Done(refused=blamed(task.grammar.decode(), task.failed, task.cpu_s))
+        case "rewrite":
+            from ..llguidance.schemas import implemented
+
+            return Done(tables=implemented(task.grammar.decode()).encode())
     from ..grammar.automata import MAKERS
 
     try:

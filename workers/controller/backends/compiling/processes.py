@@ -56,8 +56,9 @@ class Processes:
         return self._done("shortest", grammar.encode()).shortest
 
     def run(self, kind: Kind, grammar: bytes) -> bytes:
-        """The tables of the automata that a task of this kind compiles. Raises the same errors as
-        ``check``, with the reason of the compiler of this kind."""
+        """The tables of the automata that a task of this kind compiles, or the schema that it
+        rewrites. Raises the same errors as ``check``, with the reason of the compiler of this
+        kind."""
         return self._done(kind, grammar).tables
 
     def close(self) -> None:

@@ -6,9 +6,10 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal["llguidance", "shortest", "blame", "regex", "choice", "combination"]
+Kind = Literal["llguidance", "shortest", "blame", "rewrite", "regex", "choice", "combination"]
 """The kind of a task. ``llguidance`` checks a grammar, ``shortest`` searches for its shortest text,
-and ``blame`` finds the faulty part of a refused grammar. Other kinds compile tables."""
+``blame`` finds the faulty part of a refused grammar, and ``rewrite`` rewrites a schema. Other kinds
+compile tables."""
 
 
 class Task(msgspec.Struct):
@@ -24,7 +25,8 @@ class Task(msgspec.Struct):
 
 
 class Done(msgspec.Struct):
-    """The outcome of a task: tables, a shortest text, or the reason of a refusal."""
+    """The outcome of a task: tables or a rewritten schema, a shortest text, or the reason of a
+    refusal."""
 
     tables: bytes = b""
     refused: str = ""

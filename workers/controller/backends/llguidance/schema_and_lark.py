@@ -12,7 +12,7 @@ from ..compiling.bounds import RefusedGrammar
 from .closing import Closing
 from .matcher_controller import MatcherController
 from .matchers import Matchers
-from .schemas import schema_grammar
+from .schemas import Rewriting, schema_grammar
 from .spacing import spaced_lark
 
 MAX_BYTES = 1024 * 1024
@@ -39,13 +39,14 @@ class JsonSchemaProgram:
 
     def __init__(self, matchers: Matchers) -> None:
         self._matchers = matchers
+        self._rewriting = Rewriting(matchers.processes)
 
     def start(self, host: Host) -> MatcherController:
         """Makes the controller. Raises RequestError, with llguidance's reason, if the argument is
         not a schema that llguidance supports."""
         schema = _argument(host, "json_schema", "a JSON schema")
         try:
-            grammar = schema_grammar(_object_of(schema))
+            grammar = schema_grammar(_object_of(schema), self._rewriting.implemented)
         except RefusedGrammar as error:
             raise _refusal(f"json_schema: {error}") from None
         except ValueError as error:

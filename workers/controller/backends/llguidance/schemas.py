@@ -2,45 +2,74 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from functools import lru_cache
+from collections.abc import Callable
 
 from llguidance import LLMatcher
 
-from .....protocol.json_schema import rewritten
+from .....protocol.json_schema import needs_rewriting, rewritten
+from ...pool import tenant_of_thread
+from ..compiling import bounds
+from ..compiling.kept import Kept
+from ..compiling.processes import Processes
+from ..compiling.shared import Shared
 from .plain import MAX_TEXT
 from .spacing import spaced_schema
 
-KEPT = 16
+KEPT_SCHEMAS = 64
 """Maximum rewritten schemas that are cached. The sequences of a request have the same schema."""
-SHORT = 32 * 1024
-"""Maximum characters of a schema whose rewritten form is cached."""
+KEPT_CHARACTERS = 1024 * 1024
+"""Maximum characters of all cached schemas."""
 
 
-def schema_grammar(schema: str) -> str:
-    """The grammar of the JSON values that match a schema. Keywords that llguidance does not
-    implement are rewritten if possible (``protocol.json_schema``).
+def schema_grammar(schema: str, implement: Callable[[str], str]) -> str:
+    """The grammar of the JSON values that match a schema. ``implement`` rewrites the keywords that
+    llguidance does not implement, as ``implemented`` does.
 
     Raises RefusedGrammar if the options of the schema are not valid, and ValueError if the schema
     is not a JSON object.
     """
     text, options = spaced_schema(schema)
-    return LLMatcher.grammar_from_json_schema(_implemented(text), options)
+    return LLMatcher.grammar_from_json_schema(implement(text), options)
 
 
-def _implemented(text: str) -> str:
-    if len(text) > MAX_TEXT:
-        return text
-    return _kept(text) if len(text) <= SHORT else _rewritten(text)
-
-
-def _rewritten(text: str) -> str:
-    try:
-        root = json.loads(text)
-    except (ValueError, RecursionError):
-        return text  # llguidance reports the error.
+def implemented(text: str) -> str:
+    """Rewrites keywords that llguidance does not implement, where that is possible
+    (``protocol.json_schema``). This may take 0.2 s of CPU time."""
+    root = _parsed(text)
     found = rewritten(root)
     return text if found.schema is root else json.dumps(found.schema)
 
 
-_kept = lru_cache(KEPT)(_rewritten)
+def _parsed(text: str) -> object:
+    """The value of a JSON text; None for a long or a wrong text, whose error llguidance reports."""
+    try:
+        return json.loads(text) if len(text) <= MAX_TEXT else None
+    except (ValueError, RecursionError):
+        return None
+
+
+class Rewriting:
+    """Rewrites the schemas of a worker in separate processes (``implemented``), and caches the
+    results. Thread-safe."""
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self._shared: Shared[str] = Shared(2 * bounds.WALL_S)
+        self._kept: Kept[bytes, str] = Kept(KEPT_SCHEMAS, KEPT_CHARACTERS)
+
+    def implemented(self, text: str) -> str:
+        """The result of ``implemented``. Raises RefusedGrammar if the rewriting exceeds the bounds
+        of the processes, and UnavailableError if no process becomes free in time."""
+        key = hashlib.sha256(text.encode()).digest()
+        found = self._kept.get(key)
+        if found is None:
+            found = self._shared.get(key, lambda: self._made(text))
+            self._kept.add(tenant_of_thread(), key, found, len(found))
+        return found
+
+    def _made(self, text: str) -> str:
+        if not needs_rewriting(_parsed(text)):
+            return text
+        return self._processes.run("rewrite", text.encode()).decode()
