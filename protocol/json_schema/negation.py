@@ -151,7 +151,7 @@ class Negation:
         yield _typed([kind for kind in TYPES if kind not in by_type])
         booleans = by_type.get("boolean", ())
         if len({*booleans}) == 1:
-            yield {"const": True not in booleans}
+            yield {"enum": [True not in booleans]}  # Draft 4 does not have ``const``.
         if strings := by_type.get("string"):
             if sum(map(len, strings)) > MAX_CHARACTERS:
                 raise Unsupported
