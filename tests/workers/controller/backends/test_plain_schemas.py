@@ -14,6 +14,7 @@ from tokenbus.workers.controller.backends.llguidance.completion import Completio
 from tokenbus.workers.controller.backends.llguidance.least_length import growth, least_bytes
 from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
 from tokenbus.workers.controller.backends.llguidance.plain import (
+    MAX_COPIES,
     MAX_NODES,
     MAX_UNROLLED,
     is_plain,
@@ -138,6 +139,8 @@ def test_what_may_take_long_is_not_plain() -> None:
         {**TEXT, "pattern": "a" * MAX_UNROLLED},
         {"type": "array", "minItems": 10_000},
         {"$ref": "https://example.org/schema.json"},
+        {"$ref": "#a", "$defs": {"a": {**TEXT, "$anchor": "a"}}},
+        {"allOf": [{"$ref": "#/$defs/%61"}] * 2, "$defs": {"a": {"anyOf": [TEXT] * MAX_COPIES}}},
         {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, TEXT]}}, "$ref": "#/$defs/a"},
     ):
         assert not is_plain(json.dumps(schema), schema)

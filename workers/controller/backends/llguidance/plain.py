@@ -18,6 +18,9 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
+from .....protocol.json_schema.parts import Unsupported
+from .....protocol.json_schema.parts import target as target_of
+
 MAX_TEXT = 256 * 1024
 """Maximum characters of a schema."""
 MAX_DEPTH = 40
@@ -153,7 +156,7 @@ class _Plain:
             if "$dynamicRef" in node or "$recursiveRef" in node:
                 return False
             if isinstance(reference := node.get("$ref"), str):
-                if not reference.startswith("#"):
+                if reference != "#" and not reference.startswith("#/"):
                     return False
                 referenced.add(reference)
             multiple = node.get("multipleOf", 1)
@@ -233,18 +236,10 @@ class _Plain:
 def target(root: Any, reference: str) -> Any:
     """The target of a reference into the same schema; an empty list if the schema does not have
     this target."""
-    if not reference.startswith("#"):
+    try:
+        return target_of(root, reference)
+    except Unsupported:
         return []
-    found = root
-    for name in reference[1:].split("/")[1:]:
-        name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict) and name in found:
-            found = found[name]
-        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-            found = found[int(name)]
-        else:
-            return []
-    return found
 
 
 def _bound(node: Schema, key: str) -> int:
