@@ -34,7 +34,7 @@ from .parts import (
 from .unevaluated import evaluated
 
 MAX_STEPS = 20_000
-"""Maximum number of schemas that are visited. Visiting this number takes about 60 ms."""
+"""Maximum number of schemas that are visited. Visiting this number takes about 0.1 s."""
 MAX_DISTINCT = 4
 """Maximum values of items for which all arrays without equal items are listed."""
 MAX_BYTES = 256 * 1024
