@@ -102,11 +102,22 @@ def needs_rewriting(root: Any) -> bool:
 
 
 def _is_text_rewritten(schema: Schema) -> bool:
-    """Whether the pattern or the format of a schema is not one that llguidance implements."""
+    """Whether the pattern or the format of a schema is not one that llguidance implements, or
+    whether the schema forbids names that match a pattern."""
     pattern, name = schema.get("pattern"), schema.get("format")
-    return (isinstance(name, str) and name not in KNOWN) or (
-        isinstance(pattern, str) and LOOK_AROUND.search(pattern) is not None
+    return (
+        _forbidden(schema) is not None
+        or (isinstance(name, str) and name not in KNOWN)
+        or (isinstance(pattern, str) and LOOK_AROUND.search(pattern) is not None)
     )
+
+
+def _forbidden(schema: Schema) -> str | None:
+    """The pattern of forbidden names if a schema has only this pattern of names."""
+    patterns = schema.get("patternProperties")
+    if not isinstance(patterns, dict) or list(patterns.values()) != [False]:
+        return None
+    return str(*patterns)
 
 
 class _TooLarge(Exception):
@@ -322,6 +333,22 @@ class _Rewriter:
         self.named = True
         return ()
 
+    def _forbidden_names(self, _: Schema, found: Schema) -> Iterable[Any]:
+        """llguidance allows a name that matches such a pattern, but no value after the name."""
+        pattern = _forbidden(found)
+        if pattern is None or self._skipped or "propertyNames" in found:
+            return ()
+        made = {name: one for name, one in found.items() if name != "patternProperties"}
+        try:
+            only_names({"not": {"pattern": pattern}}, made, self._target, self.step)
+        except Unsupported:
+            return ()
+        found.clear()
+        found |= made
+        self.enforced["patternProperties"] = None
+        self.named = True
+        return ()
+
     def _unevaluated_properties(self, schema: Schema, found: Schema) -> Iterable[Any]:
         names = evaluated(schema, self._target)
         if names is not None:
@@ -417,6 +444,7 @@ _REWRITES: tuple[tuple[tuple[str, ...], Callable[[Any, Schema, Schema], Iterable
     (("unevaluatedProperties",), _Rewriter._unevaluated_properties),
     (("unevaluatedItems",), _Rewriter._unevaluated_items),
     (("propertyNames",), _Rewriter._property_names),
+    (("patternProperties",), _Rewriter._forbidden_names),
     (("format",), _Rewriter._format),
     (("pattern",), _Rewriter._pattern),
     (("uniqueItems",), _Rewriter._unique_items),

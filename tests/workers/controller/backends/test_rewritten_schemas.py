@@ -84,6 +84,9 @@ SCHEMAS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
             "propertyNames": names,
         }
     ),
+    "patternProperties": st.sampled_from(["a", "^n", "b$"]).map(
+        lambda pattern: {"type": "object", "patternProperties": {pattern: False}}
+    ),
     "contains": VALUES.map(lambda value: {"type": "array", "contains": {"const": value}}),
     "uniqueItems": st.integers(0, 3).map(
         lambda least: {**ITEMS, "uniqueItems": True, "minItems": least}
