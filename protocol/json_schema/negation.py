@@ -374,8 +374,8 @@ def _having(name: str, value: Any) -> Any:
 
 
 def _between(numbers: list[int | float]) -> Iterator[Schema]:
-    """Schemas of all numbers except ``numbers``, which are sorted. An interval of less than 1 with an
-    integer at its end is left out, because llguidance would allow the integer."""
+    """Schemas of all numbers except ``numbers``, which are sorted. An interval of less than 1 with
+    an integer at its end is left out, because llguidance would allow the integer."""
     yield {"type": "number", "exclusiveMaximum": numbers[0]}
     for low, high in pairwise(numbers):
         if high - low < 1 and (low == int(low) or high == int(high)):

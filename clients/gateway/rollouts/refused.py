@@ -38,5 +38,5 @@ REFUSED = {
 
 async def refuse(request: Request) -> Response:
     """Refuses a request without reading its body."""
-    path = request.url.path
+    path = request.scope["path"]
     raise ApiError(400, f"{path} is not supported: {REFUSED[path]}", code="unsupported")
