@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from tokenbus.protocol.worker_messages import StepResult, Variable, VariableAnswer
 from tokenbus.workers.controller.host import Host
 from tokenbus.workers.controller.interface import Action, Controller, Program
-from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.sequence_group import Round, SequenceGroup
 from tokenbus.workers.controller.variable_calls import SequenceVariables
@@ -34,7 +33,7 @@ from tokenbus.workers.controller.wasm.wasm_binary import with_exported_globals
 from tokenbus.workers.state.variables import VariableStorage
 
 from ....counts import examples
-from ..played import WORDS, vocabulary
+from ..played import UNHURRIED, WORDS, vocabulary
 from .aici_guests import puppet
 from .guests import ROOT, compile_guest
 from .hostile.guests import FREE, MASK_AT, call, guest, set_word
@@ -45,7 +44,7 @@ SDK = ROOT / "workers/controller/sdk/examples"
 VOCABULARY = vocabulary(WORDS)
 PROMPT = [117, 33, 44]
 MAX_TOKENS = 30
-LIMITS = Limits()
+LIMITS = UNHURRIED
 FLOATS, TEMPORARY = 40_960, 49_152
 CANONICAL = 0x7FF8_0000_0000_0000
 """The bits of the canonical NaN as a double."""
