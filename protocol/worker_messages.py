@@ -441,6 +441,8 @@ class Start(Struct, kw_only=True, omit_defaults=True):
     can ignore decisions for earlier attempts; 0 for the first START of a request."""
     reads_usual: bool = False
     """Whether the GPU worker reads ``Result.usual``."""
+    takes_runs: bool = False
+    """Whether the GPU worker reads ``StepResult.run``."""
 
 
 class StepSequence(Struct, array_like=True):
@@ -450,8 +452,8 @@ class StepSequence(Struct, array_like=True):
     seq: int
     tokens: list[TokenId]
     """The sampled tokens: the argument of ``post_process``. There are several tokens only after a
-    draft: each token but the last was then sampled under one of the controller's masks along the
-    draft."""
+    run or a draft. After a draft, each token but the last was sampled under one of the controller's
+    masks along the draft."""
     ended: FinishReason | None = None
     """The finish reason if the sequence has finished. The sequence's controller then gets a last
     ``post_process`` and is dropped."""
@@ -563,6 +565,10 @@ class StepResult(Struct, array_like=True):
     """Pins the blocks of the sequence, as far as they are computed."""
     awaits: int = 0
     """``suspend``: the number of the input that the program waits for, or 0."""
+    run: int = 1
+    """``sample``: the maximum number of tokens that are sampled before the next STEP. In a *run* of
+    more than one token, every token is allowed, and the mask has the tokens that end the run. Only
+    for requests whose START has ``takes_runs``."""
 
     @property
     def biased(self) -> bool:

@@ -43,6 +43,9 @@ class Vocabulary(Protocol):
         the vocabulary cannot represent the text.
         """
 
+    def tokens_with(self, byte: int) -> bytes:
+        """The tokens whose bytes contain ``byte``, as a mask of ``4 * ceil(size / 32)`` bytes."""
+
     @property
     def trie(self) -> bytes:
         """The token trie, in the binary format that AICI's guests read."""

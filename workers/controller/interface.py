@@ -86,6 +86,10 @@ class Answer(NamedTuple):
     name: str = ""
     """With SAVE and OPEN: the name of the context."""
     pin_s: float = 0.0
+    run: int = 1
+    """With CONTINUE from mid_process: the maximum number of tokens that one post_process may
+    receive. With more than 1, every token is allowed, and the mask has the tokens that post_process
+    must receive at once. The worker may still call post_process for each token."""
 
 
 STOP = Answer(Action.STOP)

@@ -308,6 +308,7 @@ def _failure(request: int, seq: int, what: str) -> StepResult:
 def _may_sample(sequence: ControlledSequence, last: StepResult, token: int) -> bool:
     """Whether the mask and the bias of a result allow a token. Sequences have no rows of the shared
     file during a replay, so both are in buffers."""
-    if last.attachment is not None and not sequence.mask[token >> 3] >> (token & 7) & 1:
+    masked = last.attachment is not None and last.run == 1
+    if masked and not sequence.mask[token >> 3] >> (token & 7) & 1:
         return False
     return last.bias_attachment is None or not forbids(sequence.bias, token)

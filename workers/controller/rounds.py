@@ -145,6 +145,8 @@ class Rounds:
         self._changes = changes
         self._owner = owner
         self._count_bytes = count_bytes
+        self.takes_runs = False
+        """Whether results may have runs (``StepResult.run``)."""
 
     def begin(
         self, sequence: ControlledSequence, prompt: Sequence[int], n: int = 1
@@ -313,8 +315,12 @@ class Rounds:
             answer = controller.mid_process(group or (sequence.seq,), sequence.mask)
             group = None
             if answer.action is Action.CONTINUE:
-                result = _result(sequence, "sample", change, answer.masked)
+                runs = answer.run > 1
+                masked = answer.masked and (self.takes_runs or not runs)
+                result = _result(sequence, "sample", change, masked)
                 result.query, result.override = answer.query, answer.override
+                if runs and self.takes_runs:
+                    result.run = answer.run
                 if answer.bias is not None or sequence.bias:
                     _give_bias(sequence, result, answer.bias)
                 return [result]
@@ -492,7 +498,7 @@ def _look_along(
     """Adds the masks and biases after the tokens of a draft to the result of a round, if the
     round's decision is only to sample."""
     first, controller = results[0], sequence.controller
-    if len(results) > 1 or first.action != "sample" or first.has_options:
+    if len(results) > 1 or first.action != "sample" or first.has_options or first.run > 1:
         return
     if first.backtrack or first.ff_tokens or first.prompt or first.logs or first.messages:
         return

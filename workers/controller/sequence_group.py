@@ -2,7 +2,7 @@
 each sequence.
 
 A sequence waits for the model, runs a round, or is suspended. A suspended sequence is woken when
-another sequence of the request has written a variable, has finished or has sampled a token since
+another sequence of the request has written a variable, has finished or has run a round since
 the last pre_process of the suspended sequence began. A sequence that waits for a variable
 (``ctx.wait_var``) is not woken by changes other than a write of this variable. If all sequences are
 suspended and no sequence is woken in this way, all are woken 10 ms or more later (``IdleGroups``).
@@ -103,7 +103,7 @@ class SequenceGroup:
         self.memory: TenantMemory | None = None
         """The memory share of the owner. The worker sets this field before the first round."""
         self.reads_usual = False
-        """``Start.reads_usual``."""
+        """``Start.reads_usual``. The worker sets it and ``takes_runs`` before the first round."""
         self.events: RoundEvents | None = None
         """The events of the rounds; None if the request is not traced."""
         self.tools: GroupTools | None = None
@@ -134,6 +134,15 @@ class SequenceGroup:
         """Whether all sequences are suspended, and whether a call of ``wake_idle`` is scheduled."""
         self._used_bytes = 0
         self._closed = False
+
+    @property
+    def takes_runs(self) -> bool:
+        """``Start.takes_runs``; False if the request inspects each round."""
+        return self._rounds.takes_runs
+
+    @takes_runs.setter
+    def takes_runs(self, takes: bool) -> None:
+        self._rounds.takes_runs = takes and not self.inspect
 
     @property
     def closed(self) -> bool:

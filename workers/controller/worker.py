@@ -391,7 +391,7 @@ class ControllerWorker:
         self._groups[link, header.request] = group
         logs.begin(header.request, start.request_id, start.trace)
         group.events = RoundEvents.of(header.request, start)
-        group.reads_usual = start.reads_usual
+        group.reads_usual, group.takes_runs = start.reads_usual, start.takes_runs
         log.debug(
             "request %d: its controller is %s",
             header.request,

@@ -33,7 +33,7 @@ class Controllers:
 
     ``storage``: a state worker's variables, which remain when this object or the GPU worker is
     replaced. ``program`` makes the controllers; None: they are scripts. ``shared``: whether both
-    workers are on one machine.
+    workers are on one machine. ``runs``: whether results may have runs.
     """
 
     def __init__(
@@ -44,7 +44,9 @@ class Controllers:
         number: int = 7,
         program: Program | None = None,
         shared: bool = False,
+        runs: bool = True,
     ) -> None:
+        self._runs = runs
         self._program, self._files = program, MaskFiles() if shared else None
         self.number = number
         self._loop, self._storage, self._rng = loop, storage, rng
@@ -86,6 +88,7 @@ class Controllers:
             self._storage.apply,
             attempt=start.attempt,
         )
+        group.takes_runs = start.takes_runs and self._runs
         self._groups[request] = group
         vocabulary = start.vocabulary
         program = self._program or PythonProgram(Scripted)

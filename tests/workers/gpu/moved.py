@@ -63,6 +63,26 @@ def transcript(messages: Sequence[list[Token]]) -> bytes:
     return encode_transcript([e for m in messages for e in m], "gpu-1", "it was killed", 0.5)
 
 
+def merged(messages: list[list[Token]]) -> list[list[Token]]:
+    """The entries in the form in which they are compared. The logs and writes of entries that were
+    not sampled move to the next sampled entry of the sequence, or to its last entry, because their
+    division among entries depends on time."""
+    found = msgspec.msgpack.decode(
+        msgspec.msgpack.encode([e for m in messages for e in m]), type=list[Token]
+    )
+    last: dict[int, Token] = {}
+    for entry in found:
+        before = last.get(entry.seq)
+        if before is not None and entry.parent is None:
+            entry.logs, entry.storage = before.logs + entry.logs, before.storage + entry.storage
+            before.logs, before.storage = "", []
+        if entry.parent is None:
+            last[entry.seq] = entry
+        if entry.token is not None and entry.logprob is not None:
+            del last[entry.seq]
+    return [found]
+
+
 class Moving:
     """Runs one request at one worker, and again at two workers."""
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,7 +20,16 @@ from tokenbus.workers.state.variables import VariableStorage
 from ...counts import examples
 from ...worlds.gpu_worker_loop import Loop
 from .controlled import Controllers, script
-from .moved import REQUEST, TURNS, check_notice, finished, give, same_entries, token_messages
+from .moved import (
+    REQUEST,
+    TURNS,
+    check_notice,
+    finished,
+    give,
+    merged,
+    same_entries,
+    token_messages,
+)
 from .moved import transcript as transcript_of
 
 ANY = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
@@ -71,26 +79,6 @@ class Run:
         )
         lost = Lost(requests=[REQUEST], code="worker_lost", message="it was killed", worker="gpu-1")
         self.loop.give(b"LOST", lost)
-
-
-def merged(messages: list[list[Token]]) -> list[list[Token]]:
-    """The entries in the form in which they are compared. The logs and writes of entries that were
-    not sampled move to the next sampled entry of the sequence, or to its last entry, because their
-    division among entries depends on time."""
-    found = msgspec.msgpack.decode(
-        msgspec.msgpack.encode([e for m in messages for e in m]), type=list[Token]
-    )
-    last: dict[int, Token] = {}
-    for entry in found:
-        before = last.get(entry.seq)
-        if before is not None and entry.parent is None:
-            entry.logs, entry.storage = before.logs + entry.logs, before.storage + entry.storage
-            before.logs, before.storage = "", []
-        if entry.parent is None:
-            last[entry.seq] = entry
-        if entry.token is not None and entry.logprob is not None:
-            del last[entry.seq]
-    return [found]
 
 
 BODY = st.fixed_dictionaries(

@@ -7,6 +7,7 @@ completes the text within ``max_tokens``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -15,6 +16,9 @@ from ....protocol.errors import Code, ControllerError, TokenbusError
 from ..biases import Bias
 from ..host import Host
 from ..interface import CONTINUE, Action, Answer, Batch, Batched, Constraint
+
+MAX_RUN = 64
+"""Maximum number of tokens between two rounds of a text without a constraint."""
 
 Kind = Literal["regex", "choice", "json_schema", "lark", "yacc", "substring", "combination"]
 
@@ -54,7 +58,6 @@ class Generation:
         self._host = host
         self._constraint = constraint
         self._bias = bias
-        self._free = Answer(Action.CONTINUE, bias=bias)
         self._stops = [stop.encode() for stop in asked.stop_at]
         self._text = bytearray()
         """The text, which is only collected if there are stop texts."""
@@ -75,7 +78,7 @@ class Generation:
         if self._repair is not None:
             return self._repair
         if self._constraint is None:
-            return self._free
+            return self._sample_freely(mask)
         answer = self._constraint.mid_process((self._host.seq,), mask)
         if answer.action is Action.STOP:
             self.ended = True
@@ -145,6 +148,26 @@ class Generation:
             self._constraint = None
 
     # --- inside ---------------------------------------------------------------------------------
+
+    def _sample_freely(self, mask: memoryview) -> Answer:
+        """Samples without a constraint. Without a bias, the round is the beginning of a run, which
+        ends with a token in which the text may end."""
+        most = self._asked.max_tokens
+        run = MAX_RUN if most is None else min(MAX_RUN, most - len(self.tokens))
+        if run < 2 or self._bias is not None:
+            return Answer(Action.CONTINUE, bias=self._bias)
+        mask[:] = self._endings
+        return Answer(Action.CONTINUE, masked=True, run=run)
+
+    @cached_property
+    def _endings(self) -> bytes:
+        """The tokens in which the text may end, as a mask: end-of-sequence tokens, and tokens that
+        contain the last byte of a stop text."""
+        vocabulary = self._host.vocabulary
+        endings = sum(1 << token for token in set(vocabulary.eos_ids))
+        for byte in {stop[-1] for stop in self._stops}:
+            endings |= int.from_bytes(vocabulary.tokens_with(byte), "little")
+        return endings.to_bytes(4 * -(-vocabulary.size // 32), "little")
 
     def _bytes(self, tokens: Sequence[int]) -> bytes:
         return b"".join(map(self._host.vocabulary.token, tokens))

@@ -61,6 +61,7 @@ class TokenizerVocabulary:
         self._longest_match = LongestMatch(self._tokens)
         self.has_every_byte = self._longest_match.has_every_byte
         self.trie = encode_trie(self._tokens, self.eos)
+        self._tokens_with: dict[int, bytes] = {}
 
     @classmethod
     def from_json(
@@ -115,6 +116,17 @@ class TokenizerVocabulary:
     def token(self, number: int) -> bytes:
         """The bytes of a token; empty for a special token and for an id that is not valid."""
         return self._tokens[number] if 0 <= number < self.size else b""
+
+    def tokens_with(self, byte: int) -> bytes:
+        """See ``host.Vocabulary``. The first call for each byte takes a few milliseconds."""
+        found = self._tokens_with.get(byte)
+        if found is None:
+            mask = bytearray(4 * -(-self.size // 32))
+            for number, token in enumerate(self._tokens):
+                if byte in token:
+                    mask[number >> 3] |= 1 << (number & 7)
+            found = self._tokens_with[byte] = bytes(mask)
+        return found
 
     def bytes_of(self, tokens: Sequence[int]) -> bytes:
         """The text of tokens."""

@@ -486,6 +486,7 @@ def _start(message: Generate, stream: Stream, engine: Engine) -> Start:
         trace=message.trace,
         request_id=message.request_id,
         reads_usual=True,
+        takes_runs=True,
     )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ....protocol.messages import ConstraintEnd
 from ....protocol.worker_messages import StepResult
 from ..engine.engine import Engine
@@ -24,6 +26,26 @@ class Notes(NamedTuple):
     """Texts for the client."""
     waiting: int = 0
     """``Token.waiting``."""
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Several tokens that a sequence samples without a decision for each (``StepResult.run``)."""
+
+    left: int
+    """Maximum number of further tokens."""
+    endings: np.ndarray | None
+    """The tokens that end the run, as u32 words; None if the run ends with its last token only."""
+    tokens: list[int] = field(default_factory=list)
+    """The tokens so far."""
+
+    def take(self, token: int) -> bool:
+        """Adds a token; returns whether it ends the run."""
+        self.tokens.append(token)
+        self.left -= 1
+        if self.left < 1:
+            return True
+        return self.endings is not None and bool(self.endings[token >> 5] >> (token & 31) & 1)
 
 
 @dataclass(slots=True, eq=False)

@@ -35,7 +35,7 @@ from .decisions import (
 from .mask_file import ROWS, MaskFiles
 from .metrics import WorkerMetrics
 from .resumption import Given
-from .steered import Steered
+from .steered import Run, Steered
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ class Steering:
         self._behind: dict[Key, Key] = {}
         """For each sequence whose decision waits in ``_forks`` for another sequence to fork: that
         other sequence."""
+        self._runs: dict[Key, Run] = {}
         self._files = MaskFiles()
 
     @property
@@ -182,6 +183,7 @@ class Steering:
         self._awaited = {key: due for key, due in self._awaited.items() if key[0] != request}
         self._forks = {key: kept for key, kept in self._forks.items() if key[0] != request}
         self._behind = {key: fork for key, fork in self._behind.items() if key[0] != request}
+        self._runs = {key: run for key, run in self._runs.items() if key[0] != request}
         if steered.same_machine:
             self._files.close(steered.worker, steered.engine.mask_words)
 
@@ -307,7 +309,7 @@ class Steering:
         decision or the request needs more work."""
         if one.row is None or not just_samples(one) or one.constraint is not None:
             return False
-        if one.along or one.takes_drafts or one.biased or one.has_options:
+        if one.along or one.takes_drafts or one.biased or one.has_options or one.run > 1:
             return False
         return self._samples_in_row(worker, one.request, one.seq, one.row)
 
@@ -409,7 +411,7 @@ class Steering:
             self._behind.update(((one.request, child), before) for child in one.children)
         elif key not in self._awaited:
             self._void(steered, key, one.action)
-        elif just_samples(one) and engine.sample_under(*key, under.mask, under.bias, under.options):
+        elif just_samples(one) and self._samples(engine, one, under):
             del self._awaited[key]
         elif not engine.alive(*key):
             self._void(steered, key, one.action)
@@ -423,6 +425,27 @@ class Steering:
             self._behind.update(((one.request, seq), key) for seq in (one.seq, *one.children))
         else:
             self._apply(engine, one, under)
+
+    def _samples(self, engine: Engine, one: StepResult, under: Under) -> bool:
+        """Samples a sequence without other changes. Returns False, and changes nothing, if the
+        engine needs more than ``Engine.sample_under``."""
+        mask = under.mask if one.run == 1 else None
+        if not engine.sample_under(one.request, one.seq, mask, under.bias, under.options):
+            return False
+        self._begin_run(engine, one, under)
+        return True
+
+    def _begin_run(self, engine: Engine, one: StepResult, under: Under) -> None:
+        """Begins the run of a decision, if it has one. Raises ControllerError if its mask has the
+        wrong size."""
+        if one.run == 1:
+            return
+        endings = under.mask
+        if endings is not None and len(endings) != engine.mask_words:
+            text = f"the mask of a run has {len(endings)} words; expected {engine.mask_words}"
+            raise ControllerError(Code.CONTROLLER_FAILED, text)
+        # The mask is copied, because the run outlasts this step.
+        self._runs[one.request, one.seq] = Run(one.run, None if endings is None else endings.copy())
 
     def _void(self, steered: Steered, key: Key, action: str) -> None:
         """Ignores a decision that no sequence waits for: the sequence has ended, does not exist, or
@@ -461,8 +484,10 @@ class Steering:
         key = (one.request, one.seq)
         match one.action:
             case "sample":
-                engine.set_mask(*key, under.mask, under.bias, under.options)
+                mask = under.mask if one.run == 1 else None
+                engine.set_mask(*key, mask, under.bias, under.options)
                 engine.reschedule(*key)
+                self._begin_run(engine, one, under)
                 del self._awaited[key]
             case "fork":
                 self._check_children(engine, one)
@@ -515,6 +540,7 @@ class Steering:
         engine = steered.engine
         end = steered.ends.pop(key[1], None)
         self._awaited.pop(key, None)
+        self._runs.pop(key, None)
         if end is not None:
             end.finish_reason, end.error, end.code = "error", error, code
             return [steered.noted(end)]
@@ -540,8 +566,11 @@ class Steering:
             if steered is not None:
                 if steered.given:
                     steered.given.pop(seq, None)
+                tokens = self._of_run((request, seq), [token]) if self._runs else [token]
+                if not tokens:
+                    continue
                 self._awaited[request, seq] = due
-                update = StepSequence(request, seq, [token], None)
+                update = StepSequence(request, seq, tokens, None)
                 updates.setdefault(steered.worker, []).append(update)
 
     def _update(self, steered: Steered, output: TokenOutput) -> StepSequence | None:
@@ -558,6 +587,8 @@ class Steering:
         reason, token, stop = output.finish_reason, output.token, ""
         # An appended token has no log-probability. The controller has chosen the token itself.
         drawn = [token] if token is not None and output.logprob is not None else []
+        if self._runs:
+            drawn = self._of_run((output.request, output.seq), drawn, reason is not None)
         if reason is None:
             if not drawn:
                 return None
@@ -567,7 +598,7 @@ class Steering:
             if output.seq in steered.stopped or not (token is not None or steered.worker):
                 return None
             if token is not None:
-                if reason == "length" and drawn and token in steered.eos:
+                if reason == "length" and output.logprob is not None and token in steered.eos:
                     # Without a controller, the sequence would have ended with this token, for the
                     # reason "stop".
                     reason = "stop"
@@ -583,6 +614,17 @@ class Steering:
         update = StepSequence(output.request, output.seq, drawn, reason, stop)
         update.distributions = seen
         return update
+
+    def _of_run(self, key: Key, drawn: list[int], ended: bool = False) -> list[int]:
+        """The tokens to report after ``drawn``: none while the sequence's run continues, and all
+        tokens of the run at its end."""
+        run = self._runs.get(key)
+        if run is None:
+            return drawn
+        if not (drawn and run.take(drawn[0])) and not ended:
+            return []
+        del self._runs[key]
+        return run.tokens
 
     def _draft(self, engine: Engine, updates: Iterable[list[StepSequence]]) -> None:
         """Adds drafts to the updates of sequences whose controllers compute a mask after each token
