@@ -508,8 +508,12 @@ class Engine:
 
     def ready(self, request: int, seq: int) -> bool:
         """Whether a sequence has logits to sample from."""
-        sequence, step = self._live.named(request, seq), self._live.step
-        return sequence.row is not None or (step is not None and sequence in step.rows)
+        return self._live.has_logits(self._live.named(request, seq))
+
+    def num_missing(self, request: int, seq: int) -> int:
+        """The number of tokens of a sequence that have not been computed."""
+        sequence = self._live.named(request, seq)
+        return len(sequence.tokens) - sequence.num_computed_tokens
 
     def defer(self, request: int, seq: int) -> None:
         """Defers a sequence that the pending step would sample, until ``reschedule``. The sequence

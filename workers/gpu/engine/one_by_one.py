@@ -42,8 +42,14 @@ class OneByOne:
             for part in ahead.parts:
                 if part.row <= row < part.row + part.rows:
                     _compute_again(sequence, part.chunk.start)
+        failed = ahead.forward is not None and ahead.forward.work.done and ahead.forward.work.error
         for part in ahead.parts:
-            _compute_again(part.chunk.sequence, part.chunk.start)
+            sequence = part.chunk.sequence
+            _compute_again(sequence, part.chunk.start)
+            if failed:
+                # Forks of the sequence may have copies of blocks that have not been computed.
+                for other in self._live.requests.get(sequence.request, {}).values():
+                    _compute_again(other, part.chunk.start)
 
     def run(self, step: PendingStep, sequences: Iterable[Sequence]) -> None:
         """Computes each chunk of a step on its own, and samples ``sequences`` one at a time."""
@@ -63,13 +69,13 @@ class OneByOne:
         # The chunk is computed for a sampled sequence, if there is one: the chunk's own sequence
         # may have been spliced, but its sampled forks still have the chunk's tokens.
         sequence = next(iter(sampled), chunk.sequence)
-        if live.find(sequence.request, sequence.seq) is not sequence:
-            return
+        alive = live.find(sequence.request, sequence.seq) is sequence
+        usable = alive and len(sequence.tokens) >= chunk.end
         # Forks of the sequence may have copies of blocks that have not been computed.
-        for other in live.requests[sequence.request].values():
-            if other is not sequence or len(sequence.tokens) < chunk.end:
+        for other in live.requests.get(sequence.request, {}).values():
+            if other is not sequence or not usable:
                 _compute_again(other, chunk.start)
-        if len(sequence.tokens) < chunk.end:
+        if not usable:
             return
         try:
             _, packed = self._runner.pack(Batch([Chunk(sequence, chunk.start, chunk.end)]))

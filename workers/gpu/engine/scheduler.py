@@ -407,7 +407,8 @@ class Scheduler:
         the sequence was admitted."""
         kept = bool(sequence.block_table.blocks)
         if kept:
-            hit = sequence.num_computed_tokens
+            # A sequence that was suspended has no logits, so its last token is computed again.
+            hit = min(sequence.num_computed_tokens, sequence.target - 1)
         else:
             limit = self._match_limit(sequence)
             hit = self._blocks.match(sequence.block_table, sequence.tokens, limit)

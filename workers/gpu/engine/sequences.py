@@ -165,8 +165,16 @@ class LiveSequences:
                 self.step.rows[child] = self.step.rows[parent]
             elif parent.row is not None:
                 child.row = parent.row
-        self._scheduler.forked(children)
+        if parent.num_computed_tokens < parent.target or self.has_logits(parent):
+            self._scheduler.forked(children)
+        else:
+            # A sequence without logits computes its last token again when it is admitted.
+            self._scheduler.put_back(children)
         return [child.seq for child in children]
+
+    def has_logits(self, sequence: Sequence) -> bool:
+        """Whether a sequence has logits to sample from."""
+        return sequence.row is not None or (self.step is not None and sequence in self.step.rows)
 
     def fork_pending(self, sequence: Sequence) -> list[Sequence]:
         """Makes the other sequences of a request with ``sampling.n`` above 1. These sequences share
@@ -230,6 +238,8 @@ class LiveSequences:
         if drop:
             self._drop(sequence, drop)
         if not tokens:
+            # The last token is computed again, because its logits are needed.
+            self._compute_last_again(sequence)
             dropped = TokenOutput.of(sequence)
             dropped.backtrack = drop
             self.outputs.append(dropped)
@@ -244,19 +254,22 @@ class LiveSequences:
                 return
 
     def discard_logits(self, sequence: Sequence) -> None:
-        """Discards the logits and decisions of a sequence, and reschedules it if it is deferred.
-        Its last token is computed again."""
+        """Discards the logits and decisions of a sequence, and reschedules it if it is deferred. If
+        its last token has been computed, the caller appends a token, suspends the sequence or calls
+        ``_compute_last_again``."""
         if self.step is not None:
             self.step.rows.pop(sequence, None)
         sequence.row = sequence.mask = sequence.bias = sequence.options = None
         self._scheduler.reschedule(sequence)
         self._scheduler.changed()
+
+    @staticmethod
+    def _compute_last_again(sequence: Sequence) -> None:
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, len(sequence.tokens) - 1)
 
     def _drop(self, sequence: Sequence, drop: int) -> None:
         sequence.drop(drop)
-        # The last token is computed again, because its logits are needed.
-        sequence.num_computed_tokens = min(sequence.num_computed_tokens, len(sequence.tokens) - 1)
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens, len(sequence.tokens))
         self._blocks.truncate(sequence.block_table, sequence.num_computed_tokens)
         if sequence.text is not None:
             sequence.text = self._intake.text_of(sequence)
@@ -285,6 +298,7 @@ class LiveSequences:
         """Suspends a sequence and scores texts after it (``Engine.score_texts``)."""
         self.drop_texts(sequence)
         self.discard_logits(sequence)
+        self._compute_last_again(sequence)
         self._scheduler.suspend(sequence)
         sequence.scoring = ScoredTexts(sequence, [[] for _ in texts], deque(enumerate(texts)))
         begun = self._begin_texts(sequence.request)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ....protocol.bodies import encode_body
 from ....protocol.errors import Code, ControllerError, RequestError, TokenbusError
@@ -105,6 +105,9 @@ class Steering:
         """For each sequence whose decision waits in ``_forks`` for another sequence to fork: that
         other sequence."""
         self._runs: dict[Key, Run] = {}
+        self._early_forks: set[Key] = set()
+        """While a RESULT is applied: the sequences whose forks do not need logits, because each
+        resulting sequence then drops or appends tokens."""
         self._files = MaskFiles()
 
     @property
@@ -284,6 +287,7 @@ class Steering:
         for request, seq, row in zip(usual[::3], usual[1::3], usual[2::3], strict=False):
             if not self._samples_in_row(worker, request, seq, row):
                 valid.append(StepResult(request, seq, "sample", row=row))
+        self._early_forks = _early_forks(valid)
         for one in valid:
             if self._samples_under_row(worker, one):
                 continue
@@ -417,7 +421,7 @@ class Steering:
             self._void(steered, key, one.action)
         elif not self._changed(steered, one):
             del self._awaited[key]
-        elif one.action == "fork" and not engine.ready(*key):
+        elif one.action == "fork" and not (engine.ready(*key) or self._forks_early(engine, key)):
             # The fork waits for the sequence's logits. Without logits, each fork would have to
             # compute the remaining tokens.
             self._awaited[key] = math.inf
@@ -446,6 +450,11 @@ class Steering:
             raise ControllerError(Code.CONTROLLER_FAILED, text)
         # The mask is copied, because the run outlasts this step.
         self._runs[one.request, one.seq] = Run(one.run, None if endings is None else endings.copy())
+
+    def _forks_early(self, engine: Engine, key: Key) -> bool:
+        """Whether a sequence can fork without logits. The forks then compute their own tokens, and
+        at most one token that they share."""
+        return key in self._early_forks and engine.num_missing(*key) <= 1
 
     def _void(self, steered: Steered, key: Key, action: str) -> None:
         """Ignores a decision that no sequence waits for: the sequence has ended, does not exist, or
@@ -647,6 +656,22 @@ class Steering:
             step.bias_bytes = file.bias_bytes
         link = self._requests[sequences[0].request].link
         self._post([b"STEP", encode_header(0, worker), encode_body(step, "msgpack")], link)
+
+
+def _early_forks(decisions: Sequence[StepResult]) -> set[Key]:
+    """The sequences that fork in these decisions of a RESULT, if the next decision of each
+    resulting sequence drops or appends tokens."""
+    if not any(one.action == "fork" for one in decisions):
+        return set()
+    found: set[Key] = set()
+    changes: dict[Key, bool] = {}
+    for one in reversed(decisions):
+        if one.action == "fork":
+            numbers = (one.seq, *one.children)
+            if all(changes.get((one.request, seq), False) for seq in numbers):
+                found.add((one.request, one.seq))
+        changes[one.request, one.seq] = bool(one.backtrack or one.ff_tokens or one.prompt)
+    return found
 
 
 def _add(updates: list[StepSequence], update: StepSequence) -> None:
