@@ -651,7 +651,8 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     """``inspect``: the controller's bias of the most likely tokens, and of this token. Tokens with
     a bias of 0, and forbidden tokens, are left out."""
     distribution: Distribution | None = None
-    """The answer to the controller's ``Query`` about this token, for replays of the controller."""
+    """The answer to the controller's ``Query`` about this token, for replays of the controller. An
+    entry without a token answers the action ``look``."""
     wakes: int = 0
     """How often the sequence was woken from suspension since its last sampled token, for replays of
     the controller."""
@@ -664,8 +665,15 @@ class Token(Struct, kw_only=True, omit_defaults=True):
         """Whether the entry only has messages, logs or writes of a program, or reports that the
         program waits. Reports are not counted as entries, because another attempt may distribute
         the same messages over other entries."""
-        changes = self.token is not None or self.backtrack or self.prompt or self.scores
+        changes = self.token is not None or self.backtrack or self.prompt or self.is_input
         return not changes and self.parent is None and self.finish_reason is None
+
+    @property
+    def is_input(self) -> bool:
+        """Whether the entry has an input of the sequence's controller: a sampled token, scores, or
+        a distribution."""
+        sampled = self.token is not None and self.logprob is not None
+        return sampled or bool(self.scores) or self.distribution is not None
 
 
 class Quantized(Struct, kw_only=True, omit_defaults=True):

@@ -107,9 +107,10 @@ class Distribution(Struct, kw_only=True, omit_defaults=True):
     """
 
     logprob: float
-    """Log-probability of the sampled token."""
+    """Log-probability of the sampled token; 0 if no token was sampled."""
     rank: int
-    """Rank of the sampled token: 1 plus the number of more likely tokens."""
+    """Rank of the sampled token: 1 plus the number of more likely tokens. 0 if the controller only
+    read the distribution (the action ``look``), so that no token was sampled."""
     entropy: float
     """Entropy of the distribution in nats."""
     top: dict[int, float] = {}

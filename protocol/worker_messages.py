@@ -396,7 +396,7 @@ class Replay(Struct, array_like=True):
     last ``post_process`` followed that token."""
     distributions: dict[Id, Distribution] = {}
     """The distributions that the sequence's controller received, by the index of their token in
-    ``tokens``."""
+    ``tokens``. For the action ``look``, token 0 stands for the distribution, whose rank is 0."""
     wakes: dict[Id, int] = {}
     """How often the sequence was woken from suspension before a token was sampled, by the token's
     index in ``tokens``."""
@@ -465,7 +465,7 @@ class StepSequence(Struct, array_like=True):
     decides to sample, its result also has the masks along the draft."""
     distributions: list[Distribution] = []
     """The distributions that ``tokens`` were sampled from. Empty if the decision before the tokens
-    did not have a query."""
+    did not have a query. After the action ``look``, one distribution, without tokens."""
     scores: Scores = []
     """The answer to the action ``score``. ``tokens`` is then empty."""
 
@@ -501,10 +501,11 @@ class StepResult(Struct, array_like=True):
 
     request: Id
     seq: int
-    action: Literal["sample", "fork", "suspend", "stop", "error", "score"]
+    action: Literal["sample", "fork", "suspend", "stop", "error", "score", "look"]
     """``fork``: the results of the sequence and of its children follow. ``score``: a STEP with the
-    scores of ``texts`` follows, without a token. A GPU worker of an earlier release ends the
-    sequence with an error."""
+    scores of ``texts`` follows, without a token. ``look``: a STEP with the answer to ``query``
+    follows, without a token. A GPU worker of an earlier release ends the sequence with an error if
+    it does not know the action."""
     backtrack: int = 0
     """Number of tokens to drop from the end of the sequence, not counting the token that is about
     to be sampled."""
@@ -544,8 +545,8 @@ class StepResult(Struct, array_like=True):
     """Attachment that holds the bias, in the same form. With neither ``bias_row`` nor
     ``bias_attachment``, the result has no bias."""
     query: Query | None = None
-    """``sample``: the question about the distribution of the next token. A GPU worker of an earlier
-    release does not answer."""
+    """``sample`` and ``look``: the question about the distribution of the next token. A GPU worker
+    of an earlier release does not answer."""
     override: Override | None = None
     """``sample``: sampling parameters for the next token, in place of the request's."""
     wakes: int = 0

@@ -241,7 +241,7 @@ ATTACKS = (
     Attack(
         "variables-each-round",
         "writes 128 KiB in each round",
-        fails("the request's writes to variables, new prompts, scored texts and dropped tokens"),
+        fails("the request's writes to variables, new prompts, scored texts, dropped tokens"),
         partial(guest, pages=32, mid=f"(drop {call('var_set', 512, 4, 0, 131072, -1, 0)})"),
         options={"max_tokens": 200},
     ),

@@ -140,7 +140,9 @@ class _NoVariables:
         """Raises an error: a copy must not use variables."""
         raise ControllerError(Code.CONTROLLER_FAILED, f"it reads {name!r} along a draft")
 
-    await_write = get
+    def await_write(self, name: str, version: int = 1) -> NoReturn:
+        """Raises an error: a copy must not use variables."""
+        self.get(name)
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> NoReturn:
         """Raises an error: a copy must not use variables."""

@@ -78,9 +78,10 @@ class Variables(Protocol):
     def get(self, name: str) -> Stored | None:
         """A variable; None if it does not exist."""
 
-    def await_write(self, name: str) -> Stored | None:
-        """Like ``get``. If the variable does not exist and the sequence then suspends, changes of
-        the request other than a write of this variable do not wake the sequence."""
+    def await_write(self, name: str, version: int = 1) -> Stored | None:
+        """Like ``get``, but returns None if the variable's version is below ``version``. If the
+        sequence then suspends, changes of the request other than the write of this version do not
+        wake the sequence."""
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
         """Writes a variable. If ``when_version_is`` is given, the variable is written only if it

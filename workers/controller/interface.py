@@ -55,6 +55,9 @@ class Action(IntEnum):
     OPEN = 9
     """In mid_process: BEGIN with the tokens of the context ``name``. After a SAVE or OPEN that is
     refused, post_process gets no tokens, and ``Host.refusal`` has the reason."""
+    LOOK = 10
+    """In mid_process: answer ``query`` about the distribution of the next token, and do not sample.
+    The next post_process gets no tokens, and ``Host.distributions`` has the answer."""
 
 
 class Answer(NamedTuple):
@@ -73,7 +76,8 @@ class Answer(NamedTuple):
     """From mid_process: the numbers that are added to the logits before these are divided by the
     temperature."""
     query: Query | None = None
-    """From mid_process: the question about the distribution of the next token."""
+    """With LOOK, or with CONTINUE from mid_process: the question about the distribution of the next
+    token."""
     override: Override | None = None
     """From mid_process: sampling parameters for the next token."""
     complete: bool = False
@@ -108,7 +112,7 @@ class Controller(Protocol):
         """May stop, continue, suspend, fork, or append tokens. Limit: ``Limits.pre_s``."""
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
-        """May stop, sample, splice, score or begin anew. Limit: ``Limits.mid_s``.
+        """May stop, sample, look, splice, score or begin anew. Limit: ``Limits.mid_s``.
 
         ``fork_group``: the sequences after the fork of this round, including this one; without a
         fork, only this sequence. ``mask``: bytes ``[4 * ceil(vocab / 32)]`` for the mask; bit i of

@@ -50,8 +50,8 @@ class Limits:
     """Maximum bytes of one variable's value. The state worker has another bound for all variables
     together."""
     used_bytes: int = 16 * 1024 * 1024
-    """Maximum bytes of a request's writes to variables, new prompts, scored texts and dropped
-    tokens together. A token counts 4 bytes. Each write is also sent to the client."""
+    """Maximum bytes of a request's writes to variables, new prompts, scored texts, dropped tokens
+    and looks together. A token counts 4 bytes. Each write is also sent to the client."""
 
     @property
     def round_s(self) -> float:

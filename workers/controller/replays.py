@@ -5,8 +5,8 @@ operations on variables, which the state worker stores. If the decisions of a co
 on these inputs, the replay restores its earlier state.
 
 The replay returns only the results that the GPU worker may not have applied yet. For each sequence,
-these are the results since its last sampled token, its last scores or its last applied fork,
-whichever is the latest.
+these are the results since its last sampled token, its last scores or distribution, or its last
+applied fork, whichever is the latest.
 
 The children of a fork are replayed before their parent continues. So all earlier children of a
 sequence have been replayed before the sequence forks again.
@@ -183,10 +183,17 @@ class GroupReplay:
             past.failure = f"{_where(past)} it does not score the same texts as the first time"
         elif last.action == "score":
             past.failure = f"{_where(past)} it scores texts, but the first time it sampled"
+        elif (found := replay.distributions.get(past.tokens)) is not None and not found.rank:
+            if last.action == "look":
+                past.tokens += 1
+                past.sampled()
+                return self._rounds.sampled(sequence, (), distributions=[found])
+            past.failure = f"{_where(past)} it samples, but the first time it read a distribution"
+        elif last.action == "look":
+            past.failure = f"{_where(past)} it reads a distribution, but the first time it sampled"
         else:
             token = replay.tokens[past.tokens]
             if _may_sample(sequence, last, token):
-                found = replay.distributions.get(past.tokens)
                 past.tokens += 1
                 past.sampled()
                 ends = replay.last and past.tokens == len(replay.tokens)

@@ -1,9 +1,9 @@
 """A round: the calls to one controller between two sampled tokens.
 
 A round calls post_process with the sampled tokens, then pre_process and mid_process. If pre_process
-or mid_process appends tokens, post_process and pre_process follow for these tokens. The result of
-every round has one form: drop tokens, append tokens, and then do one of five things: sample under a
-mask and a bias, score texts, fork, suspend or stop.
+or mid_process appends tokens, post_process and pre_process follow for these tokens. Each
+round has one result: drop tokens, append tokens, and then sample under a mask and a bias, read a
+distribution, score texts, fork, suspend or stop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import Enum
 
 from ...protocol.errors import Code, ControllerError, TokenbusError
 from ...protocol.logs import about
-from ...protocol.sampling import Distribution, Scores
+from ...protocol.sampling import Distribution, Query, Scores
 from ...protocol.worker_messages import Pin, StepResult
 from . import contexts
 from .along import Place, allow_all, decide_along, goes_on, runs_ahead, takes_drafts
@@ -124,6 +124,10 @@ TOKEN_BYTES = 4
 """The bytes that are counted for a token of a new prompt or of a scored text, and for a dropped
 token."""
 
+LOOK_BYTES = 8
+"""The bytes that are counted for each number of a distribution that a controller reads without
+sampling."""
+
 
 class Rounds:
     """Runs the rounds of the sequences of one request. Each call returns the results to send.
@@ -162,8 +166,9 @@ class Rounds:
         draft: Sequence[int] = (),
         distributions: Sequence[Distribution] = (),
     ) -> list[StepResult]:
-        """The round after tokens were sampled. ``distributions``: the distributions of the tokens,
-        if the controller queried them. If the decision is only to sample, the result also has the
+        """The round after tokens were sampled, or after the controller has read a distribution
+        without sampling. ``distributions``: the distributions of the tokens, if the controller
+        queried them. If the decision is only to sample, the result also has the
         decisions after the tokens of ``draft``."""
         sequence.variables.begin_round()
         sequence.woken = False
@@ -328,6 +333,11 @@ class Rounds:
                 self._count_bytes(TOKEN_BYTES * sum(map(len, answer.texts)))
                 result = _result(sequence, "score", change)
                 result.texts = [list(text) for text in answer.texts]
+                return [result]
+            if answer.action is Action.LOOK:
+                result = _result(sequence, "look", change)
+                result.query = query = answer.query or Query()
+                self._count_bytes(LOOK_BYTES * (2 + query.top + len(query.tokens)))
                 return [result]
             if answer.action is Action.STOP:
                 stopped = _stopped(sequence, change)

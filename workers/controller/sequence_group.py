@@ -55,6 +55,7 @@ sequence."""
 _STAGES = {
     "sample": Stage.WAITING,
     "score": Stage.WAITING,
+    "look": Stage.WAITING,
     "fork": Stage.RUNNING,
     "suspend": Stage.SUSPENDED,
     "stop": Stage.FINISHED,
@@ -238,8 +239,8 @@ class SequenceGroup:
             sequence.stage = Stage.RUNNING
             self._wakes = self._idle_wakes = 0
             # A step counts as a change, which wakes other sequences. It does not wake this
-            # sequence, whose pre_process follows.
-            self._changes += 1
+            # sequence, whose pre_process follows. A distribution without a token is not a change.
+            self._changes += bool(tokens or ended or scores)
         finally:
             self._lock.release()
         if ended:
@@ -533,8 +534,8 @@ class SequenceGroup:
 
     def _count_bytes(self, size: int) -> None:
         """Counts bytes that the request writes to variables, and the bytes of its new prompts,
-        scored texts and dropped tokens. Raises ControllerError if they exceed
-        ``Limits.used_bytes``."""
+        scored texts, dropped tokens and distributions without a token. Raises ControllerError if
+        they exceed ``Limits.used_bytes``."""
         most = self._limits.used_bytes
         with self._lock:
             used = self._used_bytes + size
@@ -543,8 +544,8 @@ class SequenceGroup:
         if used > most:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                "the request's writes to variables, new prompts, scored texts and dropped tokens "
-                f"have {used} bytes in all; at most {most} are allowed",
+                "the request's writes to variables, new prompts, scored texts, dropped tokens and "
+                f"looks have {used} bytes in all; at most {most} are allowed",
             )
 
     def _host(self, seq: int, variables: SequenceVariables, limits: Limits) -> Host:

@@ -145,13 +145,18 @@ class RequestState:
     """The inputs and the written variables of one request, which its sequences share."""
 
     def __init__(self) -> None:
-        self.written: set[str] = set()
-        """The names of the variables that the sequences have written."""
+        self.written: dict[str, int] = {}
+        """The highest version of each variable that the sequences have written."""
         self.arrived = 0
         """Number of INPUTS messages."""
         self.taken = 0
         """The number of the last input that a sequence has received."""
         self._lock = threading.Lock()
+
+    def wrote(self, name: str, version: int) -> None:
+        """Called when a sequence has written a version of a variable."""
+        with self._lock:
+            self.written[name] = max(version, self.written.get(name, 0))
 
     def take(self, number: int) -> None:
         """Called when a sequence has received the input with this number."""
@@ -211,8 +216,9 @@ class SequenceVariables:
         self.awaited_input: int | None = None
         """If the last ``receive`` found no input: the number of INPUTS messages that had arrived
         before this ``receive``. Otherwise None."""
-        self._awaited_variable: str | None = None
-        """The variable that the last ``await_write`` of this round did not find. Otherwise None."""
+        self._awaited_variable: tuple[str, int] | None = None
+        """The name and the version that the last ``await_write`` of this round did not find.
+        Otherwise None."""
         self.own_changes = 0
         """Number of changes to variables that this sequence has made."""
         self.repeated = False
@@ -224,18 +230,21 @@ class SequenceVariables:
         answer = self._do("get", name)
         return Stored(answer.version, answer.value or b"") if answer.version else None
 
-    def await_write(self, name: str) -> Stored | None:
+    def await_write(self, name: str, version: int = 1) -> Stored | None:
         """See ``host.Variables``."""
         stored = self.get(name)
-        self._awaited_variable = name if stored is None else None
-        return stored
+        found = stored is not None and stored.version >= version
+        self._awaited_variable = None if found else (name, version)
+        return stored if found else None
 
     @property
     def awaits_write(self) -> bool:
-        """Whether the last ``await_write`` of this round found no variable, and no sequence has
-        written the variable."""
-        name = self._awaited_variable
-        return name is not None and name not in self._shared.written
+        """Whether the last ``await_write`` of this round did not find its version, and no sequence
+        has written this version."""
+        if self._awaited_variable is None:
+            return False
+        name, version = self._awaited_variable
+        return self._shared.written.get(name, 0) < version
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
         """See ``host.Variables``."""
@@ -353,7 +362,7 @@ class SequenceVariables:
             }
             self._writes.append({"WriteVar": command})
             self.own_changes += 1
-            self._shared.written.add(name)
+            self._shared.wrote(name, answer.version)
             self._written()
         return Written(answer.written, answer.version, answer.value or b"")
 

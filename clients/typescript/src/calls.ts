@@ -206,6 +206,7 @@ export class Call {
 /** Whether an entry has only messages, logs or writes of a program, or reports that it waits. */
 function isReport(entry: Token): boolean {
   const changes = entry.token !== null || entry.backtrack > 0 || entry.prompt.length > 0;
-  const reports = !changes && entry.scores.length === 0 && entry.parent === null;
+  const read = entry.scores.length > 0 || entry.distribution !== null;
+  const reports = !changes && !read && entry.parent === null;
   return reports && entry.finish_reason === null;
 }

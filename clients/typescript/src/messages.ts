@@ -826,9 +826,12 @@ export function readSpan(sent: Sent<Span, "exact" | "version" | "kept_cache">): 
  * Log-probabilities are natural; minus infinity is sent as the lowest float32.
  */
 export interface Distribution {
-  /** Log-probability of the sampled token. */
+  /** Log-probability of the sampled token; 0 if no token was sampled. */
   readonly logprob: number;
-  /** Rank of the sampled token: 1 plus the number of more likely tokens. */
+  /**
+   * Rank of the sampled token: 1 plus the number of more likely tokens. 0 if the controller only
+   * read the distribution (the action `look`), so that no token was sampled.
+   */
   readonly rank: number;
   /** Entropy of the distribution in nats. */
   readonly entropy: number;
@@ -947,7 +950,10 @@ export interface Token {
    * bias of 0, and forbidden tokens, are left out.
    */
   readonly bias: Readonly<Record<string, number>>;
-  /** The answer to the controller's `Query` about this token, for replays of the controller. */
+  /**
+   * The answer to the controller's `Query` about this token, for replays of the controller. An
+   * entry without a token answers the action `look`.
+   */
   readonly distribution: Distribution | null;
   /**
    * How often the sequence was woken from suspension since its last sampled token, for replays of

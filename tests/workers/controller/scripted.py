@@ -8,6 +8,7 @@ arguments of post_process.
 ["fork", [list, list, ...]]   ["suspend"]                    ["wait", variable]
 ["stop"]                      ["fail", text]                 ["sleep", seconds]
 ["log", text]                 ["set", variable, text]        ["eos_stops"]
+["look", top]                 logs the most likely tokens
 ["print", text]               to standard output, and the same to standard error
 ["special", name]             logs the id of this special token
 
@@ -27,9 +28,11 @@ from typing import Any
 from tokenbus.workers.controller.python import (
     Controller,
     Decision,
+    Query,
     append,
     fork,
     go_on,
+    look,
     sample,
     splice,
     stop,
@@ -39,7 +42,12 @@ from tokenbus.workers.controller.python import (
 Decides = Callable[..., Decision]
 """Makes a decision from the arguments that follow its name in a list."""
 BEFORE: dict[str, Decides] = {"append": append, "suspend": suspend, "stop": stop}
-AT: dict[str, Decides] = {"sample": sample, "splice": splice, "stop": stop}
+AT: dict[str, Decides] = {
+    "sample": sample,
+    "splice": splice,
+    "stop": stop,
+    "look": lambda top: look(Query(top)),
+}
 
 
 class Scripted(Controller):
@@ -76,7 +84,7 @@ class Scripted(Controller):
             self.places = []
         while self.todo and self._quietly(self.todo[0]):
             self.todo.pop(0)
-        if not self.todo or self.todo[0][0] not in ("sample", "splice", "stop"):
+        if not self.todo or self.todo[0][0] not in AT:
             return sample()
         kind, *args = self.todo.pop(0)
         if kind == "sample" and len(args) == 2:
@@ -91,6 +99,8 @@ class Scripted(Controller):
     def post_process(self, tokens: list[int], backtrack: int) -> Decision:
         if self.tells:
             self.log(tokens, backtrack)
+        for seen in self.distributions:
+            self.log(list(seen.top))
         return stop() if self.eos_stops and self.host.vocabulary.eos in tokens else go_on()
 
     def _quietly(self, what: list[Any]) -> bool:

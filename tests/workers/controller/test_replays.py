@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenbus.protocol.sampling import Distribution, Query
 from tokenbus.protocol.worker_messages import Replay, StepResult, Variable, VariableAnswer
 from tokenbus.workers.controller.backends.constraints import Constraints
 from tokenbus.workers.controller.interface import Program
@@ -28,6 +29,7 @@ from tokenbus.workers.controller.python import (
     append,
     fork,
     go_on,
+    look,
     sample,
     splice,
     stop,
@@ -237,6 +239,34 @@ class Thrice(Even):
         return fork(3) if self.after == 2 else go_on()
 
 
+class Looks(Controller):
+    """Reads the distribution of each token before it samples."""
+
+    looked = False
+
+    def mid_process(self, fork_group: list[int]) -> Decision:
+        self.looked = not self.looked
+        return look(Query(1)) if self.looked else sample()
+
+    def post_process(self, tokens: list[int], backtrack: int) -> Decision:
+        if not tokens:
+            [seen] = self.distributions
+            self.log(list(seen.top))
+        return go_on()
+
+
+SEEN = Distribution(logprob=0.0, rank=0, entropy=1.0, top={7: -0.5})
+
+
+def test_a_replay_reads_the_recorded_distributions() -> None:
+    group = group_of(Looks)
+    told = Replay(0, [0, 4, 0], distributions={0: SEEN, 2: SEEN})
+    [result] = replayed(group, Looks, told)
+    assert (result.action, result.logs) == ("sample", "[7]\n")
+    assert group.record([result]) == ([], [])
+    assert group.step(0, [8], False, None) is not None
+
+
 class Asleep(Controller):
     def pre_process(self) -> Decision:
         return suspend()
@@ -262,6 +292,13 @@ class Asleep(Controller):
         ),
         (Even, [Replay(0, [4, 6, 4, 4, 4], [1])], [0], "after 4 of 5 sampled tokens it stops"),
         (Even, [Replay(0, [4], ended=True), Replay(7, [4])], [7], "it does not create sequence 7"),
+        (Looks, [Replay(0, [4])], [0], "it reads a distribution, but the first time it sampled"),
+        (
+            Even,
+            [Replay(0, [0], distributions={0: SEEN})],
+            [0],
+            "it samples, but the first time it read a distribution",
+        ),
         (Asleep, [Replay(0, [4])], [0], "after 0 of 1 sampled tokens it stays suspended"),
     ],
 )

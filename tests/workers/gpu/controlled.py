@@ -170,7 +170,7 @@ def script(rng: Random, longest: int) -> dict[str, Any]:
             kind = rng.choice(
                 [
                     *["sample", "sample", "allow", "bias"],
-                    *["append", "splice", "log", "set", "wait", "fork"],
+                    *["append", "splice", "log", "set", "wait", "fork", "look"],
                 ]
             )
             match kind:
@@ -182,6 +182,8 @@ def script(rng: Random, longest: int) -> dict[str, Any]:
                     mask = rng.choice([None, [rng.randrange(10, 60) for _ in range(4)]])
                     values = {str(rng.randrange(10, 60)): rng.choice([9.0, -2.0]) for _ in tokens}
                     done.append(["sample", mask, rng.choice([values, len(tokens)])])
+                case "look":
+                    done.append(["look", len(tokens)])
                 case "append":
                     done.append(["append", tokens])
                 case "splice":

@@ -14,6 +14,7 @@ import pytest
 import torch
 import wasmtime
 from tokenbus.protocol.messages import Token
+from tokenbus.protocol.metrics import Histogram
 from tokenbus.protocol.sampling import Distribution
 from tokenbus.workers.controller.interface import Program
 from tokenbus.workers.controller.limits import Limits
@@ -88,8 +89,8 @@ class Generated(Run):
         self.ends: dict[int, str] = {}
         self.seen: dict[int, list[Distribution]] = {}
         """The distributions from which tokens were sampled, by sequence."""
-        self.before: list[tuple[tuple[int, ...], Distribution, int]] = []
-        """For each sampled token: the tokens before it, its distribution, and the token."""
+        self.before: list[tuple[tuple[int, ...], Distribution, int | None]] = []
+        """For each distribution: the tokens before it, the distribution, and the sampled token."""
         for entry in self.entries:
             self._take(entry)
 
@@ -101,9 +102,9 @@ class Generated(Run):
             self.tokens[entry.seq] = list(self.tokens[entry.parent])
         tokens = self.tokens[entry.seq]
         del tokens[len(tokens) - entry.backtrack :]
+        if entry.distribution is not None:
+            self.before.append((tuple(tokens), entry.distribution, entry.token))
         if entry.token is not None:
-            if entry.distribution is not None:
-                self.before.append((tuple(tokens), entry.distribution, entry.token))
             tokens.append(entry.token)
         if entry.finish_reason is not None:
             self.ends[entry.seq] = f"{entry.finish_reason} {entry.error or ''}".strip()
@@ -139,6 +140,11 @@ def test_beams_find_the_text_of_a_beam_search(
         beams = [(-cost, (*beams[place][1], token)) for cost, place, token in chosen]
     [(score, text)] = beams
     assert set(run.ends.values()) == {"controller"}
+    # Each text of the search is computed once: the prompt, and one token for each later look.
+    engine = run.loop.worker._models.engines["m"]
+    computed = engine.metrics()["iteration_tokens_total"]
+    assert isinstance(computed, Histogram)
+    assert computed.total == len(embedded.tokenizer.encode(PROMPT)) + len(run.before) - 1
     [winner] = [seq for seq, tokens in run.tokens.items() if "score" in run.logs(seq)]
     assert tuple(run.tokens[winner]) == text
     assert float(run.logs(winner).split()[-1]) == pytest.approx(score, abs=0.01)

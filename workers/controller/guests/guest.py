@@ -100,10 +100,10 @@ class _Variables:
         """Reads a variable; None if it does not exist."""
         return _stored(_ask("get", name))
 
-    def await_write(self, name: str) -> Stored | None:
-        """Reads a variable; None if it does not exist. The sequence is woken as ``host.Variables``
-        describes."""
-        return _stored(_ask("await_write", name))
+    def await_write(self, name: str, version: int = 1) -> Stored | None:
+        """Reads a variable; None if its version is lower. The sequence is woken as
+        ``host.Variables`` describes."""
+        return _stored(_ask("await_write", name, number=version))
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
         """Writes a variable; with ``when_version_is``, only if the variable has this version."""

@@ -231,9 +231,9 @@ class Asked(Message):
     """A question of a guest to its worker during a call.
 
     ``what`` is ``get``, ``await_write``, ``set`` or ``append`` for the variable ``name``, or
-    ``receive`` or ``send`` for a text. ``call`` is for the tool ``name``, and ``memory`` for
-    ``number`` bytes. ``next_tokens`` is for the constraint ``name``; its ``value`` is a
-    ``ConstrainedText``.
+    ``receive`` or ``send`` for a text. ``number`` is the awaited version, or the version that a
+    write expects. ``call`` is for the tool ``name``, and ``memory`` for ``number`` bytes.
+    ``next_tokens`` is for the constraint ``name``; its ``value`` is a ``ConstrainedText``.
     """
 
     handle: int

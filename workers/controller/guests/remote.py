@@ -208,8 +208,10 @@ class RemoteController:
         if asked.what == "next_tokens":
             return self._next_tokens(asked)
         if asked.what in ("get", "await_write"):
-            read = variables.get if asked.what == "get" else variables.await_write
-            stored = read(asked.name)
+            if asked.what == "get":
+                stored = variables.get(asked.name)
+            else:
+                stored = variables.await_write(asked.name, asked.number or 1)
             if stored is None:
                 return Told()
             return Told(version=stored.version, value=stored.value)

@@ -4,7 +4,7 @@ from ....protocol.errors import ControllerError
 from ....protocol.sampling import Distribution, Override, Query
 from .classes import Controller, PythonProgram
 from .context import Context, Label
-from .decisions import Decision, append, fork, go_on, sample, splice, stop, suspend
+from .decisions import Decision, append, fork, go_on, look, sample, splice, stop, suspend
 from .loading import load_program
 from .script import ScriptProgram
 from .script_constraints import Constraint
@@ -26,6 +26,7 @@ __all__ = [
     "append",
     "fork",
     "go_on",
+    "look",
     "load_program",
     "sample",
     "splice",

@@ -13,10 +13,11 @@ from typing import Any, cast
 import msgspec
 
 from ....protocol.errors import Code, ControllerError
-from ....protocol.sampling import Scores
+from ....protocol.sampling import Query, Scores
 from ..backends.compiling.bounds import RefusedGrammar
 from ..host import Host, Stored, Variables, Written
 from ..interface import Action, Answer
+from ..queries import checked_query
 from ..scoring import of_texts, texts_of
 from ..scripts.generation import Generate as GeneratedText
 from ..tool_calls import value_of
@@ -30,6 +31,7 @@ from .operations import (
     Append,
     Fork,
     Generate,
+    Look,
     Operation,
     Receive,
     Replace,
@@ -259,6 +261,16 @@ class Context:
         return of_texts(cast(Scores, scores), per_token)
 
     @awaitable_call
+    async def distribution(self, top: int = 8) -> list[list[Any]]:
+        """The ``top`` most likely next tokens, each as ``[token, logprob]``, the most likely first.
+        The sequence does not change. The numbers are those of the model's own distribution."""
+        query = checked_query(Query(top), self._host.vocabulary.size)
+        found = await self._ask(
+            lambda question: Look(question, self._host, query), "distribution", top=top
+        )
+        return cast("list[list[Any]]", found)
+
+    @awaitable_call
     async def wait_var(self, name: str) -> str:
         """Suspends the sequence until the request has the variable ``name``, and returns the
         variable's text."""
@@ -449,10 +461,10 @@ class _RecordedVariables:
         self._variables = variables
         self._transcript = transcript
 
-    def await_write(self, name: str) -> Stored | None:
+    def await_write(self, name: str, version: int = 1) -> Stored | None:
         """Reads a variable, or awaits its write. The variable is not recorded here, because
         ``Context.wait_var`` records it."""
-        return self._variables.await_write(name)
+        return self._variables.await_write(name, version)
 
     def receive(self) -> bytes | None:
         """Receives an input. The text is not recorded here, because ``Context.receive`` records

@@ -41,7 +41,8 @@ _SUSPEND = Decision("suspend", Action.SUSPEND)
 RIGHT = {
     "init_prompt": "nothing",
     "pre_process": "go_on(), stop(), suspend(), fork(n), append(tokens)",
-    "mid_process": "sample(mask, bias), splice(backtrack, tokens), append(tokens), stop()",
+    "mid_process": "sample(mask, bias), look(query), splice(backtrack, tokens), append(tokens), "
+    "stop()",
     "post_process": "go_on(), stop()",
 }
 """The values that each call may return, for error messages."""
@@ -49,7 +50,7 @@ RIGHT = {
 _NAMES = {
     "init_prompt": frozenset[str](),
     "pre_process": frozenset({"go_on", "stop", "suspend", "fork", "append"}),
-    "mid_process": frozenset({"go_on", "sample", "splice", "append", "stop"}),
+    "mid_process": frozenset({"go_on", "sample", "look", "splice", "append", "stop"}),
     "post_process": frozenset({"go_on", "stop"}),
 }
 _MAY_BE_NONE = frozenset({"init_prompt", "pre_process", "post_process"})
@@ -111,6 +112,13 @@ def sample(
     return Decision("sample", Action.CONTINUE, mask=mask, bias=bias, query=query, override=override)
 
 
+def look(query: Query) -> Decision:
+    """For mid_process: reads the distribution of the next token, and does not sample. post_process
+    receives no tokens, and the attribute ``distributions`` has the answer. A later ``sample`` or
+    ``look`` needs no further forward if the sequence neither changes nor suspends before."""
+    return Decision("look", Action.LOOK, query=query)
+
+
 def answer_of(call: str, returned: object, host: Host, into: memoryview | None = None) -> Answer:
     """Converts the value that a call returned to an ``Answer``. Writes the mask of mid_process to
     ``into``.
@@ -136,9 +144,11 @@ def answer_of(call: str, returned: object, host: Host, into: memoryview | None =
         drop = _number(f"{call}: splice(backtrack, tokens), backtrack", returned.backtrack, 0)
         tokens = _tokens(f"{call}: {name}(tokens)", returned.tokens, host)
         return Answer(Action.SPLICE, backtrack=drop, tokens=tokens)
+    size = host.vocabulary.size
+    if returned.action is Action.LOOK:
+        return Answer(Action.LOOK, query=checked_query(returned.query, size))
     if into is None or returned.action is not Action.CONTINUE:
         return Answer(returned.action)
-    size = host.vocabulary.size
     if returned.mask is not None:
         into[:] = _mask(returned.mask, size).mask
     bias = bias_of(returned.bias, size) if returned.bias is not None else None

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ....protocol.errors import Code, ControllerError
+from ....protocol.sampling import Query
 from ..biases import Bias
 from ..host import Host, Stored, Vocabulary
 from ..interface import CONTINUE, STOP, SUSPEND, Action, Answer
@@ -257,6 +258,25 @@ class Score(Operation):
     def post_process(self, tokens: Sequence[int]) -> None:
         """Finishes the operation."""
         self._finish(self._host.scores)
+
+
+class Look(Operation):
+    """Reads the distribution of the next token. The answer is a list of the most likely tokens,
+    each with its log-probability."""
+
+    def __init__(self, question: Question, host: Host, query: Query) -> None:
+        super().__init__(question)
+        self._host = host
+        self._answer = Answer(Action.LOOK, query=query)
+
+    def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
+        """Asks for the distribution."""
+        return self._answer
+
+    def post_process(self, tokens: Sequence[int]) -> None:
+        """Finishes the operation."""
+        [found] = self._host.distributions
+        self._finish([list(pair) for pair in found.top.items()])
 
 
 class Receive(Operation):

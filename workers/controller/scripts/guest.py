@@ -11,9 +11,11 @@ import numpy as np
 import wasmtime
 
 from ....protocol.errors import Code, ControllerError
+from ....protocol.sampling import Query
 from ..host import Host
 from ..interface import Action, Answer, Controller
 from ..limits import Limits
+from ..queries import checked_query
 from ..scoring import checked_texts
 from ..wasm.instance import Guest, Template
 from ..wasm.native import START, NativeController, NativeState
@@ -27,9 +29,11 @@ SCORE = 6
 """The result of mid_process if texts are to be scored. Words 8 and 9 then have the size and the
 address of the texts as JSON: lists of token ids. The arguments of the next post_process are the
 log-probabilities, as the bits of float32 numbers."""
-BEGIN, SAVE, OPEN = 7, 8, 9
-"""The results of mid_process if the sequence begins anew, or if a context is saved or opened. Words
-8 and 9 have the prompt, or a ``_Context`` as JSON."""
+BEGIN, SAVE, OPEN, LOOK = 7, 8, 9, 10
+"""The results of mid_process if the sequence begins anew, if a context is saved or opened, or if
+the script reads the distribution of the next token. Words 8 and 9 have the prompt, a ``_Context``
+as JSON, or the number of tokens to report as JSON. After LOOK, the arguments of post_process are
+pairs of a token and the bits of its log-probability."""
 REFUSED = 0xFFFF_FFFF
 """The number of dropped tokens in the arguments of post_process if a text or a context is refused.
 The tokens are then the bytes of the reason."""
@@ -117,12 +121,16 @@ class ScriptGuest(NativeController):
         elif self._host.scores:
             scores = np.fromiter(chain.from_iterable(self._host.scores), np.float32)
             tokens = scores.view(np.uint32).tolist()
+        elif self._host.distributions and not tokens:
+            top = self._host.distributions[0].top
+            logprobs = np.fromiter(top.values(), np.float32).view(np.uint32).tolist()
+            tokens = list(chain.from_iterable(zip(top, logprobs, strict=True)))
         return super().post_process(tokens, backtrack)
 
     def _other_answer(self, action: int) -> Answer:
         if action == BEGIN:
             return Answer(Action.BEGIN, tokens=self._tokens())
-        if action not in (GENERATE, SCORE, SAVE, OPEN):
+        if action not in (GENERATE, SCORE, SAVE, OPEN, LOOK):
             return super()._other_answer(action)
         address, size = self._list()
         if size > MAX_GENERATE_BYTES:
@@ -141,11 +149,14 @@ class ScriptGuest(NativeController):
         return Answer(Action.GENERATE, bias=self._own_bias(), generate=generate)
 
     def _of_json(self, action: int, given: bytes) -> Answer:
-        """The answer of a script that scores texts, or saves or opens a context. Raises
-        MsgspecError and ControllerError."""
+        """The answer of a script that scores texts, reads a distribution, or saves or opens a
+        context. Raises MsgspecError and ControllerError."""
         if action == SCORE:
             texts = checked_texts(_decode_texts(given), self._host.vocabulary.size)
             return Answer(Action.SCORE, texts=texts)
+        if action == LOOK:
+            query = Query(msgspec.json.decode(given, type=int))
+            return Answer(Action.LOOK, query=checked_query(query, self._host.vocabulary.size))
         context = _decode_context(given)
         name, pin_s = context.name, context.pin_s
         return Answer(Action(action), tokens=context.tokens, name=name, pin_s=pin_s)

@@ -237,7 +237,7 @@ class PythonContext(Context):
         return text_of_answer(await self._ask(make, "gen", arguments=msgspec.json.encode(asked)))
 
 
-_AWAITED = ("fork", "save", "open", "wait_var", "receive", "stop")
+_AWAITED = ("distribution", "fork", "save", "open", "wait_var", "receive", "stop")
 RUN = """\
 _begin({script!r})
 while _turn():

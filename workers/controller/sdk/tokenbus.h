@@ -57,7 +57,8 @@ __attribute__((weak)) void tb_init_prompt(const uint32_t *prompt, uint32_t n, co
 // 1 ms.
 __attribute__((weak)) tb_answer tb_pre_process(void);
 
-// Decides which tokens may come next. Returns tb_sample, tb_sample_bias, tb_splice or tb_stop.
+// Decides which tokens may come next. Returns tb_sample, tb_sample_bias, tb_look, tb_splice or
+// tb_stop.
 // After a fork, this is the first call of each resulting sequence, and fork_group has the ids of
 // all these sequences; otherwise fork_group has only this sequence's id (tb_seq_id). Limit: 20 ms.
 __attribute__((weak)) tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n);
@@ -133,8 +134,8 @@ TB_EXPORT("tokenbus_mid_process") int32_t tb_export_mid(void) {
     const tb_answer answer = tb_mid_process ? tb_mid_process(tb_inbox(), tb_block[TB_BLOCK_COUNT])
                              : tb_used      ? tb_recognizer_mid(tb_used)
                                             : tb_sample(0);
-    return tb_give(answer, 1 << TB_STOP | 1 << TB_SAMPLE | 1 << TB_SPLICE, "tb_mid_process",
-                   "tb_sample, tb_splice or tb_stop");
+    return tb_give(answer, 1 << TB_STOP | 1 << TB_SAMPLE | 1 << TB_SPLICE | 1 << TB_LOOK,
+                   "tb_mid_process", "tb_sample, tb_look, tb_splice or tb_stop");
 }
 
 TB_EXPORT("tokenbus_post_process") int32_t tb_export_post(void) {

@@ -22,7 +22,7 @@ from ....protocol.sampling import MAX_QUERY_TOKENS, Override, Query
 from ....protocol.special_tokens import SpecialToken
 from ....protocol.worker_messages import MAX_ARGUMENT_BYTES
 from .. import biases
-from ..host import Host
+from ..host import Host, Stored
 from ..interface import CONTINUE, STOP, SUSPEND, Action, Answer, Controller
 from ..queries import checked_override, checked_query
 from ..tool_calls import NO_TOOLS
@@ -94,6 +94,13 @@ class NativeState:
         self.asks = parent is not None and parent.asks
         """Whether ``query``, ``next_query`` or ``override`` is set."""
         self.takes_drafts = parent is not None and parent.takes_drafts
+
+    def take_query(self) -> Query | None:
+        """Returns the query about the next token, and resets it if it applies to one token only.
+        The override remains for the next sampled token."""
+        query, self.next_query = self.next_query or self.query, None
+        self.asks = self.query is not None or self.override is not None
+        return query
 
     def take_options(self) -> tuple[Query | None, Override | None]:
         """Returns the query and the override for the next token, and resets those that apply to one
@@ -231,8 +238,10 @@ class NativeController:
 
     def _other_answer(self, action: int) -> Answer:
         """The answer of a mid_process that neither stops, samples nor splices. Only the guests of
-        scripts may return such an answer (``scripts.guest``)."""
-        raise _unknown("mid_process", action, "0 (stop), 1 (sample), 4 (splice)")
+        scripts may return another answer than LOOK (``scripts.guest``)."""
+        if action == Action.LOOK:
+            return Answer(Action.LOOK, query=self._state.take_query())
+        raise _unknown("mid_process", action, "0 (stop), 1 (sample), 4 (splice), 10 (look)")
 
     def _put_one(self, number: int) -> None:
         block, guest = self._block, self._guest
@@ -420,6 +429,18 @@ def _var_get(
     stored = state.host.variables.get(_name(state, name, name_size))
     if version_at:
         state.guest.word(version_at, stored.version if stored is not None else 0)
+    return _given(state, stored, into, most)
+
+
+def _var_wait(
+    state: NativeState, name: int, name_size: int, into: int, most: int, version: int
+) -> int:
+    name_ = _name(state, name, name_size)
+    return _given(state, state.host.variables.await_write(name_, version), into, most)
+
+
+def _given(state: NativeState, stored: Stored | None, into: int, most: int) -> int:
+    """Writes a variable's value; returns the value's size, or -1 without a variable."""
     if stored is None:
         return -1
     state.guest.charge(len(stored.value))
@@ -564,6 +585,7 @@ FUNCTIONS: dict[tuple[str, str], HostFunction] = {
     ("tokenbus", "trie_size"): HostFunction("", "i", _trie_size),
     ("tokenbus", "trie_read"): HostFunction("iii", "i", _trie_read),
     ("tokenbus", "var_get"): HostFunction("iiiii", "i", _var_get),
+    ("tokenbus", "var_wait"): HostFunction("iiiii", "i", _var_wait),
     ("tokenbus", "var_set"): _var_write(append=False),
     ("tokenbus", "var_append"): _var_write(append=True),
     ("tokenbus", "send"): HostFunction("ii", "", _send),

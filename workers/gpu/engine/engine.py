@@ -26,7 +26,7 @@ import numpy as np
 from ....protocol.errors import Code, RequestError
 from ....protocol.messages import FinishReason, ForwardPath
 from ....protocol.metrics import Histogram
-from ....protocol.sampling import MAX_SCORED_TEXTS, MAX_SCORED_TOKENS, Sampling
+from ....protocol.sampling import MAX_SCORED_TEXTS, MAX_SCORED_TOKENS, Query, Sampling
 from ..model.backends import ForwardOptions
 from ..model.cpu_native.allocator import keep_freed_memory
 from ..model.cuda.choice import choose_layout
@@ -501,6 +501,14 @@ class Engine:
         for text in texts:
             self._intake.check_tokens(text, "texts")
         self._live.score(sequence, texts)
+
+    def look(self, request: int, seq: int, query: Query) -> None:
+        """Answers a query about the distribution of a sequence's next token, without sampling.
+
+        When the sequence has logits, it has one output with a distribution. The sequence is then
+        deferred until ``reschedule``, and keeps its logits.
+        """
+        self._live.look(self._live.named(request, seq), query)
 
     def alive(self, request: int, seq: int) -> bool:
         """Whether the sequence exists and has not ended."""

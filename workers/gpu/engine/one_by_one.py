@@ -8,7 +8,9 @@ from collections.abc import Iterable
 import torch
 
 from ....protocol.logs import about
+from ....protocol.sampling import Query
 from ..model.runner import Runner
+from ..sampling.distributions import look
 from ..sampling.sampled_batch import SampledBatch
 from ..sampling.sampler import draw, score
 from .pending_step import Part, PendingStep
@@ -62,6 +64,24 @@ class OneByOne:
                 kept = step.kept[row - step.num_forward_rows]
                 assert kept.logits is not None
                 self._sample(sequence, kept.logits)
+
+    def look(self, sequence: Sequence, query: Query) -> None:
+        """Answers a query about the kept logits of a sequence. If these have not been computed, a
+        later step computes them."""
+        live, logits = self._live, sequence.row.logits if sequence.row is not None else None
+        if live.find(sequence.request, sequence.seq) is not sequence:
+            return
+        if logits is None:
+            live.look_again(sequence, query)
+            return
+        try:
+            row = logits.unsqueeze(0)
+            answers = self._runner.queue.submit(lambda: look(row, [(0, query)])).result()
+            live.take_look(sequence, answers.fetch()[0])
+        except Exception as error:
+            number = sequence.request
+            log.exception("a look failed for request %d", number, extra=about(number))
+            live.fail(sequence, f"reading the distribution of its next token failed: {error}")
 
     def _run_part(self, step: PendingStep, part: Part, sampled: dict[Sequence, int]) -> None:
         live, chunk = self._live, part.chunk

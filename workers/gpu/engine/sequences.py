@@ -13,9 +13,10 @@ import numpy as np
 from ....protocol.errors import Code, RequestError
 from ....protocol.logs import about
 from ....protocol.messages import FinishReason
-from ....protocol.sampling import Sampling
+from ....protocol.sampling import Distribution, Query, Sampling
 from ..model.runner import Runner
 from ..sampling.distributions import LOWEST
+from ..sampling.sampler import NAN
 from ..sampling.token_counts import has_penalties
 from .block_manager import BlockManager, BlockTable
 from .intake import Intake
@@ -55,6 +56,8 @@ class LiveSequences:
         """By request: the number of its sequences so far, including ended ones."""
         self.step: PendingStep | None = None
         """The step whose forward has been launched and which has not been sampled."""
+        self.looks: dict[Sequence, Query] = {}
+        """The sequences whose next logits answer a query, and are then kept (``Engine.look``)."""
         self.outputs: list[TokenOutput] = []
         """Outputs that have not been returned yet."""
         self.forks = 0
@@ -121,6 +124,7 @@ class LiveSequences:
         self._blocks.commit(sequence.block_table, sequence.tokens, computed)
         if self.step is not None:
             self.step.rows.pop(sequence, None)
+        self.looks.pop(sequence, None)
         self._scheduler.remove(sequence)
         self._ended(sequence)
         left = self.requests.get(sequence.request, {})
@@ -260,6 +264,7 @@ class LiveSequences:
         if self.step is not None:
             self.step.rows.pop(sequence, None)
         sequence.row = sequence.mask = sequence.bias = sequence.options = None
+        self.looks.pop(sequence, None)
         self._scheduler.reschedule(sequence)
         self._scheduler.changed()
 
@@ -381,6 +386,33 @@ class LiveSequences:
             num_computed_tokens=computed,
             continued=True,
         )
+
+    # --- looks ----------------------------------------------------------------------------------
+
+    def look(self, sequence: Sequence, query: Query) -> None:
+        """Answers a query with the sequence's next logits (``Engine.look``)."""
+        sequence.mask, sequence.bias, sequence.options, sequence.along = None, None, None, ()
+        self.looks[sequence] = query
+        self._scheduler.reschedule(sequence)
+        self._scheduler.changed()
+
+    def look_again(self, sequence: Sequence, query: Query) -> None:
+        """Computes the logits of a sequence again for a look."""
+        self.discard_logits(sequence)
+        self._compute_last_again(sequence)
+        self.look(sequence, query)
+
+    def take_look(self, sequence: Sequence, answer: Distribution) -> None:
+        """Adds the output of a look, unless the sequence has ended. ``answer``: without a sampled
+        token (``Distribution.rank`` is 0)."""
+        if self.find(sequence.request, sequence.seq) is not sequence:
+            return
+        if answer.entropy != answer.entropy:
+            self.fail(sequence, NAN)
+            return
+        output = TokenOutput.of(sequence)
+        output.distribution = answer
+        self.outputs.append(output)
 
     # --- tokens and ends ------------------------------------------------------------------------
 

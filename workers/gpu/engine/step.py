@@ -19,12 +19,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ....protocol.metrics import STEP_TOKENS, Histogram
+from ....protocol.sampling import Query
 from ..model.device_queue import Work
 from ..model.runner import Runner
+from ..sampling.distributions import Answers, look
 from ..sampling.row_parameters import Rows
 from ..sampling.sampled_batch import SampledBatch
 from ..sampling.sampler import Drawn, Scores, draw, score
@@ -36,10 +39,18 @@ from .one_by_one import OneByOne
 from .pending_step import Part, PendingStep
 from .results import Results
 from .scheduler import Batch, Chunk, Scheduler
-from .sequence import StepOutputs
+from .sequence import Sequence, StepOutputs
 from .sequences import LiveSequences
 
 log = logging.getLogger(__name__)
+
+
+class Look(NamedTuple):
+    """A sequence whose logits answer a query, without sampling."""
+
+    sequence: Sequence
+    row: int
+    query: Query
 
 
 @dataclass(slots=True)
@@ -49,11 +60,12 @@ class Sampling:
     step: PendingStep
     batch: SampledBatch
     rows: Rows
-    work: Work[tuple[Drawn | None, list[Scores]]]
+    looks: list[Look]
+    work: Work[tuple[Drawn | None, list[Scores], Answers | None]]
 
     def device_tokens(self) -> torch.Tensor:
         """The sampled tokens, for work that is queued after the sampling."""
-        drawn, _ = self.work.value
+        drawn, _, _ = self.work.value
         assert drawn is not None
         return drawn.tokens
 
@@ -115,8 +127,9 @@ class Stepper:
         """The second half: samples the next token of each sequence that is ready."""
         self._live.step = None
         step.add_kept(self._scheduler.take_rescheduled())
+        looks = self._take_looks(step) if self._live.looks else []
         verification = self._verifier.sample(step)
-        sampling = self._sample(step)
+        sampling = self._sample(step, looks)
         if self._overlap and verification is None and not self._speculation.awaits(step.rows):
             self._live.step = self._ahead = self._launch(sampling)
         if verification is not None:
@@ -174,8 +187,18 @@ class Stepper:
         step.add_kept(batch.rescheduled)
         return step
 
-    def _sample(self, step: PendingStep) -> Sampling:
-        """Queues the sampling of a step after its forward."""
+    def _take_looks(self, step: PendingStep) -> list[Look]:
+        """Removes the sequences of a step whose logits answer queries. They are deferred."""
+        looks = []
+        for sequence in [s for s in self._live.looks if s in step.rows]:
+            row = step.rows.pop(sequence)
+            looks.append(Look(sequence, row, self._live.looks.pop(sequence)))
+            sequence.row = step.keep(row)
+            self._scheduler.defer(sequence)
+        return looks
+
+    def _sample(self, step: PendingStep, looks: list[Look]) -> Sampling:
+        """Queues the sampling of a step after its forward, and the answers of its looks."""
         sequences = list(step.rows)
         # A sequence that has dropped tokens draws with other random numbers.
         if sequences != self._batch.sequences or self._drops != self._live.dropped_tokens:
@@ -192,10 +215,10 @@ class Stepper:
             sequence.row = None
         scored = step.scored
 
-        def run() -> tuple[Drawn | None, list[Scores]]:
+        def run() -> tuple[Drawn | None, list[Scores], Answers | None]:
             logits = step.device_logits()
             if logits is None:
-                return None, []
+                return None, [], None
             step.keep_rows(logits)
             found = [
                 score(
@@ -205,9 +228,10 @@ class Stepper:
                 )
                 for part in scored
             ]
-            return draw(logits, which, rows) if sequences else None, found
+            answers = look(logits, [(one.row, one.query) for one in looks]) if looks else None
+            return draw(logits, which, rows) if sequences else None, found, answers
 
-        return Sampling(step, batch, rows, self._runner.queue.submit(run))
+        return Sampling(step, batch, rows, looks, self._runner.queue.submit(run))
 
     def _take(self, sampling: Sampling) -> StepOutputs:
         """Waits for the tokens of a step, and appends each to its sequence. If the step failed,
@@ -221,8 +245,13 @@ class Stepper:
             self._one_by_one.undo(self._ahead)
             live.step = self._ahead = None
             self._one_by_one.run(sampling.step, sampling.batch.sequences)
+            for one in sampling.looks:
+                self._one_by_one.look(one.sequence, one.query)
             return StepOutputs(live.take_outputs())
-        drawn, scored = work.value
+        drawn, scored, answers = work.value
+        if answers is not None:
+            for one, answer in zip(sampling.looks, answers.fetch().values(), strict=True):
+                live.take_look(one.sequence, answer)
         for part, scores in zip(sampling.step.scored, scored, strict=True):
             self._results.take_scores(part.chunk, scores)
         columns = None

@@ -32,8 +32,8 @@ class Answers:
     queries: Mapping[int, Query]
     """The queries, by row of the step."""
     numbers: torch.Tensor
-    """float64 ``[2, num_queries]``: the rank of the sampled token, and the entropy of the
-    distribution. This tensor and those below are on the host, and valid when the device has
+    """float64 ``[2, num_queries]``: the rank of the sampled token (0 without one), and the entropy
+    of the distribution. This tensor and those below are on the host, and valid when the device has
     finished the copy."""
     likely: tuple[torch.Tensor, torch.Tensor] | None
     """The most likely tokens ``[num_queries, most]`` and their log-probabilities."""
@@ -41,16 +41,18 @@ class Answers:
     """``[num_queries, most]``: the log-probabilities of the tokens that each query names, padded at
     the right."""
 
-    def fetch(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[int, Distribution]:
+    def fetch(
+        self, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()
+    ) -> dict[int, Distribution]:
         """The answer for each row with a query. ``tokens`` and ``logprobs``: the sampled tokens of
-        all rows of the step, and their log-probabilities. The device must have finished the
-        copy."""
+        all rows of the step, and their log-probabilities; empty if no token was sampled (``look``).
+        The device must have finished the copy."""
         ranks, entropies = self.numbers.tolist()
         likely = [part.tolist() for part in self.likely] if self.likely is not None else None
         scores = self.scores.tolist() if self.scores is not None else None
         found = {}
         for place, (row, query) in enumerate(self.queries.items()):
-            token, logprob = tokens[row], logprobs[row]
+            token, logprob = (tokens[row], logprobs[row]) if tokens else (-1, 0.0)
             answer = Distribution(logprob=logprob, rank=int(ranks[place]), entropy=entropies[place])
             if likely is not None and query.top:
                 ids, values = (part[place][: query.top] for part in likely)
@@ -67,6 +69,16 @@ class Answers:
 
 
 @torch.inference_mode()
+def look(logits: torch.Tensor, looks: Sequence[tuple[int, Query]]) -> Answers:
+    """Answers queries about rows of ``logits`` ``[rows, vocab]`` without sampling. ``looks``: the
+    number of a row and its query. The rows of the answers are the positions in ``looks``."""
+    rows = on_device(np.array([row for row, _ in looks], dtype=np.int64), logits.device)
+    own = logits.index_select(0, rows)
+    ranks = torch.zeros(len(looks), device=logits.device)
+    return _answered(own, ranks, dict(enumerate(query for _, query in looks)))
+
+
+@torch.inference_mode()
 def answer(logits: torch.Tensor, chosen: torch.Tensor, queries: Mapping[int, Query]) -> Answers:
     """Answers queries about rows of ``logits`` ``[rows, vocab]``. ``chosen`` ``[rows]``: the token
     that was sampled from each row. Does not wait for a CUDA device."""
@@ -75,11 +87,17 @@ def answer(logits: torch.Tensor, chosen: torch.Tensor, queries: Mapping[int, Que
     if list(queries) != list(range(len(logits))):
         rows = on_device(np.array(list(queries), dtype=np.int64), device)
         own, chosen = logits.index_select(0, rows), chosen.index_select(0, rows)
-    every = torch.log_softmax(own, -1).clamp_(min=LOWEST)
     sampled = own.gather(-1, chosen.unsqueeze(-1))
     # On a CPU, the sum of floats takes a third of the time of a sum of booleans.
     more_likely = torch.empty(own.shape, dtype=torch.float32, device=device)
-    ranks = torch.gt(own, sampled, out=more_likely).sum(-1) + 1
+    return _answered(own, torch.gt(own, sampled, out=more_likely).sum(-1) + 1, queries)
+
+
+def _answered(own: torch.Tensor, ranks: torch.Tensor, queries: Mapping[int, Query]) -> Answers:
+    """The answers to queries about the rows of ``own`` ``[num_queries, vocab]``. ``ranks``
+    ``[num_queries]``: the ranks of the sampled tokens."""
+    device = own.device
+    every = torch.log_softmax(own, -1).clamp_(min=LOWEST)
     # Infinite log-probabilities are clamped, so that a probability of 0 adds 0.
     entropies = -row_sums(torch.softmax(own, -1).mul_(every)).squeeze(-1)
     numbers = torch.stack([ranks.double(), entropies.double()]).to("cpu", non_blocking=True)

@@ -1,9 +1,9 @@
 """Resumes a moved stream: derives its sequences from the entries that its client has received.
 
 A sequence without a controller resumes after its last token. A sequence with a controller resumes
-at its *resume point*: its last sampled token, its last scores, or its last fork that the client has
-received, whichever is the latest. The controller is replayed up to the resume point and then
-decides again. Entries that the controller repeats and the client already has are suppressed.
+at its *resume point*: the latest of its last sampled token, its last scores or distribution, and
+its last fork that the client has received. The controller is replayed up to the resume point and
+then decides again. Entries that the controller repeats and the client already has are suppressed.
 """
 
 from __future__ import annotations
@@ -83,13 +83,12 @@ class Resumed:
     def take(self, entry: Token) -> None:
         """Adds an entry that the client has received."""
         sampled = entry.token is not None and entry.logprob is not None
-        decided = sampled or bool(entry.scores)
         self.given.log_chars += len(entry.logs)
         self.given.writes += len(entry.storage)
         self.given.messages += len(entry.messages)
         if not entry.is_report:
             self._later.append(entry)
-        if decided:
+        if entry.is_input:
             if entry.distribution is not None:
                 self.replay.distributions[len(self.replay.tokens)] = entry.distribution
             if entry.wakes:

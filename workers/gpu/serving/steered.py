@@ -120,7 +120,7 @@ class Steered:
         given = self.given.get(output.seq)
         if given is None or output.parent is not None or output.is_report:
             return False
-        if output.logprob is not None or output.scores or output.finish_reason is not None:
+        if output.is_input or output.finish_reason is not None:
             del self.given[output.seq]
             return False
         repeated = given.entries > 0
@@ -145,6 +145,6 @@ class Steered:
             elif notes.waiting and output.logprob is None and output.finish_reason is None:
                 # The report that follows the last appended token has the number.
                 self.notes[output.seq] = Notes(waiting=notes.waiting)
-            if output.logprob is not None or output.scores:
+            if output.is_input:
                 output.wakes = self.wakes.pop(output.seq, 0)
         return output

@@ -17,6 +17,7 @@ from ....protocol.bodies import encode_body
 from ....protocol.errors import Code, ControllerError, RequestError, TokenbusError
 from ....protocol.header import encode_header
 from ....protocol.logs import about
+from ....protocol.sampling import Query
 from ....protocol.settings import Settings
 from ....protocol.worker_messages import Start, Step, StepResult, StepSequence
 from ...machine import machine_id
@@ -510,6 +511,9 @@ class Steering:
             case "score":
                 engine.score_texts(*key, one.texts)
                 self._awaited[key] = math.inf
+            case "look":
+                engine.look(*key, one.query or Query())
+                del self._awaited[key]
             case "stop":
                 del self._awaited[key]
                 engine.end(*key, one.finish)
@@ -588,11 +592,12 @@ class Steering:
         If a sequence ends with a token, and not at its controller's decision, the controller runs a
         last round. The last output is stored until that round is complete.
         """
-        if output.scores:
+        if output.token is None and output.is_input:
             self._await((output.request, output.seq))
-            scored = StepSequence(output.request, output.seq, [])
-            scored.scores = output.scores
-            return scored
+            read = StepSequence(output.request, output.seq, [])
+            read.scores = output.scores
+            read.distributions = [output.distribution] if output.distribution is not None else []
+            return read
         reason, token, stop = output.finish_reason, output.token, ""
         # An appended token has no log-probability. The controller has chosen the token itself.
         drawn = [token] if token is not None and output.logprob is not None else []

@@ -9,6 +9,7 @@ from functools import cache
 from importlib.resources import files
 
 from tokenbus.protocol.bodies import decode_as, encode_body
+from tokenbus.protocol.sampling import Distribution
 from tokenbus.protocol.worker_messages import Pin, StepResult, Variable, VariableAnswer
 from tokenbus.workers.controller.host import allowed
 from tokenbus.workers.controller.interface import Program
@@ -134,7 +135,17 @@ class Run:
             return [lambda: self._sample(result)]
         elif result.action == "score":
             return [lambda: self._score(result)]
+        elif result.action == "look":
+            return [lambda: self._look(result)]
         return []
+
+    def _look(self, result: StepResult) -> list[StepResult]:
+        """The log-probability of token t is -t / 8."""
+        top = {token: -token / 8 for token in range(result.query.top if result.query else 0)}
+        seen = Distribution(logprob=0.0, rank=0, entropy=1.0, top=top)
+        stepped = self._group.step(result.seq, [], False, None, distributions=[seen])
+        assert stepped is not None
+        return stepped[1]()
 
     def _score(self, result: StepResult) -> list[StepResult]:
         """The log-probability of token t is -t / 8 after every text."""

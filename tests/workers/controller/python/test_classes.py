@@ -193,7 +193,7 @@ WRONG = [
     ("pre_process", fork(0), "pre_process: fork(n) is 0; expected a number, at least 1"),
     ("pre_process", append([4096]), "a token is 4096; expected a number, 0 to 4095"),
     ("pre_process", append(7), "append(tokens) with 7; expected text or a list"),  # type: ignore[arg-type]
-    ("mid_process", None, "mid_process returned None; expected sample(mask, bias), splice("),
+    ("mid_process", None, "mid_process returned None; expected sample(mask, bias), look("),
     ("mid_process", suspend(), "mid_process returned suspend(…), which is not allowed there"),
     ("mid_process", splice(-1), "backtrack is -1; expected a number, at least 0"),
     (

@@ -25,7 +25,7 @@ async def goes_back(ctx: Context) -> None:
 def test_a_script_does_not_work_without_end(script: Script, tokens: int) -> None:
     run = play_script(script, limits=Limits(used_bytes=10 * 4 * tokens))
     assert run.errors == {
-        0: "the request's writes to variables, new prompts, scored texts and dropped tokens have "
-        f"{11 * 4 * tokens} bytes in all; at most {10 * 4 * tokens} are allowed"
+        0: "the request's writes to variables, new prompts, scored texts, dropped tokens and looks "
+        f"have {11 * 4 * tokens} bytes in all; at most {10 * 4 * tokens} are allowed"
     }
     assert run.codes == {0: "controller_failed"}

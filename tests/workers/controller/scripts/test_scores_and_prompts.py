@@ -87,6 +87,41 @@ def test_texts_are_scored_and_the_sequence_does_not_change(kind: str) -> None:
     assert len(run.tokens[1]) == len(tokens_of("The answer is ")) + 2
 
 
+LOOKS = """
+import json
+
+async def main(ctx):
+    print(json.dumps(await ctx.distribution(top=3)))
+    await ctx.fork(2)
+    print(json.dumps(await ctx.distribution()), len(ctx.tokens))
+"""
+LOOKS_JAVASCRIPT = """
+async function main(ctx) {
+  ctx.log(await ctx.distribution({ top: 3 }));
+  await ctx.fork(2);
+  ctx.log(await ctx.distribution(), ctx.tokens.length);
+}
+"""
+
+
+@KINDS
+def test_a_script_reads_the_distribution_of_the_next_token(kind: str) -> None:
+    run = play(kind, LOOKS, LOOKS_JAVASCRIPT)
+    assert not run.errors
+    pairs = [[token, -token / 8] for token in range(8)]
+    assert read(run.logs[0]) == [pairs[:3], pairs, len(tokens_of("Q"))]
+    assert read(run.logs[1]) == [pairs, len(tokens_of("Q"))]
+    assert run.sampled == 0
+
+
+@KINDS
+@pytest.mark.parametrize("top", ["65", "-1", "'x'"])
+def test_a_distribution_of_a_wrong_number_of_tokens_is_refused(kind: str, top: str) -> None:
+    python = f"async def main(ctx): await ctx.distribution(top={top})"
+    javascript = f"async function main(ctx) {{ await ctx.distribution({{ top: {top} }}); }}"
+    assert play(kind, python, javascript).errors
+
+
 @KINDS
 @pytest.mark.parametrize(
     ("texts", "error"),

@@ -425,14 +425,16 @@ void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_
     tb_bytes_reserve(&large, 100000);
     memset(large.data, 'y', 100000);
     tb_var_set("large", large.data, 100000);
-    tb_log("%d %u %c", tb_var_get("large", &value, 0), value.len, value.data[99999]);
+    tb_log("%d %u %c ", tb_var_get("large", &value, 0), value.len, value.data[99999]);
+    tb_log("%d %u ", tb_var_wait("large", 1, &value), value.len);
+    tb_log("%d %u %d", tb_var_wait("v", 3, &value), value.len, tb_var_wait("v", 4, &value));
 }
 """
 
 
 def test_variables_have_versions_and_any_length() -> None:
     said = Steered(VARIABLES, BYTES).begin().split()
-    assert " ".join(said) == "0 1 2 1 onetwo 2 0 2 1 3 1 1 1 0 1 100000 y"
+    assert " ".join(said) == ("0 1 2 1 onetwo 2 0 2 1 3 1 1 1 0 1 100000 y 1 100000 1 7 0")
 
 
 WRONG = r"""

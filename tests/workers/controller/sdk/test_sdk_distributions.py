@@ -7,7 +7,7 @@ import struct
 import pytest
 from tokenbus.protocol.errors import ControllerError
 from tokenbus.protocol.sampling import Distribution, Override, Query
-from tokenbus.workers.controller.interface import Answer
+from tokenbus.workers.controller.interface import Action, Answer
 
 from ..played import BYTES, Steered
 
@@ -95,6 +95,47 @@ def test_a_guest_reads_the_answers() -> None:
     host.distributions = [Distribution(logprob=0.0, rank=1, entropy=0.0, top=most, scores=most)]
     guest.post([8])
     assert guest.log.take().count(":") == 64
+
+
+LOOKS = r"""
+#include "tokenbus.h"
+
+static uint32_t rounds;
+
+void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_t arg_len) {
+    (void)prompt, (void)n, (void)arg, (void)arg_len;
+    tb_query(2, 0, 0);
+}
+
+tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
+    (void)fork_group, (void)n;
+    if (rounds++) return tb_sample(0);
+    tb_override_seed(5);
+    const uint32_t named[] = {9};
+    return tb_look(3, named, 1);
+}
+
+tb_answer tb_post_process(const uint32_t *tokens, uint32_t n, uint32_t backtrack) {
+    (void)tokens, (void)backtrack;
+    const tb_distribution *seen = tb_distribution_get(0);
+    if (seen) tb_log("%u %u %u", n, seen->rank, seen->top[0].token);
+    return tb_go_on();
+}
+"""
+
+
+def test_a_look_is_a_query_for_one_round_and_leaves_the_override_to_the_next_token() -> None:
+    guest = Steered(LOOKS, BYTES)
+    guest.begin()
+    first = decided(guest)
+    assert (first.action, first.query, first.override) == (Action.LOOK, Query(3, [9]), None)
+    host = guest.controller._host  # type: ignore[attr-defined]
+    host.distributions = [Distribution(logprob=0.0, rank=0, entropy=1.0, top={7: -0.5})]
+    guest.post([])
+    assert guest.log.take() == "0 0 7"
+    then = decided(guest)
+    assert (then.action, then.query, then.override) == (Action.CONTINUE, Query(2), Override(seed=5))
+    assert decided(guest).override is None
 
 
 def test_a_fork_asks_as_its_parent_does() -> None:

@@ -195,6 +195,9 @@ const context = {
     const scores = await ask(new Score(texts), "score");
     return perToken ? scores : scores.map((text) => text.reduce((sum, each) => sum + each, 0));
   },
+  async distribution({ top = 8 } = {}) {
+    return ask(new Look(whole("distribution({top})", top)), "distribution");
+  },
   fork: forked,
   async save(name, { pinS = 300 } = {}) {
     if (typeof name !== "string" || typeof pinS !== "number")

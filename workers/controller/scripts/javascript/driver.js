@@ -5,7 +5,7 @@
 // in each fork without a replay.
 
 const STOP = 0, CONTINUE = 1, SUSPEND = 2, FORK = 3, SPLICE = 4, GENERATE = 5, SCORE = 6,
-      BEGIN = 7, SAVE = 8, OPEN = 9;
+      BEGIN = 7, SAVE = 8, OPEN = 9, LOOK = 10;
 const REFUSED = 0xffffffff;  // the backtrack of a post whose tokens are the bytes of a reason
 
 // The words of the call block.
@@ -104,6 +104,25 @@ class Score extends Operation {
   post(words, backtrack) {
     const numbers = Array.from(new Float32Array(Uint32Array.from(words).buffer));
     this.finish(this.texts.map((text) => numbers.splice(0, text.length)));
+  }
+}
+
+// Reads the distribution of the next token. The host passes pairs of a token and its log-probability
+// to post, as words of 32 bits.
+class Look extends Operation {
+  constructor(top) {
+    super();
+    this.top = top;
+  }
+  mid(group) {
+    host.generate(JSON.stringify(this.top));
+    return LOOK;
+  }
+  post(words, backtrack) {
+    const numbers = new Float32Array(Uint32Array.from(words).buffer);
+    const pairs = [];
+    for (let i = 0; i < words.length; i += 2) pairs.push([words[i], numbers[i + 1]]);
+    this.finish(pairs);
   }
 }
 
@@ -436,7 +455,8 @@ const calls = {
       pending.refuse(host.decode(Uint8Array.from(tokens)));
       return CONTINUE;
     }
-    const answer = pending instanceof Score || pending instanceof UseContext && !backtrack;
+    const reads = pending instanceof Score || pending instanceof Look;
+    const answer = reads || pending instanceof UseContext && !backtrack;
     if (answer && !detour) {
       pending.post(tokens, backtrack);
       return CONTINUE;

@@ -3,8 +3,8 @@
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/beams.c -o beams.wasm
 //
 // The argument is "WIDTH TOKENS": the number of beams and the length of the text. Each beam is a
-// sequence. It samples a token to read the likeliest tokens, writes these and its score to a
-// variable, and is suspended until all beams have written. Then all beams choose the same
+// sequence. It reads the distribution of the next token, writes the likeliest tokens and its score to
+// a variable, and is suspended until all beams have written. Then all beams choose the same
 // continuations: a beam with several continuations forks, and a beam without a continuation stops.
 // The last step leaves one sequence, the result.
 #include "tokenbus.h"
@@ -33,7 +33,6 @@ void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_
                 MAX_WIDTH, arg);
     if (length >= tb_max_tokens())
         tb_fail("a text of %u tokens needs max_tokens of at least %u", length, length + 1);
-    tb_query(width, 0, 0);
 }
 
 static bool is_better(const candidate *one, const candidate *other) {
@@ -60,8 +59,7 @@ static const char *variable(void) {
 tb_answer tb_pre_process(void) {
     if (!waits) return tb_go_on();
     static tb_bytes written;
-    uint32_t version;
-    if (!tb_var_get(variable(), &written, &version) || version < beams) return tb_suspend();
+    if (!tb_var_wait(variable(), beams, &written)) return tb_suspend();
     num_chosen = num_mine = 0;
     for (uint32_t at = 0; at < written.len; at += sizeof(candidate))
         consider(*(candidate *)(written.data + at), step + 1 == length ? 1 : width);
@@ -73,7 +71,7 @@ tb_answer tb_pre_process(void) {
 }
 
 tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
-    if (!waits) return step == length ? tb_stop() : tb_sample(0);
+    if (!waits) return step == length ? tb_stop() : tb_look(width, 0, 0);
     uint32_t place = 0;
     while (place + 1 < n && fork_group[place] != tb_seq_id()) place++;
     beam = mine[place];
@@ -83,7 +81,7 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
         const uint32_t thousandths = (uint32_t)(-score * 1000 + 0.5);
         tb_log("score -%u.%03u", thousandths / 1000, thousandths % 1000);
     }
-    return tb_splice(1, &chosen[beam].token, 1);
+    return tb_splice(0, &chosen[beam].token, 1);
 }
 
 tb_answer tb_post_process(const uint32_t *tokens, uint32_t n, uint32_t backtrack) {

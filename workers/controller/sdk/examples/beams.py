@@ -1,9 +1,9 @@
 """Beam search: each step keeps the likeliest of all continuations of all beams.
 
-Each beam is a sequence. It samples a token to read the likeliest tokens, writes these and its score
-to a variable, and is suspended until all beams have written. Then all beams choose the same
-continuations: a beam with several continuations forks, and a beam without a continuation stops. The
-last step leaves one sequence, the result.
+Each beam is a sequence. It reads the distribution of the next token, writes the likeliest tokens
+and its score to a variable, and is suspended until all beams have written. Then all beams choose
+the same continuations: a beam with several continuations forks, and a beam without a continuation
+stops. The last step leaves one sequence, the result.
 
     tokenbus controller serve beams:Beams
     tokenbus controller run beams:Beams --arg '{"width": 3, "tokens": 20}' --prompt 'def add(a, b):'
@@ -21,7 +21,7 @@ from tokenbus.workers.controller.python import (
     Query,
     fork,
     go_on,
-    sample,
+    look,
     splice,
     stop,
     suspend,
@@ -41,7 +41,6 @@ class Beams(Controller):
                 f"tokens is {self.tokens}; it must be at least 1 and less than max_tokens, which "
                 f"is {self.host.max_tokens}"
             )
-        self.query = Query(top=self.width)
         self.step = self.beam = 0
         self.beams = 1
         """Number of beams of this step."""
@@ -81,16 +80,16 @@ class Beams(Controller):
         self.beams = len(chosen)
 
     def mid_process(self, fork_group: list[int]) -> Decision:
-        """Replaces the sampled token by the chosen token."""
+        """Appends the chosen token, or reads the distribution of the next token."""
         if not self.waits:
-            return stop() if self.step == self.tokens else sample()
+            return stop() if self.step == self.tokens else look(Query(top=self.width))
         place = fork_group.index(self.seq)
         token, self.score = self.found[place]
         self.beam, self.waits = self.places[place], False
         self.step += 1
         if self.step == self.tokens:
             self.log(f"score {self.score:.3f}")
-        return splice(1, [token])
+        return splice(0, [token])
 
     def post_process(self, tokens: list[int], backtrack: int) -> Decision | None:
         """Writes the likeliest tokens after this beam's text to the variable of this step."""

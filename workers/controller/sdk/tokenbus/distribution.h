@@ -14,8 +14,8 @@ typedef struct tb_scored {
 // Numbers of the distribution that the model computed for a token, before biases, penalties, the
 // mask and the temperature are applied.
 typedef struct tb_distribution {
-    float logprob;  // of the sampled token, as a natural logarithm
-    uint32_t rank;  // 1 plus the number of more likely tokens
+    float logprob;  // of the sampled token, as a natural logarithm; 0 after tb_look
+    uint32_t rank;  // 1 plus the number of more likely tokens; 0 after tb_look
     float entropy;  // in nats
     uint32_t num_top, num_scores;
     const tb_scored *top;     // the most likely tokens, the most likely first
@@ -28,6 +28,15 @@ enum { TB_MAX_QUERY_TOP = 64, TB_MAX_QUERY_TOKENS = 256 };
 // query in tb_init_prompt applies to every token, a query in another call to the next token only.
 static inline void tb_query(uint32_t top, const uint32_t *tokens, uint32_t n) {
     tb_host_query(top, tokens, n);
+}
+
+// mid_process: reads the distribution of the next token without sampling. The arguments are those
+// of tb_query. tb_post_process follows without tokens, and tb_distribution_get(0) has the answer. A
+// later tb_sample or tb_look of the sequence needs no further computation if the sequence neither
+// appends, drops nor suspends in between.
+static inline tb_answer tb_look(uint32_t top, const uint32_t *tokens, uint32_t n) {
+    tb_host_query(top, tokens, n);
+    return (tb_answer){.then = TB_LOOK};
 }
 
 // The distribution from which a token was sampled. `place` is the token's index in the tokens that

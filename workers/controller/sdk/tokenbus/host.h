@@ -12,6 +12,9 @@ TB_IMPORT("receive") int32_t tb_host_receive(void *text, uint32_t most);
 TB_IMPORT("var_get")
 int32_t tb_host_var_get(const char *name, uint32_t name_len, void *value, uint32_t most,
                         uint32_t *version);
+TB_IMPORT("var_wait")
+int32_t tb_host_var_wait(const char *name, uint32_t name_len, void *value, uint32_t most,
+                         uint32_t version);
 TB_IMPORT("var_set")
 int32_t tb_host_var_set(const char *name, uint32_t name_len, const void *value, uint32_t n,
                         int32_t when_version, uint32_t *version);
@@ -82,10 +85,12 @@ static inline uint32_t tb_special_token(tb_special token) {
 
 // --- answers -------------------------------------------------------------------------------------
 
-enum { TB_STOP, TB_GO_ON, TB_SUSPEND, TB_FORK, TB_SPLICE, TB_SAMPLE, TB_APPEND };
+enum { TB_STOP, TB_GO_ON, TB_SUSPEND, TB_FORK, TB_SPLICE, TB_SAMPLE, TB_APPEND, TB_LOOK = 10 };
 
-static const char *const tb_answer_names[] = {"tb_stop",   "tb_go_on",  "tb_suspend", "tb_fork",
-                                              "tb_splice", "tb_sample", "tb_append"};
+static const char *const tb_answer_names[] = {
+    [TB_STOP] = "tb_stop",     [TB_GO_ON] = "tb_go_on",   [TB_SUSPEND] = "tb_suspend",
+    [TB_FORK] = "tb_fork",     [TB_SPLICE] = "tb_splice", [TB_SAMPLE] = "tb_sample",
+    [TB_APPEND] = "tb_append", [TB_LOOK] = "tb_look"};
 
 typedef struct tb_answer {
     uint32_t then, forks, backtrack;
@@ -175,6 +180,25 @@ static inline bool tb_var_get(const char *name, tb_bytes *value, uint32_t *versi
     for (;;) {
         const int32_t n =
             tb_host_var_get(name, strlen(name), value->data, value->room - 1, version);
+        if (n < 0) return false;
+        if ((uint32_t)n < value->room) {
+            value->len = (uint32_t)n;
+            value->data[n] = 0;
+            return true;
+        }
+        tb_bytes_reserve(value, (uint32_t)n);
+    }
+}
+
+// Reads a variable into `value` if its version is `version` or higher. Otherwise returns false; if
+// tb_pre_process then returns tb_suspend, it is called again when the variable has this version, and
+// not at other changes.
+static inline bool tb_var_wait(const char *name, uint32_t version, tb_bytes *value) {
+    tb_bytes_cut(value, 0);
+    tb_bytes_reserve(value, 255);
+    for (;;) {
+        const int32_t n =
+            tb_host_var_wait(name, strlen(name), value->data, value->room - 1, version);
         if (n < 0) return false;
         if ((uint32_t)n < value->room) {
             value->len = (uint32_t)n;

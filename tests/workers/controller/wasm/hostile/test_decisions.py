@@ -73,7 +73,7 @@ def test_a_token_outside_the_vocabulary_is_reported(system: System, phase: str, 
     ("phase", "known"),
     [
         ("pre", "0 (stop), 1 (continue), 2 (suspend), 3 (fork), 4 (append)"),
-        ("mid", "0 (stop), 1 (sample), 4 (splice)"),
+        ("mid", "0 (stop), 1 (sample), 4 (splice), 10 (look)"),
         ("post", "0 (stop), 1 (continue)"),
     ],
 )

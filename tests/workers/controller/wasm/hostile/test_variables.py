@@ -27,8 +27,8 @@ def test_a_gigabyte_by_appending_is_refused(system: System) -> None:
 def test_a_gigabyte_round_by_round_is_refused(system: System) -> None:
     wasm = guest(pages=32, mid=f"(drop {call('var_set', 512, 4, 0, 131072, -1, 0)})")
     assert system.controller_error(wasm, max_tokens=1024) == (
-        "mid_process: the request's writes to variables, new prompts, scored texts and dropped "
-        "tokens have 16908288 bytes in all; at most 16777216 are allowed"
+        "mid_process: the request's writes to variables, new prompts, scored texts, dropped "
+        "tokens and looks have 16908288 bytes in all; at most 16777216 are allowed"
     )
 
 
