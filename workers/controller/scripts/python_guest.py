@@ -1,18 +1,17 @@
 """Scripts in MicroPython. The worker answers a script's calls with ``Context``, as it does for the
 operator's scripts.
 
-A fork replays the script in a new interpreter, with the recorded answers of its parent.
+A fork copies the memory of the interpreter, so no answers are recorded.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
-from zlib import crc32
+from typing import Any, NamedTuple
 
 import msgspec
 import wasmtime
@@ -30,7 +29,7 @@ from ..python.script import Script, ScriptController
 from ..python.transcript import Question, Transcript
 from ..wasm.instance import Template
 from .python_decisions import STEPS, step_of
-from .python_session import Asked, Printed, PythonSession, library, template_of
+from .python_session import Asked, Image, Printed, PythonSession, library, template_of
 
 TOKENS_READ = 256
 """Number of tokens whose bytes a script reads at once, for ``ctx.token_set``."""
@@ -45,6 +44,8 @@ class PythonModule:
         """``text``: the script; None if the argument of the request is the script."""
         self._template = template_of(engine, module)
         self._text = text
+        self._loaded: dict[str, Image] = {}
+        """The memory of an interpreter after it has loaded a library, by the library's text."""
 
     def start(self, host: Host) -> Controller:
         """A controller with the script at its beginning."""
@@ -55,27 +56,57 @@ class PythonModule:
             assert isinstance(ctx, PythonContext)
             if self._text is None:
                 ctx.remove_arg()
-            session = ctx.session(self._template, script)
-            try:
-                asked = session.begin(ctx.limits)
-                while asked is not None:
-                    asked = await ctx.step(session, asked)
-            finally:
-                session.close()
+            await ctx.run(self._template, script, lambda: self._load(library(script), host.limits))
 
-        return PythonGuest("the script", drive, host, Transcript())
+        return PythonGuest("the script", drive, host, _Tokens())
 
     def check(self, limits: Limits) -> None:
         """Compiles the script without running it; raises ControllerError with the place of a syntax
         error."""
         script = (self._text or b"").decode()
-        silent = Printed(lambda data: None, lambda: True)
-        call = f"_only_compile({script!r})"
-        session = PythonSession(self._template, (library(script), call), silent, None)
-        asked = session.begin(limits)
-        session.close()
+        session = PythonSession(self._template, _SILENT, None)
+        session.begin(limits)
+        try:
+            session.resume(f"{library(script)}\n_turn = _only_compile", None, 0.0)
+            asked = session.resume(script, None, 0.0)
+        finally:
+            session.close()
         if asked is not None:
             raise ControllerError(Code.CONTROLLER_FAILED, asked.text)
+
+    def _load(self, text: str, limits: Limits) -> Image:
+        """The memory of an interpreter that has loaded the library ``text``."""
+        if text not in self._loaded:
+            session = PythonSession(self._template, _SILENT, None)
+            session.begin(limits)
+            try:
+                session.resume(text, None, 0.0)
+                self._loaded[text] = session.image()
+            finally:
+                session.close()
+        return self._loaded[text]
+
+
+class _Tokens(Transcript):
+    """The tokens of a script. Its questions and answers are not recorded, because forks do not
+    replay the script."""
+
+    def add(self, question: Question, answer: object, error: ControllerError | None = None) -> None:
+        """Does nothing."""
+
+    def branch(self) -> _Tokens:
+        """The tokens of a fork."""
+        copied = _Tokens()
+        copied.tokens, copied.prompt_length = list(self.tokens), self.prompt_length
+        return copied
+
+
+class _Origin(NamedTuple):
+    """The state of a script that forks."""
+
+    image: Image
+    asked: Asked
+    """The call that forks."""
 
 
 class PythonContext(Context):
@@ -83,6 +114,8 @@ class PythonContext(Context):
     names."""
 
     calls: GuestCalls
+    origin: _Origin | None = None
+    """The state of the script that this script was forked from. Set before the script begins."""
 
     @property
     def limits(self) -> Limits:
@@ -93,28 +126,34 @@ class PythonContext(Context):
         """Removes the argument of the sequence, because the argument is the script itself."""
         self._host.arg = b""
 
-    def session(self, template: Template, script: str) -> PythonSession:
-        """An interpreter for the script of this context."""
-        host, transcript = self._host, self._transcript
-        log = Printed(host.log.write, lambda: transcript.replaying)
-        call = RUN.format(script=script)
-        return PythonSession(template, (library(script), call), log, host.memory)
+    async def run(self, template: Template, script: str, loaded: Callable[[], Image]) -> None:
+        """Runs the script: from its beginning, in an interpreter with the library ``loaded``, or in
+        a fork from the call that forks."""
+        session = self._session = PythonSession(
+            template, Printed(self._host.log.write), self._host.memory
+        )
+        origin = self.origin
+        try:
+            session.begin(self.limits, loaded() if origin is None else origin.image)
+            asked = session.resume(script, None, 0.0) if origin is None else origin.asked
+            while asked is not None:
+                self._asked = asked
+                asked = await self._step_script(session, asked)
+        finally:
+            session.close()
 
-    async def step(self, session: PythonSession, asked: Asked) -> Asked | None:
+    def branch(self) -> _Origin:
+        """The state of the script for a fork."""
+        return _Origin(self._session.image(), self._asked)
+
+    async def _step_script(self, session: PythonSession, asked: Asked) -> Asked | None:
         """Answers a call of the script, and runs the script to its next call.
 
-        All work of the script during one call of its controller counts towards one limit. In a
-        replay, the limit applies anew after each answer.
+        All work of the script during one call of its controller counts towards one limit.
         """
-        number, replaying, began_s = (
-            self.calls.number,
-            self._transcript.replaying,
-            time.thread_time(),
-        )
+        number, began_s = self.calls.number, time.thread_time()
         answer = await self.answer(asked)
-        renews = replaying or number != self.calls.number
-        limit_s = self.limits.round_s if renews else None
-        session.guest.host_bytes = self._transcript.stored_bytes
+        limit_s = self.limits.round_s if number != self.calls.number else None
         # The time of answering ``next_tokens`` is not counted here, because ``ConstraintQuestions``
         # bounds it.
         asks = asked.text.startswith('["next_tokens"')
@@ -199,9 +238,7 @@ class PythonContext(Context):
 
     async def _step(self, name: str, *given: Any) -> Any:
         """Waits for a step that the script decides itself."""
-        make = partial(step_of, self._host, name, given)
-        short = [crc32(each) if isinstance(each, bytes) else str(each) for each in given]
-        return await self._ask(make, name, given=tuple(short) or None)
+        return await self._ask(partial(step_of, self._host, name, given), name)
 
     async def _score(self, candidates: Any, **named: Any) -> list[Any]:
         """Answers ``score``."""
@@ -234,19 +271,11 @@ class PythonContext(Context):
         def make(question: Question) -> Operation:
             return Delegated(question, host, asked, bias)
 
-        return text_of_answer(await self._ask(make, "gen", arguments=msgspec.json.encode(asked)))
+        return text_of_answer(await self._ask(make, "gen"))
 
 
 _AWAITED = ("distribution", "fork", "save", "open", "wait_var", "receive", "stop")
-RUN = """\
-_begin({script!r})
-while _turn():
-    if _collects():
-        _gc.collect()
-_coroutine = _answer = None
-_gc.collect()
-_end()"""
-"""The program text that runs a script in the interpreter."""
+_SILENT = Printed(lambda data: None)
 
 
 class GuestCalls(AuthorCalls):
@@ -273,11 +302,29 @@ class PythonGuest(ScriptController):
     """The controller of one sequence, whose script runs in MicroPython."""
 
     context = PythonContext
+    _context: PythonContext
+    _transcript: _Tokens
 
-    def __init__(self, name: str, function: Script, host: Host, transcript: Transcript) -> None:
+    def __init__(self, name: str, function: Script, host: Host, transcript: _Tokens) -> None:
         super().__init__(name, function, host, transcript)
-        assert isinstance(self._context, PythonContext)
         self._calls = self._context.calls = GuestCalls(name, host)
+
+    def fork(self, host: Host) -> Controller:
+        """A controller for the forked sequence, whose interpreter has a copy of the memory."""
+        if self._operation is None:
+            return PythonGuest(self._name, self._function, host, _Tokens())
+        child = PythonGuest(self._name, self._function, host, self._transcript.branch())
+        try:
+            with child._calls.during("fork"):
+                child._context.origin = self._context.branch()
+                child._resume()
+                child._context.origin = None
+                assert child._operation is not None
+                child._operation.resume(self._operation)
+        except BaseException:
+            child.close()
+            raise
+        return child
 
 
 def _made(value: Any) -> Any:

@@ -4,11 +4,17 @@ answers to its calls.
 The interpreter is a WASI command: its only exported function runs the whole script, and the script
 calls the host. The script must keep its stack while it waits for an answer, so it needs a thread.
 This thread passes the script's calls to the thread of the controller, which answers them.
+
+A fork copies the interpreter's memory. WebAssembly's stack cannot be copied, but all interpreters
+have the same stack while ``_MAIN`` calls ``host.call``. This stack has only constants, and
+addresses of objects that ``_MAIN`` created before its loop. So a new interpreter first runs to this
+call, where its memory is overwritten with the memory of an interpreter that waits in this call.
 """
 
 from __future__ import annotations
 
 import re
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -36,9 +42,27 @@ MIN_BYTES = 9 * 1024 * 1024
 """Minimum bytes of memory of an interpreter whose heap has the size in ``HEAP``. With less memory,
 MicroPython would write outside its memory."""
 # MicroPython's garbage collector does not see references in WebAssembly's locals. So the collector
-# is disabled, and ``RUN`` calls it only when no function of the script is being executed.
-_BOOT = b"import gc, host\ngc.disable()\nexec(host.call('boot', ''))"
-ARGUMENTS = (b"micropython", b"-X", HEAP, b"-c", _BOOT)
+# is disabled, and the loop calls it only when no function of the script is being executed.
+_MAIN = b"""\
+import gc, host
+gc.disable()
+_text = ""
+_turn = lambda text: exec(text) or ""
+while _text is not None:
+    _text = _turn(host.call("next", _text))
+    if _collects():
+        gc.collect()
+_coroutine = _turn = None
+gc.collect()
+_end()"""
+"""The program of every interpreter. In its first turn, it executes the library, which replaces
+``_turn``. A turn returns the next call that the script awaits; None if the script has ended."""
+ARGUMENTS = (b"micropython", b"-X", HEAP, b"-c", _MAIN)
+_HEAP_AT = 67392
+"""The address of four words about MicroPython's heap, in the module that ``engines`` pins. The
+words are the addresses of the heap's blocks and of their end, another number, and the number of the
+last block that is in use (``gc_last_used_block``)."""
+_BLOCK_BYTES = 16
 
 # The files are read when this module is imported, in the zygote, because a guest process cannot
 # read files.
@@ -59,36 +83,38 @@ part's pattern occurs in the script."""
 
 
 def library(script: str) -> str:
-    """The text that defines the context of a script, and the modules that the script may import.
-    The interpreter compiles the text for every sequence and every fork."""
+    """The text that defines the context of a script, and the modules that the script may import."""
     more = [part for part, pattern in _NEEDS.items() if re.search(pattern, script)]
     return "\n".join(_PARTS[part] for part in ("context", *more))
 
 
 class Asked(NamedTuple):
-    """A call of the script. ``name`` is ``ask`` or ``failed``; ``text`` is the call as JSON, or the
-    error of the script."""
+    """A call of the script. ``text`` is the call as JSON, or the error of the script if ``name`` is
+    ``failed``. ``name`` is ``next`` if the script awaits the call."""
 
     name: str
     text: str
 
 
 class Printed:
-    """The output of the script, which is written to a log unless ``silent`` returns True."""
+    """The output of the script, which is written to a log."""
 
-    def __init__(self, write: Callable[[bytes], None], silent: Callable[[], bool]) -> None:
-        self._write = write
-        self._silent = silent
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        self.write = write
 
     def room(self, size: int) -> int:
         """The number of bytes that are read from the guest's memory if the guest prints ``size``
         bytes."""
         return size if size <= RESULT_BYTES else RESULT_BYTES
 
-    def write(self, data: bytes) -> None:
-        """Writes output of the script, unless ``silent`` returns True."""
-        if not self._silent():
-            self._write(data)
+
+class Image(NamedTuple):
+    """The used memory of an interpreter that waits in the loop of ``_MAIN``."""
+
+    size: int
+    """Bytes of the whole memory."""
+    parts: tuple[tuple[int, bytes], ...]
+    """The addresses and contents of all parts in use."""
 
 
 class _Host:
@@ -104,29 +130,28 @@ class PythonSession:
 
     guest: Guest
 
-    def __init__(
-        self, template: Template, texts: tuple[str, str], log: Printed, memory: TenantMemory | None
-    ) -> None:
-        """``texts``: the text of the library, and the text that runs the script."""
+    def __init__(self, template: Template, log: Printed, memory: TenantMemory | None) -> None:
         self.host = _Host(log)
-        self._boot = "\n".join(texts)
         self._template = template
         self._memory = memory
+        self._image: Image | None = None
         self._asked: SimpleQueue[Asked | BaseException | None] = SimpleQueue()
         self._answers: SimpleQueue[tuple[str, float] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ended = False
         self._cpu_s = 0.0
 
-    def begin(self, limits: Limits) -> Asked | None:
-        """Runs the script to its first call, and returns this call; None if the script has ended.
-        Raises ControllerError if the script fails."""
+    def begin(self, limits: Limits, image: Image | None = None) -> Asked | None:
+        """Starts the interpreter, and runs it to its first call; ``resume`` then answers this call
+        with the text of the library. With ``image``, the interpreter has this memory in its first
+        call. Raises ControllerError if this fails."""
         if limits.memory_bytes < MIN_BYTES:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
                 f"a script in Python needs {MIN_BYTES} bytes of memory; with its present number of "
                 f"sequences, the request may have {limits.memory_bytes} for each sequence",
             )
+        self._image = image
         self.guest = Guest(self._template, self, limits, self._memory)
         before = threading.stack_size(HOST_STACK_BYTES)
         try:
@@ -141,15 +166,28 @@ class PythonSession:
         return self._next()
 
     def resume(self, answer: str, limit_s: float | None, spent_s: float) -> Asked | None:
-        """Answers the script's call, runs the script to its next call, and returns this call.
+        """Answers the script's call, runs the script to its next call, and returns this call; None
+        if the script has ended. Raises ControllerError if the script fails.
+
         ``limit_s``: the new limit on the script's CPU time, in seconds. If it is None, the present
-        limit still applies, and the CPU time of the answer, ``spent_s``, counts towards it."""
+        limit still applies, and the CPU time of the answer, ``spent_s``, counts towards it.
+        """
         if limit_s is not None:
             self.guest.renew(limit_s)
         self._answers.put((answer, spent_s if limit_s is None else 0.0))
         asked = self._next()
         self.guest.count()
         return asked
+
+    def image(self) -> Image:
+        """The memory of the interpreter, which waits for the answer to an awaited call."""
+        guest = self.guest
+        size = guest.measure()
+        begin, end, _, last = struct.unpack("<4I", guest.read(_HEAP_AT, 16))
+        guest.check(end, 0)
+        used = begin + _BLOCK_BYTES * (last + 1)
+        parts = (0, guest.read(0, used)), (end, guest.read(end, size - end))
+        return Image(size, parts)
 
     def close(self) -> None:
         """Ends the script and frees its instance."""
@@ -187,12 +225,13 @@ class PythonSession:
         now = time.thread_time()
         self._cpu_s, self._began_s = now - self._began_s, now
 
-    def ask(self, name: str, text: str) -> str:
+    def ask(self, asked: Asked) -> str:
         """Passes a call of the script to the thread of the controller, and waits for the answer."""
-        if name == "boot":
-            return self._boot
+        if self._image is not None:
+            self._load(self._image)
+            self._image = None
         self._spent()
-        self._asked.put(Asked(name, text))
+        self._asked.put(asked)
         found = self._answers.get()
         self._began_s = time.thread_time()
         if found is None:
@@ -200,6 +239,12 @@ class PythonSession:
         answer, spent_s = found
         self.guest.spend(spent_s)
         return answer
+
+    def _load(self, image: Image) -> None:
+        """Overwrites the memory. The blocks after those of the image are not used yet."""
+        self.guest.grow_to(image.size)
+        for address, content in image.parts:
+            self.guest.write(address, content)
 
 
 _EXITED = "the script has ended"
@@ -210,8 +255,9 @@ def _host_call(
 ) -> int:
     guest = state.guest
     guest.charge(ASK_BYTES + size)
-    asked = guest.read(text, size).decode("utf-8", "replace")
-    answer = state.ask(guest.read(name, name_size).decode("utf-8", "replace"), asked).encode()
+    called = guest.read(name, name_size).decode("utf-8", "replace")
+    asked = Asked(called, guest.read(text, size).decode("utf-8", "replace"))
+    answer = state.ask(asked).encode()
     if len(answer) > most:
         raise ControllerError(
             Code.CONTROLLER_FAILED,

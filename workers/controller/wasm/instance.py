@@ -439,6 +439,20 @@ class Guest:
         """Writes a u32 into the guest's memory."""
         self.write(address, (value & 0xFFFF_FFFF).to_bytes(4, "little"))
 
+    def grow_to(self, size: int) -> None:
+        """Grows the guest's memory to ``size`` bytes."""
+        missing = size - self.measure()
+        if missing > 0:
+            before = ctypes.c_uint64()
+            error = ffi.wasmtime_memory_grow(
+                self._context, self._memory_at, missing >> 16, ctypes.byref(before)
+            )
+            if error:
+                raise ControllerError(
+                    Code.CONTROLLER_FAILED, f"a memory of {size} bytes cannot be allocated"
+                )
+            self.measure()
+
     def restore(self, memory: memoryview) -> None:
         """Overwrites the guest's memory with the memory of another guest of the same module. Only
         valid between calls, and for modules whose globals have the same values between all
@@ -525,17 +539,7 @@ class Guest:
 
     def _grow_to(self, size: int) -> None:
         """Grows the memory to ``size`` bytes, and lets the system allocate all of its pages."""
-        missing = size - self.size
-        if missing > 0:
-            before = ctypes.c_uint64()
-            error = ffi.wasmtime_memory_grow(
-                self._context, self._memory_at, missing >> 16, ctypes.byref(before)
-            )
-            if error:
-                raise ControllerError(
-                    Code.CONTROLLER_FAILED, f"a memory of {size} bytes cannot be allocated"
-                )
-            self.measure()
+        self.grow_to(size)
         # One call allocates all pages. If each page were allocated at its first write, this would
         # take three times as long.
         _madvise(ctypes.c_void_p(self.base), ctypes.c_size_t(size), _POPULATE_WRITE)

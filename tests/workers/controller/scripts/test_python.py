@@ -85,7 +85,7 @@ def test_a_text_ends_after_max_tokens_and_after_a_stop_text() -> None:
     assert (run.logs[0], run.text()) == (" hello wor\n", "a b c hello wor")
 
 
-def test_forks_replay_the_script_and_share_variables() -> None:
+def test_forks_continue_the_script_and_share_variables() -> None:
     script = main(
         "print('once')",
         "i = await ctx.fork(2)",
@@ -99,6 +99,54 @@ def test_forks_replay_the_script_and_share_variables() -> None:
     assert sorted(run.texts) == ["00", "01", "10", "11"]
     assert run.logs[0] == "once\n0 no\n"
     assert run.logs[1] == ""
+
+
+def test_a_fork_has_a_copy_of_the_scripts_memory() -> None:
+    script = (
+        "class Node:\n    def __init__(self, below):\n        self.below = below\n"
+        "def counted():\n    number = 0\n    while True:\n        number += 1\n"
+        "        yield number\n"
+    )
+    script += main(
+        "numbers, node, kept, text = counted(), None, [], ''",
+        "for turn in range(40):",
+        "    node = Node(node)",
+        "    kept.extend([str(next(numbers))] * turn)",
+        "    text += 'x' * turn",
+        "    more = bytes(3000 * turn)",
+        "    await ctx.fixed('a')",
+        "try:",
+        "    me = await ctx.fork(3)",
+        "    kept.append(str(me))",
+        "    [bytearray(10000) for _ in range(100)]",
+        "    again = await ctx.fork(2)",
+        "    for _ in range(40): await ctx.fixed('b')",
+        "    raise ValueError(me, again)",
+        "except ValueError as error:",
+        "    depth = 0",
+        "    while node: node, depth = node.below, depth + 1",
+        "    print(error.args, depth, next(numbers), len(kept), kept[-2:], len(text), len(more))",
+    )
+    run = play(script, max_tokens=1000)
+    assert not run.errors
+    assert sorted(run.logs.values()) == [
+        f"({me}, {again}) 40 41 781 ['40', '{me}'] 780 117000\n"
+        for me in range(3)
+        for again in range(2)
+    ]
+
+
+def test_a_fork_does_not_run_the_script_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenized: list[bytes] = []
+
+    def tokenize(text: bytes) -> list[int]:
+        tokenized.append(text)
+        return [1]
+
+    monkeypatch.setattr(vocabulary(), "tokenize", tokenize)
+    run = play(main("ctx.tokenize('once')", "await ctx.fork(4)", "await ctx.fork(2)"))
+    assert not run.errors
+    assert (len(run.texts), tokenized.count(b"once")) == (8, 1)
 
 
 def test_what_a_waiting_script_refers_to_is_not_collected_as_garbage() -> None:
