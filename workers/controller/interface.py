@@ -58,6 +58,9 @@ class Action(IntEnum):
     LOOK = 10
     """In mid_process: answer ``query`` about the distribution of the next token, and do not sample.
     The next post_process gets no tokens, and ``Host.distributions`` has the answer."""
+    AGAIN = 11
+    """In mid_process: call pre_process, without sampling or changing the tokens. Only scripts
+    return it: after a fork or a text, a script can suspend or fork only in pre_process."""
 
 
 class Answer(NamedTuple):
@@ -100,6 +103,7 @@ STOP = Answer(Action.STOP)
 COMPLETE = Answer(Action.STOP, complete=True)
 CONTINUE = Answer(Action.CONTINUE)
 SUSPEND = Answer(Action.SUSPEND)
+AGAIN = Answer(Action.AGAIN)
 
 
 class Controller(Protocol):

@@ -317,8 +317,12 @@ class Rounds:
                     return [_stopped(sequence, change)]
                 if answer.action is Action.FORK and answer.count > 1:
                     return self._forked(sequence, change, answer.count - 1)
+            else:
+                self.see_changes(sequence)  # The call may include pre_process.
             answer = controller.mid_process(group or (sequence.seq,), sequence.mask)
             group = None
+            if answer.action is Action.AGAIN:
+                continue
             if answer.action is Action.CONTINUE:
                 runs = answer.run > 1
                 masked = answer.masked and (self.takes_runs or not runs)

@@ -275,7 +275,11 @@ class GuestProcess:
         rooms = channel.masks[: self._row], channel.masks[self._row :]
 
         def mid_process(outcome: Outcome) -> None:
-            outcome.mid = _mid_answer(seated.controller, group, *rooms)
+            answer = _mid_answer(seated.controller, group, *rooms)
+            if answer.action == Action.AGAIN:
+                _decide(seated, rooms, outcome)
+            else:
+                outcome.mid = answer
 
         return _called(handle, seated.log, mid_process)
 
@@ -349,6 +353,12 @@ def _run(
         outcome.post = int(after.action)
         if after.action is not Action.CONTINUE or item.last:
             return
+    _decide(seated, rooms, outcome)
+
+
+def _decide(seated: _Seated, rooms: tuple[memoryview, memoryview], outcome: Outcome) -> None:
+    """Calls pre_process, and mid_process if pre_process returns CONTINUE."""
+    controller = seated.controller
     answer = controller.pre_process()
     outcome.pre = PreAnswer(int(answer.action), answer.count, list(answer.tokens))
     alone = answer.action is Action.FORK and answer.count == 1

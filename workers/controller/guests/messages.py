@@ -101,7 +101,8 @@ class Advance(Message):
 
 
 class Mid(OfController):
-    """Calls mid_process of a controller after a fork."""
+    """Calls mid_process of a controller after a fork. If mid_process returns AGAIN, also makes the
+    calls that follow."""
 
     group: list[int]
 

@@ -15,7 +15,7 @@ import msgspec
 
 from ....protocol.errors import Code, ControllerError, TokenbusError
 from ..host import Host
-from ..interface import Answer, Batch
+from ..interface import AGAIN, Answer, Batch
 from ..limits import Limits
 from ..replays import replayed_limits
 from ..tool_calls import NO_TOOLS, SequenceTools
@@ -120,8 +120,11 @@ class RemoteController:
         earlier call."""
         if not self._ahead:
             group = list(fork_group)
-            self._take(self._run(lambda: Mid(self._handle, group), self._host.limits.mid_s))
+            outcome = self._run(lambda: Mid(self._handle, group), self._host.limits.round_s)
             self._recording.add(Mid(0, group))
+            if outcome.pre is not None:
+                self._ahead.append(AGAIN)
+            self._take(outcome)
         answer = self._next("mid_process")
         if answer.masked:
             mask[:] = self._ahead_mask

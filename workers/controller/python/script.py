@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from ....protocol.errors import Code, ControllerError, RequestError
 from .. import interface
 from ..host import Host
-from ..interface import CONTINUE, Action, Answer
+from ..interface import AGAIN, CONTINUE, Answer
 from .author_calls import AuthorCalls
 from .awaitable_calls import check_awaited
 from .context import Context
@@ -72,7 +72,6 @@ class ScriptController:
         self._coroutine = function(self._context)
         self._operation: Operation | None = None
         """The operation that the script awaits; None before init_prompt."""
-        self._detour = _Detour()
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
         """Runs the script to the first operation that it awaits."""
@@ -84,8 +83,6 @@ class ScriptController:
         """Calls pre_process of the current operation. If this finishes the operation, the script
         runs to its next operation, which is then called."""
         with self._calls.during("pre_process"):
-            if self._detour.under_way:
-                return CONTINUE
             while True:
                 operation = self._current()
                 answer = operation.pre_process()
@@ -96,20 +93,18 @@ class ScriptController:
         """Calls mid_process of the current operation. If this finishes the operation, such as a
         fork or a text, the script runs to its next operation, which is then called."""
         with self._calls.during("mid_process"):
-            if self._detour.under_way:
-                return self._detour.leave()
             while True:
                 operation = self._current()
                 answer = operation.mid_process(fork_group, mask)
                 if not operation.finished:
-                    return self._detour.enter() if answer is None else answer
+                    return AGAIN if answer is None else answer
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Records the tokens and passes them to the current operation."""
         with self._calls.during("post_process"):
             self._transcript.change(tokens, backtrack)
             operation = self._operation
-            if self._detour.passes() or operation is None:
+            if operation is None:
                 return CONTINUE
             operation.post_process(tokens)
             runs = operation.finished and operation.posts
@@ -178,30 +173,3 @@ class ScriptController:
                 f"the script awaits {operation!r}; it may only await the calls of its ctx",
             )
         self._operation = operation
-
-
-class _Detour:
-    """Moves a controller from mid_process to pre_process without sampling, by appending a token and
-    dropping it. The detour is needed after a fork: the controller is in mid_process, but a script
-    can suspend or fork again only in pre_process. A splice leads to pre_process, but a splice must
-    change the tokens. The client does not see the two changes.
-    """
-
-    def __init__(self) -> None:
-        self.under_way = False
-        self._own = False
-
-    def enter(self) -> Answer:
-        """Appends an arbitrary token."""
-        self.under_way = self._own = True
-        return Answer(Action.SPLICE, tokens=(0,))
-
-    def leave(self) -> Answer:
-        """Drops the appended token."""
-        self.under_way, self._own = False, True
-        return Answer(Action.SPLICE, backtrack=1)
-
-    def passes(self) -> bool:
-        """Whether the last change of the tokens was made by the detour."""
-        own, self._own = self._own, False
-        return own

@@ -14,6 +14,7 @@ from dataclasses import replace
 from ....protocol.errors import Code, ControllerError, RequestError, TokenbusError
 from ..host import Host
 from ..interface import (
+    AGAIN,
     CONTINUE,
     Action,
     Answer,
@@ -67,6 +68,8 @@ class ScriptController:
         except BaseException:
             self._questions.close()
             raise
+        # The check takes 25 µs, so it is made once.
+        self._ahead = self._guest if isinstance(self._guest, DecidesAhead) else None
         self._generation: Generation | None = None
         self._length = 0
         """Number of tokens after the prompt."""
@@ -74,10 +77,6 @@ class ScriptController:
         """An answer of the guest that the next pre_process returns."""
         self._refusals = 0
         """Number of constraints of this sequence that were refused."""
-        self._detour = 0
-        """The state of a move from mid_process to pre_process without sampling
-        (``python.script._Detour``). 0: no move is under way; 1: a token was appended; 2: the next
-        post_process reports that the token was dropped."""
 
     # --- interface.Controller -------------------------------------------------------------------
 
@@ -87,8 +86,6 @@ class ScriptController:
 
     def pre_process(self) -> Answer:
         """Calls the guest or, while a text is generated, the constraint of the text."""
-        if self._detour:
-            return CONTINUE
         held, self._held = self._held, None
         if held is not None:
             return held
@@ -102,9 +99,6 @@ class ScriptController:
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
         """Calls the guest or, while a text is generated, the constraint of the text."""
-        if self._detour:
-            self._detour = 2
-            return Answer(Action.SPLICE, backtrack=1)
         for _ in range(MAX_EMPTY_TEXTS):
             if self._generation is None:
                 answer = self._guest.mid_process(fork_group, mask)
@@ -118,7 +112,8 @@ class ScriptController:
                 self._finish_text()
             answer = self._guest.pre_process()
             if answer.action is Action.FORK or answer.action is Action.SUSPEND:
-                return self._leave(answer)
+                self._held = answer
+                return AGAIN
             if answer.action is not Action.CONTINUE:
                 return answer
         raise ControllerError(
@@ -132,9 +127,6 @@ class ScriptController:
             self._length = 0  # The sequence begins anew, and ``tokens`` is its prompt.
         else:
             self._length += len(tokens) - backtrack
-        if self._detour:
-            self._detour = 0 if self._detour == 2 else self._detour
-            return CONTINUE
         if self._generation is None:
             self._questions.renew()
             return self._guest.post_process(tokens, backtrack)
@@ -144,7 +136,7 @@ class ScriptController:
     def fork(self, host: Host) -> ScriptController:
         """Copies the guest and the text."""
         other = ScriptController(self._guest.fork, host, self._constraints)
-        other._length, other._held, other._detour = self._length, self._held, self._detour
+        other._length, other._held = self._length, self._held
         other._refusals = self._refusals
         if self._generation is not None:
             try:
@@ -172,21 +164,23 @@ class ScriptController:
 
     @property
     def has_decided(self) -> bool:
-        """Whether the next call goes to the guest, and the guest has already sent its answer."""
-        ahead = self._generation is None and not self._detour and self._held is None
-        return ahead and isinstance(self._guest, DecidesAhead) and self._guest.has_decided
+        """Whether the guest has already sent the answer of the next call."""
+        if self._generation is not None:
+            return False
+        ahead = self._ahead is not None and self._ahead.has_decided
+        return ahead or self._held is not None
 
     def ends(self) -> None:
         """Called before the last post_process."""
-        if isinstance(self._guest, DecidesAhead):
-            self._guest.ends()
+        if self._ahead is not None:
+            self._ahead.ends()
 
     # --- interface.Batched ----------------------------------------------------------------------
 
     def batch(self, token: int) -> tuple[Batch, int] | None:
         """The batch of the constraint or of the guest; None if the round does not run in a
         batch."""
-        if self._detour or self._held is not None:
+        if self._held is not None:
             return None
         if self._generation is not None:
             return self._generation.batch(token)
@@ -246,12 +240,3 @@ class ScriptController:
         assert generation is not None
         generation.close()
         self._guest.post_process(generation.tokens, 0)
-
-    def _leave(self, answer: Answer) -> Answer:
-        """Appends a token, which the next mid_process drops, so that pre_process is called. The
-        client does not see the two changes."""
-        # A fork is held until the next pre_process. A guest that has answered SUSPEND is called
-        # again instead, because variables may have changed.
-        self._held = answer if answer.action is Action.FORK else None
-        self._detour = 1
-        return Answer(Action.SPLICE, tokens=(0,))

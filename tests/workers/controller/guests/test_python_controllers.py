@@ -9,10 +9,18 @@ from pathlib import Path
 import pytest
 from tokenbus.protocol.errors import ControllerError, RequestError
 from tokenbus.workers.controller.guests import process as process_module
+from tokenbus.workers.controller.guests.channel import Channel
+from tokenbus.workers.controller.guests.messages import Done, ToGuest
+from tokenbus.workers.controller.guests.process import GuestProcess
+from tokenbus.workers.controller.host import Host
+from tokenbus.workers.controller.interface import Action
+from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.python import load_program
+from tokenbus.workers.controller.variable_calls import SequenceVariables
+from tokenbus.workers.state.variables import VariableStorage
 
 from ..played import EOS, WORDS, Run
-from .remote_guests import Runtime, Sequence, running
+from .remote_guests import LIMITS, VOCABULARY, Runtime, Sequence, running
 
 pytestmark = pytest.mark.process
 
@@ -50,7 +58,12 @@ class Prints(Calm):
 class Fails(Calm):
     def post_process(self, tokens, backtrack):
         return 1 / (self.rounds - 1)
+
+async def forks(ctx):
+    await ctx.fork(2)
+    await ctx.wait_var("a")
 """
+NAMES = ("Calm", "Loops", "Blocks", "Prints", "Fails", "forks")
 ROOT = Path(__file__).parents[4]
 SAME = ("Alternating", "survey", "meeting", "Pair")
 """Controllers of the chaos test: classes and scripts that fork, suspend, and use variables."""
@@ -60,7 +73,7 @@ SAME = ("Alternating", "survey", "meeting", "Pair")
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
     folder = tmp_path_factory.mktemp("controllers")
     (folder / "hanging.py").write_text(HANGING)
-    names = [f"hanging:{name}" for name in ("Calm", "Loops", "Blocks", "Prints", "Fails")]
+    names = [f"hanging:{name}" for name in NAMES]
     names += [f"tests.chaos.python_controllers:{name}" for name in SAME]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
@@ -130,6 +143,28 @@ def test_trusted_code_keeps_its_output_and_its_files(runtime: Runtime) -> None:
     made = Run(runtime.served("hanging:Prints"), WORDS, least, max_tokens=2)
     lines = "".join(made.logs[0]).splitlines()
     assert lines[:3] == ["round 0", "or an error", "an empty line"]
+
+
+def test_a_script_suspends_after_a_fork_in_one_request(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+    request = GuestProcess.request
+
+    def counted(process: GuestProcess, channel: Channel, what: ToGuest, limit_s: float) -> Done:
+        sent.append(type(what).__name__)
+        return request(process, channel, what, limit_s)
+
+    variables = SequenceVariables(1, 0, VariableStorage().apply, lambda: None)
+    host = Host(1, 0, b"", VOCABULARY, variables, Log(1024), LIMITS, 99)
+    controller = runtime.served("hanging:forks").start(host)
+    controller.init_prompt([1, 2])
+    assert controller.pre_process().action is Action.FORK
+    monkeypatch.setattr(GuestProcess, "request", counted)
+    assert controller.mid_process((0, 1), memoryview(bytearray(512))).action is Action.AGAIN
+    assert controller.pre_process().action is Action.SUSPEND
+    assert sent == ["Mid"]
+    controller.close()
 
 
 def test_an_error_names_the_line(runtime: Runtime) -> None:
