@@ -307,6 +307,23 @@ def test_a_call_whose_mark_was_acknowledged_late_is_made(loop: asyncio.AbstractE
     assert sorted(tools.made) == MADE
 
 
+def test_the_record_of_a_call_is_read_only_when_the_tool_has_answered(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    async def once(ctx: Context) -> None:
+        await ctx.call("add", a=1)
+
+    operations: list[str] = []
+
+    class Records(ToolStream):
+        def _perform(self, operation: Variable) -> VariableAnswer:
+            operations.append(operation.op)
+            return super()._perform(operation)
+
+    Records(Tools(loop), lambda: ScriptProgram(once)).run()
+    assert operations == ["set", "set", "get"]
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "error"),
     [

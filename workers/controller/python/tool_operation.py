@@ -31,10 +31,11 @@ class CallTool(Operation):
         """The name of the record; empty before the call."""
 
     def pre_process(self) -> Answer:
-        """Makes the call if it has not been made, and reads the call's record. Suspends if the
-        record has no answer."""
+        """Makes the call, and suspends. After a wake-up, reads the call's record, and suspends
+        again if the record has no answer."""
         if not self._record:
             self._record = self._tools.begin(self._tool, self._arguments)
+            return SUSPEND
         stored = self._variables.get(self._record)
         if stored is not None and answer_of(stored.value) is not None:
             self._finish(stored.value)
