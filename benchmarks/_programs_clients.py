@@ -12,36 +12,36 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from _programs_doors import Door, Wanted
+from _programs_doors import Door, Text, Wanted
 
 RATINGS = ("sure", "likely", "unlikely", "impossible")
 
 
-async def best_of_n(door: Door, prompt: list[int], n: int, tokens: int) -> list[int]:
+async def best_of_n(door: Door[Text], prompt: Text, n: int, tokens: int) -> Text:
     """The completion with the highest mean log-probability."""
     wanted = Wanted(tokens, logprobs=True)
     found = await asyncio.gather(*(door.complete(prompt, wanted) for _ in range(n)))
-    return max(found, key=lambda one: sum(one.logprobs) / len(one.logprobs)).tokens
+    return max(found, key=lambda one: sum(one.logprobs) / len(one.logprobs)).text
 
 
-async def beam_search(door: Door, prompt: list[int], width: int, tokens: int) -> list[int]:
+async def beam_search(door: Door[Text], prompt: Text, width: int, tokens: int) -> Text:
     """The likeliest text of a beam search."""
-    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    beams = [(0.0, door.words.encode(""))]
     for step in range(tokens):
         wanted = Wanted(1, top=width)
         found = await asyncio.gather(*(door.complete(prompt + text, wanted) for _, text in beams))
         every = [
-            (score + logprob, [*text, token])
+            (score + logprob, text + token)
             for (score, text), one in zip(beams, found, strict=True)
-            for token, logprob in one.top.items()
+            for token, logprob in one.top
         ]
         beams = sorted(every, reverse=True)[: 1 if step == tokens - 1 else width]
     return beams[0][1]
 
 
 async def tree_of_thoughts(
-    door: Door, prompt: list[int], width: int, depth: int, keep: int, tokens: int
-) -> list[int]:
+    door: Door[Text], prompt: Text, width: int, depth: int, keep: int, tokens: int
+) -> Text:
     """The text of the best thoughts, and an answer."""
     kept = [prompt]
     for level in range(depth):
@@ -54,26 +54,26 @@ async def tree_of_thoughts(
     return (await _line(door, kept[0], "Answer: ", tokens))[len(prompt) :]
 
 
-async def _rating(door: Door, text: list[int]) -> int:
+async def _rating(door: Door[Text], text: Text) -> int:
     options = [f"{each} that this leads to the goal.)\n" for each in RATINGS]
     wanted = Wanted(200, choice=options)
-    found = await door.complete(text + door.words.tokens("(It is "), wanted)
-    return RATINGS.index(door.words.text(found.tokens).split(" ")[0])
+    found = await door.complete(text + door.words.encode("(It is "), wanted)
+    return RATINGS.index(door.words.decode(found.text).split(" ")[0])
 
 
-async def _line(door: Door, text: list[int], begin: str, tokens: int) -> list[int]:
+async def _line(door: Door[Text], text: Text, begin: str, tokens: int) -> Text:
     """The text with another line, which begins with ``begin``."""
-    text = text + door.words.tokens(begin)
+    text = text + door.words.encode(begin)
     found = await door.complete(text, Wanted(tokens, line=True))
-    return [*text, *found.tokens, door.words.line_end]
+    return text + found.text + door.words.encode("\n")
 
 
 class _Line:
     """A line of a tree search (``programs/tree_search.py``)."""
 
-    def __init__(self, parent: _Line | None = None) -> None:
+    def __init__(self, text: Any, parent: _Line | None = None) -> None:
         self.parent = parent
-        self.text: list[int] = []
+        self.text = text
         self.depth: int = parent.depth + 1 if parent else 0
         self.next: list[_Line] = []
         self.tries = 0
@@ -89,24 +89,25 @@ class _Line:
 
 
 async def tree_search(
-    door: Door,
-    prompt: list[int],
+    door: Door[Text],
+    prompt: Text,
     verifier: Callable[[str], float],
     rollouts: int,
     parallel: int,
     width: int,
     depth: int,
     tokens: int,
-) -> list[int]:
+) -> Text:
     """The best text of a Monte Carlo tree search."""
-    root, best, best_rating = _Line(), _Line(), -1.0
+    empty = door.words.encode("")
+    root, best, best_rating = _Line(empty), _Line(empty), -1.0
     wanted = Wanted(tokens, line=True)
 
     async def grown(line: _Line) -> float:
         assert line.parent is not None
         found = await door.complete(prompt + line.parent.text, wanted)
-        line.text = [*line.parent.text, *found.tokens]
-        return verifier(door.words.text(line.text))
+        line.text = line.parent.text + found.text
+        return verifier(door.words.decode(line.text))
 
     for _ in range(0, rollouts, parallel):
         lines = []
@@ -114,7 +115,7 @@ async def tree_search(
             at = root
             while len(at.next) >= width and at.depth < depth - 1:
                 at = max(at.next, key=_Line.promise)
-            at.next.append(_Line(at))
+            at.next.append(_Line(empty, at))
             lines.append(at.next[-1])
             for each in lines[-1].path():
                 each.tries += 1
@@ -127,8 +128,8 @@ async def tree_search(
 
 
 async def react(
-    door: Door,
-    prompt: list[int],
+    door: Door[Text],
+    prompt: Text,
     tools: Mapping[str, Mapping[str, Any]],
     calls: Mapping[str, Callable[..., str]],
     turns: int,
@@ -139,10 +140,10 @@ async def react(
     actions: Sequence[str] = [*tools, "answer"]
     for turn in range(turns):
         text = await _line(door, text, "Thought: ", tokens)
-        text = text + words.tokens("Action: ")
+        text = text + words.encode("Action: ")
         chosen = await door.complete(text, Wanted(tokens, choice=actions))
-        text = text + chosen.tokens + words.tokens(" ")
-        name = words.text(chosen.tokens)
+        text = text + chosen.text + words.encode(" ")
+        name = words.decode(chosen.text)
         if name == "answer":
             await _line(door, text, "", tokens)
             return turn
@@ -153,7 +154,7 @@ async def react(
             "additionalProperties": False,
         }
         arguments = await door.complete(text, Wanted(tokens, schema=schema))
-        seen = json.dumps(calls[name](**json.loads(words.text(arguments.tokens))))
-        text = text + arguments.tokens + words.tokens(f"\nObservation: {seen}\n")
+        seen = json.dumps(calls[name](**json.loads(words.decode(arguments.text))))
+        text = text + arguments.text + words.encode(f"\nObservation: {seen}\n")
     await _line(door, text, "Action: answer ", tokens)
     return turns

@@ -1,8 +1,9 @@
 """HTTP clients of the servers on which ``_programs_clients.py`` runs its algorithms: this project's
 gateway and llama.cpp's server.
 
-A client sends token ids and receives token ids, so that no text is tokenized twice. Connections
-stay open and are used again. Requests and answers are as short as the interfaces allow.
+``SdkDoor`` is the ``openai`` package and sends strings. The other clients are written for speed:
+they send and receive token ids, and write the bytes of the requests themselves. All clients keep
+their connections open and use them again.
 """
 
 from __future__ import annotations
@@ -11,21 +12,25 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from openai import AsyncOpenAI
 from tokenizers import Tokenizer
 
 TEMPERATURE = 0.8
 
+Text = TypeVar("Text", list[int], str)
+"""A text as a client stores it: token ids or a string."""
 
-class Completed(NamedTuple):
+
+class Completed(NamedTuple, Generic[Text]):
     """A completion."""
 
-    tokens: list[int]
-    """The new tokens, without the line end if the completion was to end there."""
+    text: Text
+    """The new text, without the line end if the completion was to end there."""
     logprobs: list[float]
     """The log-probability of each token, if requested."""
-    top: dict[int, float]
+    top: list[tuple[Text, float]]
     """The likeliest first tokens with their log-probabilities, if requested."""
 
 
@@ -45,12 +50,33 @@ class Wanted(NamedTuple):
     """The JSON schema of the text."""
 
 
-class Door(Protocol):
+class Coding(Protocol[Text]):
+    """Converts between strings and the texts of a client."""
+
+    def encode(self, text: str) -> Text: ...
+
+    def decode(self, text: Text) -> str: ...
+
+
+class Door(Protocol[Text]):
     """A server that completes prompts."""
 
-    words: Words
+    @property
+    def words(self) -> Coding[Text]: ...
 
-    async def complete(self, prompt: list[int], wanted: Wanted) -> Completed: ...
+    async def complete(self, prompt: Text, wanted: Wanted) -> Completed[Text]: ...
+
+
+class Strings:
+    """The coding of a client that stores strings."""
+
+    def encode(self, text: str) -> str:
+        """The same string."""
+        return text
+
+    def decode(self, text: str) -> str:
+        """The same string."""
+        return text
 
 
 class Words:
@@ -58,20 +84,20 @@ class Words:
 
     def __init__(self, model: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-        [self.line_end] = self.tokens("\n")
+        [self._line_end] = self.encode("\n")
         self._ids = {
             self._tokenizer.decode([number]): number
             for number in reversed(range(self._tokenizer.get_vocab_size()))
         }
 
-    def tokens(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """The tokens of a text."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens."""
-        return str(self._tokenizer.decode(list(tokens)))
+    def decode(self, text: list[int]) -> str:
+        """The string of tokens."""
+        return str(self._tokenizer.decode(text))
 
     def token(self, text: str) -> int:
         """The token with this text. Tokens that are not valid UTF-8 may have equal texts; the first
@@ -80,7 +106,7 @@ class Words:
 
     def line(self, tokens: list[int]) -> list[int]:
         """The tokens before the first line end."""
-        end = tokens.index(self.line_end) if self.line_end in tokens else len(tokens)
+        end = tokens.index(self._line_end) if self._line_end in tokens else len(tokens)
         return tokens[:end]
 
 
@@ -134,6 +160,42 @@ def _common_fields(prompt: list[int], wanted: Wanted) -> dict[str, Any]:
     return {"prompt": prompt, "temperature": TEMPERATURE, "ignore_eos": True, **stop}
 
 
+def _structured_outputs(wanted: Wanted) -> dict[str, Any]:
+    """The constraint of a request to the gateway."""
+    if wanted.choice:
+        return {"structured_outputs": {"choice": list(wanted.choice)}}
+    if wanted.schema is not None:
+        return {"structured_outputs": {"json": wanted.schema}}
+    return {}
+
+
+class SdkDoor:
+    """``/v1/completions`` of this project's gateway, through OpenAI's client. Prompts are strings,
+    as most users write them, and the gateway tokenizes each prompt."""
+
+    def __init__(self, address: str, model: str) -> None:
+        self._client = AsyncOpenAI(base_url=f"http://{address}/v1", api_key="none")
+        self._model = model
+        self.words = Strings()
+
+    async def complete(self, prompt: str, wanted: Wanted) -> Completed[str]:
+        """Completes a prompt."""
+        answer = await self._client.completions.create(
+            model=self._model,
+            prompt=prompt,
+            max_tokens=wanted.tokens,
+            temperature=TEMPERATURE,
+            stop="\n" if wanted.line else None,
+            logprobs=wanted.top if wanted.logprobs or wanted.top else None,
+            extra_body={"ignore_eos": True, **_structured_outputs(wanted)},
+        )
+        [choice] = answer.choices
+        found = choice.logprobs
+        logprobs = (found and found.token_logprobs) or []
+        top = (wanted.top and found and found.top_logprobs) or [{}]
+        return Completed(choice.text, logprobs, [*top[0].items()])
+
+
 class GatewayDoor:
     """``/v1/completions`` of this project's gateway."""
 
@@ -142,16 +204,13 @@ class GatewayDoor:
         self._model = model
         self.words = words
 
-    async def complete(self, prompt: list[int], wanted: Wanted) -> Completed:
+    async def complete(self, prompt: list[int], wanted: Wanted) -> Completed[list[int]]:
         """Completes a prompt."""
         body = _common_fields(prompt, wanted)
         body |= {"model": self._model, "max_tokens": wanted.tokens, "return_token_ids": True}
+        body |= _structured_outputs(wanted)
         if wanted.logprobs or wanted.top:
             body["logprobs"] = wanted.top
-        if wanted.choice:
-            body["structured_outputs"] = {"choice": list(wanted.choice)}
-        if wanted.schema is not None:
-            body["structured_outputs"] = {"json": wanted.schema}
         answer = await self._http.post("/v1/completions", body)
         [choice] = answer["choices"]
         tokens = choice["token_ids"]
@@ -160,7 +219,7 @@ class GatewayDoor:
         return Completed(
             self.words.line(tokens) if wanted.line else tokens,
             found["token_logprobs"],
-            {self.words.token(text): logprob for text, logprob in top.items()},
+            [([self.words.token(text)], logprob) for text, logprob in top.items()],
         )
 
 
@@ -172,7 +231,7 @@ class LlamaDoor:
         self._http = http
         self.words = words
 
-    async def complete(self, prompt: list[int], wanted: Wanted) -> Completed:
+    async def complete(self, prompt: list[int], wanted: Wanted) -> Completed[list[int]]:
         """Completes a prompt."""
         body = _common_fields(prompt, wanted)
         body |= {"n_predict": wanted.tokens, "samplers": ["temperature"]}
@@ -190,5 +249,5 @@ class LlamaDoor:
         return Completed(
             self.words.line(tokens) if wanted.line else tokens,
             [one["logprob"] for one in seen],
-            {one["id"]: one["logprob"] for one in top},
+            [([one["id"]], one["logprob"]) for one in top],
         )

@@ -1,22 +1,25 @@
 """Compares programs on the bus with the same algorithms as clients of an HTTP server.
 
 A *program* is a file of ``workers/controller/sdk`` and runs next to the model. A *client*
-(``_programs_clients.py``) is the same algorithm in asyncio, which sends a request to
-``/v1/completions`` of the gateway for each text that the program generates. ``…_vs_client`` is the
-client's time over the program's time. ``…_vs_llamacpp`` is the same for a client of llama.cpp's
-server; these figures are missing without the server, which ``make bench-peers`` builds.
+(``_programs_clients.py``) is the same algorithm in asyncio, which sends a request to a server for
+each text that the program generates. A figure is a client's time over the program's time:
+
+- ``…_vs_sdk``: ``/v1/completions`` of the gateway through ``openai.AsyncOpenAI``, as most users
+  write it. Prompts and answers are strings, and the gateway tokenizes each prompt.
+- ``…_vs_client``: the same interface for a client that is written for speed. Requests and answers
+  have token ids, so that no text is tokenized twice. The client writes HTTP itself.
+- ``…_vs_llamacpp``: llama.cpp's server for a client that is written for speed. These figures are
+  missing without the server, which ``make bench-peers`` builds.
 
 The model is a Llama of 21 million parameters in float32, and all sides generate the same number of
-tokens with the same temperature. Each run has a new prompt of 512 tokens. The clients are written
-for speed:
+tokens with the same temperature. Each run has a new prompt of 512 tokens. All clients share these
+properties:
 
 - Requests that do not depend on one another run at the same time, on connections that stay open.
-- Requests have token ids and ask for token ids, so that no text is tokenized twice, and the
-  server's prefix cache has all earlier tokens. An answer is one JSON object, not a stream.
+- The server's prefix cache has the earlier tokens. An answer is one JSON object, not a stream.
 - Log-probabilities come with the sampled tokens. Constraints are those of the server
   (``structured_outputs``, or ``grammar`` and ``json_schema``).
 - The client calls the tools within its process. The program calls a tool worker.
-- The client does not use an SDK, but writes the bytes of the requests itself, which is faster.
 
 ``bestof8``: the best of 8 texts of 40 tokens. ``beam8``: 8 beams, 24 tokens. ``tree``: a tree of
 thoughts of 3 levels with 4 thoughts of 16 tokens after each of 3 kept ones. ``mcts``: a Monte Carlo
@@ -48,7 +51,7 @@ from typing import Any, NamedTuple
 import _programs_clients as clients
 from _llamacpp import HOW, SERVER, LlamaServer
 from _models import VOCAB, llama_folder
-from _programs_doors import TEMPERATURE, Door, GatewayDoor, Http, LlamaDoor, Words
+from _programs_doors import TEMPERATURE, Door, GatewayDoor, Http, LlamaDoor, SdkDoor, Words
 from _programs_tools import CITY_TOOLS, rated
 from _report import arguments, report
 from _served import HERE, WORKERS, System
@@ -89,7 +92,8 @@ class Task(NamedTuple):
 
     program: str
     arg: Any
-    client: Callable[[Door, list[int]], Awaitable[Any]]
+    client: Callable[[Door[Any], Any], Awaitable[Any]]
+    """The client for a door and a prompt in the coding of the door."""
 
 
 TASKS = {
@@ -119,28 +123,37 @@ TASKS = {
         lambda door, prompt: clients.react(door, prompt, TOOLS, CALLS, TURNS, THOUGHT),
     ),
 }
+SIDES = ("program", "sdk", "client", "llamacpp")
 NOTES = {
     "bestof8_vs_client": "best of 8: time of the client over that of the program; at least 1.5",
     "beam8_vs_client": "beam search; at least 5",
     "tree_vs_client": "tree of thoughts; at least 2",
     "mcts_vs_client": "Monte Carlo tree search",
     "react_vs_client": "ReAct with five calls of tools; at least 1.5",
+    "bestof8_vs_sdk": "the same with a client in OpenAI's package",
+    "beam8_vs_sdk": "",
+    "tree_vs_sdk": "",
+    "mcts_vs_sdk": "",
+    "react_vs_sdk": "",
     "bestof8_vs_llamacpp": "the same with a client of llama.cpp's server",
     "beam8_vs_llamacpp": "",
     "tree_vs_llamacpp": "",
     "mcts_vs_llamacpp": "at least 3",
     "react_vs_llamacpp": "",
     "tree_tokens_saved": "share of the client's computed tokens; at least 0.4",
-    **{f"{name}_{side}_ms": "" for name in TASKS for side in ("program", "client", "llamacpp")},
+    **{f"{name}_{side}_ms": "" for name in TASKS for side in SIDES},
 }
 
 
 class Sides:
     """The running systems, on which each task runs as a program and as a client."""
 
-    def __init__(self, client: AsyncClient, doors: dict[str, Door], folder: Path) -> None:
+    def __init__(
+        self, client: AsyncClient, doors: dict[str, Door[Any]], words: Words, folder: Path
+    ) -> None:
         self._client = client
         self._doors = doors
+        self._words = words
         self._folder = folder
         self._modules: dict[str, str] = {}
         self._random = random.Random(1)
@@ -160,12 +173,12 @@ class Sides:
         """Runs a task on a side until a run counts; returns the seconds of this run."""
         while True:
             prompt = [self._random.randrange(1_000, VOCAB) for _ in range(PROMPT)]
-            began = time.perf_counter()
             if side == "program":
-                calls = await self._program(name, prompt)
+                calls, seconds = await timed(self._program(name, prompt))
             else:
-                calls = await TASKS[name].client(self._doors[side], prompt)
-            seconds = time.perf_counter() - began
+                door = self._doors[side]
+                text = door.words.encode(self._words.decode(prompt))
+                calls, seconds = await timed(TASKS[name].client(door, text))
             if name != "react" or calls == TURNS:
                 return seconds
 
@@ -211,6 +224,13 @@ class Sides:
         return counts[-1]
 
 
+async def timed(run: Awaitable[Any]) -> tuple[Any, float]:
+    """The result of a run and its seconds."""
+    began = time.perf_counter()
+    result = await run
+    return result, time.perf_counter() - began
+
+
 def compiled(source: Path, folder: Path) -> bytes:
     """Compiles a controller in C to Wasm, as the head of its file describes."""
     out = folder / f"{source.stem}.wasm"
@@ -221,13 +241,17 @@ def compiled(source: Path, folder: Path) -> bytes:
 
 
 async def measure(
-    system: System, doors: dict[str, Door], folder: Path, quick: bool
+    system: System,
+    doors: dict[str, Door[Any]],
+    words: Words,
+    folder: Path,
+    quick: bool,
 ) -> dict[str, float]:
     """The results of all rounds."""
     times: dict[tuple[str, str], list[float]] = {}
     saved = []
     async with AsyncClient(system.front) as client:
-        sides = Sides(client, doors, folder)
+        sides = Sides(client, doors, words, folder)
         await sides.upload()
         for number in range(-1, 2 if quick else ROUNDS):
             for name in TASKS:
@@ -262,7 +286,10 @@ def main() -> None:
             system.start(command)
         system.wait(others={"state", "tool"})
         words = Words(model)
-        doors: dict[str, Door] = {"client": GatewayDoor(Http(address), system.model, words)}
+        doors: dict[str, Door[Any]] = {
+            "sdk": SdkDoor(address, system.model),
+            "client": GatewayDoor(Http(address), system.model, words),
+        }
         if SERVER.exists():
             peer = stack.enter_context(LlamaServer(folder / "peer", model, SLOTS, CONTEXT))
             peer.wait()
@@ -270,7 +297,7 @@ def main() -> None:
         else:
             print(HOW, file=sys.stderr)
         wait_until_ready(address)
-        results = asyncio.run(measure(system, doors, folder, given.quick))
+        results = asyncio.run(measure(system, doors, words, folder, given.quick))
     report(results, NOTES, given.json)
 
 
