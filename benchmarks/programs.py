@@ -34,6 +34,7 @@ that the worker does not compute for the program's tree. Speculation is off.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
@@ -43,7 +44,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,7 +54,7 @@ from _llamacpp import HOW, SERVER, LlamaServer
 from _models import VOCAB, llama_folder
 from _programs_doors import TEMPERATURE, Door, GatewayDoor, Http, LlamaDoor, SdkDoor, Words
 from _programs_tools import CITY_TOOLS, rated
-from _report import arguments, report
+from _report import report
 from _served import HERE, WORKERS, System
 from gateway import free_port, wait_until_ready
 from tokenbus.clients import AsyncClient
@@ -159,10 +160,10 @@ class Sides:
         self._random = random.Random(1)
         self.names = ("program", *doors)
 
-    async def upload(self) -> None:
-        """Uploads the programs."""
-        for name, task in TASKS.items():
-            path = SDK / task.program
+    async def upload(self, names: Sequence[str]) -> None:
+        """Uploads the programs of these tasks."""
+        for name in names:
+            path = SDK / TASKS[name].program
             if path.suffix == ".c":
                 content = compiled(path, self._folder)
             else:
@@ -245,24 +246,24 @@ async def measure(
     doors: dict[str, Door[Any]],
     words: Words,
     folder: Path,
-    quick: bool,
+    given: argparse.Namespace,
 ) -> dict[str, float]:
-    """The results of all rounds."""
+    """The results of all rounds of the given tasks."""
     times: dict[tuple[str, str], list[float]] = {}
     saved = []
     async with AsyncClient(system.front) as client:
         sides = Sides(client, doors, words, folder)
-        await sides.upload()
-        for number in range(-1, 2 if quick else ROUNDS):
-            for name in TASKS:
+        await sides.upload(given.only)
+        for number in range(-1, 2 if given.quick else ROUNDS):
+            for name in given.only:
                 for side in sides.names:
                     seconds = await sides.run(name, side)
                     if number >= 0:  # The first runs fill caches.
                         times.setdefault((name, side), []).append(seconds)
-        for _ in range(1 if quick else 3):
+        for _ in range(1 if given.quick else 3) if "tree" in given.only else ():
             ours, theirs = [await sides.computed_tokens("tree", s) for s in ("program", "client")]
             saved.append(1 - ours / theirs)
-    results = {"tree_tokens_saved": statistics.median(saved)}
+    results = {"tree_tokens_saved": statistics.median(saved)} if saved else {}
     for (name, side), found in times.items():
         results[f"{name}_{side}_ms"] = 1_000 * statistics.median(found)
         if side != "program":
@@ -271,9 +272,27 @@ async def measure(
     return {name: results[name] for name in NOTES if name in results}
 
 
+def chosen(names: str) -> list[str]:
+    """The tasks of ``--only``. Raises ArgumentTypeError if one is unknown."""
+    for name in (found := names.split(",")):
+        if name not in TASKS:
+            raise argparse.ArgumentTypeError(f"unknown task {name}; known: {', '.join(TASKS)}")
+    return found
+
+
 def main() -> None:
     """Measures and reports."""
-    given = arguments(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="run two rounds")
+    parser.add_argument(
+        "--only",
+        type=chosen,
+        default=[*TASKS],
+        metavar="TASK,…",
+        help=f"run only these of the tasks {', '.join(TASKS)}",
+    )
+    given = parser.parse_args()
     # A signal becomes SystemExit, so that the started processes are ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="tb-") as name, ExitStack() as stack:
@@ -297,7 +316,7 @@ def main() -> None:
         else:
             print(HOW, file=sys.stderr)
         wait_until_ready(address)
-        results = asyncio.run(measure(system, doors, words, folder, given.quick))
+        results = asyncio.run(measure(system, doors, words, folder, given))
     report(results, NOTES, given.json)
 
 
