@@ -242,9 +242,14 @@ class LlamaDoor:
             body["grammar"] = "root ::= " + " | ".join(map(json.dumps, wanted.choice))
         if wanted.schema is not None:
             # This server cuts the JSON at the maximum. The gateway completes the JSON before.
-            body |= {"json_schema": wanted.schema, "n_predict": max(64, wanted.tokens)}
+            body |= {"json_schema": wanted.schema, "n_predict": max(160, wanted.tokens)}
+        if wanted.choice or wanted.schema is not None:
+            # After a constrained text, the server accepts only the end-of-sequence token.
+            body["ignore_eos"] = False
         answer = await self._http.post("/completion", body)
         tokens, seen = answer["tokens"], answer.get("completion_probabilities", [])
+        if answer["stop_type"] == "eos":
+            tokens.pop()
         top = seen[0]["top_logprobs"] if wanted.top else []
         return Completed(
             self.words.line(tokens) if wanted.line else tokens,
