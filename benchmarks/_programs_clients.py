@@ -74,6 +74,7 @@ class _Line:
     def __init__(self, text: Any, parent: _Line | None = None) -> None:
         self.parent = parent
         self.text = text
+        self.written = asyncio.Event()
         self.depth: int = parent.depth + 1 if parent else 0
         self.next: list[_Line] = []
         self.tries = 0
@@ -101,12 +102,15 @@ async def tree_search(
     """The best text of a Monte Carlo tree search."""
     empty = door.words.encode("")
     root, best, best_rating = _Line(empty), _Line(empty), -1.0
+    root.written.set()
     wanted = Wanted(tokens, line=True)
 
     async def grown(line: _Line) -> float:
         assert line.parent is not None
+        await line.parent.written.wait()
         found = await door.complete(prompt + line.parent.text, wanted)
         line.text = line.parent.text + found.text
+        line.written.set()
         return verifier(door.words.decode(line.text))
 
     for _ in range(0, rollouts, parallel):
