@@ -247,6 +247,9 @@ class LlamaDoor:
             # After a constrained text, the server accepts only the end-of-sequence token.
             body["ignore_eos"] = False
         answer = await self._http.post("/completion", body)
+        while wanted.top and "completion_probabilities" not in answer:
+            # The sampled token is part of a character. The server does not report such tokens.
+            answer = await self._http.post("/completion", body)
         tokens, seen = answer["tokens"], answer.get("completion_probabilities", [])
         if answer["stop_type"] == "eos":
             tokens.pop()
