@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 from collections import deque
 from functools import cache
+from pathlib import Path
 from random import Random
 from typing import Any
 
 from tokenbus.protocol.bodies import decode_as, encode_body
 from tokenbus.protocol.header import decode_header
-from tokenbus.protocol.worker_messages import Result, Start, Step, StepResult
+from tokenbus.protocol.messages import Token
+from tokenbus.protocol.worker_messages import Lost, Result, Start, Step, StepResult
 from tokenbus.workers.controller.interface import Program
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.masks import MaskFiles
@@ -19,11 +21,13 @@ from tokenbus.workers.controller.pending_result import attach
 from tokenbus.workers.controller.python import PythonProgram
 from tokenbus.workers.controller.sequence_group import Round, SequenceGroup
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
+from tokenbus.workers.gpu.model.loader import LoadedModel
 from tokenbus.workers.machine import machine_id
 from tokenbus.workers.state.variables import VariableStorage
 
 from ...worlds.gpu_worker_loop import Loop
 from ..controller.scripted import Scripted
+from .moved import REQUEST, TURNS, finished, token_messages
 
 WIDE = Limits(init_s=60.0, pre_s=60.0, mid_s=60.0, post_s=60.0, idle_wakes=3)
 
@@ -150,6 +154,57 @@ class Controllers:
             self._loop.give(b"RESULT", body, 0, self.number, 0, attachments)
             self._rounds.extend((group, run) for run in woken)
             group.free()
+
+
+class Workers:
+    """A GPU worker and a controller worker, which run in turn. ``how``: further arguments of
+    ``Controllers``."""
+
+    def __init__(
+        self,
+        folder: Path,
+        loaded: LoadedModel,
+        storage: VariableStorage,
+        rng: Random,
+        overlap: bool,
+        **how: Any,
+    ) -> None:
+        self.loop = Loop(folder, loaded, overlap=overlap)
+        self._with, self._how = (storage, rng), how
+        self.controllers = Controllers(self.loop, *self._with, **how)
+
+    def turn(self) -> None:
+        assert not self.loop.sent(b"ERROR"), self.loop.sent(b"ERROR")
+        self.loop.turn()
+        self.controllers.turn()
+
+    def finish(self) -> list[list[Token]]:
+        for _ in range(TURNS):
+            if finished(self.loop):
+                return token_messages(self.loop)
+            self.turn()
+        raise AssertionError("the stream has not ended")
+
+    def lose_controllers(self) -> None:
+        """The controller worker dies. The results that it has sent still arrive."""
+        number = self.controllers.number + 1
+        self.controllers = Controllers(self.loop, *self._with, number, **self._how)
+        lost = Lost(requests=[REQUEST], code="worker_lost", message="it was killed", worker="gpu-1")
+        self.loop.give(b"LOST", lost)
+
+
+def check_nothing_is_left(loop: Loop) -> None:
+    worker = loop.worker
+    assert not len(worker._streams)
+    assert not worker._steering.active
+    assert not worker._steering._awaited
+    assert not worker._steering._forks
+    assert not worker._steering._behind
+    assert not worker._steering._runs
+    engine = worker._models.engines["m"]
+    loop.turn()
+    assert not engine.has_requests
+    assert engine.stats()["kv_blocks_used"] == 0
 
 
 @cache

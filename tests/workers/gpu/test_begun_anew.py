@@ -24,10 +24,9 @@ from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 from tokenbus.workers.state.durable import DurableVariables
 from tokenbus.workers.state.variables import VariableStorage
 
-from .controlled import Controllers
-from .moved import give, same_entries
+from .controlled import Workers, check_nothing_is_left
+from .moved import give, merged, same_entries
 from .moved import transcript as transcript_of
-from .test_resumption_controlled import Run, check_nothing_is_left, merged
 
 PROMPT = "def add(a, b):\n    " * 4
 OTHER = "class Tree:\n    def "
@@ -97,7 +96,7 @@ async def spawns(ctx: Context) -> None:
     await ctx.gen(max_tokens=4)
 
 
-class Spawning(Run):
+class Spawning(Workers):
     """A request whose program is ``spawns``, or another script."""
 
     def __init__(
@@ -107,13 +106,7 @@ class Spawning(Run):
         storage: VariableStorage,
         script: Script = spawns,
     ) -> None:
-        super().__init__(folder, loaded, storage, Random(0), False)
-        self._program = ScriptProgram(script)
-        self.controllers = Controllers(self.loop, storage, Random(0), 7, self._program)
-
-    def lose_controllers(self) -> None:
-        super().lose_controllers()
-        self.controllers._program = self._program
+        super().__init__(folder, loaded, storage, Random(0), False, program=ScriptProgram(script))
 
 
 BODY = {"prompt": PROMPT, "max_tokens": 30, "controller": "c", "ignore_eos": True}

@@ -25,10 +25,9 @@ from tokenbus.workers.gpu.sampling.row_parameters import Row
 from tokenbus.workers.state.variables import VariableStorage
 
 from ...worlds.steered_engine import Bench, counting
-from .controlled import Controllers
+from .controlled import Controllers, Workers, check_nothing_is_left
 from .moved import give
 from .moved import transcript as transcript_of
-from .test_resumption_controlled import Run, check_nothing_is_left
 
 VOCAB = 150
 """More than two parts of 64 tokens, and not a multiple of 32, so that a mask's last word is not
@@ -183,7 +182,7 @@ def line(seen: Distribution) -> str:
     return f"{seen.logprob!r} {seen.rank} {seen.entropy!r} {seen.top} {seen.scores}"
 
 
-class Watched(Run):
+class Watched(Workers):
     """A request whose controller is ``Watches``."""
 
     def __init__(self, folder: Path, loaded: LoadedModel, storage: VariableStorage) -> None:

@@ -11,17 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenbus.protocol.header import Flag
-from tokenbus.protocol.messages import Token
-from tokenbus.protocol.worker_messages import Lost
 from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 from tokenbus.workers.state.variables import VariableStorage
 
 from ...counts import examples
-from ...worlds.gpu_worker_loop import Loop
-from .controlled import Controllers, script
+from .controlled import Workers, check_nothing_is_left, script
 from .moved import (
-    REQUEST,
     TURNS,
     check_notice,
     finished,
@@ -43,42 +39,6 @@ def embedded() -> LoadedModel:
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "IDLE_S", 0.0)
-
-
-class Run:
-    """Runs a request on a GPU worker and a controller worker, turn by turn."""
-
-    def __init__(
-        self,
-        folder: Path,
-        loaded: LoadedModel,
-        storage: VariableStorage,
-        rng: Random,
-        overlap: bool,
-    ) -> None:
-        self.loop = Loop(folder, loaded, overlap=overlap)
-        self._storage, self._rng = storage, rng
-        self.controllers = Controllers(self.loop, storage, rng)
-
-    def turn(self) -> None:
-        assert not self.loop.sent(b"ERROR"), self.loop.sent(b"ERROR")
-        self.loop.turn()
-        self.controllers.turn()
-
-    def finish(self) -> list[list[Token]]:
-        for _ in range(TURNS):
-            if finished(self.loop):
-                return token_messages(self.loop)
-            self.turn()
-        raise AssertionError("the stream has not ended")
-
-    def lose_controllers(self) -> None:
-        """The controller worker dies. The results that it has sent still arrive."""
-        self.controllers = Controllers(
-            self.loop, self._storage, self._rng, self.controllers.number + 1
-        )
-        lost = Lost(requests=[REQUEST], code="worker_lost", message="it was killed", worker="gpu-1")
-        self.loop.give(b"LOST", lost)
 
 
 BODY = st.fixed_dictionaries(
@@ -107,11 +67,11 @@ def test_a_controlled_stream_moves_after_any_message(
 ) -> None:
     body = body | {"controller": "c", "controller_arg": script(rng, 8)}
     storage = VariableStorage()
-    whole = Run(tmp_path, embedded, storage, rng, overlap)
+    whole = Workers(tmp_path, embedded, storage, rng, overlap)
     give(whole.loop, b"GENERATE", body, 0)
     wanted = whole.finish()
     before = wanted[: data.draw(st.integers(0, len(wanted) - 1), "cut")]
-    second = Run(tmp_path, embedded, storage, rng, overlap)
+    second = Workers(tmp_path, embedded, storage, rng, overlap)
     give(second.loop, b"GENERATE", body, Flag.MOVED, transcript_of(before))
     got = [*before, *second.finish()]
     same_entries(merged(got), merged(wanted), embedded, body)
@@ -126,10 +86,10 @@ def test_lost_controllers_are_started_again_at_any_moment(
     tmp_path: Path, embedded: LoadedModel, body: dict[str, Any], rng: Random, overlap: bool
 ) -> None:
     body = body | {"controller": "c", "controller_arg": script(rng, 8)}
-    whole = Run(tmp_path, embedded, VariableStorage(), rng, overlap)
+    whole = Workers(tmp_path, embedded, VariableStorage(), rng, overlap)
     give(whole.loop, b"GENERATE", body, 0)
     wanted = whole.finish()
-    second = Run(tmp_path, embedded, VariableStorage(), rng, overlap)
+    second = Workers(tmp_path, embedded, VariableStorage(), rng, overlap)
     give(second.loop, b"GENERATE", body, 0)
     second.turn()
     lost = 0
@@ -144,19 +104,6 @@ def test_lost_controllers_are_started_again_at_any_moment(
     assert second.loop.sent(b"BUFFER") == whole.loop.sent(b"BUFFER")
     assert not second.loop.sent(b"ERROR")
     check_nothing_is_left(second.loop)
-
-
-def check_nothing_is_left(loop: Loop) -> None:
-    worker = loop.worker
-    assert not len(worker._streams)
-    assert not worker._steering.active
-    assert not worker._steering._awaited
-    assert not worker._steering._forks
-    assert not worker._steering._behind
-    engine = worker._models.engines["m"]
-    loop.turn()
-    assert not engine.has_requests
-    assert engine.stats()["kv_blocks_used"] == 0
 
 
 OTHER = [["sample", None], ["set", "y", "1"]]
@@ -184,10 +131,10 @@ def test_logs_and_forks_of_suspended_sequences_are_not_mixed_up(
     body = {"prompt": "def f(a):\n    ", "max_tokens": 8, "controller": "c", "n": n}
     body |= {"controller_arg": {"do": todo}}
     storage = VariableStorage()
-    whole = Run(tmp_path, embedded, storage, Random(0), False)
+    whole = Workers(tmp_path, embedded, storage, Random(0), False)
     give(whole.loop, b"GENERATE", body, 0)
     wanted = whole.finish()
     for cut in range(len(wanted)):
-        second = Run(tmp_path, embedded, storage, Random(0), False)
+        second = Workers(tmp_path, embedded, storage, Random(0), False)
         give(second.loop, b"GENERATE", body, Flag.MOVED, transcript_of(wanted[:cut]))
         same_entries(merged([*wanted[:cut], *second.finish()]), merged(wanted), embedded, body)

@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenbus.protocol.bodies import decode_as
 from tokenbus.protocol.header import Flag
-from tokenbus.protocol.messages import Token
-from tokenbus.protocol.worker_messages import Lost, Start, Step
+from tokenbus.protocol.worker_messages import Start, Step
 from tokenbus.workers.controller.scripts.generation import MAX_RUN
 from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
@@ -21,11 +20,9 @@ from tokenbus.workers.gpu.serving.steered import Run
 from tokenbus.workers.state.variables import VariableStorage
 
 from ...counts import examples
-from ...worlds.gpu_worker_loop import Loop
 from ..controller.scripts.script_runs import program
-from .controlled import Controllers
+from .controlled import Workers, check_nothing_is_left
 from .moved import (
-    REQUEST,
     TURNS,
     finished,
     give,
@@ -61,58 +58,21 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "IDLE_S", 0.0)
 
 
-class World:
+class World(Workers):
     """A GPU worker, and a controller worker that runs ``SCRIPT``."""
 
     def __init__(
-        self,
-        folder: Path,
-        loaded: LoadedModel,
-        storage: VariableStorage,
-        rng: Random,
-        overlap: bool,
-        runs: bool = True,
-        shared: bool = False,
+        self, folder: Path, loaded: LoadedModel, rng: Random, overlap: bool, **how: Any
     ) -> None:
-        self.loop = Loop(folder, loaded, overlap=overlap)
-        self._how = storage, rng
-        self._more: dict[str, Any] = {
-            "program": program(SCRIPT, "python"),
-            "shared": shared,
-            "runs": runs,
-        }
-        self.controllers = Controllers(self.loop, *self._how, **self._more)
-
-    def turn(self) -> None:
-        assert not self.loop.sent(b"ERROR"), self.loop.sent(b"ERROR")
-        self.loop.turn()
-        self.controllers.turn()
-
-    def finish(self) -> list[list[Token]]:
-        for _ in range(TURNS):
-            if finished(self.loop):
-                return token_messages(self.loop)
-            self.turn()
-        raise AssertionError("the stream has not ended")
-
-    def lose_controllers(self) -> None:
-        """The controller worker dies. The results that it has sent still arrive."""
-        number = self.controllers.number + 1
-        self.controllers = Controllers(self.loop, *self._how, number, **self._more)
-        lost = Lost(requests=[REQUEST], code="worker_lost", message="it was killed", worker="gpu-1")
-        self.loop.give(b"LOST", lost)
+        """``how``: ``storage``, and further arguments of ``Controllers``."""
+        storage = how.pop("storage", None) or VariableStorage()
+        how["program"] = program(SCRIPT, "python")
+        super().__init__(folder, loaded, storage, rng, overlap, **how)
 
     def steps(self) -> list[int]:
         """The number of tokens that each STEP has reported for a sequence that continues."""
         found = [decode_as(Step, frames[2]) for frames in self.loop.sent(b"STEP")]
         return [len(s.tokens) for step in found for s in step.sequences if s.ended is None]
-
-    def check_nothing_is_left(self) -> None:
-        steering, engine = self.loop.worker._steering, self.loop.worker._models.engines["m"]
-        assert not steering._runs
-        assert not steering._awaited
-        self.loop.turn()
-        assert engine.stats()["kv_blocks_used"] == 0
 
 
 ARGUMENTS = st.fixed_dictionaries(
@@ -148,15 +108,15 @@ def test_runs_change_no_entry(
     shared: bool,
 ) -> None:
     body = BODY | sampling | {"controller_arg": argument}
-    plain = World(tmp_path, embedded, VariableStorage(), rng, overlap, False, shared)
+    plain = World(tmp_path, embedded, rng, overlap, runs=False, shared=shared)
     give(plain.loop, b"GENERATE", body, 0)
     wanted = plain.finish()
-    runs = World(tmp_path, embedded, VariableStorage(), rng, overlap, True, shared)
+    runs = World(tmp_path, embedded, rng, overlap, shared=shared)
     give(runs.loop, b"GENERATE", body, 0)
     same_entries(merged(runs.finish()), merged(wanted), embedded, body)
     assert sum(plain.steps()) == len(plain.steps())
     assert len(runs.steps()) <= len(plain.steps())
-    runs.check_nothing_is_left()
+    check_nothing_is_left(runs.loop)
 
 
 @settings(max_examples=examples(4), suppress_health_check=ANY)
@@ -178,14 +138,14 @@ def test_a_stream_moves_in_the_middle_of_a_run(
 ) -> None:
     body = BODY | sampling | {"controller_arg": argument}
     storage = VariableStorage()
-    whole = World(tmp_path, embedded, storage, rng, overlap)
+    whole = World(tmp_path, embedded, rng, overlap, storage=storage)
     give(whole.loop, b"GENERATE", body, 0)
     wanted = whole.finish()
     before = wanted[: data.draw(st.integers(0, len(wanted) - 1), "cut")]
-    second = World(tmp_path, embedded, storage, rng, overlap)
+    second = World(tmp_path, embedded, rng, overlap, storage=storage)
     give(second.loop, b"GENERATE", body, Flag.MOVED, transcript(before))
     same_entries(merged([*before, *second.finish()]), merged(wanted), embedded, body)
-    second.check_nothing_is_left()
+    check_nothing_is_left(second.loop)
 
 
 @settings(max_examples=examples(4), suppress_health_check=ANY)
@@ -198,10 +158,10 @@ def test_controllers_are_lost_in_the_middle_of_a_run(
     rng: Random,
 ) -> None:
     body = BODY | sampling | {"controller_arg": argument}
-    whole = World(tmp_path, embedded, VariableStorage(), rng, True)
+    whole = World(tmp_path, embedded, rng, True)
     give(whole.loop, b"GENERATE", body, 0)
     wanted = whole.finish()
-    second = World(tmp_path, embedded, VariableStorage(), rng, True)
+    second = World(tmp_path, embedded, rng, True)
     give(second.loop, b"GENERATE", body, 0)
     second.turn()
     for _ in range(TURNS):
@@ -211,13 +171,13 @@ def test_controllers_are_lost_in_the_middle_of_a_run(
             second.lose_controllers()
         second.turn()
     same_entries(merged(token_messages(second.loop)), merged(wanted), embedded, body)
-    second.check_nothing_is_left()
+    check_nothing_is_left(second.loop)
 
 
 def test_a_text_without_a_stop_has_few_rounds(tmp_path: Path, embedded: LoadedModel) -> None:
     argument = {"tokens": MAX_RUN, "stop": "qqqq"}
     body = BODY | {"controller_arg": argument, "max_tokens": 300, "ignore_eos": True}
-    world = World(tmp_path, embedded, VariableStorage(), Random(1), True)
+    world = World(tmp_path, embedded, Random(1), True)
     give(world.loop, b"GENERATE", body, 0)
     world.finish()
     assert max(world.steps()) == MAX_RUN
@@ -225,7 +185,7 @@ def test_a_text_without_a_stop_has_few_rounds(tmp_path: Path, embedded: LoadedMo
 
 
 def test_the_gpu_worker_takes_runs(tmp_path: Path, embedded: LoadedModel) -> None:
-    world = World(tmp_path, embedded, VariableStorage(), Random(1), False)
+    world = World(tmp_path, embedded, Random(1), False)
     give(world.loop, b"GENERATE", BODY | {"controller_arg": {"tokens": 2, "stop": "e"}}, 0)
     world.turn()
     [start] = [decode_as(Start, frames[2]) for frames in world.loop.sent(b"START")]

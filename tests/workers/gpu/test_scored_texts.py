@@ -20,10 +20,9 @@ from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 from tokenbus.workers.state.variables import VariableStorage
 
 from ...worlds.steered_engine import CountingEngine
-from .controlled import Controllers
-from .moved import give, same_entries
+from .controlled import Controllers, Workers, check_nothing_is_left
+from .moved import give, merged, same_entries
 from .moved import transcript as transcript_of
-from .test_resumption_controlled import Run, check_nothing_is_left, merged
 
 PROMPT = "def add(a, b):\n    " * 4
 TEXTS = [" return a + b", "x", " return a - b\n", "z" * 300]
@@ -202,7 +201,7 @@ async def chooses(ctx: Context) -> None:
         await ctx.gen(max_tokens=2)
 
 
-class Choosing(Run):
+class Choosing(Workers):
     """A request whose program is ``chooses``."""
 
     def __init__(self, folder: Path, loaded: LoadedModel, storage: VariableStorage) -> None:

@@ -26,10 +26,9 @@ from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 from tokenbus.workers.state.variables import VariableStorage
 
 from ..controller.wasm.guests import SDK, compile_guest
-from .controlled import Controllers
+from .controlled import Controllers, Workers
 from .moved import give
 from .shapes import logits_after
-from .test_resumption_controlled import Run
 
 PROMPT = "def add(a, b):\n    "
 KINDS = ["c", "py"]
@@ -72,7 +71,7 @@ def arg_of(kind: str, arg: dict[str, Any], *names: str) -> Any:
     return arg if kind == "py" else " ".join(str(arg[name]) for name in names)
 
 
-class Generated(Run):
+class Generated(Workers):
     """Runs a request with an example as its controller to its end."""
 
     def __init__(
