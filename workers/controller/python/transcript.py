@@ -7,10 +7,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ....protocol.errors import Code, ControllerError
-from ..host import Stored, Written
-
-ENTRY_BYTES = 500
-"""Approximate memory of an entry without its texts and tokens."""
 
 
 class Question(NamedTuple):
@@ -38,15 +34,6 @@ class Entry(NamedTuple):
     """The tokens that follow the ``kept`` tokens."""
 
 
-def _size(value: object) -> int:
-    """Approximate number of bytes of a question's argument or of an answer; 0 if it is a number."""
-    if isinstance(value, list):
-        return 8 + sum(8 + _size(each) for each in value)
-    if isinstance(value, Stored | Written):
-        return len(value.value)
-    return len(value) if isinstance(value, str | bytes) else 0
-
-
 class Transcript:
     """The tokens of a script's sequence, and its questions and answers.
 
@@ -63,8 +50,6 @@ class Transcript:
         """The error of a replayed script that has asked a different question than the first time;
         otherwise None."""
         self._entries: list[Entry] = []
-        self.stored_bytes = 0
-        """Approximate memory of the questions and answers, in bytes."""
         self._kept = 0
         self._next = 0
         self._until: Question | None = None
@@ -91,15 +76,13 @@ class Transcript:
         """Records the answer to a live question."""
         kept = self._kept
         self._entries.append(Entry(question, answer, error, kept, tuple(self.tokens[kept:])))
-        values = (answer, *(value for _, value in question.arguments))
-        self.stored_bytes += ENTRY_BYTES + 8 * (len(self.tokens) - kept) + sum(map(_size, values))
         self._kept = len(self.tokens)
 
     def copy(self, until: Question) -> Transcript:
         """A transcript for a fork, whose script is replayed until it asks ``until``."""
         copied = Transcript()
         copied.begin(self._first_prompt)
-        copied._entries, copied.stored_bytes = list(self._entries), self.stored_bytes
+        copied._entries = list(self._entries)
         copied._until = until
         return copied
 
