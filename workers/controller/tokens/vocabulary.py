@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
+import numpy as np
 from tokenizers import Tokenizer
 
 from ....protocol.errors import Code, ControllerError
@@ -62,6 +64,8 @@ class TokenizerVocabulary:
         self.has_every_byte = self._longest_match.has_every_byte
         self.trie = encode_trie(self._tokens, self.eos)
         self._tokens_with: dict[int, bytes] = {}
+        """The results of ``tokens_with``. They are stored because each costs time, and a client
+        chooses the byte."""
 
     @classmethod
     def from_json(
@@ -118,15 +122,23 @@ class TokenizerVocabulary:
         return self._tokens[number] if 0 <= number < self.size else b""
 
     def tokens_with(self, byte: int) -> bytes:
-        """See ``host.Vocabulary``. The first call for each byte takes a few milliseconds."""
+        """See ``host.Vocabulary``. With a vocabulary of 131,072 tokens, the first call for each
+        byte takes about 1 ms."""
         found = self._tokens_with.get(byte)
         if found is None:
-            mask = bytearray(4 * -(-self.size // 32))
-            for number, token in enumerate(self._tokens):
-                if byte in token:
-                    mask[number >> 3] |= 1 << (number & 7)
-            found = self._tokens_with[byte] = bytes(mask)
+            text, ends = self._text
+            numbers = np.searchsorted(ends, np.flatnonzero(text == byte), side="right")
+            bits = np.zeros(32 * -(-self.size // 32), np.uint8)
+            bits[numbers] = 1
+            found = self._tokens_with[byte] = np.packbits(bits, bitorder="little").tobytes()
         return found
+
+    @cached_property
+    def _text(self) -> tuple[np.ndarray, np.ndarray]:
+        """The bytes of all tokens one after another, uint8, and the position after each token,
+        int64 ``[size]``."""
+        text = np.frombuffer(b"".join(self._tokens), np.uint8)
+        return text, np.cumsum(np.fromiter(map(len, self._tokens), np.int64, self.size))
 
     def bytes_of(self, tokens: Sequence[int]) -> bytes:
         """The text of tokens."""

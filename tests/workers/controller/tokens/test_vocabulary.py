@@ -134,6 +134,16 @@ def test_the_trie_has_every_token_but_the_special_ones(kind: Kind) -> None:
     assert set(trie.spelled) == set(range(vocabulary.size)) - special
 
 
+def test_the_tokens_with_a_byte_are_those_that_contain_it(kind: Kind) -> None:
+    vocabulary = kind.vocabulary
+    for byte in b"\ne\xff":
+        mask = vocabulary.tokens_with(byte)
+        assert len(mask) == 4 * -(-vocabulary.size // 32)
+        for number in range(vocabulary.size):
+            has = bool(mask[number >> 3] >> (number & 7) & 1)
+            assert has == (byte in vocabulary.token(number))
+
+
 def test_an_empty_text_has_no_tokens(kind: Kind) -> None:
     assert kind.vocabulary.tokenize(b"") == []
 
