@@ -172,14 +172,14 @@ static inline tb_tokens tb_tokenize(const void *text, uint32_t len) {
 // Names are UTF-8. The version of a variable is the number of its writes; 0 means that the variable
 // does not exist.
 
-// Reads a variable into `value`, whose content is replaced. Returns false if the variable does not
-// exist. `version` receives the variable's version; it may be a null pointer.
-static inline bool tb_var_get(const char *name, tb_bytes *value, uint32_t *version) {
+// Implements tb_var_get and, with `waits`, tb_var_wait.
+static inline bool tb_var_read(const char *name, tb_bytes *value, uint32_t *version, bool waits) {
     tb_bytes_cut(value, 0);
     tb_bytes_reserve(value, 255);
     for (;;) {
-        const int32_t n =
-            tb_host_var_get(name, strlen(name), value->data, value->room - 1, version);
+        const uint32_t len = strlen(name), most = value->room - 1;
+        const int32_t n = waits ? tb_host_var_wait(name, len, value->data, most, *version)
+                                : tb_host_var_get(name, len, value->data, most, version);
         if (n < 0) return false;
         if ((uint32_t)n < value->room) {
             value->len = (uint32_t)n;
@@ -190,23 +190,17 @@ static inline bool tb_var_get(const char *name, tb_bytes *value, uint32_t *versi
     }
 }
 
+// Reads a variable into `value`, whose content is replaced. Returns false if the variable does not
+// exist. `version` receives the variable's version; it may be a null pointer.
+static inline bool tb_var_get(const char *name, tb_bytes *value, uint32_t *version) {
+    return tb_var_read(name, value, version, false);
+}
+
 // Reads a variable into `value` if its version is `version` or higher. Otherwise returns false; if
 // tb_pre_process then returns tb_suspend, it is called again when the variable has this version, and
 // not at other changes.
 static inline bool tb_var_wait(const char *name, uint32_t version, tb_bytes *value) {
-    tb_bytes_cut(value, 0);
-    tb_bytes_reserve(value, 255);
-    for (;;) {
-        const int32_t n =
-            tb_host_var_wait(name, strlen(name), value->data, value->room - 1, version);
-        if (n < 0) return false;
-        if ((uint32_t)n < value->room) {
-            value->len = (uint32_t)n;
-            value->data[n] = 0;
-            return true;
-        }
-        tb_bytes_reserve(value, (uint32_t)n);
-    }
+    return tb_var_read(name, value, &version, true);
 }
 
 // Writes a variable; returns its new version.
