@@ -71,11 +71,11 @@ class Strings:
     """The coding of a client that stores strings."""
 
     def encode(self, text: str) -> str:
-        """The same string."""
+        """Returns the string unchanged."""
         return text
 
     def decode(self, text: str) -> str:
-        """The same string."""
+        """Returns the string unchanged."""
         return text
 
 
