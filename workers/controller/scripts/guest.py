@@ -12,6 +12,7 @@ import wasmtime
 
 from ....protocol.errors import Code, ControllerError
 from ....protocol.sampling import Query
+from .. import interface
 from ..host import Host
 from ..interface import Action, Answer, Controller
 from ..limits import Limits
@@ -29,11 +30,11 @@ SCORE = 6
 """The result of mid_process if texts are to be scored. Words 8 and 9 then have the size and the
 address of the texts as JSON: lists of token ids. The arguments of the next post_process are the
 log-probabilities, as the bits of float32 numbers."""
-BEGIN, SAVE, OPEN, LOOK = 7, 8, 9, 10
+BEGIN, SAVE, OPEN, LOOK, AGAIN = 7, 8, 9, 10, 11
 """The results of mid_process if the sequence begins anew, if a context is saved or opened, or if
 the script reads the distribution of the next token. Words 8 and 9 have the prompt, a ``_Context``
 as JSON, or the number of tokens to report as JSON. After LOOK, the arguments of post_process are
-pairs of a token and the bits of its log-probability."""
+pairs of a token and the bits of its log-probability. After AGAIN, pre_process follows."""
 REFUSED = 0xFFFF_FFFF
 """The number of dropped tokens in the arguments of post_process if a text or a context is refused.
 The tokens are then the bytes of the reason."""
@@ -128,6 +129,8 @@ class ScriptGuest(NativeController):
         return super().post_process(tokens, backtrack)
 
     def _other_answer(self, action: int) -> Answer:
+        if action == AGAIN:
+            return interface.AGAIN
         if action == BEGIN:
             return Answer(Action.BEGIN, tokens=self._tokens())
         if action not in (GENERATE, SCORE, SAVE, OPEN, LOOK):

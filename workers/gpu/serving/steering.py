@@ -106,6 +106,7 @@ class Steering:
         """For each sequence whose decision waits in ``_forks`` for another sequence to fork: that
         other sequence."""
         self._runs: dict[Key, Run] = {}
+        """The runs of sequences that sample without decisions."""
         self._early_forks: set[Key] = set()
         """While a RESULT is applied: the sequences whose forks do not need logits, because each
         resulting sequence then drops or appends tokens."""

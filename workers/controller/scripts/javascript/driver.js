@@ -5,7 +5,7 @@
 // in each fork without a replay.
 
 const STOP = 0, CONTINUE = 1, SUSPEND = 2, FORK = 3, SPLICE = 4, GENERATE = 5, SCORE = 6,
-      BEGIN = 7, SAVE = 8, OPEN = 9, LOOK = 10;
+      BEGIN = 7, SAVE = 8, OPEN = 9, LOOK = 10, AGAIN = 11;
 const REFUSED = 0xffffffff;  // the backtrack of a post whose tokens are the bytes of a reason
 
 // The words of the call block.
@@ -391,10 +391,6 @@ class Controller {
 
 // --- the four calls ------------------------------------------------------------------------------
 
-// After a fork, a script that has to suspend or fork again gets to pre_process by appending a token
-// and dropping it. The client does not see the two changes.
-let detour = 0;
-
 const calls = {
   describe,
 
@@ -422,7 +418,6 @@ const calls = {
 
   pre() {
     if (program) return decided(program.preProcess(), "preProcess");
-    if (detour) return CONTINUE;
     for (;;) {
       const operation = current();
       const action = operation.pre();
@@ -432,21 +427,11 @@ const calls = {
 
   mid(group) {
     if (program) return decided(program.midProcess(group), "midProcess");
-    if (detour === 1) {
-      detour = 2;
-      host.drop(1);
-      host.tokens([]);
-      return SPLICE;
-    }
     for (;;) {
       const operation = current();
       const action = operation.mid(group);
-      if (operation.finished) continue;
-      if (action !== null) return action;
-      detour = 1;
-      host.drop(0);
-      host.tokens([0]);
-      return SPLICE;
+      // After a fork, a script can suspend or fork again only in pre_process.
+      if (!operation.finished) return action === null ? AGAIN : action;
     }
   },
 
@@ -457,15 +442,14 @@ const calls = {
     }
     const reads = pending instanceof Score || pending instanceof Look;
     const answer = reads || pending instanceof UseContext && !backtrack;
-    if (answer && !detour) {
+    if (answer) {
       pending.post(tokens, backtrack);
       return CONTINUE;
     }
     if (backtrack) sequence.tokens.length -= backtrack;
     for (let i = 0; i < tokens.length; i++) sequence.tokens.push(tokens[i]);
     if (program) return decided(program.postProcess(tokens, backtrack), "postProcess");
-    if (detour === 2) detour = 0;
-    else if (!detour && pending) pending.post(tokens, backtrack);
+    if (pending) pending.post(tokens, backtrack);
     return CONTINUE;
   },
 };
