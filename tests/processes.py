@@ -22,6 +22,7 @@ from typing import Self
 import httpx
 import pytest
 from tokenbus.clients import Client, TokenbusError
+from tokenbus.protocol.messages import Status, WorkerStatus
 
 from . import forks
 
@@ -120,6 +121,12 @@ def zygotes(pid: int) -> list[int]:
             if b".zygote\0" in Path(f"/proc/{child}/cmdline").read_bytes():
                 found.append(child)
     return found
+
+
+def _running(status: Status) -> list[WorkerStatus]:
+    """The workers whose processes run. The broker lists a killed worker until it misses the
+    worker's heartbeats."""
+    return [w for w in status.workers if Path(f"/proc/{w.pid}").exists()]
 
 
 class Process:
@@ -265,7 +272,7 @@ class Bus:
                     status = client.status(timeout_s=60.0)
                 except TokenbusError:
                     return False
-                there = Counter(w.role for w in status.workers)
+                there = Counter(w.role for w in _running(status))
                 return there >= Counter(roles)
 
             until(ready, seconds, f"workers of the roles {roles}")
@@ -285,7 +292,7 @@ class Bus:
                     status = client.status(timeout_s=60.0)
                 except TokenbusError:
                     return False
-                serving = [w for w in status.workers if set(models) <= set(w.models)]
+                serving = [w for w in _running(status) if set(models) <= set(w.models)]
                 return len(serving) >= workers
 
             until(ready, seconds, f"{workers} workers with {models}")
