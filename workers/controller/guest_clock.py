@@ -1,23 +1,51 @@
-"""The CPU time of a thread and of the guest processes that work for the thread."""
+"""The CPU time of a thread and of the guest processes that work for the thread, and the CPU time
+that counts towards the limit of a call."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
+
+QUESTION_S = 0.0001
+"""Seconds that a question of a guest to the worker counts towards the limit of its call. The CPU
+time of a question is not counted, because a busy machine can triple it, and a call with several
+questions would then fail without a fault of its author. ``process.MAX_QUESTIONS`` bounds the
+questions too."""
 
 
-class _Elsewhere(threading.local):
-    seconds = 0.0
+class _ThisThread(threading.local):
+    elsewhere_s = 0.0
+    """CPU time that guest processes spent for this thread."""
+    uncounted_s = 0.0
+    """CPU time of this thread that does not count towards the limits of calls."""
 
 
-_elsewhere = _Elsewhere()
+_this_thread = _ThisThread()
 
 
 def add_guest_cpu(seconds: float) -> None:
     """Counts CPU time that a guest process spent for this thread."""
-    _elsewhere.seconds += seconds
+    _this_thread.elsewhere_s += seconds
 
 
 def thread_cpu_s() -> float:
     """The CPU time of this thread and of the guest processes that worked for it, in seconds."""
-    return time.thread_time() + _elsewhere.seconds
+    return time.thread_time() + _this_thread.elsewhere_s
+
+
+def call_cpu_s() -> float:
+    """The CPU time of this thread that counts towards the limits of calls, in seconds."""
+    return time.thread_time() - _this_thread.uncounted_s
+
+
+@contextlib.contextmanager
+def question() -> Iterator[None]:
+    """Wraps a question to the worker, which counts ``QUESTION_S`` towards the limit of the call
+    that this thread runs."""
+    began_s = time.thread_time()
+    try:
+        yield
+    finally:
+        _this_thread.uncounted_s += time.thread_time() - began_s - QUESTION_S

@@ -21,6 +21,7 @@ from typing import Any
 from wasmtime import Engine, Module
 
 from ....protocol.errors import Code, ControllerError, TokenbusError
+from ..guest_clock import question
 from ..host import Host, NextTokens, Stored, Vocabulary, Written
 from ..interface import Action, Controller, Program
 from ..logs import Log
@@ -80,8 +81,9 @@ def _ask(what: Question, name: str = "", value: bytes = b"", number: int | None 
             f"{what}: the name has {len(name)} characters; at most {NAME_BYTES} are allowed",
         )
     channel = _this_thread.channel
-    channel.send(messages.encode(Asked(_this_thread.handle, what, name, value, number)))
-    told = messages.decode_to_guest(channel.receive())
+    with question():
+        channel.send(messages.encode(Asked(_this_thread.handle, what, name, value, number)))
+        told = messages.decode_to_guest(channel.receive())
     if not isinstance(told, Told):
         raise ChannelClosed("the worker did not answer the question of a guest")
     if told.error is not None:

@@ -7,7 +7,6 @@ import linecache
 import os
 import site
 import sysconfig
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from types import TracebackType
 
 from ....protocol import errors
 from ....protocol.errors import Code, ControllerError, TokenbusError
+from ..guest_clock import call_cpu_s
 from ..host import Host
 from .printed import printing_to
 
@@ -54,7 +54,7 @@ class AuthorCalls:
         line of the author's code. The traceback of the author's lines and the output of the code
         are written to the sequence's log (``printed.captured``).
         """
-        start = time.thread_time()
+        start = call_cpu_s()
         try:
             with printing_to(self._host.log, self._replaying):
                 yield
@@ -64,7 +64,7 @@ class AuthorCalls:
             self._host.log.write(text.encode("utf-8", "backslashreplace"))
             raise self._failure(error) from error
         finally:
-            self._spent(call, time.thread_time() - start)
+            self._spent(call, call_cpu_s() - start)
 
     def _failure(self, error: BaseException) -> ControllerError:
         where = author_line(error.__traceback__)

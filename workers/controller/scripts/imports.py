@@ -4,7 +4,6 @@ question about a constraint."""
 from __future__ import annotations
 
 import array
-import time
 
 from ....protocol.errors import Code, ControllerError, TokenbusError
 from ..wasm.host_functions import HostFunction, linkers, running
@@ -44,7 +43,6 @@ def _next_tokens(
     name = guest.read(kind, kind_size).decode("utf-8", "replace")
     given = guest.read(argument, size).decode("utf-8", "replace")
     tokens = array.array("I", guest.read(text, 4 * count)).tolist()
-    began_s = time.thread_time()
     try:
         found = questions.next_tokens(name, given, tokens)
     except TokenbusError as error:
@@ -58,7 +56,6 @@ def _next_tokens(
         # The constraint may have run another guest on this thread, so the running guest is set
         # again.
         running.guest = guest
-        guest.exclude(time.thread_time() - began_s)
     guest.write_part(mask, found.mask, mask_size)
     return MAY_END * found.may_end + ENDS * found.ends
 

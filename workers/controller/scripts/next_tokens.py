@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ....protocol.errors import Code, ControllerError
+from ..guest_clock import question
 from ..host import Host, NextTokens
 from ..interface import Action, Constraint, ConstraintProgram
 
@@ -62,7 +63,8 @@ class ConstraintQuestions:
             )
         began_s = time.thread_time()
         try:
-            return self._text(kind, argument, text).next_tokens(text)
+            with question():
+                return self._text(kind, argument, text).next_tokens(text)
         finally:
             self._spent_s += time.thread_time() - began_s
 

@@ -7,7 +7,6 @@ A fork copies the memory of the interpreter, so no answers are recorded.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +16,7 @@ import msgspec
 import wasmtime
 
 from ....protocol.errors import Code, ControllerError, TokenbusError
+from ..guest_clock import call_cpu_s
 from ..host import Host, Stored, Written
 from ..interface import Controller
 from ..limits import Limits
@@ -151,14 +151,10 @@ class PythonContext(Context):
 
         All work of the script during one call of its controller counts towards one limit.
         """
-        number, began_s = self.calls.number, time.thread_time()
+        number, began_s = self.calls.number, call_cpu_s()
         answer = await self.answer(asked)
         limit_s = self.limits.round_s if number != self.calls.number else None
-        # The time of answering ``next_tokens`` is not counted here, because ``ConstraintQuestions``
-        # bounds it.
-        asks = asked.text.startswith('["next_tokens"')
-        spent_s = 0.0 if asks else time.thread_time() - began_s
-        return session.resume(answer, limit_s, spent_s)
+        return session.resume(answer, limit_s, call_cpu_s() - began_s)
 
     async def answer(self, asked: Asked) -> str:
         """The answer to a call of the script, as JSON. Raises ControllerError if the script has

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ import wasmtime
 from wasmtime import _ffi as ffi
 
 from ....protocol.errors import Code, ControllerError
+from ..guest_clock import call_cpu_s
 from ..guest_memory import TenantMemory
 from ..limits import Limits
 from .exported_state import TABLE_EXPORT
@@ -85,7 +85,7 @@ def _on_epoch(context: Any, data: Any, delta: Any, kind: Any) -> int:
     does not read the clock.
     """
     guest = running.guest
-    now = time.thread_time()
+    now = call_cpu_s()
     if guest._ticked_at is None:
         guest._ticked_at = now
     elif now - guest._ticked_at >= guest._limit_s + guest._more_s:
@@ -326,21 +326,15 @@ class Guest:
         """Counts ``seconds`` of CPU time that another thread spent for the current call. Raises
         ControllerError if the call has used up its CPU time."""
         if self._ticked_at is None:
-            self._ticked_at = time.thread_time()
+            self._ticked_at = call_cpu_s()
         self._ticked_at -= seconds
         self.check_time()
-
-    def exclude(self, seconds: float) -> None:
-        """Reduces the counted time of the current call by ``seconds`` of CPU time that this thread
-        spent in a host function."""
-        if self._ticked_at is not None:
-            self._ticked_at += seconds
 
     def charge(self, size: int) -> None:
         """Counts the work of a host function before the work is done. ``size``: the work as a
         number of copied bytes."""
         if size >= BULK_BYTES and self._ticked_at is None:
-            self._ticked_at = time.thread_time()
+            self._ticked_at = call_cpu_s()
         self.host_work += size // WORK_BYTES
 
     def check_time(self) -> None:
@@ -352,7 +346,7 @@ class Guest:
         if self._fuel_per_s:
             self._burn(int(self.host_work * WORK_S * self._fuel_per_s))
         self.host_work = 0
-        now = time.thread_time()
+        now = call_cpu_s()
         if self._ticked_at is None:
             self._ticked_at = now
         elif now - self._ticked_at >= self._limit_s + self._more_s:
