@@ -92,12 +92,14 @@ import json
 
 async def main(ctx):
     print(json.dumps(await ctx.distribution(top=3)))
+    print(json.dumps(await ctx.distribution(top=0)))
     await ctx.fork(2)
     print(json.dumps(await ctx.distribution()), len(ctx.tokens))
 """
 LOOKS_JAVASCRIPT = """
 async function main(ctx) {
   ctx.log(await ctx.distribution({ top: 3 }));
+  ctx.log(await ctx.distribution({ top: 0 }));
   await ctx.fork(2);
   ctx.log(await ctx.distribution(), ctx.tokens.length);
 }
@@ -109,7 +111,7 @@ def test_a_script_reads_the_distribution_of_the_next_token(kind: str) -> None:
     run = play(kind, LOOKS, LOOKS_JAVASCRIPT)
     assert not run.errors
     pairs = [[token, -token / 8] for token in range(8)]
-    assert read(run.logs[0]) == [pairs[:3], pairs, len(tokens_of("Q"))]
+    assert read(run.logs[0]) == [pairs[:3], [], pairs, len(tokens_of("Q"))]
     assert read(run.logs[1]) == [pairs, len(tokens_of("Q"))]
     assert run.sampled == 0
 

@@ -196,7 +196,7 @@ const context = {
     return perToken ? scores : scores.map((text) => text.reduce((sum, each) => sum + each, 0));
   },
   async distribution({ top = 8 } = {}) {
-    return ask(new Look(whole("distribution({top})", top)), "distribution");
+    return ask(new Look(whole("distribution({top})", top, 0)), "distribution");
   },
   fork: forked,
   async save(name, { pinS = 300 } = {}) {
