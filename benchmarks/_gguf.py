@@ -56,7 +56,7 @@ def main(folder: Path, file: Path) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    _add_tokenizer(writer, folder)
+    _add_tokenizer(writer, folder, config["eos_token_id"] or 0)
     for name, weight in load_file(folder / "model.safetensors").items():
         name = name.removesuffix(".weight")
         if name in OTHERS:
@@ -72,10 +72,11 @@ def main(folder: Path, file: Path) -> None:
     writer.close()
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
+def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, eos: int) -> None:
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     words = sorted(vocabulary, key=vocabulary.__getitem__)
-    kinds = [gguf.TokenType.CONTROL if w == "<eos>" else gguf.TokenType.NORMAL for w in words]
+    kinds = [gguf.TokenType.NORMAL] * len(words)
+    kinds[eos] = gguf.TokenType.CONTROL
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(words)
@@ -83,7 +84,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     # llama.cpp refuses a byte-level BPE without merges. The merges are not used, because requests
     # contain token ids.
     writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(vocabulary["<eos>"])
+    writer.add_eos_token_id(eos)
 
 
 if __name__ == "__main__":
