@@ -232,6 +232,31 @@ def test_a_decision_that_arrives_after_its_sequence_has_ended_has_no_effect(benc
     bench.check_nothing_is_left()
 
 
+@pytest.mark.parametrize("action", ["sample", "look", "score", "suspend"])
+def test_a_controller_that_waits_after_its_sequence_has_ended_receives_the_end(
+    bench: Bench, action: str
+) -> None:
+    """Otherwise the controller would wait until the whole request ends, and no sequence of the
+    request would be woken by time."""
+    bench.add(1, PROMPT, GREEDY)
+    bench.starts.clear()
+    update = StepSequence(1, 0, [])
+    bench.send(StepResult(1, 0, "fork", children=[1]), sample(update, 1))
+    bench.step()
+    bench.now += LATER_S
+    bench.send(sample(update, 1))
+    bench.step()
+    assert ends(bench, 1) == [(0, "error", "controller_failed")]
+    bench.updates = [one for one in bench.updates if one.seq == 1]
+    before = len(bench.steps)
+    texts = [[5]] if action == "score" else []
+    bench.send(StepResult(1, 0, action, texts=texts))  # type: ignore[arg-type]
+    bench.run(lambda update: freely(update) if update.seq else [])
+    later = [one for step in bench.steps[before:] for one in step.sequences]
+    assert [one.ended for one in later if one.seq == 0] == ["error"]
+    bench.check_nothing_is_left()
+
+
 def test_the_last_round_that_never_ends_does_not_keep_the_last_token_back(
     bench: Bench, embedded: LoadedModel
 ) -> None:

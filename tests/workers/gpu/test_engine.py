@@ -77,6 +77,25 @@ def test_the_same_tokens_with_preemption_and_small_chunks(
     assert tight == roomy
 
 
+def test_a_preempted_score_reports_each_token_once(embedded: LoadedModel, overlap: bool) -> None:
+    scored = [5 + 7 * i % 300 for i in range(700)]
+    roomy = Engine(embedded, EngineConfig(kv_cache_bytes=64 * 2**20))
+    roomy.score(0, [1, 2, 3], scored)
+    block_bytes = 64 * 2**20 // (roomy.stats()["kv_blocks"] + 1)
+    engine = Engine(embedded, EngineConfig(kv_cache_bytes=int(46 * block_bytes), overlap=overlap))
+    engine.score(0, [1, 2, 3], scored)
+    found = engine.step()
+    # The forks share the prompt, and then need more blocks than are left.
+    sampling = Sampling(max_tokens=80, n=16, ignore_eos=True, temperature=1.0, seed=1)
+    engine.add(1, [4] * 15, sampling, priority=1)
+    found += run(engine)
+    mine = [o for o in found if o.request == 0]
+    assert engine.stats()["preemptions"] > 0
+    assert [(o.pos, o.token) for o in mine] == list(enumerate(scored))
+    assert [o.logprob for o in mine] == pytest.approx([o.logprob for o in run(roomy)], abs=1e-4)
+    assert engine.stats()["kv_blocks_used"] == 0
+
+
 def test_a_client_with_all_slots_gives_one_to_another_client(
     embedded: LoadedModel, overlap: bool
 ) -> None:

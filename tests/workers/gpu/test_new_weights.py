@@ -136,3 +136,25 @@ def test_an_engine_with_new_weights_computes_as_one_that_began_with_them(
     got = computed(engine)
     assert [(o.token, o.logprob) for o in got] == [(o.token, o.logprob) for o in wanted]
     assert [o.logprob for o in got] != [o.logprob for o in before]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_score_that_is_computed_again_reports_each_token_once(
+    tmp_path: Path, keep: bool, overlap: bool
+) -> None:
+    """The tokens of the first steps are scored again with the new weights, because their blocks
+    are freed."""
+    loaded = load_model("embedded")
+    engine = Engine(loaded, EngineConfig(kv_cache_bytes=2**24, overlap=overlap))
+    scored = [5 + 7 * i % 300 for i in range(600)]
+    engine.score(1, [1, 2, 3], scored, text=True)
+    found = [*engine.step(), *engine.step()]
+    assert 0 < len(found) < len(scored)
+    new = read_weights(loaded, write(tmp_path, changed(embedded_tensors())), 1)
+    engine.replace_weights(new, keep)
+    while engine.has_work:
+        found += engine.step()
+    assert [(o.pos, o.token) for o in found] == list(enumerate(scored))
+    assert [o.finish_reason for o in found if o.finish_reason] == ["length"]
+    assert "".join(o.text or "" for o in found) == loaded.tokenizer.decode(scored)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tokenbus.protocol.sampling import Sampling
+from tokenbus.workers.gpu.sampling.races import SORTED
 from tokenbus.workers.gpu.sampling.row_parameters import Row
 from tokenbus.workers.gpu.sampling.sampler import sample
 
@@ -109,6 +110,35 @@ def test_repetition_divides_positive_and_multiplies_negative_logits() -> None:
     assert sample(values, [0], [row(prompt=[1], repetition_penalty=2.0)]).tokens == [2]
     values[0, 1], values[0, 2] = -1.0, -1.5
     assert sample(values, [0], [row(prompt=[1, 3], repetition_penalty=2.0)]).tokens == [2]
+
+
+@pytest.mark.parametrize("size", [VOCAB, 2 * SORTED])
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"top_p": 1e-50}, 40),
+        ({"top_p": 1e-50, "top_k": 5}, 40),
+        ({"logit_bias": {5: 1e39}}, 5),
+        ({"logit_bias": {5: math.inf, 6: 1e19}}, 5),
+        ({"presence_penalty": -1e39}, 7),
+        ({"repetition_penalty": 1e-60}, 7),
+        ({"repetition_penalty": 1e60, "top_k": 1}, 40),
+    ],
+)
+def test_numbers_beyond_float32_have_the_effect_of_large_ones(
+    given: dict[str, Any], wanted: int, size: int
+) -> None:
+    values = torch.zeros(1, size)
+    values[0, 40], values[0, 7] = 20.0, 1.0
+    got = sample(values, [0], [row(temperature=1.0, generated=[7], **given)])
+    assert (got.tokens, got.errors) == ([wanted], {})
+
+
+def test_a_mask_holds_at_any_temperature() -> None:
+    words = np.zeros(2, dtype=np.uint32)
+    words[1] = 1 << 3
+    got = sample(logits(), [0], [row(mask=words, temperature=1e39)])
+    assert (got.tokens, got.errors) == ([35], {})
 
 
 def test_a_mask_allows_exactly_its_bits() -> None:

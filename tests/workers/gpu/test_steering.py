@@ -219,6 +219,23 @@ def test_the_text_of_a_spliced_sequence_is_that_of_its_tokens(engine: Engine) ->
     assert "".join(client.texts[0]) == tokenizer.decode(client.tokens[0])
 
 
+def test_the_text_of_a_fork_that_drops_a_healed_token_begins_after_the_prompt(
+    engine: Engine,
+) -> None:
+    """With token healing, the generated tokens repeat the end of the prompt."""
+    tokenizer = engine.loaded.tokenizer
+    *prompt, healed = tokenizer.encode("def f(x):\n    return")
+    engine.add(1, prompt, GREEDY, text=True, healed=engine.healed([*prompt, healed]))
+    client = ClientView()
+    client.take(engine.step())
+    engine.fork(1, 0, 1)
+    for seq in (0, 1):
+        engine.splice(1, seq, 1, [healed, *tokenizer.encode(" é")])
+    run(engine, client)
+    for seq in (0, 1):
+        assert "".join(client.texts[seq]) == tokenizer.decode(client.tokens[seq][1:])
+
+
 def test_a_splice_ends_the_sequence_at_its_stop_and_at_its_length(engine: Engine) -> None:
     tokenizer = engine.loaded.tokenizer
     stop = Sampling(max_tokens=30, ignore_eos=True, stop=["END"])

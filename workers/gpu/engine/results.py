@@ -72,6 +72,13 @@ class Results:
         if sequence.scoring is not None:
             live.take_text_scores(sequence, first, found, chunk.completes)
             return
+        if first < sequence.num_reported:
+            # The sequence was preempted, or the weights have changed, so these tokens were scored
+            # again. Their outputs have already been returned.
+            again = sequence.num_reported - first
+            tokens, found, tops = tokens[again:], found[again:], tops[again:]
+            first = sequence.num_reported
+        sequence.num_reported = first + len(tokens)
         texts: list[str | None] = [None] * len(tokens)
         if sequence.text is not None:
             try:

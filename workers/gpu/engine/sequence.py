@@ -150,6 +150,8 @@ class Sequence:
     scored_from: int = 0
     """For a score: index of the first token whose log-probability is computed. The tokens before it
     are the prompt and the tokens that another worker has scored."""
+    num_reported: int = 0
+    """For a score: number of tokens after the prompt whose outputs have been made."""
     scoring: ScoredTexts | None = None
     """The texts that are scored after the sequence, or to which the sequence belongs; otherwise
     None."""

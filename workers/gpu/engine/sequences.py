@@ -209,6 +209,7 @@ class LiveSequences:
             logit_bias=parent.logit_bias,
             counts=parent.count_tokens() if has_penalties(parent.sampling) else None,
             text=parent.text.fork() if parent.text is not None else None,
+            healed=parent.healed,
             with_text=parent.with_text,
             inspect=parent.inspect,
             prompt_usage=parent.prompt_usage,

@@ -14,6 +14,11 @@ import numpy as np
 
 from ....protocol.errors import Code, ControllerError
 
+MAX_BIAS = 1e20
+"""A request's larger biases are treated as this number. Sums of biases and penalties then stay
+finite in float32, also after a division by the lowest temperature. The probabilities of a row with
+an infinite logit would be NaN."""
+
 
 @dataclass(slots=True, eq=False)
 class Bias:
@@ -41,12 +46,13 @@ class Bias:
         return found
 
 
+@np.errstate(over="ignore")
 def bias_of_request(logit_bias: Mapping[int, float]) -> Bias | None:
     """The ``logit_bias`` of a request; None if it is empty."""
     if not logit_bias:
         return None
     tokens = np.array([*logit_bias], dtype=np.int64)
-    values = np.array([*logit_bias.values()], dtype=np.float32)
+    values = np.array([*logit_bias.values()]).clip(max=MAX_BIAS).astype(np.float32)
     order = np.argsort(tokens)
     return Bias(values[order], tokens[order])
 

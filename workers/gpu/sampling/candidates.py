@@ -37,10 +37,11 @@ class Candidates:
     """Reports about the tokens of some rows, while they are copied to the host."""
 
     rows: Sequence[int]
-    processed: torch.Tensor
-    """``Token.processed`` of each row's token, float64 ``[rows]``."""
-    kept: torch.Tensor
-    """Whether each token was a candidate, bool ``[rows, vocab]``."""
+    processed: list[torch.Tensor]
+    """``Token.processed`` of each row's token, float64 ``[rows]`` in parts. The parts are joined
+    when they are read, because a copy to the host may not have arrived before."""
+    kept: list[torch.Tensor]
+    """Whether each token was a candidate, bool ``[rows, vocab]`` in parts."""
 
     @classmethod
     def of(
@@ -55,7 +56,7 @@ class Candidates:
             left, values = processed_logprobs(processed_logits[part], chosen[part], draws.of(part))
             kept.append(left.to("cpu", non_blocking=True))
             processed.append(values.to("cpu", non_blocking=True))
-        return cls(rows, torch.cat(processed), torch.cat(kept))
+        return cls(rows, processed, kept)
 
 
 def processed_logprobs(
@@ -71,7 +72,7 @@ def processed_logprobs(
     scaled = (processed_logits.double() - processed_logits.amax(-1, keepdim=True)) / draws.column(
         "temperature", processed_logits.device
     ).double()
-    scaled = scaled.masked_fill_(~kept, float("-inf"))
+    scaled = scaled.masked_fill_(kept.logical_not(), float("-inf"))
     if costs_launches(processed_logits):
         total = scaled.exp().sum(-1).log()
     else:

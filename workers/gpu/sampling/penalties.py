@@ -9,12 +9,16 @@ import torch
 
 from ....protocol.sampling import Sampling
 from ..model.device_queue import on_device
+from .biases import MAX_BIAS
 from .races import costs_launches
 from .token_counts import TokenCounts
 
 MAX_ENTRIES = 2**18
 """Maximum number of penalised tokens of the rows that are processed at a time; a row that has more
 is processed alone. This number bounds the memory of the temporary tensors."""
+MAX_FACTOR = 1e6
+"""Bound on the factor by which a ``repetition_penalty`` changes a logit, so that logits stay finite
+in float32 (``MAX_BIAS``). A factor that is 0 or infinite in float32 would make logits NaN."""
 Penalised = tuple[int, Sampling, TokenCounts]
 """A row of logits, the sampling parameters of its request, and the counts of its sequence's
 tokens."""
@@ -29,6 +33,7 @@ def penalise(logits: torch.Tensor, penalised: Sequence[Penalised]) -> None:
         every = [counts.tokens for _, _, counts in part]
         sizes = [len(tokens) for tokens in every]
         factors = np.array([sampling.repetition_penalty for _, sampling, _ in part])
+        factors = factors.clip(1 / MAX_FACTOR, MAX_FACTOR)
         amounts = [_amounts(sampling, counts) for _, sampling, counts in part]
         apply(
             logits,
@@ -60,7 +65,8 @@ def _amounts(sampling: Sampling, counts: TokenCounts) -> np.ndarray:
     presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
     if not presence and not frequency:
         return np.zeros(len(counts.tokens))
-    return np.where(counts.counts > 0, -(presence + frequency * counts.counts), 0.0)
+    amounts = (presence + frequency * counts.counts).clip(-MAX_BIAS, MAX_BIAS)
+    return np.where(counts.counts > 0, -amounts, 0.0)
 
 
 def _penalise(

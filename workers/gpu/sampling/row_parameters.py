@@ -51,6 +51,11 @@ class Row:
 MIN_TEMPERATURE = 1e-6
 """Rows of a lower temperature are treated as greedy, because their scaled logits could exceed
 float32."""
+MIN_TOP_P = np.finfo(np.float32).tiny
+"""A lower ``top_p`` could be 0 in float32, and would then exclude all tokens."""
+MAX_TEMPERATURE = 1e20
+"""Rows of a higher temperature are treated as rows of this temperature, because an infinite
+temperature would change the logit of a forbidden token to NaN."""
 
 
 class RowParameters:
@@ -67,7 +72,7 @@ class RowParameters:
         request; without the rows whose requests have none."""
         samplings = [sampling for sampling, _, _ in rows]
         self.seeds = [seed for _, seed, _ in rows]
-        self.temperature = np.array([s.temperature for s in samplings], dtype=np.float32)
+        self.temperature = _temperatures(samplings)
         self.temperature[self.temperature < MIN_TEMPERATURE] = 0.0
         self.random_rows = np.flatnonzero(self.temperature > 0)
         """The rows that are not greedy."""
@@ -112,11 +117,15 @@ def _draws(rows: Sequence[tuple[Sampling, int, int]]) -> Draws:
     seeds = np.array([seed for _, seed, _ in rows], dtype=np.uint64)
     return Draws(
         streams(seeds, np.array([seq for _, _, seq in rows], dtype=np.uint64)),
-        np.array([s.temperature for s in samplings], dtype=np.float32),
+        _temperatures(samplings),
         np.array([min(s.top_k, _MAX_INT64) for s in samplings], dtype=np.int64),
-        np.array([s.top_p for s in samplings], dtype=np.float32),
+        np.array([max(s.top_p, MIN_TOP_P) for s in samplings], dtype=np.float32),
         np.array([s.min_p for s in samplings], dtype=np.float32),
     )
+
+
+def _temperatures(samplings: Sequence[Sampling]) -> np.ndarray:
+    return np.array([min(s.temperature, MAX_TEMPERATURE) for s in samplings], dtype=np.float32)
 
 
 def _logit_bias(row: Row) -> Bias | None:

@@ -223,9 +223,8 @@ def _report_candidates(result: Sampled, drawn: Drawn) -> None:
         )
     if found is None:
         return
-    for i, value, kept in zip(
-        found.rows, found.processed.tolist(), found.kept.numpy(), strict=True
-    ):
+    processed, candidates = torch.cat(found.processed).tolist(), torch.cat(found.kept).numpy()
+    for i, value, kept in zip(found.rows, processed, candidates, strict=True):
         asked = samplings[i]
         result.candidates[i] = Candidate(
             value if asked.processed_logprobs else None,

@@ -463,9 +463,10 @@ class Steering:
         already has its decision."""
         log.debug("ignored the decision %s for %s, which does not wait for a decision", action, key)
         self._awaited.pop(key, None)
-        if action == "sample" and not steered.engine.alive(*key):
+        if action not in ("fork", "stop", "error") and not steered.engine.alive(*key):
             # The sequence ended while the controller decided. The controller now waits for a token,
-            # so this STEP reports the end.
+            # a look, scores or a wake-up, so this STEP reports the end. Another decision follows a
+            # fork.
             self._send_step(steered.engine, steered.worker, [StepSequence(*key, [], "error")])
 
     def _changed(self, steered: Steered, one: StepResult) -> bool:

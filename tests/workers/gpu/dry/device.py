@@ -53,6 +53,9 @@ class Device(TorchDispatchMode):
         self.uploaded = 0
         """Bytes that were copied from the host."""
         self.faults: list[str] = []
+        self._arriving: dict[int, torch.Tensor] = {}
+        """By id: the results of copies to the host that may not have arrived. The host may use
+        them after it has waited for an event."""
         self._capturing = False
 
     @contextmanager
@@ -91,6 +94,8 @@ class Device(TorchDispatchMode):
         on_device = any(t.is_cuda for t in inputs)
         if on_device and any(waiting in name for waiting in WAITING):
             self.fault(f"a wait in {name}")
+        if any(id(t) in self._arriving for t in inputs) and not name.startswith(QUERIES):
+            self.fault(f"a read of a copy that has not arrived in {name}")
         outputs = function(*args, **kwargs)
         if name.startswith(QUERIES):
             return outputs
@@ -113,6 +118,7 @@ class Device(TorchDispatchMode):
         given = {**dict(zip(named, args, strict=False)), **kwargs}
         if not given.get("non_blocking"):
             self.fault(f"a blocking copy in {name}")
+        self._arriving |= {id(t): t for t in made if not t.is_cuda}
         if self._capturing:
             self.fault(f"a copy from the host in a capture: {name}")
 
@@ -122,7 +128,7 @@ class Device(TorchDispatchMode):
         """Replaces functions of ``torch.cuda``, copies, and functions that need data."""
         for name, stand_in in {
             "Stream": _Stream,
-            "Event": _Stream,
+            "Event": lambda: _Event(self._arriving.clear),
             "current_stream": lambda device=None: _Stream(),
             "stream": lambda stream: ExitStack(),
             "CUDAGraph": lambda: _Graph(self),
@@ -264,6 +270,20 @@ class _Stream:
     def synchronize(self) -> None: ...
 
     def query(self) -> bool:
+        return True
+
+
+class _Event(_Stream):
+    """An event. ``reached`` is called when the host waits for it."""
+
+    def __init__(self, reached: Callable[[], None]) -> None:
+        self._reached = reached
+
+    def synchronize(self) -> None:
+        self._reached()
+
+    def query(self) -> bool:
+        self._reached()
         return True
 
 

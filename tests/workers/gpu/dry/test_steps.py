@@ -115,6 +115,15 @@ def test_masks_travel_as_bits_and_wait_for_nothing(
     assert device.uploaded / STEPS <= 1.02 * BATCH * mask.nbytes
 
 
+def test_reports_of_candidates_wait_for_nothing(device: Device, engine: Engine) -> None:
+    fill(engine, {"temperature": 0.8, "top_p": 0.9, "processed_logprobs": True, "kept": True})
+    with device.counting():
+        for _ in range(STEPS):
+            engine.step()
+    assert not device.faults
+    assert device.replays == STEPS
+
+
 def test_forks_splices_and_prompts_in_chunks_wait_for_nothing(
     device: Device, engine: Engine
 ) -> None:
