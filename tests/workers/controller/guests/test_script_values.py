@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tokenbus.protocol.errors import ControllerError
+from tokenbus.protocol.errors import Code, ControllerError
+from tokenbus.workers.controller.guests.process import Cause, GuestDied
+from tokenbus.workers.controller.guests.remote import RemoteController
 from tokenbus.workers.controller.host import Host
 from tokenbus.workers.controller.interface import Action, Controller, Program
 from tokenbus.workers.controller.limits import Limits
@@ -71,3 +73,16 @@ def test_a_wrong_value_does_not_end_the_process(guests: Runtime, call: str) -> N
     assert guests.table.pids() == before
     wrong.close()
     calm.close()
+
+
+def test_a_script_that_ends_its_process_is_refused_and_others_are_not(guests: Runtime) -> None:
+    bad, good = (f"async def main(ctx):\n    await ctx.fixed('{name}')" for name in "ab")
+    for _ in range(3):
+        controller = start(guests, bad)
+        assert isinstance(controller, RemoteController)
+        controller._note(GuestDied("it used 9.0 s of CPU time", Cause.KILLED))
+        controller.close()
+    with pytest.raises(ControllerError) as caught:
+        start(guests, bad)
+    assert caught.value.code == Code.QUARANTINED
+    start(guests, good).close()
