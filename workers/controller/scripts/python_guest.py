@@ -132,10 +132,13 @@ class PythonContext(Context):
         session = self._session = PythonSession(
             template, Printed(self._host.log.write), self._host.memory
         )
-        origin = self.origin
+        origin, self.origin = self.origin, None
         try:
             session.begin(self.limits, loaded() if origin is None else origin.image)
             asked = session.resume(script, None, 0.0) if origin is None else origin.asked
+            # The image is freed, because it can be as large as the memory of the interpreter, and
+            # its bytes do not count towards the memory of the tenant.
+            del origin
             while asked is not None:
                 self._asked = asked
                 asked = await self._step_script(session, asked)
@@ -314,7 +317,6 @@ class PythonGuest(ScriptController):
             with child._calls.during("fork"):
                 child._context.origin = self._context.branch()
                 child._resume()
-                child._context.origin = None
                 assert child._operation is not None
                 child._operation.resume(self._operation)
         except BaseException:
