@@ -9,6 +9,7 @@ from ...protocol.errors import Code, RequestError
 from ...protocol.metrics import Series
 from ...protocol.worker_messages import CALL_TOOL
 from .backends.constraints import Constraints
+from .guests.remote import INTERPRETER
 from .guests.runtime import RemoteProgram
 from .interface import Program
 from .python.script import ScriptProgram as ServedScript
@@ -61,7 +62,7 @@ class Programs:
         language = IN_ARGUMENT.get(name)
         if language is not None:
             load = partial(self._store.interpreter, language)
-            return self._scripted(self._runtime.program(owner, f"script:{language}", load))
+            return self._scripted(self._runtime.program(owner, INTERPRETER + language, load))
         module = self._store.resolve(tenant, name)
         load = partial(self._store.load, module)
         program = self._runtime.program(owner, module, load)

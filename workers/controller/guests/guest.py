@@ -74,15 +74,16 @@ _this_thread = _ThisThread()
 
 def _ask(what: Question, name: str = "", value: bytes = b"", number: int | None = None) -> Told:
     """Sends a question to the worker in the middle of a call, and returns the worker's answer.
-    Raises TokenbusError if the name is too long, or if the worker answers with an error."""
-    if len(name) > NAME_BYTES:
+    Raises TokenbusError if an argument is not valid, or if the worker answers with an error."""
+    if isinstance(name, str) and len(name) > NAME_BYTES:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
             f"{what}: the name has {len(name)} characters; at most {NAME_BYTES} are allowed",
         )
     channel = _this_thread.channel
+    asked = messages.encode_checked(Asked(_this_thread.handle, what, name, value, number))
     with question():
-        channel.send(messages.encode(Asked(_this_thread.handle, what, name, value, number)))
+        channel.send(asked)
         told = messages.decode_to_guest(channel.receive())
     if not isinstance(told, Told):
         raise ChannelClosed("the worker did not answer the question of a guest")
@@ -362,7 +363,10 @@ def _decide(seated: _Seated, rooms: tuple[memoryview, memoryview], outcome: Outc
     """Calls pre_process, and mid_process if pre_process returns CONTINUE."""
     controller = seated.controller
     answer = controller.pre_process()
-    outcome.pre = PreAnswer(int(answer.action), answer.count, list(answer.tokens))
+    pre = PreAnswer(int(answer.action), answer.count, list(answer.tokens))
+    if answer.action is not Action.CONTINUE:
+        messages.encode_checked(pre)
+    outcome.pre = pre
     alone = answer.action is Action.FORK and answer.count == 1
     if (alone or answer.action is Action.CONTINUE) and not answer.tokens:
         outcome.mid = _mid_answer(controller, [seated.host.seq], *rooms)
@@ -386,6 +390,8 @@ def _mid_answer(
         name=answer.name,
         pin_s=answer.pin_s,
     )
+    if answer.action is not Action.CONTINUE:
+        messages.encode_checked(made)
     if answer.bias is not None:
         made.pairs, data = answer.bias
         if SHARED_BIAS_BYTES <= len(data) <= len(after):

@@ -250,3 +250,17 @@ encode = msgspec.msgpack.Encoder().encode
 decode_to_guest = msgspec.msgpack.Decoder(ToGuest).decode
 decode_text = msgspec.msgpack.Decoder(ConstrainedText).decode
 decode_from_guest = msgspec.msgpack.Decoder(FromGuest).decode
+_decoders = {kind: msgspec.msgpack.Decoder(kind).decode for kind in (PreAnswer, MidAnswer, Asked)}
+
+
+def encode_checked(message: PreAnswer | MidAnswer | Asked) -> bytes:
+    """Encodes a message of a guest process. Raises ControllerError if the worker would refuse the
+    message, because a script has passed a value of a wrong type or out of range. The worker kills a
+    process that sends such a message."""
+    try:
+        data = encode(message)
+        _decoders[type(message)](data)
+    except (ValueError, TypeError, OverflowError) as error:
+        what = message.what if isinstance(message, Asked) else "the answer"
+        raise ControllerError(Code.CONTROLLER_FAILED, f"{what}: {error}") from None
+    return data

@@ -7,6 +7,7 @@ their inputs, and operations on variables receive their recorded answers.
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -53,6 +54,8 @@ MAX_SUSPICIONS = 2
 """A controller that ran in this number of compromised processes ends with an error."""
 MAX_TRIES = 10
 """Maximum number of tries of one call, each of which may use a new process."""
+INTERPRETER = "script:"
+"""Beginning of the names of the interpreters that run the script in a request's argument."""
 LOAD_S = 10.0
 """CPU time limit of loading a module, in seconds."""
 
@@ -70,6 +73,14 @@ class Place(NamedTuple):
     def title(self) -> str:
         """The name of the controller for errors."""
         return "the controller" if self.load else f"the controller {self.module}"
+
+    def blamed(self, arg: bytes) -> str:
+        """The module that is refused after several ends of its process. If the argument of a
+        request is its script, only this script is refused, because other users of the tenant run
+        other scripts in the same interpreter."""
+        if not self.module.startswith(INTERPRETER):
+            return self.module
+        return self.module + hashlib.sha256(arg).hexdigest()
 
 
 class RemoteController:
@@ -314,7 +325,7 @@ class RemoteController:
             return
         self._losses += 1
         if died.cause is Cause.KILLED or self._losses >= MAX_LOSSES:
-            self._place.table.deaths.add(self._place.tenant, self._place.module)
+            self._place.table.deaths.add(self._place.tenant, self._place.blamed(self._host.arg))
             self._fault = ControllerError(
                 Code.CONTROLLER_TIMEOUT if died.cause is Cause.KILLED else Code.CONTROLLER_FAILED,
                 f"the process of {self._place.title} was ended during its call: {died.why}",

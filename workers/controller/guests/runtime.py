@@ -65,7 +65,7 @@ class RemoteProgram:
         """A controller in the tenant's process; raises TokenbusError if its guest cannot be
         created."""
         place = self._place
-        place.table.deaths.check(place.tenant, place.module)
+        place.table.deaths.check(place.tenant, place.blamed(host.arg))
         controller = RemoteController(place, host)
         try:
             controller.begin()

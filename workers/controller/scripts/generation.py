@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from ....protocol.errors import Code, ControllerError, TokenbusError
+from ....protocol.sampling import MAX_STOP, StopString
 from ..biases import Bias
 from ..host import Host
 from ..interface import CONTINUE, Action, Answer, Batch, Batched, Constraint
@@ -29,9 +31,10 @@ class Generate(msgspec.Struct, frozen=True):
     kind: Kind | None = None
     """The built-in constraint; None if every text is allowed."""
     argument: str = ""
-    stop_at: list[str] = []
-    """The generated text ends after the first occurrence of one of these texts."""
-    max_tokens: int | None = None
+    stop_at: Annotated[list[StopString], Meta(max_length=MAX_STOP)] = []
+    """The generated text ends after the first occurrence of one of these texts. Their number is
+    bounded because the worker compares each new token with each of them."""
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
     place: str = ""
     """The place of the call in the script, for errors."""
 

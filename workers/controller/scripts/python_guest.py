@@ -29,7 +29,15 @@ from ..python.script import Script, ScriptController
 from ..python.transcript import Question, Transcript
 from ..wasm.instance import Template
 from .python_decisions import STEPS, step_of
-from .python_session import Asked, Image, Printed, PythonSession, library, template_of
+from .python_session import (
+    RESULT_BYTES,
+    Asked,
+    Image,
+    Printed,
+    PythonSession,
+    library,
+    template_of,
+)
 
 TOKENS_READ = 256
 """Number of tokens whose bytes a script reads at once, for ``ctx.token_set``."""
@@ -132,10 +140,13 @@ class PythonContext(Context):
         session = self._session = PythonSession(
             template, Printed(self._host.log.write), self._host.memory
         )
-        origin = self.origin
+        origin, self.origin = self.origin, None
         try:
             session.begin(self.limits, loaded() if origin is None else origin.image)
             asked = session.resume(script, None, 0.0) if origin is None else origin.asked
+            # The image is freed, because it can be as large as the memory of the interpreter, and
+            # its bytes do not count towards the memory of the tenant.
+            del origin
             while asked is not None:
                 self._asked = asked
                 asked = await self._step_script(session, asked)
@@ -216,14 +227,27 @@ class PythonContext(Context):
                 text = self._short(given[0])
                 return vocabulary.tokenize(text.encode() if isinstance(text, str) else text)
             case "detokenize":
-                return b"".join(map(vocabulary.token, given[0]))
+                return self._text(given[0])
             case "replaced":
-                return b"".join(map(vocabulary.token, given[0])).decode("utf-8", "replace")
+                return self._text(given[0]).decode("utf-8", "replace")
             case "token_bytes":
                 numbers = range(given[0], given[0] + TOKENS_READ)
                 pieces = [vocabulary.token(number) for number in numbers]
                 return [[len(piece) for piece in pieces], b"".join(pieces)]
         raise ControllerError(Code.CONTROLLER_FAILED, f"the context has no call {name!r}")
+
+    def _text(self, tokens: list[int]) -> bytes:
+        """The bytes of tokens. Raises ControllerError before the text becomes longer than an answer
+        to the script, because a script may name millions of long tokens."""
+        text = bytearray()
+        for at in range(0, len(tokens), TOKENS_READ):
+            text += b"".join(map(self._host.vocabulary.token, tokens[at : at + TOKENS_READ]))
+            if len(text) > RESULT_BYTES:
+                raise _wrong(
+                    f"the text of {len(tokens)} tokens is too long; at most {RESULT_BYTES} bytes "
+                    "are allowed"
+                )
+        return bytes(text)
 
     def _next_tokens(self, kind: str, argument: str, text: list[int]) -> list[Any]:
         """The answer to a question about a constraint."""
@@ -314,7 +338,6 @@ class PythonGuest(ScriptController):
             with child._calls.during("fork"):
                 child._context.origin = self._context.branch()
                 child._resume()
-                child._context.origin = None
                 assert child._operation is not None
                 child._operation.resume(self._operation)
         except BaseException:

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
+import pytest
 from tokenbus.grammars.regex import compile_regex
+from tokenbus.protocol.errors import ControllerError
 from tokenbus.workers.controller import biases
 from tokenbus.workers.controller.backends.grammar.grammar_controller import GrammarController
 from tokenbus.workers.controller.backends.grammar.shared_instances import SharedInstances
 from tokenbus.workers.controller.host import Host, allowed
 from tokenbus.workers.controller.interface import Action
 from tokenbus.workers.controller.logs import Log
-from tokenbus.workers.controller.scripts.generation import Generate, Generation
+from tokenbus.workers.controller.scripts.generation import Generate, Generation, decode_generate
 from tokenbus.workers.controller.variable_calls import SequenceVariables
 from tokenbus.workers.state.variables import VariableStorage
 
 from ..played import UNHURRIED, engine, vocabulary
 
 TOKENS = [b"", b"a", b"b", b"c"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"stop_at": [f"#{number}" for number in range(65)]},
+        {"stop_at": ["a" * 1025]},
+        {"stop_at": [""]},
+        {"max_tokens": 0},
+    ],
+)
+def test_arguments_that_would_occupy_the_worker_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ControllerError, match=r"^gen: "):
+        decode_generate(json.dumps(wrong).encode())
 
 
 def test_a_bias_does_not_forbid_a_forced_token() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import threading
@@ -11,12 +12,14 @@ import pytest
 import wasmtime
 from tokenbus.protocol.errors import Code, ControllerError, TokenbusError
 from tokenbus.workers.controller.host import Host
-from tokenbus.workers.controller.interface import Constraint
+from tokenbus.workers.controller.interface import Action, Constraint
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.scripts.controller import ScriptProgram
 from tokenbus.workers.controller.scripts.engines import engine as interpreter
 from tokenbus.workers.controller.scripts.modules import script_module
+from tokenbus.workers.controller.scripts.python_session import RESULT_BYTES, Image
+from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from tokenbus.workers.controller.variable_calls import SequenceVariables
 from tokenbus.workers.controller.wasm.module_compiler import compile_interpreter
 from tokenbus.workers.controller.wasm.sandbox import Ticker, make_engine
@@ -334,6 +337,47 @@ def test_a_script_cannot_ask_for_more_tokens_than_a_text_has() -> None:
     call = "host.call('ask', json.dumps(['token_bytes', [0, 10 ** 12], {}]))"
     run = play("import host, json\n" + main(call, "await ctx.fixed('a')"))
     assert run.text() == "a"
+
+
+@pytest.mark.parametrize("call", ["detokenize", "replaced"])
+def test_the_text_of_many_tokens_is_not_made(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = vocabulary()
+    token, made = type(words).token, []
+
+    def counted(self: TokenizerVocabulary, number: int) -> bytes:
+        made.append(number)
+        return token(self, number)
+
+    longest = max(range(words.size), key=lambda number: len(words.token(number)))
+    number = 2 * RESULT_BYTES // len(words.token(longest))
+    monkeypatch.setattr(type(words), "token", counted)
+    asks = f"host.call('ask', json.dumps(['{call}', [[{longest}] * {number}], {{}}]))"
+    run = play("import host, json\n" + main(f"print({asks})", "await ctx.fixed('a')"))
+    assert f"the text of {number} tokens is too long" in run.logs[0]
+    assert 0 < len(made) < number
+
+
+def test_a_fork_does_not_keep_a_copy_of_the_interpreters_memory() -> None:
+    def images() -> list[object]:
+        gc.collect()
+        return [each for each in gc.get_objects() if isinstance(each, Image)]
+
+    script = main("await ctx.fork(2)", "await ctx.receive()").encode()
+    module = script_module(engine, "python", script_runs.compiled("python"), script)
+    storage = VariableStorage()
+
+    def host(seq: int) -> Host:
+        variables = SequenceVariables(1, seq, storage.apply, lambda: None)
+        return Host(1, seq, b"", vocabulary(), variables, Log(1000), UNHURRIED, 9)
+
+    controller = ScriptProgram(module, lambda kind: None).start(host(0))
+    controller.init_prompt(())
+    assert controller.pre_process().action is Action.FORK
+    before = len(images())
+    child = controller.fork(host(1))
+    assert len(images()) == before
+    child.close()
+    controller.close()
 
 
 class Uncopied:
