@@ -170,9 +170,9 @@ Mode = Literal["text", "value", "begin", "content", "end", "dead"]
 class State(NamedTuple):
     """The position in an answer.
 
-    In the modes ``text`` and ``value``, the position is in a phase. While all bytes of the phase so
-    far may be the beginning of a tag of ``Phase.first``, ``tags`` are the tags that are still
-    possible, and ``at`` is the number of these bytes. In ``begin``, the last ``at`` bytes are the
+    In the modes ``text`` and ``value``, the position is in a phase. ``tags`` are the tags of
+    ``Phase.first`` whose ``begin`` starts with all bytes of the phase so far, and ``at`` is the
+    number of these bytes. If no tag does, ``at`` is 0. In ``begin``, the last ``at`` bytes are the
     first bytes of the ``begin`` of each of ``tags``. In ``content`` and ``end``, ``tags`` has one
     tag, and ``phase`` is the phase after this tag. In ``end``, ``at`` bytes of this tag's ``end``
     were read. In ``dead``, the answer has a byte that is not allowed.
