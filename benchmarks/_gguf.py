@@ -1,7 +1,7 @@
 """Converts a Llama checkpoint to a float32 GGUF file: ``python _gguf.py FOLDER FILE``.
 
-The environment must have the package ``gguf``. The GGUF file also contains the checkpoint's
-tokenizer, a byte-level BPE.
+The environment must have the package ``gguf``. The checkpoint's tokenizer must be a byte-level BPE.
+The GGUF file also contains its vocabulary, but not its merges.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
-from urllib.error import URLError
 from urllib.request import urlopen
 
 from _environments import FOLDER, environment
@@ -32,8 +31,8 @@ HOW = "llama.cpp's server is not measured, because it is not built; build it wit
 THREADS = 2
 SLOTS = 32
 CONTEXT = 512
-"""By default: maximum number of tokens of a slot, in which llama.cpp's server computes one stream
-at a time."""
+"""Default of the maximum number of tokens of a slot. In each of its ``SLOTS`` slots, llama.cpp's
+server computes one stream at a time."""
 OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DBUILD_SHARED_LIBS=OFF",
@@ -75,8 +74,8 @@ def build() -> None:
 
 class LlamaServer:
     """A process of llama.cpp's server that serves the checkpoint in the folder ``model`` in
-    float32. ``context``: maximum number of tokens of a slot. ``wait`` waits until the model is
-    loaded."""
+    float32. ``folder``: a new folder for the model file and the log. ``context``: maximum number of
+    tokens of a slot."""
 
     def __init__(
         self, folder: Path, model: Path, slots: int = SLOTS, context: int = CONTEXT
@@ -100,7 +99,7 @@ class LlamaServer:
             try:
                 with urlopen(f"http://{self.address}/health", timeout=5.0):
                     return
-            except (URLError, OSError):
+            except OSError:
                 time.sleep(0.1)
         raise SystemExit(f"llama.cpp's server did not start; see {self._log.name}")
 

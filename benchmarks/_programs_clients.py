@@ -69,7 +69,7 @@ async def _line(door: Door[Text], text: Text, begin: str, tokens: int) -> Text:
 
 
 class _Line:
-    """A line of a tree search (``programs/tree_search.py``)."""
+    """A line of a tree search: a node of its tree (``programs/tree_search.py``)."""
 
     def __init__(self, text: Any, parent: _Line | None = None) -> None:
         self.parent = parent
@@ -81,7 +81,7 @@ class _Line:
         self.sum = 0.0
 
     def promise(self) -> float:
-        """The upper bound of the line's rating."""
+        """The mean rating of the texts through the line, and more if the line was tried rarely."""
         return (self.sum + (self.parent.tries if self.parent else 0) ** 0.5) / self.tries
 
     def path(self) -> list[_Line]:

@@ -29,14 +29,14 @@ def reward_of(text: str) -> float:
 
 
 def main() -> None:
-    """Trains for some steps, and prints the mean reward of each."""
+    """Makes ``STEPS`` training steps, and prints the mean reward of each."""
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     prompt = tokenizer.encode(PROMPT)
     with Client() as client:
         for step in range(STEPS):
-            # One prompt, which the worker computes once, and eight samples of it.
+            # The worker computes the prompt once, for all eight samples.
             stream = client.generate(
                 prompt, n=8, max_tokens=32, temperature=1.0, seed=step, ignore_eos=True
             )

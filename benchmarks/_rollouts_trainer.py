@@ -17,7 +17,7 @@ from tokenbus.workers.gpu.model.loader import load_model
 from tokenbus.workers.gpu.sampling.sampler import score
 
 CLIP = 0.2
-"""The ratio of probabilities is clipped to 1 - CLIP and 1 + CLIP."""
+"""The ratio of probabilities is clipped to the range from 1 - CLIP to 1 + CLIP."""
 RATE = 1e-3
 """The step size of Adam."""
 
@@ -79,8 +79,8 @@ class Trainer:
         group.rewards = [reward_of(text) for text in texts]
 
     def step(self, groups: list[Group]) -> float:
-        """One step of the optimizer over all samples of the groups. The result is a version.
-        Returns the loss before the step."""
+        """Makes one step of the optimizer over all samples of the groups, which results in a new
+        version of the weights. Returns the loss before the step."""
         count, total = sum(len(group.samples) for group in groups), 0.0
         self._optimizer.zero_grad()
         for group in groups:
@@ -125,7 +125,8 @@ class Trainer:
         return {name: tensor.detach().clone() for name, tensor in named}
 
     def _loss(self, group: Group) -> torch.Tensor:
-        """The clipped loss of a group, averaged over its tokens."""
+        """The clipped loss of a group, averaged over its tokens. All samples must have the same
+        number of tokens."""
         rewards = torch.tensor(group.rewards)
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
         tokens = torch.tensor([sample.tokens for sample in group.samples])

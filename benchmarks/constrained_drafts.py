@@ -2,10 +2,10 @@
 
 One system has drafts, and the other does not. Broker, GPU worker and controller worker run as
 threads of one process with the embedded model. The prompt has rows of JSON, and the stream
-continues with more rows. The schema allows only strings to vary: ``forced_share`` of the tokens are
-appended, not sampled. The regex allows any row. Sampling is greedy, and each run has a new session.
-The tokens and finish reasons of both systems must be equal, and log-probabilities may differ by at
-most 1e-4.
+continues with more rows. The schema allows only the strings to vary, and the regex allows any row.
+``NAME_forced_share`` is the share of tokens that are appended and not sampled. Sampling is greedy,
+and each run has a new session. The tokens and finish reasons of both systems must be equal, and
+log-probabilities must differ by less than 1e-4.
 """
 
 from __future__ import annotations

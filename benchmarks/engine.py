@@ -90,7 +90,7 @@ def generate_continuous(model: Any, prompts: Prompts, new: Sequence[int]) -> Non
 
 
 class Ours:
-    """Our engine, with the model that transformers runs too."""
+    """Our engine, with its copy of the model that transformers runs."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
@@ -104,13 +104,14 @@ class Ours:
         return self._next
 
     def run(self, prompts: Prompts, new: Sequence[int]) -> None:
-        """Runs these requests to their ends. Their prompts must not be in the cache."""
+        """Runs requests to their ends. For a fair comparison, their prompts must not be in the
+        cache."""
         for prompt, count in zip(prompts, new, strict=True):
             self.add(prompt, count)
-        count = 0
+        sampled = 0
         while self.engine.has_work:
-            count += len(self.engine.step())
-        assert count == sum(new)
+            sampled += len(self.engine.step())
+        assert sampled == sum(new)
 
     def ttft(self, prompt: list[int]) -> float:
         """Seconds to the first token."""

@@ -1,4 +1,4 @@
-"""Clients of a Tokenbus: stream tokens from models that run in other processes.
+"""Clients of Tokenbus, which stream tokens from models that run in other processes.
 
     from tokenbus.clients import Client
 

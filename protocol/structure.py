@@ -1,12 +1,11 @@
-"""Divides answers into parts, such as text, thinking and tool calls. Certain texts begin and end a
-part.
+"""Divides answers into parts, such as text, thinking and tool calls.
 
-A ``Structure`` defines the parts that an answer may have. A ``Reader`` reads an answer byte by
-byte, and finds its parts. The controller worker uses a reader for the masks of the constraint
-``structural``, and programs that show the answer use a reader for its parts. Both use the same
-code, so the parts that a program shows always agree with the constraint.
+A ``Structure`` defines the parts that an answer may have, and an ``Automaton`` the bytes that may
+follow. The controller worker computes the masks of the constraint ``structural`` from the
+automaton. The gateway finds the parts of an answer with a ``Reader``, which uses the same
+automaton. So the parts that a client receives agree with the constraint.
 
-An answer goes through phases. In a phase, free text may follow, or a tag: its ``begin``, its
+An answer is a series of phases. In a phase, free text may follow, or a tag: its ``begin``, its
 content, its ``end``, and then another phase. In the bytes of an answer, a special token is its name
 between two bytes ``SPECIAL``, which UTF-8 does not use.
 """
@@ -34,16 +33,16 @@ class StructureError(ValueError):
 
 
 class Tag(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A part of an answer that a text begins and a text may end."""
+    """A part of an answer between two texts, ``begin`` and ``end``."""
 
     begin: str
-    """The text that begins the tag. After the first ``trigger`` characters of this text, the rest
-    of it must follow."""
+    """The text that begins the tag. When its first ``trigger`` characters have been read, the other
+    characters must follow."""
     trigger: int = 0
     """Number of characters of ``begin`` that trigger the tag; 0 stands for all characters."""
     end: str = ""
-    """The text that ends the tag. ``text`` content ends at the first occurrence of ``end``,
-    ``json`` content where the JSON value ends."""
+    """The text that ends the tag; may be empty except for ``text`` content. ``text`` content ends
+    at the first occurrence of ``end``, ``json`` content where the JSON value ends."""
     content: Literal["text", "json", "none"] = "text"
     schema: dict[str, Any] | bool | None = None
     """The schema of ``json`` content; None if every JSON object is valid."""
@@ -171,11 +170,12 @@ Mode = Literal["text", "value", "begin", "content", "end", "dead"]
 class State(NamedTuple):
     """The position in an answer.
 
-    In the modes ``text`` and ``value``, the position is in a phase. While all bytes of the phase so
-    far may be the beginning of a tag, ``tags`` are the tags that are still possible, and ``at`` is
-    the number of these bytes. In ``begin``, the last ``at`` bytes are the first bytes of the
-    ``begin`` of each of ``tags``. In ``content`` and ``end``, ``tags`` has one tag. In ``end``,
-    ``at`` bytes of this tag's ``end`` were read.
+    In the modes ``text`` and ``value``, the position is in a phase. ``tags`` are the tags of
+    ``Phase.first`` whose ``begin`` starts with all bytes of the phase so far, and ``at`` is the
+    number of these bytes. If no tag does, ``at`` is 0. In ``begin``, the last ``at`` bytes are the
+    first bytes of the ``begin`` of each of ``tags``. In ``content`` and ``end``, ``tags`` has one
+    tag, and ``phase`` is the phase after this tag. In ``end``, ``at`` bytes of this tag's ``end``
+    were read. In ``dead``, the answer has a byte that is not allowed.
     """
 
     mode: Mode
@@ -190,7 +190,7 @@ class State(NamedTuple):
     quoted: int = 0
     """0 outside of JSON strings, 1 in a JSON string, 2 after a backslash in a JSON string."""
     part: int = 0
-    """The number of the current part, which grows whenever a part begins."""
+    """The number of the current part, which increases when a part begins."""
     last: int = -1
     """The index of the tag that was the last to begin or to end; -1 before the first tag."""
 
@@ -246,15 +246,12 @@ class Automaton:
     def watched(self, state: State) -> Sequence[bytes]:
         """The texts that change the state when they occur in free text or in a tag's content.
         Outside of JSON, and after the beginning of a phase, no other bytes change the state."""
-        return (
-            self._watched_inside[state.tags[0]]
-            if state.mode == "content"
-            else (self._watched[state.phase])
-        )
+        if state.mode == "content":
+            return self._watched_inside[state.tags[0]]
+        return self._watched[state.phase]
 
     def holds_json(self, state: State) -> bool:
-        """Whether the position is in the content of a ``json`` tag, which the tag's schema
-        constrains."""
+        """Whether the position is in the content of a ``json`` tag."""
         return state.mode == "content" and self.structure.tags[state.tags[0]].content == "json"
 
     def shortest_end(self, tag: int) -> bytes:
@@ -330,8 +327,8 @@ class Automaton:
         return state._replace(tags=first, at=state.at + 1 if first else 0, near=kept)
 
     def _cut(self, state: State) -> bool:
-        """Whether the bytes that matched the beginning of a tag until now end inside the name of a
-        special token."""
+        """Whether the bytes of the phase so far are the beginning of a tag, and end inside the name
+        of a special token."""
         begun = [self.begins[tag][: state.at] for tag in state.tags]
         return bool(begun) and begun[0].count(SPECIAL) % 2 == 1
 
@@ -425,8 +422,10 @@ class Reader:
     def feed(self, data: bytes) -> list[Piece]:
         """The pieces that are certain after some more bytes.
 
-        If the structure does not allow a byte, this byte and all bytes after it are returned as
-        free text. Such an answer was not generated under the masks of the structure, or was cut.
+        If a tag's content has a byte that the structure does not allow, this byte is returned as
+        content, and all later bytes as free text. Any other byte that is not allowed is returned as
+        free text too. Such an answer was not generated under the masks of the structure, or was
+        cut.
         """
         pieces: list[Piece] = []
         for byte in data:
@@ -437,8 +436,8 @@ class Reader:
         return _joined(pieces)
 
     def end(self) -> list[Piece]:
-        """The pieces of the bytes that are held back when the answer ends. An unfinished ``begin``
-        or ``end`` is dropped."""
+        """The pieces of the bytes that are held back when the answer ends. In the modes ``begin``
+        and ``end``, these bytes belong to an unfinished tag, and are dropped."""
         pieces: list[Piece] = []
         if self.state.mode not in ("begin", "end"):
             self._give(pieces, self.state, len(self._held))

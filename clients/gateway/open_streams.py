@@ -18,7 +18,6 @@ ANSWERED = CLIENT_MESSAGES.keys() - {b"HELLO", b"CANCEL", b"INPUT", b"BUFFER", b
 """Types of client messages that are answered under their ``stream_id``, with a stream or with one
 message."""
 
-
 _ENDS = re.compile(rb'finish_reason(?:":"|[\xa0-\xbf])')
 """Matches a finish reason that is not null, in JSON or msgpack."""
 
@@ -74,13 +73,13 @@ class OpenStreams:
         return named.stream_id
 
     def sent(self, kind: bytes, stream: int | None) -> None:
-        """Handles a client's message of the type ``kind``, which was sent to the broker."""
+        """Handles a message of the type ``kind`` from the client to the broker."""
         if kind in ANSWERED and stream is not None:
             self._open.add(stream)
 
     def received(self, frames: Sequence[bytes]) -> None:
-        """Handles a message from the broker to the client. A TOKEN message is decoded only if it
-        ends a sequence."""
+        """Handles a message from the broker to the client. The bodies of a TOKEN message are
+        decoded only if they contain a finish reason."""
         match frames[0]:
             case b"TOKEN":
                 for body in frames[1:]:

@@ -9,6 +9,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Iterator
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -38,7 +39,8 @@ READY_SEEN_S = 10.0
 
 
 class BindError(Exception):
-    """The gateway cannot listen on its address. ``in_use``: another process listens there."""
+    """The gateway cannot listen on its address. ``in_use``: whether another process listens
+    there."""
 
     def __init__(self, message: str, in_use: bool) -> None:
         super().__init__(message)
@@ -83,10 +85,10 @@ class GatewayServer(uvicorn.Server):
     """Serves ``app`` until SIGTERM or SIGINT, then finishes the running requests.
 
     After the first signal, ``/ready`` answers 503. If a load balancer polls ``/ready`` and only
-    this gateway listens on the port, connections are still accepted until the load balancer has
-    received the 503, but at most for ``READY_SEEN_S``. The load balancer then does not send
-    requests to a closed port. SIGUSR2 has the same effect as SIGTERM, except that a successor takes
-    over the port, and this process has more time to finish its requests (``lingering.py``).
+    this gateway listens on the port, the gateway accepts connections until the load balancer has
+    received the 503, but at most for ``READY_SEEN_S``. So the load balancer does not send requests
+    to a closed port. SIGUSR2 has the same effect as SIGTERM, except that a successor takes over the
+    port, and this process has ``linger_s`` to finish its requests (``lingering.py``).
     """
 
     def __init__(self, app: Starlette, settings: Settings, leaving: Leaving | None = None) -> None:
@@ -198,10 +200,8 @@ class GatewayServer(uvicorn.Server):
 
     async def _until_seen(self, gateway: Gateway) -> None:
         log.info("draining: waiting until the readiness probe has received the 503")
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(gateway.drain_seen.wait(), READY_SEEN_S)
-        except TimeoutError:
-            pass
         self.should_exit = True
 
 

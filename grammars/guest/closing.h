@@ -1,8 +1,11 @@
-// Completes a text with few bytes. Under a regular expression, the bytes are a shortest path over
-// its states. Under a grammar, the unfinished lexeme is completed first, and then the parser's
-// stack with rests: a rest of a parser state is a list of terminals that completes one unfinished
-// rule of this state (grammars/yacc/closing.py). The bytes are the shortest texts of the terminals
-// in the cheapest rests, separated where necessary by texts that SKIP matches.
+// Completes a text with few bytes.
+//
+// Under a regular expression, the bytes are a shortest path from the present state to a match.
+// Under a grammar, the unfinished lexeme is completed first, and then the parser's stack. A rest of
+// a parser state is a list of terminals that completes one unfinished rule of this state
+// (grammars/yacc/closing.py). The cheapest rests that complete the stack are found, and the
+// shortest text of each of their terminals is added. If a text would continue the lexeme before
+// it, a text that SKIP matches separates them.
 #ifndef GRAMMAR_CLOSING_H
 #define GRAMMAR_CLOSING_H
 
@@ -16,9 +19,11 @@ static uint32_t closing_bytes;
 // The search through the lexer: for each state, the state before it and the class that led to it.
 static uint16_t *way_from, *way_queue;
 static uint8_t *way_class, *way_seen;
-// The places of the search over the stack, one for each (index in the stack, nonterminal).
+// A place of the search over the stack: an index in the stack and a nonterminal.
 typedef struct closing_place {
-    uint32_t cost, from, rest;
+    uint32_t cost;  // of the cheapest known way to this place; FAR if no way is known
+    uint32_t from;  // the place before this place on that way; FAR for the first place
+    uint32_t rest;  // the rest that leads here; its highest bit marks a place that is finished
 } closing_place;
 static closing_place *closing_places;
 
@@ -61,12 +66,9 @@ static bool close_lexeme(sequence *s, uint32_t from, const uint32_t *wanted, uin
         }
     }
     if (!found) return false;
+    // The queue is not needed any more, and receives the path from its last class to its first.
     uint32_t length = 0;
-    for (uint32_t at = found; at != from || !length; at = way_from[at]) {
-        if (length == g.lexer_states) return false;
-        way_queue[length++] = way_class[at];
-        if (way_from[at] == from) break;
-    }
+    for (uint32_t at = found; at != from; at = way_from[at]) way_queue[length++] = way_class[at];
     while (length--)
         if (!close_with(s, way_queue[length])) return false;
     return true;
@@ -90,8 +92,9 @@ static bool close_terminal(sequence *s, uint32_t terminal) {
 
 // --- the stack -----------------------------------------------------------------------------------
 
-// Records the places to which the rests of a state lead, if no cheaper way to them is known. `top`
-// is the number of states below this state, and `cost` the cost of the rests up to this state.
+// Records the places to which the rests of a state lead, if no cheaper way to them is known. `from`
+// is the place that leads to this state, `cost` the cost of the rests up to this place, and `top`
+// the number of states below this state.
 static void reach(uint32_t depth, uint32_t from, uint32_t cost, uint32_t top, uint32_t state) {
     for (uint32_t r = g.first_rest[state]; r < g.first_rest[state + 1]; r++) {
         const uint32_t pops = g.rest_pops[r];
@@ -104,8 +107,8 @@ static void reach(uint32_t depth, uint32_t from, uint32_t cost, uint32_t top, ui
     }
 }
 
-// Finds the cheapest rests that complete a stack, the last rest first. Returns their number; 0 if
-// no such rests were found, or if there are more than `most`.
+// Finds the cheapest rests that complete a stack, and writes them in reverse order. Returns their
+// number; 0 if no such rests were found, or if there are more than `most`.
 static uint32_t find_closing(const uint16_t *stack, uint32_t depth, uint32_t *rests,
                              uint32_t most) {
     if (depth * g.nonterminals > MAX_PLACES) return 0;
@@ -122,7 +125,7 @@ static uint32_t find_closing(const uint16_t *stack, uint32_t depth, uint32_t *re
                     cost = row[n].cost;
                 }
             if (nearest == FAR) break;
-            row[nearest].rest |= 1u << 31;  // done
+            row[nearest].rest |= 1u << 31;
             const uint32_t state = g.gotos[stack[at] * g.nonterminals + nearest];
             if (!state || (at == 0 && nearest == 0)) continue;
             reach(depth, at * g.nonterminals + nearest, cost, at + 1, state);
@@ -137,6 +140,7 @@ static uint32_t find_closing(const uint16_t *stack, uint32_t depth, uint32_t *re
     return count;
 }
 
+// Completes a sequence's text under a grammar: its unfinished lexeme, then its stack.
 static bool close_grammar(sequence *s) {
     static uint32_t rests[MAX_CLOSING];
     static uint32_t set[128];
@@ -160,7 +164,7 @@ static bool close_grammar(sequence *s) {
     return true;
 }
 
-// Fills `closing` with bytes that complete a sequence's text. Returns false if such bytes were not
+// Fills `closing` with bytes that complete a sequence's text. Returns false if no such bytes were
 // found.
 static bool close_text(const sequence *from) {
     static sequence s;

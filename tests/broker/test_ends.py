@@ -104,7 +104,7 @@ def test_an_error_reaches_a_client_whose_connection_is_dead(bench: Bench, known:
 
 
 @pytest.mark.parametrize("kind", ["ERROR", "TOKEN"])
-def test_a_client_that_acknowledges_nothing_gets_an_end_that_it_was_not_connected_for(
+def test_a_client_without_acknowledgements_gets_an_end_that_came_while_it_was_not_connected(
     bench: Bench, kind: str
 ) -> None:
     [(_, welcome)] = bench.client("c", "HELLO", {"capabilities": ["ping"]})
@@ -124,7 +124,7 @@ def test_a_client_that_acknowledges_nothing_gets_an_end_that_it_was_not_connecte
     assert kind == "ERROR" or body[-1]["finish_reason"] == "stop"
 
 
-def test_an_error_of_the_brokers_waits_for_its_client(bench: Bench) -> None:
+def test_an_error_that_the_broker_makes_waits_for_its_client(bench: Bench) -> None:
     token = opened(bench)
     begun(bench)
     gone(bench, "c")
@@ -194,7 +194,7 @@ def test_a_deadline_that_passes_ends_a_stream_for_a_client_that_comes_back(
     assert (answer["attached"], end["finish_reason"]) == (0, "timeout")
 
 
-def test_what_a_client_has_acknowledged_is_not_kept(bench: Bench) -> None:
+def test_an_end_that_its_client_has_acknowledged_is_not_kept(bench: Bench) -> None:
     opened(bench)
     for stream in (1, 2):
         bench.tokens("a", begun(bench, stream), entry(5, stream, "stop"), final=True)
@@ -208,7 +208,7 @@ def test_what_a_client_has_acknowledged_is_not_kept(bench: Bench) -> None:
     check_empty(bench.broker)
 
 
-def test_an_acknowledgement_of_one_connection_is_none_of_what_another_was_sent(
+def test_an_acknowledgement_applies_only_to_what_its_own_connection_was_sent(
     bench: Bench,
 ) -> None:
     token = opened(bench)
@@ -233,7 +233,7 @@ def test_a_client_that_does_not_need_an_end_cancels_it(bench: Bench) -> None:
     check_empty(bench.broker)
 
 
-def test_what_nobody_attaches_to_after_a_takeover_is_dropped_in_time(bench: Bench) -> None:
+def test_an_end_without_an_attach_after_a_takeover_is_dropped_in_time(bench: Bench) -> None:
     token = opened(bench)
     bench.tokens("a", begun(bench), entry(5, reason="stop"), final=True)
     gone(bench, "c")
@@ -255,7 +255,9 @@ def test_a_stream_that_ends_between_hello_and_attach_is_answered_once(bench: Ben
     assert [k for k, _ in attach(bench, received=0)] == ["MSG", "TOKEN", "ERROR"]
 
 
-def test_a_stream_that_fails_before_its_worker_answers_an_attach_answers_it(bench: Bench) -> None:
+def test_a_stream_that_fails_before_its_worker_answers_an_attach_still_answers_the_attach(
+    bench: Bench,
+) -> None:
     token = opened(bench)
     header = begun(bench)
     bench.tokens("a", header, entry(5))

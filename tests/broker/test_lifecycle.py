@@ -34,7 +34,7 @@ WAYS = {
 """Events that bring a request from its queue to each state."""
 
 
-class Table:
+class Case:
     """A broker's state with one worker, and a request in the state ``state``. Tests make further
     transitions of this request."""
 
@@ -80,20 +80,20 @@ def places_of(state: RequestState) -> dict[str, bool]:
 def test_each_transition_moves_a_request_between_tables_or_changes_nothing(
     state: RequestState, event: Event
 ) -> None:
-    table = Table(state)
+    case = Case(state)
     after = TRANSITIONS[state].get(event)
     if after is None:
         with pytest.raises(NoTransitionError, match=f"is {state} and cannot {event}"):
-            table.apply(event)
+            case.apply(event)
         after = state
     else:
-        table.apply(event)
-    assert table.request.state is after
-    assert table.places() == places_of(after)
-    assert (table.request.worker is not None) == (after in AT_WORKER)
+        case.apply(event)
+    assert case.request.state is after
+    assert case.places() == places_of(after)
+    assert (case.request.worker is not None) == (after in AT_WORKER)
 
 
-def test_every_state_can_be_reached_and_left_until_nothing_is_left() -> None:
+def test_every_state_can_be_reached_and_each_but_gone_can_be_left() -> None:
     reached = {RequestState.NEW}
     while True:
         more = {after for state in reached for after in TRANSITIONS[state].values()}
@@ -112,17 +112,17 @@ def test_every_state_can_be_reached_and_left_until_nothing_is_left() -> None:
 def test_a_missing_transition_ends_the_request_for_its_client_and_is_counted(
     state: RequestState,
 ) -> None:
-    table = Table(state)
-    client = "d" if table.request.session.peer == b"\0d" else "c"
-    open_before = table.request.open
-    table.bench.to_client(client)
-    dispatcher = table.bench.broker.dispatcher
-    dispatcher.on_defect("a test", NoTransitionError(table.request, Event.QUEUE))
-    table.bench.sent += table.state.out.take()
-    ends = [body["code"] for kind, body in table.bench.to_client(client) if kind == "ERROR"]
+    case = Case(state)
+    client = "d" if case.request.session.peer == b"\0d" else "c"
+    open_before = case.request.open
+    case.bench.to_client(client)
+    dispatcher = case.bench.broker.dispatcher
+    dispatcher.on_defect("a test", NoTransitionError(case.request, Event.QUEUE))
+    case.bench.sent += case.state.out.take()
+    ends = [body["code"] for kind, body in case.bench.to_client(client) if kind == "ERROR"]
     assert ends == (["internal"] if open_before else [])
-    assert table.state.counters.internal_errors == 1
-    assert not table.request.open
+    assert case.state.counters.internal_errors == 1
+    assert not case.request.open
 
 
 def test_the_docs_have_the_diagram_of_the_table() -> None:

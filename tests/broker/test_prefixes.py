@@ -66,20 +66,22 @@ def _finish(bench: Bench, stream: int) -> None:
     bench.tokens(request.worker.name, Header(request.id, session.id, 0), end, final=True)
 
 
-def test_a_request_follows_the_one_with_the_same_beginning(bench: Bench) -> None:
+def test_a_request_goes_to_the_worker_of_an_earlier_request_with_the_same_beginning(
+    bench: Bench,
+) -> None:
     first = _send(bench, 1, LONG)
     assert _send(bench, 2, OTHER) != first
     assert _send(bench, 3, [*LONG, 1, 2, 3]) == first
     assert _send(bench, 4, [*LONG[: 2 * PAGE_TOKENS], *OTHER]) == first
 
 
-def test_it_goes_to_the_worker_that_reports_the_most_of_it(bench: Bench) -> None:
+def test_a_request_goes_to_the_worker_that_reports_most_of_its_prompt(bench: Bench) -> None:
     _report(bench, "a", LONG[:PAGE_TOKENS])
     _report(bench, "b", LONG[: 3 * PAGE_TOKENS])
     assert _send(bench, 1, LONG) == "b"
 
 
-def test_load_outweighs_what_is_cached(bench: Bench) -> None:
+def test_load_outweighs_cached_tokens(bench: Bench) -> None:
     _report(bench, "b", LONG)
     most = len(LONG) // REQUEST_TOKENS
     names = [_send(bench, stream, LONG) for stream in range(most + 2)]
@@ -87,13 +89,13 @@ def test_load_outweighs_what_is_cached(bench: Bench) -> None:
     assert "a" in names
 
 
-def test_what_was_dropped_attracts_no_request(bench: Bench) -> None:
+def test_pages_that_a_worker_has_dropped_attract_no_request(bench: Bench) -> None:
     _report(bench, "b", LONG)
     _report(bench, "b", [], went=LONG)
     assert _send(bench, 1, LONG) == "a"
 
 
-def test_a_reset_drops_what_was_reported_before(bench: Bench) -> None:
+def test_a_reset_drops_the_pages_that_were_reported_before(bench: Bench) -> None:
     _report(bench, "b", LONG)
     _report(bench, "b", OTHER, reset=True)
     assert _send(bench, 1, LONG) == "a"
@@ -109,14 +111,16 @@ def test_a_full_worker_and_one_of_another_model_get_nothing(bench: Bench) -> Non
     assert _send(bench, 2, LONG) in ("a", "b")
 
 
-def test_text_follows_text_with_the_same_beginning(bench: Bench) -> None:
+def test_a_text_goes_to_the_worker_of_a_text_with_the_same_beginning(bench: Bench) -> None:
     text = "the same words again and again; " * 200
     first = _send(bench, 1, text)
     _send(bench, 2, "other words, " * 500)
     assert _send(bench, 3, text + "and an end") == first
 
 
-def test_a_prompt_of_buffers_follows_them(bench: Bench) -> None:
+def test_a_prompt_goes_to_the_worker_of_an_earlier_prompt_with_the_same_buffer(
+    bench: Bench,
+) -> None:
     for name, tokens in (("x", LONG), ("y", OTHER)):
         frames = [b"BUFFER", msgspec.json.encode({"name": name}), pack_tokens(tokens)]
         bench.broker.on_client(peer_of("c"), frames, bench.now)
@@ -125,7 +129,7 @@ def test_a_prompt_of_buffers_follows_them(bench: Bench) -> None:
     assert _send(bench, 3, [8] * 9, buffers=["x"]) == first
 
 
-def test_a_stream_that_moves_goes_where_its_prompt_is(bench: Bench) -> None:
+def test_a_stream_that_moves_goes_to_a_worker_that_has_its_prompt(bench: Bench) -> None:
     bench.worker("z", capacity=100)
     first = _send(bench, 1, LONG)
     others = sorted({"a", "b", "z"} - {first})
@@ -140,7 +144,7 @@ def test_a_stream_that_moves_goes_where_its_prompt_is(bench: Bench) -> None:
     assert worker.name == others[1]
 
 
-def test_nothing_is_left_of_a_worker_that_is_lost(bench: Bench) -> None:
+def test_the_pages_of_a_lost_worker_are_removed(bench: Bench) -> None:
     prefixes = bench.broker.prefixes
     for name in ("a", "b"):
         _report(bench, name, LONG)
@@ -153,7 +157,7 @@ def test_nothing_is_left_of_a_worker_that_is_lost(bench: Bench) -> None:
     assert prefixes.size == 0
 
 
-def test_what_is_expected_of_a_worker_is_bounded(bench: Bench) -> None:
+def test_the_number_of_expected_pages_is_bounded(bench: Bench) -> None:
     prefixes = bench.broker.prefixes
     for stream in range(2 * MAX_EXPECTED // 100 + 2):
         _send(bench, stream, [stream] * (100 * PAGE_TOKENS))
@@ -161,7 +165,7 @@ def test_what_is_expected_of_a_worker_is_bounded(bench: Bench) -> None:
     assert prefixes.size <= 2 * MAX_EXPECTED
 
 
-def test_without_the_setting_the_least_loaded_worker_gets_it() -> None:
+def test_without_the_setting_requests_go_to_the_least_loaded_worker() -> None:
     bench = Bench(route_by_prefix=False)
     for name in ("a", "b"):
         bench.worker(name, capacity=100)

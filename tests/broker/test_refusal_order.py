@@ -36,7 +36,7 @@ def broker() -> Iterator[KeyedBroker]:
 
 
 class Relay:
-    """Passes connections on to a broker, and withholds the broker's mechanism from libzmq until the
+    """Passes connections on to a broker. libzmq does not receive the broker's mechanism before the
     broker closes the connection. A client that first sends more than a signature is not libzmq, and
     receives the mechanism."""
 
@@ -46,7 +46,8 @@ class Relay:
         self._listener = sockets.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.closed = 0
-        """Number of connections that were closed without the broker's mechanism."""
+        """Number of connections that the broker closed before the client had received the
+        mechanism."""
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 

@@ -30,11 +30,11 @@ def expected(length: int = 8) -> list[int | None]:
     return [100 + i for i in range(length)]
 
 
-def test_a_stream_goes_on_under_the_next_broker() -> None:
+def test_a_stream_continues_under_the_next_broker() -> None:
     world, gpu, client = begun()
     [call] = client.tokens
     world.kill()
-    # Meanwhile, the worker computes two tokens, and the first one is lost with the old broker.
+    # Without a broker, the worker computes two tokens. The message with the first token is lost.
     steps(world, gpu, 2)
     world.start()
     world.pass_time(4.0)
@@ -107,7 +107,7 @@ def test_a_stream_that_no_worker_reports_is_sent_again_and_no_entry_delivered_tw
     assert client.ends == {call: None}
 
 
-def test_a_request_of_which_nothing_has_arrived_is_sent_again_at_once() -> None:
+def test_a_request_without_an_entry_is_sent_again_at_once() -> None:
     world = World()
     client = ClientPeer(world)
     gpu = GpuWorker(world)
@@ -126,7 +126,7 @@ def test_a_request_of_which_nothing_has_arrived_is_sent_again_at_once() -> None:
     assert client.tokens[call] == expected()
 
 
-def test_what_nobody_attaches_to_ends_with_the_time_for_it() -> None:
+def test_a_stream_without_an_attach_ends_after_the_time_for_recovery() -> None:
     world, gpu, client = begun(recover_s=10.0)
     world.kill()
     world.remove(client)
@@ -170,7 +170,7 @@ def test_a_session_is_not_given_to_another_key() -> None:
     assert adopted.session.token == ""
 
 
-def test_after_that_time_a_worker_drops_what_it_reports() -> None:
+def test_a_stream_that_is_reported_after_the_time_for_recovery_is_dropped() -> None:
     world, gpu, client = begun(recover_s=10.0)
     [call] = client.tokens
     world.kill()
@@ -181,7 +181,7 @@ def test_after_that_time_a_worker_drops_what_it_reports() -> None:
     assert gpu.running == {}
 
 
-def test_a_client_that_does_not_know_of_it_gets_a_new_session() -> None:
+def test_a_client_without_recover_gets_a_new_session() -> None:
     world, _, client = begun()
     token = client.session._token
     world.kill()
@@ -204,7 +204,7 @@ def moved_away(gpu: GpuWorker, other: GpuWorker) -> None:
         )
 
 
-def test_of_two_workers_with_a_stream_the_one_with_more_of_it_is_taken() -> None:
+def test_the_worker_with_more_entries_keeps_a_stream_that_two_workers_have() -> None:
     world, gpu, client = begun()
     [call] = client.tokens
     stale = GpuWorker(world, "stale")
@@ -220,7 +220,7 @@ def test_of_two_workers_with_a_stream_the_one_with_more_of_it_is_taken() -> None
     assert client.ends == {call: None}
 
 
-def test_an_attach_to_more_than_was_reported_waits_for_the_worker_that_has_it() -> None:
+def test_an_attach_beyond_the_reported_entries_waits_for_a_worker_that_has_them() -> None:
     world, gpu, client = begun()
     [call] = client.tokens
     stale = GpuWorker(world, "stale")
@@ -237,7 +237,9 @@ def test_an_attach_to_more_than_was_reported_waits_for_the_worker_that_has_it() 
     assert client.ends == {call: None}
 
 
-def test_a_worker_that_was_cut_off_before_a_move_is_not_taken_though_it_has_more() -> None:
+def test_a_worker_that_lost_the_stream_by_a_move_does_not_get_it_back_even_with_more_entries() -> (
+    None
+):
     """In the earlier copy, the entries of several sequences may be in another order. So the number
     of entries that the client has received does not apply to this copy."""
     for first in ("gpu", "stale"):
@@ -269,9 +271,9 @@ def test_a_worker_that_was_cut_off_before_a_move_is_not_taken_though_it_has_more
         assert client.ends == {call: None}
 
 
-def test_what_a_worker_still_sends_of_a_stream_that_it_is_told_to_drop_reaches_nobody() -> None:
-    """The worker continues to compute until it handles the order to drop. The client has attached
-    to the other worker."""
+def test_tokens_of_a_stream_that_its_worker_must_drop_do_not_reach_the_client() -> None:
+    """The worker computes until it handles the broker's message to drop the stream. The client has
+    attached to the copy of the other worker."""
     for stale_first in (True, False):
         world, gpu, client = begun()
         [call] = client.tokens
@@ -291,7 +293,7 @@ def test_what_a_worker_still_sends_of_a_stream_that_it_is_told_to_drop_reaches_n
         assert client.ends == {call: None}
 
 
-def test_an_adopted_stream_moves_with_all_that_was_sent_of_it() -> None:
+def test_an_adopted_stream_moves_with_all_of_its_entries() -> None:
     world, gpu, client = begun()
     [call] = client.tokens
     world.kill()
@@ -318,10 +320,10 @@ def reconnect(world: World, gpu: GpuWorker) -> None:
 
 
 def sent_twice(world: World, gpu: GpuWorker, by_another: bool) -> None:
-    """After a restart of the broker, a worker that was cut off registers again with its stream. The
-    stream's client is not connected. The broker requests the JOURNAL, and then sends the stream to
-    this worker, which has handled only the first message. ``by_another``: another worker had the
-    stream."""
+    """After a restart of the broker, a worker that was cut off registers again with its stream,
+    while the stream's client is not connected. The broker requests the JOURNAL, and then sends the
+    request to this worker, which handles only the first of these messages. ``by_another``: whether
+    another worker has run the stream meanwhile."""
     world.kill()
     world.start()
     world.pass_time(2.0, gpu)
@@ -405,7 +407,7 @@ def test_the_controller_of_an_attempt_that_was_replaced_does_not_start() -> None
     assert [decode_as(Start, body[0], "msgpack").attempt for body in started] == [2]
 
 
-def test_a_stream_that_its_worker_has_dropped_and_has_anew_is_delivered() -> None:
+def test_a_stream_that_its_worker_dropped_and_received_again_is_delivered() -> None:
     """After the worker has dropped the earlier attempt, each message of the new attempt reaches the
     client."""
     world, gpu, client = begun()
@@ -439,8 +441,8 @@ def test_a_worker_that_does_not_confirm_a_revoked_attempt_is_lost() -> None:
 
 
 def test_a_broker_that_was_stopped_does_not_count_the_time_against_a_revocation() -> None:
-    """The worker's CLAIMED may have arrived while the broker was stopped, and is read after the
-    tick."""
+    """The worker's CLAIMED may have arrived while the broker was stopped. The broker reads it only
+    after the tick."""
     world, gpu, client = begun(hung_step_s=5.0)
     [call] = client.tokens
     sent_twice(world, gpu, True)
@@ -501,8 +503,8 @@ def test_a_controller_starts_again_when_its_worker_and_the_client_are_back() -> 
 
 
 def test_the_answers_to_two_attaches_give_each_token_once() -> None:
-    """The first ATTACH is answered on the connection that has replaced the connection of the
-    ATTACH."""
+    """The client has sent one ATTACH on each of two connections, and receives both answers on the
+    second."""
     world, gpu, client = begun()
     [call] = client.tokens
     world.kill()

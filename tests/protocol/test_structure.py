@@ -53,6 +53,34 @@ def test_what_the_structure_does_not_allow_leads_nowhere(text: str) -> None:
     assert read(text.encode(), 3)[0][0] in ("text", "call")
 
 
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (CALL[:39] + "1 a", [("call", "1"), ("text", " a")]),
+        ("a <tool_call> b", [("text", "a <tool_call> b")]),
+    ],
+)
+def test_text_after_a_byte_that_is_not_allowed_is_free_text(
+    text: str, parts: list[tuple[str, str]]
+) -> None:
+    assert read(text.encode(), 3) == [(kind, part.encode()) for kind, part in parts]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("a <tool", [("text", b"a <tool")]),
+        ("a <tool_call>", [("text", b"a ")]),
+        ("<think>a</thi", [("reasoning", b"a</thi")]),
+        (CALL[:-3], [("call", b'{"a": "}"}')]),
+    ],
+)
+def test_an_unfinished_begin_or_end_is_dropped_only_if_nothing_else_may_follow(
+    text: str, parts: list[tuple[str, bytes]]
+) -> None:
+    assert read(text.encode(), 3) == parts
+
+
 def test_special_tokens_are_allowed_where_they_are_part_of_a_tag() -> None:
     names = ("<tool_call>", "</tool_call>", "<other>")
     automaton = Automaton(STRUCTURE, names)

@@ -12,7 +12,7 @@ class FolderError(Exception):
 
 
 class FolderInUseError(FolderError):
-    """Another state worker has the folder."""
+    """Another state worker uses the folder."""
 
 
 class Folder:

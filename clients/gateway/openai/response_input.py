@@ -21,7 +21,7 @@ class InputText(Body, tag="input_text", tag_field="type"):
 
 
 class ChatText(Body, tag="text", tag_field="type"):
-    """Text in the form of a chat's part."""
+    """Text in the form that chat completions have."""
 
     text: str
 
@@ -151,52 +151,60 @@ def to_turns(
     turns: list[Turn] = []
     if instructions is not None:
         turns.append(Turn("system", [Text(instructions)]))
-    made: list[Part] = []
-    """The results of the gateway's calls in the last turn, which follow this turn."""
+    results: list[Part] = []
+    """The results of the gateway's calls in the last turn. A turn of the user with these results
+    follows."""
     turn: int | None = None
     for item in items:
         same = isinstance(item, InputBusCall) and item.turn is not None and item.turn == turn
-        if made and not same:
-            turns.append(Turn("user", made))
-            made = []
+        if results and not same:
+            turns.append(Turn("user", results))
+            results = []
         turn = item.turn if isinstance(item, InputBusCall) else None
         match item:
             case InputBusCall():
-                _answered(turns, [Call(item.id, item.name, item.arguments)], ())
-                text = item.error if item.output is None else item.output
-                failed = item.output is None
-                made.append(Result(item.id, [Text(text or "")], item.name, failed))
+                _add_to_answer(turns, [Call(item.id, item.name, item.arguments)], ())
+                results.append(_result_of(item))
             case InputMessage(role="assistant"):
-                _answered(turns, _texts(item.content), (Text, Call))
+                _add_to_answer(turns, _texts(item.content), (Text, Call))
             case InputMessage():
                 turns.append(Turn(item.role, [*_texts(item.content)]))
             case InputReasoning():
-                thoughts = item.content or item.summary or ()
-                _answered(turns, [Thinking(one.text) for one in thoughts], (Text, Call, Thinking))
+                thoughts = [Thinking(one.text) for one in item.content or item.summary or ()]
+                _add_to_answer(turns, thoughts, (Text, Call, Thinking))
             case InputCall():
                 name = offered.shown(item.namespace, item.name)
-                _answered(turns, [Call(item.call_id, name, item.arguments)], ())
+                _add_to_answer(turns, [Call(item.call_id, name, item.arguments)], ())
             case InputCustomCall():
                 name = offered.shown(item.namespace, item.name)
-                _answered(turns, [Call(item.call_id, name, {"input": item.input})], ())
+                _add_to_answer(turns, [Call(item.call_id, name, {"input": item.input})], ())
             case InputCallOutput() | InputCustomOutput():
                 turns.append(Turn("user", [Result(item.call_id, _texts(item.output))]))
-    if made:
-        turns.append(Turn("user", made))
+    if results:
+        turns.append(Turn("user", results))
     return turns
 
 
-def _answered(turns: list[Turn], parts: Sequence[Part], ends: tuple[type[Part], ...]) -> None:
-    """Adds parts of an answer to the last turn. They begin a new turn of the assistant if the last
-    turn is not the assistant's, or if its last part is of a kind in ``ends``. In one answer,
-    thinking precedes text, and text precedes calls; ``ends`` has the kinds that cannot precede
-    ``parts``."""
+def _add_to_answer(turns: list[Turn], parts: Sequence[Part], ends: tuple[type[Part], ...]) -> None:
+    """Adds ``parts`` to the assistant's turn at the end of ``turns``.
+
+    A new turn begins if the last turn is not the assistant's, or if its last part is of a kind in
+    ``ends``: the kinds that cannot precede ``parts`` in one answer. Thinking precedes text, and
+    text precedes calls.
+    """
     last = turns[-1] if turns else None
     ended = last is not None and bool(last.parts) and isinstance(last.parts[-1], ends)
     if last is None or last.role != "assistant" or ended:
         last = Turn("assistant", [])
         turns.append(last)
     last.parts += parts
+
+
+def _result_of(call: InputBusCall) -> Result:
+    """The output of a call; without an output, its error."""
+    failed = call.output is None
+    text = call.error if failed else call.output
+    return Result(call.id, [Text(text or "")], call.name, failed)
 
 
 def _texts(content: InputContent) -> list[Text]:

@@ -39,8 +39,8 @@ def operator_of(request: Request) -> AsyncOperator:
 
 
 async def accepted(call: Awaitable[Rollout]) -> Rollout:
-    """The result of the operator's call; raises ApiError 403 if the broker does not accept the key
-    of the bus as the operator's."""
+    """The result of an operator's call. Raises ApiError 403 if the broker refuses the call because
+    the CURVE key with which it was made is not the operator's."""
     try:
         return await call
     except RequestError as error:
@@ -54,8 +54,8 @@ async def accepted(call: Awaitable[Rollout]) -> Rollout:
 
 
 async def paused_models(request: Request) -> Collection[str]:
-    """The paused models, according to the broker that receives the operator's messages. Other
-    brokers may not have received a pause. Any user may request the paused models."""
+    """The models that are paused at the broker of the operator's session. Other brokers may not
+    have received a pause. Any user may request the paused models."""
     client = gateway_of(request).operator_client(current_tenant.get())
     return (await client.status()).paused
 

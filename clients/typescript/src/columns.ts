@@ -19,16 +19,20 @@ export interface TokenColumns {
   readonly q?: Uint8Array;
   /** Texts, null for a row without text; absent if no row has text. */
   readonly x?: readonly (string | null)[];
-  /** `processed`, f64 each, NaN for a row without it; absent if no row has it. */
+  /** Values of `processed`, f64 each; NaN for a row without a value; absent if no row has one. */
   readonly d?: Uint8Array;
-  /** `kept`: a number, or ids, u32 each; null for a row without it; absent if no row has it. */
+  /**
+   * Values of `kept`: a number, or ids, u32 each; null for a row without a value; absent if no row
+   * has one.
+   */
   readonly k?: readonly (number | Uint8Array | null)[];
+  /** Entries whose fields do not fit into the columns. */
   readonly e?: readonly Parameters<typeof readToken>[0][];
 }
 
 /**
  * A token whose fields all fit into the columns. A row is created faster than an entry, which has
- * five times as many fields.
+ * more fields.
  */
 export class Row {
   constructor(

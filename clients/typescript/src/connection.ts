@@ -10,9 +10,10 @@ import type { Link, Received, Transport } from "./transport.js";
  * previous pause, up to the longest.
  */
 const PAUSES_S = [0.05, 1] as const;
-/** The longest pause if the next connection is to another broker, in seconds. */
+/** The longest pause if the next connection may be to another broker, in seconds. */
 const ELSEWHERE_S = 0.2;
 
+/** The connection of a client, on which all of its calls are sent. */
 export class Connection {
   readonly #session: Session;
   #link: Link | null = null;
@@ -24,6 +25,7 @@ export class Connection {
   /** The time at which a new connection is opened. */
   #openAt = 0;
 
+  /** `patienceS`: seconds that calls wait for a broker that does not answer. */
   constructor(
     readonly transport: Transport,
     patienceS: number,
@@ -44,13 +46,13 @@ export class Connection {
     this.#turn();
   }
 
-  /** Ends a call whose events are not needed any more. */
+  /** Cancels a call; its events are not delivered any more. */
   cancel(call: Call): void {
     this.#session.cancel(call);
     if (!this.#closed) this.#turn();
   }
 
-  /** Sends an input to the program of a stream. Resolved when the input is stored. */
+  /** Sends an input to the program of a stream. Resolves when the input is stored. */
   sendInput(call: Call, text: string): Promise<void> {
     return new Promise((resolve, reject) => {
       const report = (error: TokenbusError | null): void => {

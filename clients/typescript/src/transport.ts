@@ -41,7 +41,7 @@ export interface Link {
   close(): void;
 }
 
-/** Splits a list of addresses that are separated by commas. */
+/** The addresses in a list with commas. If there are several, empty addresses are left out. */
 export function separate(addresses: string): string[] {
   const found = addresses.split(",").map((address) => address.trim());
   return found.length > 1 ? found.filter((address) => address !== "") : found;
@@ -67,8 +67,8 @@ export function oneOf(transports: readonly Transport[]): Transport {
 
 /**
  * Decodes messages of one type. A text is one body in JSON; bytes are one or several bodies in
- * MessagePack. Messages of unknown types are left out. If a body is not valid, it is left out, and
- * the other bodies may be left out too.
+ * MessagePack. Messages of unknown types are left out. If a body is not valid, this body and the
+ * bodies after it are left out; if it is not valid MessagePack, all bodies.
  */
 export function decodeMessages(type: string, bodies: string | Uint8Array): Received[] {
   const messages: Received[] = [];

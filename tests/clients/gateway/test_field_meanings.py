@@ -1,4 +1,4 @@
-"""Field values that other servers accept have the same meaning in the same field of the gateway."""
+"""The gateway gives field values the meaning that they have in other servers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ def chat(gateway: Gateway, **more: Any) -> dict[str, Any]:
     assert "x-tokenbus-ignored" not in answer.headers
     found: dict[str, Any] = answer.json()["choices"][0]
     return found
+
+
+def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The chunks of a streamed answer."""
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
 
 
 def text_of(choice: dict[str, Any]) -> str:
@@ -46,7 +52,7 @@ def test_an_empty_stop_string_and_a_top_p_of_zero_are_accepted(gateway: Gateway)
     assert message["content"][0]["text"] == greedy
 
 
-def test_minus_one_is_the_rest_of_the_context(gateway: Gateway) -> None:
+def test_minus_one_allows_the_rest_of_the_context(gateway: Gateway) -> None:
     long = [{"role": "user", "content": "word " * 1000}]
     assert chat(gateway, messages=long, max_tokens=-1)["finish_reason"] == "length"
     body: dict[str, Any] = {"model": MODEL, "temperature": 0}
@@ -64,7 +70,7 @@ def test_minus_one_is_the_rest_of_the_context(gateway: Gateway) -> None:
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, limit)
 
 
-def test_older_names_of_constraints_hold(gateway: Gateway) -> None:
+def test_older_names_of_constraints_are_accepted(gateway: Gateway) -> None:
     assert text_of(chat(gateway, guided_regex="[0-9]{3}")).isdecimal()
     assert text_of(chat(gateway, guided_choice=["yes", "no"])) in ("yes", "no")
     found = chat(gateway, guided_json=WEATHER, max_tokens=60)
@@ -78,14 +84,14 @@ def test_a_json_object_may_have_a_schema(gateway: Gateway) -> None:
     assert set(json.loads(text_of(found))) == {"place", "days"}
 
 
-def test_an_effort_reaches_templates_that_have_it(gateway: Gateway) -> None:
+def test_templates_receive_the_reasoning_effort(gateway: Gateway) -> None:
     template = "{{ reasoning_effort }} {{ messages[0].content }}"
     high = chat(gateway, chat_template=template, reasoning_effort="high")
     same = chat(gateway, chat_template="high {{ messages[0].content }}")
     assert text_of(high) == text_of(same)
 
 
-def test_a_text_may_have_the_stop_string_that_ended_it(gateway: Gateway) -> None:
+def test_an_answer_may_include_its_stop_string(gateway: Gateway) -> None:
     greedy = text_of(chat(gateway))
     stop = greedy[2:4]
     whole = greedy[: greedy.index(stop)] + stop
@@ -101,8 +107,7 @@ def test_a_text_may_have_the_stop_string_that_ended_it(gateway: Gateway) -> None
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
     answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=300)
-    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
-    chunks = [json.loads(line) for line in lines]
+    chunks = chunks_of(answer)
     text = "".join(c["delta"].get("content", "") for k in chunks for c in k["choices"])
     assert text == whole
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
@@ -112,8 +117,7 @@ def test_a_text_may_have_the_stop_string_that_ended_it(gateway: Gateway) -> None
     answer = httpx.post(
         f"{gateway.url}/v1/completions", json={**body, "prompt": "def"}, timeout=300
     )
-    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
-    assert all(json.loads(line)["usage"]["prompt_tokens"] for line in lines)
+    assert all(chunk["usage"]["prompt_tokens"] for chunk in chunks_of(answer))
 
 
 def test_functions_are_called_in_the_older_form(gateway: Gateway) -> None:
@@ -129,15 +133,14 @@ def test_functions_are_called_in_the_older_form(gateway: Gateway) -> None:
     assert text_of(chat(gateway, messages=[*HELLO, choice["message"], result])) is not None
     body = {"model": MODEL, "messages": HELLO, "temperature": 0, "stream": True, **asked}
     answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=300)
-    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
-    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    choices = [choice for chunk in chunks_of(answer) for choice in chunk["choices"]]
     deltas = [c["delta"]["function_call"] for c in choices if "function_call" in c["delta"]]
     assert deltas[0]["name"] == "weather"
     assert "".join(delta["arguments"] for delta in deltas) == called["arguments"]
     assert choices[-1]["finish_reason"] == "function_call"
 
 
-def test_a_prompt_has_log_probabilities(gateway: Gateway) -> None:
+def test_log_probabilities_of_a_prompt_are_returned(gateway: Gateway) -> None:
     body = {"model": MODEL, "prompt": ["def add(a, b):", "x"], "max_tokens": 1, "temperature": 0}
     url = f"{gateway.url}/v1/completions"
     answer = httpx.post(url, json={**body, "prompt_logprobs": 2}, timeout=300).json()

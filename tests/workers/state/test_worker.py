@@ -30,7 +30,7 @@ def system(processes: None) -> Iterator[System]:
 
 
 def counted(body: bytes) -> int:
-    """The count of the operation that an answer is for."""
+    """The ``count`` of an answer, which identifies the operation."""
     return int(msgpack.decode(body, type=VariableAnswer).count)
 
 
@@ -66,7 +66,7 @@ def test_no_acknowledged_write_is_lost_when_the_worker_is_killed_again_and_again
     assert sorted(map(int, written)) == list(range(1, 3001))
 
 
-def test_a_request_that_is_over_leaves_nothing(system: System) -> None:
+def test_a_request_that_has_ended_leaves_no_variables(system: System) -> None:
     (request, stream), (other, _) = system.start_request(), system.start_request()
     for i in range(10):
         assert system.one(Variable(request, 0, i, "set", f"x{i}", b"a")).written
@@ -84,7 +84,7 @@ def test_a_request_that_is_over_leaves_nothing(system: System) -> None:
     assert system.one(Variable(other, 0, 1, "get", "x0")).value == b"b"
 
 
-def test_a_request_that_nobody_knows_any_more_is_dropped_when_the_worker_registers(
+def test_a_request_that_the_broker_does_not_have_is_dropped_when_the_worker_registers(
     system: System,
 ) -> None:
     request, _ = system.start_request()
@@ -132,7 +132,7 @@ def test_an_operation_that_is_wrong_is_answered_with_an_error(
     assert system.one(Variable(request, 0, 2, "get", "name")).version == 0
 
 
-def test_a_second_worker_of_the_folder_ends_with_a_clear_message(system: System) -> None:
+def test_a_second_worker_of_a_folder_exits_and_names_the_first(system: System) -> None:
     log = system.bus.folder / "second.log"
     second = Process("tokenbus.workers.state", log, system.bus.environment)
     assert second.wait() == 2
@@ -168,7 +168,7 @@ def test_a_second_worker_that_stands_by_takes_over_when_the_first_is_killed(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_at_once_and_the_next_one_goes_on(
+def test_a_signal_ends_the_worker_and_the_next_worker_has_its_variables(
     system: System, number: signal.Signals
 ) -> None:
     request, _ = system.start_request()
@@ -179,7 +179,6 @@ def test_a_signal_ends_it_at_once_and_the_next_one_goes_on(
     assert system.one(Variable(request, 0, 2, "get", "x")).value == b"a"
 
 
-@pytest.mark.process
 def test_a_wrong_setting_is_refused_by_name(tmp_path: Path) -> None:
     environment = clean_environment(log_level="loud")
     process = Process("tokenbus.workers.state", tmp_path / "log", environment)

@@ -54,13 +54,15 @@ COMPILED_BYTES = 256 * 1024**2
 module."""
 
 _INVALID = 3
-"""Exit code: the module is not valid."""
+"""Exit code: Wasmtime cannot compile the module."""
 _NO_MEMORY = 4
+"""Exit code: the memory bound is exceeded."""
 _REFUSED = 5
-"""Exit code: ``examine`` refuses the module."""
-_SAID_CHARACTERS = 2000
-"""Maximum characters of an error message. The bound is needed because the message may quote names
-of the module."""
+"""Exit code: the module or the script is refused, for a reason that this project's checks found."""
+_MAX_REASON = 2000
+"""Maximum characters of the reason for a refusal, which may quote names of the module."""
+_MAX_WASMTIME_MESSAGE = 400
+"""Maximum characters of a message of Wasmtime."""
 _PR_SET_PDEATHSIG = 1
 
 _idle: list[subprocess.Popen[bytes]] = []
@@ -110,14 +112,15 @@ def compile_module(wasm: bytes, limits: Limits) -> Compiled:
     limits.
 
     Raises RequestError if ``examine`` refuses the module, if the module is not valid, or if
-    compiling it exceeds the bounds above.
+    compiling it exceeds the bounds above. Raises ServiceError if the compiler process fails.
     """
     return _compile("module", wasm, limits)
 
 
 def compile_interpreter(wasm: bytes, limits: Limits) -> Compiled:
     """Compiles an interpreter of scripts. If the interpreter exports ``tokenbus_boot``, the
-    compiled form contains the memory that the interpreter has after this call."""
+    compiled form contains the memory that the interpreter has after a call of this function.
+    Raises the errors of ``compile_module``."""
     return _compile("interpreter", wasm, limits)
 
 
@@ -132,8 +135,8 @@ def _compile(kind: Kind, wasm: bytes, limits: Limits) -> Compiled:
 
 
 def check_script(source: Source, interpreter: bytes, limits: Limits) -> None:
-    """Raises RequestError with the place of a syntax error in a script, or if the script has no
-    program. ``interpreter``: the compiled form of its interpreter."""
+    """Raises RequestError if a script has a syntax error, whose place the message names, or does
+    not define a program. ``interpreter``: the compiled form of the script's interpreter."""
     _run_apart(_Task("script", limits, CPU_S, source.text, source.language, interpreter))
 
 
@@ -165,8 +168,8 @@ def _run_apart(task: _Task) -> bytes:
 
 
 def _outcome(task: bytes) -> _Outcome:
-    """Gives an encoded task to an idle process, or to a new one. Raises TimeoutError after
-    ``WALL_S``."""
+    """Sends an encoded task to an idle process, or to a new process if none is idle. Raises
+    TimeoutError after ``WALL_S``, and ServiceError if the process ends without an outcome."""
     with _idle_lock:
         process = _idle.pop() if _idle else None
     if process is None or process.poll() is not None:
@@ -258,9 +261,7 @@ def _run(task: _Task) -> int:
         exported = with_exported_state(wasm)
         compiled = wasmtime.Module(make_engine(task.limits), exported).serialize()
     except RequestError as error:
-        said = error.message[:_SAID_CHARACTERS].encode("utf-8", "backslashreplace")
-        sys.stderr.buffer.write(said)
-        return _REFUSED
+        return _refused(error.message)
     except wasmtime.WasmtimeError as error:
         print(_shortened(str(error)), file=sys.stderr)
         return _INVALID
@@ -279,21 +280,24 @@ def _check(task: _Task) -> int:
             script_module(engine, task.language, module, task.given).check(task.limits)
         check_program(Source(task.language, task.given))
     except RequestError as error:
-        sys.stderr.buffer.write(error.message.encode())
-        return _REFUSED
+        return _refused(error.message)
     except ControllerError as error:
-        said = error.message.removeprefix("the script: ")[:_SAID_CHARACTERS]
-        sys.stderr.buffer.write(f"the script is not valid: {said}".encode())
-        return _REFUSED
+        return _refused(f"the script is not valid: {error.message.removeprefix('the script: ')}")
     return 0
 
 
+def _refused(reason: str) -> int:
+    """Writes the reason for a refusal to stderr; returns the exit code."""
+    sys.stderr.buffer.write(reason[:_MAX_REASON].encode("utf-8", "backslashreplace"))
+    return _REFUSED
+
+
 def _shortened(said: str) -> str:
-    """Wasmtime's message and its innermost cause on one line, without the list of the other
-    causes."""
+    """Wasmtime's message and its causes on one line, cut at ``_MAX_WASMTIME_MESSAGE``."""
     lines = [line.strip() for line in said.splitlines()]
     parts = [line for line in lines if line and line != "Caused by:"]
-    return ": ".join(re.sub(r"^\d+: ", "", part) for part in parts)[:400]
+    line = ": ".join(re.sub(r"^\d+: ", "", part) for part in parts)
+    return line[:_MAX_WASMTIME_MESSAGE]
 
 
 if __name__ == "__main__":

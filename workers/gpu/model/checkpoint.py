@@ -31,10 +31,11 @@ class Checkpoint:
         return self.options | {"quantization_config": transformers.GgufConfig(dequantize=True)}
 
     def fetched(self) -> Checkpoint:
-        """The checkpoint with a GGUF file of a hub as a local file, downloaded if it is missing.
+        """The checkpoint with a local GGUF file: a GGUF file on a hub is downloaded unless the
+        cache has it. Any other checkpoint is returned unchanged.
 
-        transformers itself would read the tokenizer from the file of the branch ``main``. Raises
-        OSError if the file cannot be downloaded.
+        Without the local file, transformers would read the tokenizer from the file in the branch
+        ``main``, whatever the revision. Raises OSError if the file cannot be downloaded.
         """
         file = self.options.get("gguf_file")
         if file is None or Path(self.place).is_dir():

@@ -44,7 +44,7 @@ class Digits(Controller):
         self.log(self.seen, end=";")
 
 
-def test_a_class_constrains_what_is_sampled() -> None:
+def test_a_class_constrains_the_sampled_tokens() -> None:
     run = play_class(Digits, prompt="count: ", arg=b"5")
     assert re.fullmatch("[0-9]{5}", run.text())
     assert run.ended == {0: "stop"}
@@ -56,13 +56,11 @@ class Splicer(Controller):
 
     def __init__(self) -> None:
         self.script = [append("one two"), splice(1, " three"), splice(2), append(tokens_of("!"))]
-        self.told: list[tuple[list[int], int]] = []
 
     def mid_process(self, fork_group: list[int]) -> Decision:
         return self.script.pop(0) if self.script else stop()
 
     def post_process(self, tokens: list[int], backtrack: int) -> Decision:
-        self.told.append((tokens, backtrack))
         self.log(self.text(tokens), backtrack)
         return go_on()
 
@@ -123,7 +121,7 @@ class Forker(Controller):
         return stop()
 
 
-def test_a_clone_has_its_own_state_and_the_requests_variables() -> None:
+def test_a_clone_has_a_separate_state_and_shares_variables() -> None:
     run = play_class(Forker)
     assert run.texts == ["first:hello", "second:"]
     assert set(run.ended.values()) == {"stop"}
@@ -169,7 +167,7 @@ class OwnClone(Controller):
 
 
 class WithClone(OwnClone):
-    """Defines how it is copied."""
+    """Defines how a fork copies the attribute."""
 
     def clone(self) -> WithClone:
         copied = WithClone.__new__(WithClone)
@@ -177,7 +175,7 @@ class WithClone(OwnClone):
         return copied
 
 
-def test_a_class_may_say_how_it_is_copied() -> None:
+def test_a_class_may_define_how_it_is_copied() -> None:
     run = play_class(OwnClone)
     assert "it cannot be copied for a fork: cannot pickle 'generator'" in run.errors[0]
     assert "override clone()" in run.errors[0]
@@ -242,7 +240,7 @@ def test_an_exception_is_reported_with_its_line_and_logged_with_its_trace() -> N
     assert trace[-1] == "ZeroDivisionError: integer division or modulo by zero"
 
 
-def test_what_led_to_an_exception_is_in_the_log_too() -> None:
+def test_the_cause_of_an_exception_is_in_the_log_too() -> None:
     class Twice(Controller):
         def pre_process(self) -> Decision:
             try:
@@ -283,7 +281,7 @@ def test_the_reported_line_is_the_authors_where_a_library_raised() -> None:
     assert 'in pre_process: return json.loads("{")' in error
 
 
-def test_leaving_the_program_is_an_error_like_another() -> None:
+def test_an_exit_of_the_program_is_reported_as_an_error() -> None:
     class Leaves(Controller):
         def pre_process(self) -> Decision:
             raise SystemExit(3)

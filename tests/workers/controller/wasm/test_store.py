@@ -21,7 +21,12 @@ from tokenbus.protocol.messages import Tagged
 from tokenbus.workers.controller.guests.setup import Setup
 from tokenbus.workers.controller.guests.table import ProcessTable
 from tokenbus.workers.controller.limits import Limits
-from tokenbus.workers.controller.wasm import compiled_modules, module_table, wasm_reader
+from tokenbus.workers.controller.wasm import (
+    compiled_modules,
+    module_compiler,
+    module_table,
+    wasm_reader,
+)
 from tokenbus.workers.controller.wasm.module_compiler import Compiled, compile_module
 from tokenbus.workers.controller.wasm.sandbox import make_engine
 from tokenbus.workers.controller.wasm.store import ModuleStore
@@ -582,3 +587,11 @@ def test_files_in_the_current_folder_are_not_imported(
         table.missing_layers()
     finally:
         table.close()
+
+
+def test_the_reason_for_a_refusal_is_bounded_and_may_have_any_characters(
+    capsysbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    """A surrogate, which UTF-8 cannot encode, is escaped with six characters."""
+    assert module_compiler._refused("\ud800" + "x" * 5000) == module_compiler._REFUSED
+    assert capsysbinary.readouterr().err == b"\\ud800" + b"x" * (module_compiler._MAX_REASON - 1)

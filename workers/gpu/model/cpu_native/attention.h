@@ -15,9 +15,8 @@
 enum {
     RUN = 8,    /* Maximum number of tokens of one sequence that are computed together. */
     SCORED = 4, /* Number of queries whose scores are computed together. */
-    MAX_QUERIES = LANES == 8 ? 4 : 8, /* Maximum number of query heads of one token that are
-                                       * computed together, and of queries whose weighted values
-                                       * are summed together. */
+    MAX_QUERIES = LANES == 8 ? 4 : 8, /* Maximum number of query heads of a token in one call of
+                                       * attend, and of queries in one call of weigh. */
 };
 
 typedef struct {
@@ -26,9 +25,9 @@ typedef struct {
     int64_t block_size;
     const float *queries; /* The query heads of token t begin at t * stride. */
     int64_t stride;
-    float *y;      /* [tokens, heads * dim] */
-    float *scores; /* [threads, RUN * MAX_QUERIES, longest] */
-    int64_t longest;
+    float *y;        /* [tokens, heads * dim] */
+    float *scores;   /* [threads, RUN * MAX_QUERIES, longest] */
+    int64_t longest; /* Greatest number of positions that a token may attend to. */
     const int64_t *runs; /* The first token of each run, and the end of the last. */
 } Attention;
 
@@ -98,14 +97,15 @@ INLINE void fetch(const Kept *kept, int64_t position, int64_t end) {
             __builtin_prefetch(from + i * kept->row + at, 0, 3);
 }
 
-/* One query: its scores, later its weights, at the positions from first to end - 1. */
+/* One query, which attends to the positions from first to end - 1. */
 typedef struct {
     const float *query;
-    float *scores, *found;
+    float *scores; /* The score of each position, which softmax replaces by its weight. */
+    float *result; /* The weighted sum of values. */
     int64_t first, end;
 } Query;
 
-/* Transposes `count` consecutive keys, at most LANES: vector i of `turned` contains number i of
+/* Transposes `count` consecutive keys, at most LANES: vector i of `turned` contains component i of
  * each key. If there are fewer than LANES keys, the first key fills the other lanes. */
 INLINE void turn(const Kept *keys, const float *from, int64_t count, Vector *turned) {
     for (int64_t at = 0; at < keys->dim; at += LANES) {
@@ -121,9 +121,9 @@ INLINE void turn(const Kept *keys, const float *from, int64_t count, Vector *tur
     }
 }
 
-/* The scores of `count` queries at the positions of transposed keys. The products of a score are
- * added in the same order as in `scores_of`, so that the results have equal bits: first the
- * products that are LANES apart, one after another, then neighbouring sums. */
+/* The scores of `count` queries at the positions of transposed keys. The results have the same bits
+ * as those of `scores_of`, because the products are added in the same order. First, products that
+ * are LANES apart are added to one of LANES sums. Then neighbouring sums are added in pairs. */
 INLINE void turned_scores(const Vector *keys, const Query *queries, int count, int64_t dim,
                           Vector *found) {
     enum { PART = LANES / 4 };
@@ -176,8 +176,9 @@ INLINE void keep_scores(const Query *query, int64_t at, int64_t count, Vector sc
                (size_t)wanted * sizeof(float));
 }
 
-/* The scores of all queries. Keys are transposed only for SCORED or more queries, because
- * transposing takes as long as computing the scores of some queries. */
+/* The scores of all queries, which are ordered by position. Keys are transposed only for SCORED or
+ * more queries, because transposing takes as long as computing the scores of a few queries. The
+ * constant LANES is passed where possible, for which the compiler makes faster code. */
 static void score(const Kept *keys, const Query *queries, int64_t count, float scale) {
     int64_t first = queries[0].first, end = queries[count - 1].end, dim = keys->dim, some;
     Vector turned[dim + LANES], found[SCORED];
@@ -206,9 +207,9 @@ static void score(const Kept *keys, const Query *queries, int64_t count, float s
     }
 }
 
-/* Adds the values at the positions first to end - 1, times their weights, to `found`, the sums of
- * `count` queries. Only `vectors` vectors of each value are added, from number `at` of the value
- * on. If `lanes` is less than LANES, only this number of lanes is read. */
+/* Adds the values at the positions first to end - 1, times their weights, to `found`, which has the
+ * sums of `count` queries. Of each value, only `vectors` vectors from component `at` on are added.
+ * If `lanes` is less than LANES, there is one vector, of which this number of lanes is read. */
 INLINE void weigh(const Kept *values, const Query *queries, int count, int64_t at, int vectors,
                   int64_t lanes, int64_t first, int64_t end, Vector *found) {
     Vector total[2 * MAX_QUERIES];
@@ -233,8 +234,10 @@ INLINE void weigh(const Kept *values, const Query *queries, int count, int64_t a
         found[i] = total[i];
 }
 
-/* The weighted sums of values over all positions of each query. Each sum is in the order of the
- * positions, so that it does not depend on the other queries. */
+/* The weighted sums of values over all positions of each query. The queries are ordered by
+ * position. First, positions before the last query's first position are added to each sum alone.
+ * Then positions of all queries are added together, and finally those after the first query's end.
+ * So each sum is in the order of the positions, and does not depend on the other queries. */
 INLINE void weigh_all(const Kept *values, const Query *queries, int count, int64_t at, int vectors,
                       int64_t lanes) {
     Vector found[2 * MAX_QUERIES] = {{0}};
@@ -251,10 +254,11 @@ INLINE void weigh_all(const Kept *values, const Query *queries, int count, int64
                   queries[q].first > end ? queries[q].first : end, queries[q].end,
                   found + q * vectors);
     for (int q = 0; q < count; q++)
-        memcpy(queries[q].found + at, found + q * vectors,
+        memcpy(queries[q].result + at, found + q * vectors,
                (size_t)((vectors - 1) * LANES + lanes) * sizeof(float));
 }
 
+/* Divides queries into groups of constant sizes for weigh_all. */
 INLINE void weigh_some(const Kept *values, const Query *queries, int64_t count, int64_t at,
                        int vectors, int64_t lanes) {
     int64_t q = 0;
@@ -270,7 +274,8 @@ INLINE void weigh_some(const Kept *values, const Query *queries, int64_t count, 
         weigh_all(values, queries + q, 1, at, vectors, lanes);
 }
 
-/* The attention of the tokens of a run, for some query heads that share one key head. */
+/* The attention of the tokens of a run, for `heads` query heads of one key head, from number `head`
+ * of this key head on. */
 static void attend(const Attention *a, float *scores, int64_t run, int64_t kv_head, int64_t head,
                    int64_t heads) {
     const Layer *layer = a->layer;
@@ -311,6 +316,7 @@ static void attend(const Attention *a, float *scores, int64_t run, int64_t kv_he
         weigh_some(&values, queries, count, at, 1, dim - at);
 }
 
+/* A Loop (threads.h) whose items are the pairs of a run and a key head. */
 static void attend_part(const void *given, int64_t thread, int64_t first, int64_t end) {
     const Attention *a = given;
     float *scores = a->scores + thread * RUN * MAX_QUERIES * a->longest;
@@ -322,7 +328,7 @@ static void attend_part(const void *given, int64_t thread, int64_t first, int64_
         }
 }
 
-/* The attention of all runs. */
+/* The attention of all runs. A part of the loop has about PART_FLOATS products. */
 static void attend_runs(const Attention *a, int64_t num_runs) {
     const Layer *layer = a->layer;
     int64_t units = num_runs * layer->kv_heads;

@@ -53,7 +53,7 @@ static void gated(const Layer *layer, const float *x, int64_t tokens, float *bot
 
 /* --- norms and rotation -------------------------------------------------------------------------- */
 
-/* y = the norm of each token's x, or x if the layer has no such norm. */
+/* Writes the norm of each token's x to y. Returns y, or x if the layer does not have this norm. */
 static const float *normalized(const Norm *norm, const float *x, float *y, int64_t tokens) {
     if (!norm->gain)
         return x;
@@ -62,7 +62,7 @@ static const float *normalized(const Norm *norm, const float *x, float *y, int64
     return y;
 }
 
-/* hidden += scale * norm(update) */
+/* hidden += scale * norm(update). The norm is computed in place. */
 static void add(float *hidden, float *update, const Norm *norm, float scale, int64_t tokens,
                 int64_t size) {
     for (int64_t t = 0; t < tokens; t++) {
@@ -109,18 +109,49 @@ static void write_keys(const Layer *layer, const Step *step, float *qkv) {
 
 /* The buffers of a forward, which all layers use. */
 typedef struct {
-    int64_t *runs, num_runs;
+    int64_t *runs, num_runs, longest;
     float *hidden, *x, *y, *wide, *narrow, *scores;
 } Buffers;
 
+static float *floats(int64_t count) {
+    return aligned_alloc(64, (size_t)(count + 63) / 64 * 64 * sizeof(float));
+}
+
+/* Allocates the buffers in one block of memory, which begins with `runs`. Returns whether there was
+ * enough memory. */
+static int allocate(const Decoder *decoder, const Step *step, Buffers *b) {
+    int64_t wide = 0, narrow = 0, tokens = step->num_tokens, hidden = tokens * decoder->hidden;
+    b->longest = 0;
+    for (int64_t t = 0; t < tokens; t++)
+        b->longest = most(b->longest, step->positions[t] + 1);
+    for (int64_t i = 0; i < decoder->num_layers; i++) {
+        const Layer *layer = decoder->layers + i;
+        wide = most(wide, most(layer->qkv.out, layer->gate_up.out));
+        narrow = most(narrow, most(layer->output.in, layer->down.in));
+    }
+    int64_t runs = (tokens * 2 + 64) / 64 * 64; /* In floats; an int64_t takes two. */
+    int64_t scores = score_floats(step->threads, b->longest);
+    float *all = floats(runs + 3 * hidden + tokens * (wide + narrow) + scores);
+    if (!all)
+        return 0;
+    b->runs = (int64_t *)all;
+    b->hidden = all + runs;
+    b->x = b->hidden + hidden;
+    b->y = b->x + hidden;
+    b->wide = b->y + hidden;
+    b->narrow = b->wide + tokens * wide;
+    b->scores = b->narrow + tokens * narrow;
+    return 1;
+}
+
 static void layer_forward(const Decoder *decoder, const Layer *layer, const Step *step,
-                          const Buffers *b, int64_t longest) {
+                          const Buffers *b) {
     int64_t tokens = step->num_tokens, hidden = decoder->hidden;
     const float *x = normalized(&layer->before_attention, b->hidden, b->x, tokens);
     product(&layer->qkv, x, tokens, b->wide);
     write_keys(layer, step, b->wide);
     Attention a = {layer,     step,      decoder->block_size, b->wide, layer->qkv.out,
-                   b->narrow, b->scores, longest,             b->runs};
+                   b->narrow, b->scores, b->longest,          b->runs};
     attend_runs(&a, b->num_runs);
     product(&layer->output, b->narrow, tokens, b->y);
     add(b->hidden, b->y, &layer->after_attention, layer->residual_scale, tokens, hidden);
@@ -153,42 +184,20 @@ static void head(const Decoder *decoder, const float *x, int64_t rows, float *lo
         FOR_EACH(logits, count, v, hyperbolic(v / decoder->logits_cap) * decoder->logits_cap);
 }
 
-static float *floats(int64_t count) {
-    return aligned_alloc(64, (size_t)(count + 63) / 64 * 64 * sizeof(float));
-}
-
 /* Computes a step. Returns 0, -1 if memory is exhausted, or -2 if an id has no embedding. */
 __attribute__((visibility("default"))) int decoder_forward(const Decoder *decoder, const Step *step) {
-    int64_t wide = 0, narrow = 0, longest = 0, tokens = step->num_tokens;
-    for (int64_t t = 0; t < tokens; t++)
-        longest = most(longest, step->positions[t] + 1);
-    for (int64_t i = 0; i < decoder->num_layers; i++) {
-        const Layer *layer = decoder->layers + i;
-        wide = most(wide, most(layer->qkv.out, layer->gate_up.out));
-        narrow = most(narrow, most(layer->output.in, layer->down.in));
-    }
-    int64_t hidden = decoder->hidden;
-    int64_t runs = (tokens * 2 + 64) / 64 * 64; /* In floats; an int64_t takes two. */
-    int64_t scores = score_floats(step->threads, longest);
-    float *all = floats(runs + tokens * (3 * hidden + wide + narrow) + scores + 6 * 64);
-    if (!all)
-        return -1;
     Buffers b;
-    b.runs = (int64_t *)all;
-    b.num_runs = find_runs(step, b.runs);
-    b.hidden = all + runs;
-    b.x = b.hidden + tokens * hidden;
-    b.y = b.x + tokens * hidden;
-    b.wide = b.y + tokens * hidden;
-    b.narrow = b.wide + tokens * wide;
-    b.scores = b.narrow + tokens * narrow;
+    if (!allocate(decoder, step, &b))
+        return -1;
     if (!embed(decoder, step, b.hidden)) {
-        free(all);
+        free(b.runs);
         return -2;
     }
+    int64_t hidden = decoder->hidden;
+    b.num_runs = find_runs(step, b.runs);
     threads_begin(step->threads);
     for (int64_t i = 0; i < decoder->num_layers; i++)
-        layer_forward(decoder, decoder->layers + i, step, &b, longest);
+        layer_forward(decoder, decoder->layers + i, step, &b);
     for (int64_t r = 0; r < step->num_rows; r++) {
         const float *from = b.hidden + step->rows[r] * hidden;
         if (decoder->norm.gain)
@@ -199,6 +208,6 @@ __attribute__((visibility("default"))) int decoder_forward(const Decoder *decode
     if (step->num_rows)
         head(decoder, b.x, step->num_rows, step->logits);
     threads_end();
-    free(all);
+    free(b.runs);
     return 0;
 }
