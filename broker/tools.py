@@ -235,7 +235,10 @@ class Tools:
             shown = ", ".join(names[:MAX_SHOWN]) + (", …" if names[MAX_SHOWN:] else "")
             raise RequestError(
                 Code.NO_WORKER,
-                f"no worker serves the tool {tool!r}; served are: {shown or 'no tools'}",
+                f"no worker serves the tool {tool!r}; served are: {shown}"
+                if names
+                else f"no worker serves the tool {tool!r}, because no tool worker is running; start "
+                "one with: tokenbus tool serve FILE",
             )
         return serving
 
