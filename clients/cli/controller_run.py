@@ -41,9 +41,12 @@ def try_controller(args: argparse.Namespace, settings: Settings) -> int:
         if name in options:
             raise FileFault(f"--set {name} is not valid here; use the argument of run, and --arg")
     wasm = read_module(Path(args.program)) if is_file(args.program) else None
+    is_script = wasm is not None and wasm.startswith(SCRIPT_MARK)
     options["controller"] = args.program
     if args.arg is not None:
         options["controller_arg"] = text_or_file("--arg", args.arg)
+        if is_script:
+            _report_text(options["controller_arg"])
     with ExitStack() as stack:
         named = args.front is not None or settings.front != Settings().front
         if named or broker_answers(settings):
@@ -64,9 +67,24 @@ def try_controller(args: argparse.Namespace, settings: Settings) -> int:
             shown.end()
             return report(_with_suffixes(error, args.program))
         shown.end()
-        if wasm is not None and wasm.startswith(SCRIPT_MARK):
+        if is_script:
             _report_unfinished(stream)
         return exit_code(stream.sequences)
+
+
+def _report_text(arg: str) -> None:
+    """Reports an argument of a script that may be meant as a JSON object but is not valid JSON on
+    stderr, because the script gets this argument as text."""
+    if not arg.lstrip().startswith("{"):
+        return
+    try:
+        msgspec.json.decode(arg)
+    except msgspec.MsgspecError as error:
+        print(
+            f"tokenbus: --arg begins like a JSON object but is not JSON ({error}), so the script "
+            "gets a text",
+            file=sys.stderr,
+        )
 
 
 def _report_unfinished(stream: Stream) -> None:

@@ -42,6 +42,8 @@ class Texts:
         self._notices = notices
         self._live = LiveText()
         self._dialogue = Dialogue(stream, with_inputs=with_inputs)
+        self._line_begun = False
+        """Whether the last printed line has not ended."""
 
     def follow(self) -> None:
         """Reads the stream to its end."""
@@ -50,9 +52,11 @@ class Texts:
             sequences = self._stream.sequences
             if len(sequences) == 1:
                 self._live.show(entry, sequences[0])
+                if entry.text or entry.backtrack:
+                    self._line_begun = sequences[0].text[-1:] not in ("", "\n")
             if entry.messages or entry.waiting:
-                line_begun = len(sequences) == 1 and sequences[0].text[-1:] not in ("", "\n")
-                self._dialogue.show(entry, line_begun)
+                self._dialogue.show(entry, self._line_begun)
+                self._line_begun = self._line_begun and not entry.messages
 
     def end(self) -> None:
         """Prints the texts of several sequences, and the logs. Called even after an error."""

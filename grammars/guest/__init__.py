@@ -17,5 +17,8 @@ from importlib.resources import files
 
 
 def wasm() -> bytes:
-    """The compiled guest."""
-    return (files(__name__) / "grammar.wasm").read_bytes()
+    """The compiled guest; raises FileNotFoundError if it is not compiled."""
+    file = files(__name__) / "grammar.wasm"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is not compiled; run make install in the checkout")
+    return file.read_bytes()

@@ -197,6 +197,18 @@ def test_an_unknown_tool_is_refused_with_the_names_that_are_served(bench: ToolBe
     )
 
 
+def test_a_call_without_a_tool_worker_is_refused_with_the_command(bench: ToolBench) -> None:
+    request = bench.begun()
+    for worker in ("t1", "t2"):
+        bench.sent += bench.broker.on_gone(Side.BACK, peer_of(worker), bench.now)
+    bench.call(request, "nope")
+    [answer] = bench.answers()
+    assert answer.error == (
+        "no worker serves the tool 'nope', because no tool worker is running; start one with: "
+        "tokenbus tool serve FILE"
+    )
+
+
 def test_one_client_leaves_places_for_others(bench: ToolBench) -> None:
     """The workers have six places. A client may use at most as many places as are still free."""
     request = bench.begun()

@@ -313,6 +313,29 @@ def test_one_sequence_that_fails_makes_the_exit_code_of_a_program(
     assert line.endswith("embedded takes at most 1024 [prompt_too_long]")
 
 
+def test_an_argument_that_is_almost_json_is_reported(steered: Bus, tmp_path: Path) -> None:
+    script = tmp_path / "shows.py"
+    script.write_text("async def main(ctx):\n    print(ctx.arg)\n")
+    wrong = tokenbus(steered, "run", str(script), "--arg", '{"n": 1')
+    assert wrong.stderr.startswith("tokenbus: --arg begins like a JSON object but is not JSON (")
+    assert wrong.stderr.endswith('--- log of 0\n{"n": 1\n')
+    right = tokenbus(steered, "run", str(script), "--arg", '{"n": 1}')
+    assert right.stderr == "--- log of 0\n{'n': 1}\n"
+
+
+def test_a_message_after_a_fork_begins_a_line(steered: Bus, tmp_path: Path) -> None:
+    script = tmp_path / "forks.py"
+    script.write_text("""
+async def main(ctx):
+    await ctx.fixed("one line")
+    if await ctx.fork(2):
+        await ctx.stop()
+    ctx.send("two")
+    await ctx.fixed("!")
+""")
+    assert tokenbus(steered, "run", str(script)).stderr == "\n--- message of 0\ntwo\n"
+
+
 @pytest.mark.process
 def test_an_address_without_a_broker_is_reported_with_an_exit_code() -> None:
     address = "tcp://127.0.0.1:9"

@@ -6,9 +6,10 @@ another sequence of the request has written a variable, has finished or has run 
 the last pre_process of the suspended sequence began. A sequence that waits for a variable
 (``ctx.wait_var``) is not woken by changes other than a write of this variable. If all sequences are
 suspended and no sequence is woken in this way, all are woken 10 ms or more later (``IdleGroups``).
-After ``Limits.idle_wakes`` such wake-ups in a row, the request ends with `deadlock`. Only an input
-wakes a sequence that waits for an input. While a sequence waits for an input or for the answer of a
-tool, no sequence of the request is woken by time.
+After ``Limits.idle_wakes`` such wake-ups in a row, or one if all sequences wait for variables, the
+request ends with `deadlock`. Only an input wakes a sequence that waits for an input. While a
+sequence waits for an input or for the answer of a tool, no sequence of the request is woken by
+time.
 """
 
 from __future__ import annotations
@@ -304,12 +305,8 @@ class SequenceGroup:
             waiting = [s for s in self._sequences.values() if s.stage is Stage.SUSPENDED]
             if not idle or self._closed or len(waiting) != len(self._sequences):
                 return [], []
-            if self._idle_wakes >= self._limits.idle_wakes:
-                text = (
-                    "deadlock: every sequence of the request is suspended; they were woken "
-                    f"{self._idle_wakes} times in a row, and all suspended again"
-                )
-                return [], [self._error_result(s, Code.DEADLOCK, text) for s in waiting]
+            if deadlock := self._deadlock(waiting):
+                return [], [self._error_result(s, Code.DEADLOCK, deadlock) for s in waiting]
             self._idle_wakes += 1
             for sequence in waiting:
                 sequence.stage = Stage.RUNNING
@@ -427,6 +424,25 @@ class SequenceGroup:
         awaits |= self.tools is not None and self.tools.waits
         self._idle = len(waiting) == len(self._sequences) and not awaits
         return [], []
+
+    def _deadlock(self, waiting: Sequence[ControlledSequence]) -> str:
+        """Why the suspended sequences, which are all sequences of the request, are in a deadlock;
+        empty if they are woken again.
+
+        Sequences that all wait for variables are woken once, and so read the variables again.
+        """
+        if self._idle_wakes and all(s.variables.awaits_write for s in waiting):
+            names = sorted({repr(s.variables.awaited_name) for s in waiting})
+            return (
+                "deadlock: every sequence of the request that is left waits for a variable "
+                f"({', '.join(names)}), so no sequence can write it"
+            )
+        if self._idle_wakes < self._limits.idle_wakes:
+            return ""
+        return (
+            "deadlock: every sequence of the request is suspended; they were woken "
+            f"{self._idle_wakes} times in a row, and all suspended again"
+        )
 
     def _awaits_input(self, sequence: ControlledSequence) -> bool:
         """Whether a suspended sequence waits for an input: its last ``receive`` found no input, and

@@ -238,6 +238,12 @@ class SequenceVariables:
         return stored if found else None
 
     @property
+    def awaited_name(self) -> str:
+        """The name of the variable that the last ``await_write`` of this round did not find;
+        otherwise empty."""
+        return self._awaited_variable[0] if self._awaited_variable else ""
+
+    @property
     def awaits_write(self) -> bool:
         """Whether the last ``await_write`` of this round did not find its version, and no sequence
         has written this version."""

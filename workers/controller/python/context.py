@@ -140,7 +140,7 @@ class Context:
             try:
                 allowed = TokenSet(self._host.vocabulary.size, allow)
             except (TypeError, ValueError) as error:
-                raise _wrong(f"gen(allow=…): {error}") from None
+                raise _wrong(f"gen(allow=…): {error}; expected ids of tokens") from None
         schema = json_schema
         if isinstance(json_schema, dict):
             schema = json.dumps(json_schema)

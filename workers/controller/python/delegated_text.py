@@ -19,6 +19,8 @@ from .transcript import Question
 
 KINDS = ("regex", "choice", "json_schema", "lark", "yacc", "substring")
 """The constraints of ``gen``. A text has at most one of them."""
+TEXTS = ("regex", "lark", "yacc", "substring")
+"""The constraints whose arguments are texts."""
 
 
 class Delegated(Operation):
@@ -62,12 +64,16 @@ def text_of_options(options: dict[str, Any], place: str = "") -> Generate:
     if most is not None and (not isinstance(most, int) or most < 1):
         raise _wrong(f"gen(max_tokens={most!r}); expected a number, at least 1")
     unknown = [name for name in given if name not in KINDS]
-    if unknown or len(given) > 1:
-        right = f"one of {', '.join(KINDS)}, and stop_at, max_tokens, allow, bias"
-        raise _wrong(f"gen({', '.join(given)}); expected {right}")
+    if unknown:
+        known = ", ".join((*KINDS, "allow", "stop_at", "max_tokens", "bias", "substring_end"))
+        raise _wrong(f"gen({unknown[0]}) is unknown; expected {known}")
+    if len(given) > 1:
+        raise _wrong(f"gen({', '.join(given)}): only one of these is allowed at a time")
     if end is not None and "substring" not in given:
         raise _wrong("gen(substring_end=…) without substring; expected both")
     for kind, value in given.items():
+        if kind in TEXTS and not isinstance(value, str):
+            raise _wrong(f"gen({kind}={value!r}); expected text")
         if kind == "substring" and end is not None:
             kind, value = "combination", {"sequence": [{"substring": value}, end]}
         elif kind == "substring":

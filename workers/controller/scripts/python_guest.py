@@ -180,9 +180,9 @@ class PythonContext(Context):
         value: Any = None
         try:
             if name == "gen":
-                value = await self._generate(**named)
+                value = await self._generate(*given, **named)
             elif name == "fixed":
-                await self.fixed(self._short(given[0]), *given[1:], **named)
+                await self.fixed(self._short("fixed", given[0]), *given[1:], **named)
             elif name in STEPS:
                 value = await self._step(name, *given)
             elif name == "score":
@@ -190,7 +190,7 @@ class PythonContext(Context):
             elif name == "spawn":
                 [prompt] = given
                 value = await self.spawn(
-                    prompt if isinstance(prompt, list) else self._short(prompt)
+                    prompt if isinstance(prompt, list) else self._short("spawn", prompt)
                 )
             elif name == "call":
                 value = (await self._call(given[0], named)).decode()
@@ -224,7 +224,7 @@ class PythonContext(Context):
             case "eos":
                 return vocabulary.eos
             case "tokenize":
-                text = self._short(given[0])
+                text = self._short("tokenize", given[0])
                 return vocabulary.tokenize(text.encode() if isinstance(text, str) else text)
             case "detokenize":
                 return self._text(given[0])
@@ -264,13 +264,13 @@ class PythonContext(Context):
         """Answers ``score``."""
         texts = candidates if isinstance(candidates, list) else [candidates]
         data = [t.encode() if isinstance(t, str) else t for t in texts]
-        self._short(b"".join(each for each in data if isinstance(each, bytes)))
+        self._short("score", b"".join(each for each in data if isinstance(each, bytes)))
         return await self.score(candidates, **named)
 
-    def _short(self, text: Any) -> Any:
-        """A text to tokenize; raises ControllerError if it is too long for a round."""
+    def _short(self, call: str, text: Any) -> Any:
+        """A text to tokenize in a call; raises ControllerError if it is too long for a round."""
         if not isinstance(text, str | bytes):
-            raise _wrong(f"tokens of {text!r}; expected text or bytes")
+            raise _wrong(f"{call}(text) with {text!r}; expected text or bytes")
         size = len(text.encode() if isinstance(text, str) else text)
         most = self.limits.max_text(self.limits.round_s)
         if size > most:
@@ -279,8 +279,10 @@ class PythonContext(Context):
             )
         return text
 
-    async def _generate(self, **given: Any) -> str:
+    async def _generate(self, *unnamed: Any, **given: Any) -> str:
         """Answers ``gen``: the worker generates a text and applies its constraint."""
+        if unnamed:
+            raise _wrong(f"gen({unnamed[0]!r}) has no name; expected an option such as regex=…")
         if given.get("allow") is not None:
             return await self.gen(**given)
         options = {key: value for key, value in given.items() if value is not None}

@@ -135,6 +135,10 @@ def test_a_class_makes_the_four_calls() -> None:
         (main("await ctx.gen({regex: '['});"), r"line 2: Error: gen\(regex\)"),
         (main("await ctx.gen({regx: 'a'});"), r"line 2: TypeError: gen\(\{regx\}\) is unknown"),
         (main("await ctx.gen({regex: 'a', choice: ['b']});"), "only one of these"),
+        (main("await ctx.gen('a');"), r'gen\("a"\); expected an object such as'),
+        (main("await ctx.gen({substring: 5});"), r"gen\(\{substring: 5\}\); expected text"),
+        (main("await ctx.gen({maxTokens: '5'});"), r'maxTokens\}\) with "5"; expected a number'),
+        (main("ctx.vars.set('x', 5);"), r'variable "x" was set to 5; expected text or bytes'),
         (main("ctx.fixed('a');\nawait ctx.fixed('b');"), "line 3: Error: fixed: .* await"),
         (main("await new Promise(() => 0);"), "never happens"),
         (main("throw 'x';"), "the script threw x"),
@@ -191,3 +195,14 @@ def test_hostile_scripts_end_by_the_limits(script: str) -> None:
         except TokenbusError:
             return
     assert run.errors
+
+
+def test_the_log_shows_the_value_of_a_variable_and_the_size_of_a_set() -> None:
+    script = main(
+        """ctx.log(ctx.vars.set('x', 'one'), ctx.vars.read('x'));
+        const set = ctx.tokenSet((bytes) => bytes.decode() === 'a');
+        ctx.log(set.numSet(), set);"""
+    )
+    first, second = play(script).logs[0].splitlines()
+    assert first == '{"ok":true,"version":1} {"version":1,"value":"one"}'
+    assert re.fullmatch(r'1 "TokenSet\(1 of \d+ tokens\)"', second)

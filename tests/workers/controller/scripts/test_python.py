@@ -241,7 +241,18 @@ def test_a_script_that_is_served_can_be_uploaded_too() -> None:
     ("script", "error"),
     [
         (main("await ctx.fixed('a')", "nothing()"), "line 3: NameError"),
-        (main("await ctx.gen(regx='a')"), r"line 2: ControllerError: gen\(regx\)"),
+        (
+            main("await ctx.gen(choice=['a'], regx='a')"),
+            r"line 2: ControllerError: gen\(regx\) is unknown; expected regex, choice, .*, bias",
+        ),
+        (main("await ctx.gen('a')"), r"gen\('a'\) has no name; expected an option such as"),
+        (main("await ctx.gen(regex='a', choice=['b'])"), r"\(regex, choice\): only one of these"),
+        (main("await ctx.gen(regex=5)"), r"gen\(regex=5\); expected text"),
+        (main("await ctx.gen(substring=5)"), r"gen\(substring=5\); expected text"),
+        (main("await ctx.gen(allow=['a'])"), r"gen\(allow=…\): .*; expected ids of tokens"),
+        (main("await ctx.fixed(5)"), r"fixed\(text\) with 5; expected text or bytes"),
+        ("class Main:\n    pass", r"not a controller; expected class Main\(Controller\)"),
+        ("# Controller\nclass Main:\n    pass", r"expected class Main\(Controller\)"),
         (main("await ctx.gen(regex='[')"), r"gen\(regex\): regex: unterminated"),
         (main("ctx.missing()"), "line 2: AttributeError"),
         ("x = 1", "does not define async def main"),
@@ -421,3 +432,11 @@ def test_a_fork_that_fails_in_a_text_frees_the_copy_of_the_script() -> None:
     assert failure.tb is not None
     assert threading.active_count() == threads
     controller.close()
+
+
+def test_the_log_shows_a_variable_and_a_write() -> None:
+    run = play(main("ctx.log(ctx.vars.set('x', 'one'))", "ctx.log(ctx.vars.read('x'))"))
+    assert run.logs[0].splitlines() == [
+        "Written(ok=True, version=1, value=b'')",
+        "Stored(version=1, value=b'one')",
+    ]

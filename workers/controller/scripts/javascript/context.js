@@ -11,9 +11,12 @@ function show(value) {
   }
 }
 
+// Shows an argument in an error, where a text has quotation marks.
+function quote(value) { return typeof value === "string" ? JSON.stringify(value) : show(value); }
+
 function whole(what, value, least = 1) {
   if (!Number.isInteger(value) || value < least)
-    throw new TypeError(`${what} with ${show(value)}; expected a number, at least ${least}`);
+    throw new TypeError(`${what} with ${quote(value)}; expected a number, at least ${least}`);
   return value;
 }
 
@@ -38,6 +41,7 @@ class TokenSet {
     if (value && this.length & 31) this.words[this.words.length - 1] = (1 << (this.length & 31)) - 1;
     return this;
   }
+  toJSON() { return `TokenSet(${this.numSet()} of ${this.length} tokens)`; }
   numSet() {
     let count = 0;
     for (let word of this.words) for (; word; word &= word - 1) count++;
@@ -101,13 +105,15 @@ const CONSTRAINTS = {
   jsonSchema: (value) => typeof value === "string" ? value : JSON.stringify(value),
   lark: (value) => value,
   yacc: (value) => value,
-  substring: (value) => JSON.stringify({ text: value }),
+  substring: (value) => typeof value === "string" ? JSON.stringify({ text: value }) : value,
 };
 const ALIASES = { json_schema: "jsonSchema", stop_at: "stopAt", max_tokens: "maxTokens",
                   options: "choice", substring_end: "substringEnd", store_var: "storeVar" };
 const OPTIONS = ["allow", "bias", "stopAt", "maxTokens", "storeVar", "substringEnd"];
 
 function generation(given) {
+  if (typeof given !== "object" || given === null)
+    throw new TypeError(`gen(${quote(given)}); expected an object such as {maxTokens: 5}`);
   const options = {};
   for (const [name, value] of Object.entries(given)) {
     const known = ALIASES[name] || name;
@@ -156,6 +162,7 @@ const ROLES = ["unk", "pad", "sep", "bos", "eos", "cls", "mask", "turn_start", "
 // Bytes with AICI's method decode().
 class Bytes extends Uint8Array {
   decode() { return host.decode(this); }
+  toJSON() { return this.decode(); }
 }
 
 const vars = {
@@ -173,6 +180,8 @@ const vars = {
 };
 
 function written(name, value, append, when) {
+  if (typeof value !== "string" && !ArrayBuffer.isView(value) && !(value instanceof ArrayBuffer))
+    throw new TypeError(`variable ${quote(name)} was set to ${show(value)}; expected text or bytes`);
   const [ok, version] = host.varWrite(String(name), value, append, when);
   return { ok, version };
 }

@@ -2,7 +2,7 @@
 
     tokenbus controller run repair.py --max-tokens 500 --temperature 0.8 \
         --prompt $'A trip to Oslo\n' \
-        --arg '{"fields": {"from": "[0-3][0-9] May", "to": "[0-3][0-9] May"}, "validator": "trip"}'
+        --arg '{"fields": {"start": "[0-9]+ May", "end": "[0-9]+ May"}, "validator": "trip"}'
 
 The argument is a JSON object:
 
