@@ -44,13 +44,13 @@ image:
 demo: install
 	@$(PY) -m tokenbus.clients.demo
 
-# There is one test process more than cores, because tests of whole systems mostly wait. Each process
+# There are two test processes more than cores, because tests of whole systems mostly wait. Each process
 # needs 3 GiB of memory. A process without tests takes over tests of another process.
 # make test ARGS='-k name' passes arguments to pytest. ARGS='-n 0' runs all tests in one process.
 define processes
 import os
 memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-print(max(1, min(4, os.cpu_count() + 1, memory // (3 << 30))))
+print(max(1, min(4, os.cpu_count() + 2, memory // (3 << 30))))
 endef
 export processes
 PYTEST := $(PY) -m pytest -n $$($(PYTHON) -c "$$processes") --dist worksteal --durations 20
