@@ -1,10 +1,11 @@
 """Compares the sampling of rollouts with llama.cpp's server: the groups of ``rollouts.py``, without
 updates and without kills.
 
-Both sides have the embedded model, one process with two threads, and 64 rollouts at a time, each
-with the log-probability of each token. Here, a group is one request over the bus. At llama.cpp's
-server, it is a request for each sample, because the server's ``n`` computes the prompt for each
-sample too. The sides run one after another; the figure is the median over the rounds of the ratio.
+Both sides have the embedded model, one process with two threads, and 64 rollouts at a time. Here, a
+group is one request over the bus, with the log-probability of each token. At llama.cpp's server, a
+group is a request for each sample. This server runs with log-probabilities, which a trainer needs,
+and without, because its log-probabilities are slow. The sides run one after another; a figure is
+the median over the rounds of the ratio.
 """
 
 from __future__ import annotations
@@ -48,14 +49,17 @@ def on_bus(client: AsyncClient) -> Sample:
     return sample
 
 
-def at_llamacpp(http: Http) -> Sample:
+def at_llamacpp(http: Http, logprobs: bool) -> Sample:
     """Samples at llama.cpp's server."""
 
     async def one(prompt: list[int], seed: int) -> None:
         body: dict[str, Any] = {"prompt": prompt, "n_predict": NEW, "temperature": 1.0}
-        body |= {"samplers": ["temperature"], "n_probs": 1, "ignore_eos": True, "seed": seed}
-        answer = await http.post("/completion", body | {"return_tokens": True})
+        body |= {"samplers": ["temperature"], "ignore_eos": True, "seed": seed}
+        answer = await http.post(
+            "/completion", body | {"n_probs": int(logprobs), "return_tokens": True}
+        )
         assert len(answer["tokens"]) == NEW
+        assert len(answer.get("completion_probabilities", ())) == NEW * logprobs
 
     async def sample(prompt: list[int], seed: int) -> None:
         await asyncio.gather(*(one(prompt, SAMPLES * seed + i) for i in range(SAMPLES)))
@@ -77,16 +81,18 @@ async def tokens_per_s(sample: Sample, prompts: list[list[int]], each: int) -> f
 
 async def measure(
     system: System, peer: LlamaServer, prompts: list[list[int]], quick: bool
-) -> list[tuple[float, float]]:
-    """The tokens per second of both sides, for each round."""
+) -> list[tuple[float, ...]]:
+    """The tokens per second of each round: over the bus, and at llama.cpp's server with and without
+    log-probabilities."""
     each, rounds = (2, 2) if quick else (EACH, ROUNDS)
     found = []
     async with AsyncClient(system.front, patience_s=PATIENCE_S) as client:
-        sides = on_bus(client), at_llamacpp(Http(peer.address))
+        http = Http(peer.address)
+        sides = on_bus(client), at_llamacpp(http, True), at_llamacpp(http, False)
         for number in range(-1, rounds):
-            ours, theirs = [await tokens_per_s(side, prompts, each) for side in sides]
+            speeds = [await tokens_per_s(side, prompts, each) for side in sides]
             if number >= 0:  # The first runs fill caches.
-                found.append((ours, theirs))
+                found.append(tuple(speeds))
     return found
 
 
@@ -108,11 +114,14 @@ def main() -> None:
         ):
             system.wait(PATIENCE_S)
             peer.wait()
-            pairs = asyncio.run(measure(system, peer, prompts, given.quick))
+            rounds = asyncio.run(measure(system, peer, prompts, given.quick))
+    bus, llamacpp, plain = [statistics.median(speeds) for speeds in zip(*rounds, strict=True)]
     results = {
-        "rollouts_vs_llamacpp": statistics.median(ours / theirs for ours, theirs in pairs),
-        "tokens_per_s": statistics.median(ours for ours, _ in pairs),
-        "llamacpp_tokens_per_s": statistics.median(theirs for _, theirs in pairs),
+        "rollouts_vs_llamacpp": statistics.median(ours / theirs for ours, theirs, _ in rounds),
+        "vs_llamacpp_without_logprobs": statistics.median(a / b for a, _, b in rounds),
+        "tokens_per_s": bus,
+        "llamacpp_tokens_per_s": llamacpp,
+        "llamacpp_without_logprobs_tokens_per_s": plain,
     }
     report(results, {"rollouts_vs_llamacpp": "at least 1.3"}, given.json)
 

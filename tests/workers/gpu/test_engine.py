@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from msgspec import UNSET
+from msgspec import UNSET, convert
 from tokenbus.protocol.errors import Code, RequestError
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig, TokenOutput
@@ -124,6 +124,24 @@ def test_a_client_with_all_slots_gives_one_to_another_client(
     for number, prompt in enumerate(prompts):
         wanted, got = tokens(alone, number), tokens(outputs, number)
         assert shapes.same_tokens(embedded.model, prompt, wanted, got)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_bias", {5: float("nan")}),
+        ("presence_penalty", float("nan")),
+        ("frequency_penalty", float("nan")),
+    ],
+)
+def test_a_parameter_that_is_not_a_number_is_refused(
+    engine: Engine, field: str, value: object
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        engine.add(1, [5, 6], convert({field: value}, Sampling))
+    assert (caught.value.code, caught.value.path) == (Code.INVALID_FIELD, f"$.{field}")
+    assert caught.value.message == f"{field} has the value NaN; expected a number"
+    assert not engine.has_requests
 
 
 def test_a_prefix_that_was_seen_is_not_computed_again(engine: Engine) -> None:

@@ -3,6 +3,7 @@ begins."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
@@ -64,13 +65,7 @@ class Intake:
                 "this model has no tokenizer, so it cannot return text or stop at a string",
                 path="$.text" if text else "$.stop",
             )
-        if sampling.min_tokens > sampling.max_tokens:
-            raise RequestError(
-                Code.INVALID_FIELD,
-                f"min_tokens is {sampling.min_tokens}; expected at most max_tokens, which is "
-                f"{sampling.max_tokens}",
-                path="$.min_tokens",
-            )
+        _check_numbers(sampling)
         # As in vLLM, ``min_tokens`` also excludes end-of-sequence tokens if ``ignore_eos`` is set.
         # A request with a controller always has ``ignore_eos`` here, because its controller ends a
         # sequence at these tokens.
@@ -250,3 +245,24 @@ class Intake:
                 path=path,
             )
         self.check_tokens(prompt, path)
+
+
+def _check_numbers(sampling: Sampling) -> None:
+    """Raises RequestError if ``min_tokens`` is above ``max_tokens``, or if a bias or a penalty is
+    NaN."""
+    if sampling.min_tokens > sampling.max_tokens:
+        raise RequestError(
+            Code.INVALID_FIELD,
+            f"min_tokens is {sampling.min_tokens}; expected at most max_tokens, which is "
+            f"{sampling.max_tokens}",
+            path="$.min_tokens",
+        )
+    added = {
+        "logit_bias": [*sampling.logit_bias.values()],
+        "presence_penalty": [sampling.presence_penalty],
+        "frequency_penalty": [sampling.frequency_penalty],
+    }
+    for name, numbers in added.items():
+        if any(map(math.isnan, numbers)):
+            text = f"{name} has the value NaN; expected a number"
+            raise RequestError(Code.INVALID_FIELD, text, path=f"$.{name}")
