@@ -3,9 +3,9 @@ updates and without kills.
 
 Both sides have the embedded model, one process with two threads, and 64 rollouts at a time. Here, a
 group is one request over the bus, with the log-probability of each token. At llama.cpp's server, a
-group is a request for each sample. This server runs with log-probabilities, which a trainer needs,
-and without, because its log-probabilities are slow. The sides run one after another; a figure is
-the median over the rounds of the ratio.
+group is a request for each sample. This server is measured with log-probabilities, which a trainer
+needs, and without. The sides run one after another; a figure is the median over the rounds of the
+ratio.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tokenbus.workers.gpu.model.loader import load_model
 
 CONTEXT = 128
 """Maximum number of tokens of a slot of llama.cpp's server."""
-EACH = 12
+EACH = 4
 """Number of groups that each of the ``GROUPS`` tasks samples in a round, one after another."""
 ROUNDS = 5
 
