@@ -13,7 +13,7 @@ from tokenbus.protocol.header import Flag
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu import worker as worker_module
 from tokenbus.workers.gpu.engine.engine import EngineConfig
-from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.loader import LoadedModel, load_model, wrap_model
 from tokenbus.workers.gpu.model.transformers.backend import compiled_model
 from torch import _dynamo as dynamo
 
@@ -38,9 +38,15 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture(scope="module")
 def embedded() -> Iterator[LoadedModel]:
+    """The embedded model with two of its six layers, because the compiler repeats its work for each
+    layer."""
+    whole = load_model("embedded")
+    whole.model.model.layers = whole.model.model.layers[:2]
+    whole.model.config.num_hidden_layers = 2
+    loaded = wrap_model("embedded", whole.model, whole.tokenizer)
     # Without this setting, a function that was compiled too often would run uncompiled.
     with one_thread(), dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        yield load_model("embedded")
+        yield loaded
 
 
 def make(embedded: LoadedModel, compiled: bool, **config: Any) -> RecordingEngine:
@@ -84,7 +90,7 @@ def test_everything_at_once_gives_the_same(embedded: LoadedModel, overlap: bool)
     sizes: dict[str, Any] = {
         "max_num_seqs": 9,
         "max_num_batched_tokens": 40,
-        "kv_cache_bytes": 2**20,
+        "kv_cache_bytes": 2**18,
     }
     plain = loaded_with_everything(make(embedded, compiled=False, **sizes))
     engine = make(embedded, compiled=True, overlap=overlap, **sizes)
