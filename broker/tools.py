@@ -233,8 +233,10 @@ class Tools:
         if not serving:
             names = sorted({name for w in workers for name in w.tools})
             shown = ", ".join(names[:MAX_SHOWN]) + (", …" if names[MAX_SHOWN:] else "")
-            why = "because no tool worker is running; start one with: tokenbus tool serve FILE"
-            why = f"; served are: {shown}" if names else f", {why}"
+            without = (
+                ", because no tool worker is running; start one with: tokenbus tool serve FILE"
+            )
+            why = f"; served are: {shown}" if names else without
             raise RequestError(Code.NO_WORKER, f"no worker serves the tool {tool!r}{why}")
         return serving
 
