@@ -84,7 +84,8 @@ def _ask(what: Question, name: str = "", value: bytes = b"", number: int | None 
     asked = messages.encode_checked(Asked(_this_thread.handle, what, name, value, number))
     with question():
         channel.send(asked)
-        told = messages.decode_to_guest(channel.receive())
+        answer = channel.receive()
+    told = messages.decode_to_guest(answer)
     if not isinstance(told, Told):
         raise ChannelClosed("the worker did not answer the question of a guest")
     if told.error is not None:
@@ -364,7 +365,7 @@ def _decide(seated: _Seated, rooms: tuple[memoryview, memoryview], outcome: Outc
     controller = seated.controller
     answer = controller.pre_process()
     pre = PreAnswer(int(answer.action), answer.count, list(answer.tokens))
-    if answer.action is not Action.CONTINUE:
+    if answer.action is not Action.CONTINUE:  # The usual answer has no values of the script.
         messages.encode_checked(pre)
     outcome.pre = pre
     alone = answer.action is Action.FORK and answer.count == 1
