@@ -237,9 +237,7 @@ def test_an_attach_beyond_the_reported_entries_waits_for_a_worker_that_has_them(
     assert client.ends == {call: None}
 
 
-def test_a_worker_that_lost_the_stream_by_a_move_does_not_get_it_back_even_with_more_entries() -> (
-    None
-):
+def test_a_worker_does_not_get_a_moved_stream_back_even_with_more_entries() -> None:
     """In the earlier copy, the entries of several sequences may be in another order. So the number
     of entries that the client has received does not apply to this copy."""
     for first in ("gpu", "stale"):
