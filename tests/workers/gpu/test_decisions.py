@@ -213,7 +213,8 @@ def test_a_decision_that_never_arrives_ends_its_sequence_alone(
     )
 
 
-def test_a_decision_that_arrives_after_its_sequence_has_ended_has_no_effect(bench: Bench) -> None:
+def end_undecided(bench: Bench) -> None:
+    """Forks request 1, whose sequence 0 then ends because its decision does not arrive in time."""
     bench.add(1, PROMPT, GREEDY)
     bench.starts.clear()
     update = StepSequence(1, 0, [])
@@ -223,7 +224,12 @@ def test_a_decision_that_arrives_after_its_sequence_has_ended_has_no_effect(benc
     bench.send(sample(update, 1))
     bench.step()
     assert ends(bench, 1) == [(0, "error", "controller_failed")]
-    bench.send(sample(update), *(sample(update) for update in bench.updates if update.seq == 1))
+
+
+def test_a_decision_that_arrives_after_its_sequence_has_ended_has_no_effect(bench: Bench) -> None:
+    end_undecided(bench)
+    late = sample(StepSequence(1, 0, []))
+    bench.send(late, *(sample(update) for update in bench.updates if update.seq == 1))
     bench.updates.clear()
     bench.step()
     assert StepSequence(1, 0, [], "error") in bench.updates
@@ -238,15 +244,7 @@ def test_a_controller_that_waits_after_its_sequence_has_ended_receives_the_end(
 ) -> None:
     """Otherwise the controller would wait until the whole request ends, and no sequence of the
     request would be woken by time."""
-    bench.add(1, PROMPT, GREEDY)
-    bench.starts.clear()
-    update = StepSequence(1, 0, [])
-    bench.send(StepResult(1, 0, "fork", children=[1]), sample(update, 1))
-    bench.step()
-    bench.now += LATER_S
-    bench.send(sample(update, 1))
-    bench.step()
-    assert ends(bench, 1) == [(0, "error", "controller_failed")]
+    end_undecided(bench)
     bench.updates = [one for one in bench.updates if one.seq == 1]
     before = len(bench.steps)
     texts = [[5]] if action == "score" else []
