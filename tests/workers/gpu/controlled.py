@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections import deque
 from functools import cache
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -21,7 +20,6 @@ from tokenbus.workers.controller.pending_result import attach
 from tokenbus.workers.controller.python import PythonProgram
 from tokenbus.workers.controller.sequence_group import Round, SequenceGroup
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
-from tokenbus.workers.gpu.model.loader import LoadedModel
 from tokenbus.workers.machine import machine_id
 from tokenbus.workers.state.variables import VariableStorage
 
@@ -157,19 +155,11 @@ class Controllers:
 
 
 class Workers:
-    """A GPU worker and a controller worker, which run in turn. ``how``: further arguments of
-    ``Controllers``."""
+    """A GPU worker, which ``loop`` runs, and a controller worker, which run in turn. ``how``:
+    further arguments of ``Controllers``."""
 
-    def __init__(
-        self,
-        folder: Path,
-        loaded: LoadedModel,
-        storage: VariableStorage,
-        rng: Random,
-        overlap: bool,
-        **how: Any,
-    ) -> None:
-        self.loop = Loop(folder, loaded, overlap=overlap)
+    def __init__(self, loop: Loop, storage: VariableStorage, rng: Random, **how: Any) -> None:
+        self.loop = loop
         self._with, self._how = (storage, rng), how
         self.controllers = Controllers(self.loop, *self._with, **how)
 

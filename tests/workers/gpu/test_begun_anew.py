@@ -24,6 +24,7 @@ from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 from tokenbus.workers.state.durable import DurableVariables
 from tokenbus.workers.state.variables import VariableStorage
 
+from ...worlds.gpu_worker_loop import Loop
 from .controlled import Workers, check_nothing_is_left
 from .moved import give, merged, same_entries
 from .moved import transcript as transcript_of
@@ -106,7 +107,8 @@ class Spawning(Workers):
         storage: VariableStorage,
         script: Script = spawns,
     ) -> None:
-        super().__init__(folder, loaded, storage, Random(0), False, program=ScriptProgram(script))
+        loop = Loop(folder, loaded, overlap=False)
+        super().__init__(loop, storage, Random(0), program=ScriptProgram(script))
 
 
 BODY = {"prompt": PROMPT, "max_tokens": 30, "controller": "c", "ignore_eos": True}

@@ -13,7 +13,7 @@ import pytest
 from tokenbus.protocol.bodies import decode_as
 from tokenbus.protocol.header import Flag
 from tokenbus.protocol.messages import Token
-from tokenbus.protocol.worker_messages import Lost, Step
+from tokenbus.protocol.worker_messages import Step
 from tokenbus.workers.controller.backends.constraints import Constraints
 from tokenbus.workers.controller.interface import Program
 from tokenbus.workers.gpu import worker as module
@@ -22,8 +22,8 @@ from tokenbus.workers.state.variables import VariableStorage
 
 from ...worlds.gpu_worker_loop import Loop
 from ..controller.played import engine as wasm_engine
-from .controlled import Controllers
-from .moved import REQUEST, TURNS, finished, give, same_entries, token_messages
+from .controlled import Workers
+from .moved import finished, give, same_entries
 from .moved import transcript as transcript_of
 from .test_speculation import accepted, eager
 
@@ -72,8 +72,8 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "IDLE_S", 0.0)
 
 
-class Run:
-    """A request with a controller on a GPU worker and a controller worker, which run in turn."""
+class Run(Workers):
+    """A request with a controller on a GPU worker and a controller worker."""
 
     def __init__(
         self,
@@ -87,42 +87,16 @@ class Run:
     ) -> None:
         """``before``: the messages of another worker, from which the stream moves here."""
         speculation, overlap = way
-        self.loop = Loop(folder, loaded, overlap=overlap, speculation=speculation)
-        self.engine = eager(self.loop.worker._models.engines["m"])
-        self._program = program
-        self._storage, self._shared = VariableStorage(), shared
-        self.controllers = self._controllers(7)
+        loop = Loop(folder, loaded, overlap=overlap, speculation=speculation)
+        super().__init__(loop, VariableStorage(), Random(7), program=program, shared=shared)
+        self.engine = eager(loop.worker._models.engines["m"])
         moved = [transcript_of(before)] if before else []
-        give(self.loop, b"GENERATE", body, Flag.MOVED if before else 0, *moved)
-
-    def _controllers(self, number: int) -> Controllers:
-        return Controllers(
-            self.loop,
-            self._storage,
-            Random(number),
-            number,
-            program=self._program,
-            shared=self._shared,
-        )
-
-    def turn(self) -> None:
-        assert not self.loop.sent(b"ERROR"), self.loop.sent(b"ERROR")
-        self.loop.turn()
-        self.controllers.turn()
+        give(loop, b"GENERATE", body, Flag.MOVED if before else 0, *moved)
 
     def finish(self) -> list[list[Token]]:
-        for _ in range(TURNS):
-            if finished(self.loop):
-                assert self.engine.stats()["kv_blocks_used"] == 0
-                return token_messages(self.loop)
-            self.turn()
-        raise AssertionError("the stream has not ended")
-
-    def lose_controllers(self) -> None:
-        """The controller worker dies. The results that it has sent still arrive."""
-        self.controllers = self._controllers(self.controllers.number + 1)
-        lost = Lost(requests=[REQUEST], code="worker_lost", message="it was killed", worker="gpu-1")
-        self.loop.give(b"LOST", lost)
+        messages = super().finish()
+        assert self.engine.stats()["kv_blocks_used"] == 0
+        return messages
 
     @property
     def drafted(self) -> int:

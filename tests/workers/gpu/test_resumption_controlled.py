@@ -16,6 +16,7 @@ from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 from tokenbus.workers.state.variables import VariableStorage
 
 from ...counts import examples
+from ...worlds.gpu_worker_loop import Loop
 from .controlled import Workers, check_nothing_is_left, script
 from .moved import (
     TURNS,
@@ -67,11 +68,11 @@ def test_a_controlled_stream_moves_after_any_message(
 ) -> None:
     body = body | {"controller": "c", "controller_arg": script(rng, 8)}
     storage = VariableStorage()
-    whole = Workers(tmp_path, embedded, storage, rng, overlap)
+    whole = Workers(Loop(tmp_path, embedded, overlap=overlap), storage, rng)
     give(whole.loop, b"GENERATE", body, 0)
     wanted = whole.finish()
     before = wanted[: data.draw(st.integers(0, len(wanted) - 1), "cut")]
-    second = Workers(tmp_path, embedded, storage, rng, overlap)
+    second = Workers(Loop(tmp_path, embedded, overlap=overlap), storage, rng)
     give(second.loop, b"GENERATE", body, Flag.MOVED, transcript_of(before))
     got = [*before, *second.finish()]
     same_entries(merged(got), merged(wanted), embedded, body)
@@ -86,10 +87,10 @@ def test_lost_controllers_are_started_again_at_any_moment(
     tmp_path: Path, embedded: LoadedModel, body: dict[str, Any], rng: Random, overlap: bool
 ) -> None:
     body = body | {"controller": "c", "controller_arg": script(rng, 8)}
-    whole = Workers(tmp_path, embedded, VariableStorage(), rng, overlap)
+    whole = Workers(Loop(tmp_path, embedded, overlap=overlap), VariableStorage(), rng)
     give(whole.loop, b"GENERATE", body, 0)
     wanted = whole.finish()
-    second = Workers(tmp_path, embedded, VariableStorage(), rng, overlap)
+    second = Workers(Loop(tmp_path, embedded, overlap=overlap), VariableStorage(), rng)
     give(second.loop, b"GENERATE", body, 0)
     second.turn()
     lost = 0
@@ -131,10 +132,10 @@ def test_logs_and_forks_of_suspended_sequences_are_not_mixed_up(
     body = {"prompt": "def f(a):\n    ", "max_tokens": 8, "controller": "c", "n": n}
     body |= {"controller_arg": {"do": todo}}
     storage = VariableStorage()
-    whole = Workers(tmp_path, embedded, storage, Random(0), False)
+    whole = Workers(Loop(tmp_path, embedded, overlap=False), storage, Random(0))
     give(whole.loop, b"GENERATE", body, 0)
     wanted = whole.finish()
     for cut in range(len(wanted)):
-        second = Workers(tmp_path, embedded, storage, Random(0), False)
+        second = Workers(Loop(tmp_path, embedded, overlap=False), storage, Random(0))
         give(second.loop, b"GENERATE", body, Flag.MOVED, transcript_of(wanted[:cut]))
         same_entries(merged([*wanted[:cut], *second.finish()]), merged(wanted), embedded, body)

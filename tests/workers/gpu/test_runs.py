@@ -20,6 +20,7 @@ from tokenbus.workers.gpu.serving.steered import Run
 from tokenbus.workers.state.variables import VariableStorage
 
 from ...counts import examples
+from ...worlds.gpu_worker_loop import Loop
 from ..controller.scripts.script_runs import program
 from .controlled import Workers, check_nothing_is_left
 from .moved import (
@@ -67,7 +68,7 @@ class World(Workers):
         """``how``: ``storage``, and further arguments of ``Controllers``."""
         storage = how.pop("storage", None) or VariableStorage()
         how["program"] = program(SCRIPT, "python")
-        super().__init__(folder, loaded, storage, rng, overlap, **how)
+        super().__init__(Loop(folder, loaded, overlap=overlap), storage, rng, **how)
 
     def steps(self) -> list[int]:
         """The number of tokens that each STEP has reported for a sequence that continues."""
