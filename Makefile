@@ -44,8 +44,8 @@ image:
 demo: install
 	@$(PY) -m tokenbus.clients.demo
 
-# There are two test processes more than cores, because tests of whole systems mostly wait. Each process
-# needs 3 GiB of memory. A process without tests takes over tests of another process.
+# There are two more test processes than cores, at most four, because tests of whole systems mostly wait. Each
+# process needs 3 GiB of memory. A process without tests takes over tests of another process.
 # make test ARGS='-k name' passes arguments to pytest. ARGS='-n 0' runs all tests in one process.
 define processes
 import os
