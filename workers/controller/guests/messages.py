@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from ....protocol.errors import Code, ControllerError, TokenbusError
 from ....protocol.sampling import MAX_SCORED_TEXTS, Distribution, Override, Query, Scores, TokenId
+from ..interface import Action
 from ..limits import Limits
 from ..wasm.aici_storage import NAME_BYTES
 from ..wasm.compiled_modules import Abi
@@ -261,6 +262,8 @@ def encode_checked(message: PreAnswer | MidAnswer | Asked) -> bytes:
         data = encode(message)
         _decoders[type(message)](data)
     except (ValueError, TypeError, OverflowError) as error:
-        what = message.what if isinstance(message, Asked) else "the answer"
-        raise ControllerError(Code.CONTROLLER_FAILED, f"{what}: {error}") from None
+        what = message.what if isinstance(message, Asked) else Action(message.action).name.lower()
+        # The rest of msgspec's text is the place in the encoded message.
+        reason = str(error).partition(" - at ")[0]
+        raise ControllerError(Code.CONTROLLER_FAILED, f"{what}: {reason}") from None
     return data

@@ -70,6 +70,7 @@ def test_a_wrong_value_does_not_end_the_process(guests: Runtime, call: str) -> N
     with pytest.raises(ControllerError) as caught:
         decide(wrong)
     assert "process" not in caught.value.message.replace("pre_process", "")
+    assert " at `$" not in caught.value.message
     assert guests.table.pids() == before
     wrong.close()
     calm.close()
