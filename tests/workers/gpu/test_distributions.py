@@ -24,8 +24,9 @@ from tokenbus.workers.gpu.sampling.distributions import TokenOptions
 from tokenbus.workers.gpu.sampling.row_parameters import Row
 from tokenbus.workers.state.variables import VariableStorage
 
+from ...worlds.gpu_worker_loop import Loop
 from ...worlds.steered_engine import Bench, counting
-from .controlled import Controllers, Workers, check_nothing_is_left
+from .controlled import Workers, check_nothing_is_left
 from .moved import give
 from .moved import transcript as transcript_of
 
@@ -186,8 +187,8 @@ class Watched(Workers):
     """A request whose controller is ``Watches``."""
 
     def __init__(self, folder: Path, loaded: LoadedModel, storage: VariableStorage) -> None:
-        super().__init__(folder, loaded, storage, Random(0), False)
-        self.controllers = Controllers(self.loop, storage, Random(0), 7, PythonProgram(Watches))
+        loop = Loop(folder, loaded, overlap=False)
+        super().__init__(loop, storage, Random(0), program=PythonProgram(Watches))
 
 
 def check_numbers(messages: list[list[Token]], max_tokens: int) -> None:

@@ -19,8 +19,9 @@ from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig, TokenOutput
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 from tokenbus.workers.state.variables import VariableStorage
 
+from ...worlds.gpu_worker_loop import Loop
 from ...worlds.steered_engine import CountingEngine
-from .controlled import Controllers, Workers, check_nothing_is_left
+from .controlled import Workers, check_nothing_is_left
 from .moved import give, merged, same_entries
 from .moved import transcript as transcript_of
 
@@ -205,9 +206,8 @@ class Choosing(Workers):
     """A request whose program is ``chooses``."""
 
     def __init__(self, folder: Path, loaded: LoadedModel, storage: VariableStorage) -> None:
-        super().__init__(folder, loaded, storage, Random(0), False)
-        program = ScriptProgram(chooses)
-        self.controllers = Controllers(self.loop, storage, Random(0), 7, program)
+        loop = Loop(folder, loaded, overlap=False)
+        super().__init__(loop, storage, Random(0), program=ScriptProgram(chooses))
 
     def lose_controllers(self) -> None:
         super().lose_controllers()

@@ -25,8 +25,9 @@ from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 from tokenbus.workers.state.variables import VariableStorage
 
+from ...worlds.gpu_worker_loop import Loop
 from ..controller.wasm.guests import SDK, compile_guest
-from .controlled import Controllers, Workers
+from .controlled import Workers
 from .moved import give
 from .shapes import logits_after
 
@@ -77,10 +78,9 @@ class Generated(Workers):
     def __init__(
         self, folder: Path, loaded: LoadedModel, made: Program | None, arg: Any, **body: Any
     ) -> None:
-        storage = VariableStorage()
-        super().__init__(folder, loaded, storage, Random(0), False)
+        loop = Loop(folder, loaded, overlap=False)
+        super().__init__(loop, VariableStorage(), Random(0), program=made)
         if made is not None:
-            self.controllers = Controllers(self.loop, storage, Random(0), 7, made)
             body |= {"controller": "c", "controller_arg": arg}
         give(self.loop, b"GENERATE", {"prompt": PROMPT} | body, 0)
         self.entries: list[Token] = [entry for entries in self.finish() for entry in entries]
