@@ -38,7 +38,7 @@ from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from tokenbus.workers.controller.variable_calls import SequenceVariables
 from tokenbus.workers.controller.wasm.module_compiler import compile_interpreter
 from tokenbus.workers.controller.wasm.sandbox import make_engine
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 LIMITS = Limits(init_s=60.0, pre_s=60.0, mid_s=60.0, post_s=60.0)
 PATTERN = "[a-z ]{200,400}"

@@ -670,6 +670,11 @@ class Variable(Struct, array_like=True):
     value: bytes = b""
     when_version_is: int | None = None
     """Write only if the variable has this version; 0 stands for a variable that does not exist."""
+    place: int | None = None
+    """The number of operations of the request that come before this one. The operation is applied
+    only if exactly these have been applied. It is answered without a value, because its sender has
+    answered it from a copy of the request's variables. None: the operation is applied in any case,
+    and answered in full."""
 
 
 class VariableAnswer(Struct, array_like=True):
@@ -692,6 +697,9 @@ class VariableAnswer(Struct, array_like=True):
     again: bool = False
     """With ``error``: whether the operation failed for a temporary reason, such as a full disk. It
     may then succeed if it is sent again."""
+    first: bool = False
+    """Whether this is the first operation of its request, apart from the inputs that the client has
+    given."""
 
 
 class Inputs(Struct, kw_only=True, omit_defaults=True):

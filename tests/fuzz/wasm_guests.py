@@ -29,7 +29,7 @@ from tokenbus.workers.controller.wasm.instance import Guest, Template
 from tokenbus.workers.controller.wasm.native import FUNCTIONS as NATIVE_FUNCTIONS
 from tokenbus.workers.controller.wasm.native import NativeController, NativeState
 from tokenbus.workers.controller.wasm.sandbox import make_engine
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from .draws import Draws
 from .target import Target

@@ -18,7 +18,7 @@ from tokenbus.workers.controller.meters import Meter
 from tokenbus.workers.controller.pending_result import PendingResult
 from tokenbus.workers.controller.round_jobs import Begun, round_jobs
 from tokenbus.workers.controller.sequence_group import SequenceGroup
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ..workers.controller.played import WORDS, engine, vocabulary
 

@@ -142,13 +142,13 @@ class System:
         self.controller.send(b"VARIABLE", msgpack.encode(op), op.request)
 
     def answers(self, wait_s: float) -> Iterator[bytes]:
-        """Yields the answers to operations, without the mark of a repeated answer, until no message
-        arrives for ``wait_s`` seconds."""
+        """Yields the answers to operations, without the marks of first and repeated answers, until
+        no message arrives for ``wait_s`` seconds."""
         while self.controller.socket.poll(int(1000 * wait_s)):
             frames = unpack(self.controller.socket.recv_multipart())
             if frames[0] == b"VARIABLE_ANSWER":
                 answer = msgpack.decode(frames[2], type=VariableAnswer)
-                yield msgpack.encode(structs.replace(answer, repeated=False))
+                yield msgpack.encode(structs.replace(answer, repeated=False, first=False))
 
     def do(self, *ops: Variable) -> list[bytes]:
         """Sends operations, and sends them again until all are answered. Returns their answers, in

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 from ...protocol.bodies import encode_body
@@ -45,6 +46,9 @@ class PendingResult:
     ``order`` is one lock for all results of a worker. It is held while results are recorded and
     then sent. So the sequences of a RESULT already wait for the model when the next STEP arrives,
     and the result of a woken sequence is sent after the result that suspended the sequence.
+
+    Results that depend on operations on variables are sent when the state worker has confirmed
+    these operations (``request_variables``).
     """
 
     def __init__(
@@ -107,29 +111,52 @@ class PendingResult:
             # A request that has ended may have been started again; results of the earlier start
             # must not be sent. The message is built without the lock, because building it may take
             # milliseconds.
+            failures = [group.failure for group, _ in parts]
+            parts = [(group, group.checked(results)) for group, results in parts]
             live = [part for part in parts if not part[0].closed]
-            body, attachments = _message(live)
+            held = [part for part in live if _depends(part[0])]
+            frames = self._frames([part for part in live if part not in held])
+            later = [(group, self._frames([(group, results)])) for group, results in held]
             with self._order:
                 sent = not any(group.closed for group, _ in live)
+                sent = sent and failures == [group.failure for group, _ in parts]
                 if sent:
-                    after = self._post_results(parts, body, attachments)
+                    after = self._post_results(parts, frames, later)
         for group, rounds, failed in after:
             self._sent(group, rounds, failed)
             if group.has_unfreed:
                 self._submit([group.free], tenant=group.tenant)
 
     def _post_results(
-        self, parts: Sequence[Part], body: bytes, attachments: list[bytes]
+        self,
+        parts: Sequence[Part],
+        frames: list[bytes],
+        later: Sequence[tuple[SequenceGroup, list[bytes]]],
     ) -> list[tuple[SequenceGroup, list[Round], list[StepResult]]]:
-        """Called under the lock ``order``: records the results and sends their message. Returns
-        each group with the rounds to run next and the errors of sequences that were woken too
-        often."""
+        """Called under the lock ``order``: records the results and sends their messages. The
+        messages ``later`` are sent when the operations of their groups are confirmed. Returns each
+        group with the rounds to run next and the errors of sequences that were woken too often."""
         after = [(group, *group.record(results)) for group, results in parts]
-        if body:
-            self._post([b"RESULT", encode_header(0, self._gpu), body, *attachments])
+        if frames:
+            self._post(frames)
+        for group, message in later:
+            assert group.ordered is not None
+            if message:
+                group.ordered.when_confirmed(partial(self._post, message))
+            group.ordered.flush()
         for group, _ in parts:
             group.attempt = 0
         return after
+
+    def _frames(self, parts: Sequence[Part]) -> list[bytes]:
+        """The frames of the message with these results; empty if nothing is to be sent."""
+        body, attachments = _message(parts)
+        return [b"RESULT", encode_header(0, self._gpu), body, *attachments] if body else []
+
+
+def _depends(group: SequenceGroup) -> bool:
+    """Whether results of a group may depend on operations that are not confirmed."""
+    return group.ordered is not None and group.ordered.waits and not group.failure
 
 
 def _message(parts: Sequence[Part]) -> tuple[bytes, list[bytes]]:

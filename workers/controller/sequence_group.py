@@ -34,6 +34,7 @@ from .logs import Log
 from .masks import MaskRows
 from .meters import Meter
 from .replays import GroupReplay, Steps, replayed_limits, usual_limits
+from .request_variables import RequestVariables
 from .round_events import RoundEvents
 from .rounds import ControlledSequence, Rounds, Stage
 from .tool_calls import GroupTools, SequenceTools
@@ -110,6 +111,9 @@ class SequenceGroup:
         """The events of the rounds; None if the request is not traced."""
         self.tools: GroupTools | None = None
         """The tool calls of the request. The worker sets this field before the first round."""
+        self.ordered: RequestVariables | None = None
+        """The order of the request's operations. The worker sets this field before the first
+        round. None if each operation waits for the state worker."""
         self._rounds = Rounds(
             self._fork,
             self._changes_of_others,
@@ -150,6 +154,12 @@ class SequenceGroup:
     def closed(self) -> bool:
         """Whether the request has ended."""
         return self._closed
+
+    @property
+    def failure(self) -> str:
+        """Why the request cannot continue in this worker; empty while it can. Each later result
+        of its sequences becomes an error (``checked``)."""
+        return self.ordered.failure if self.ordered is not None else ""
 
     @property
     def num_sequences(self) -> int:
@@ -276,6 +286,18 @@ class SequenceGroup:
                 self._drop_idle()
                 return [], []
             return self._wake()
+
+    def checked(self, results: list[StepResult]) -> list[StepResult]:
+        """The results of a round; if the request has failed, errors in their place."""
+        failure = self.failure
+        return [self._failed(result.seq, failure) for result in results] if failure else results
+
+    def fail(self) -> list[StepResult]:
+        """Called once when the request has failed (``failure``). Returns errors for all sequences
+        whose round is not running, also for those whose last result was not sent."""
+        with self._lock:
+            running = {s.seq for s in self._sequences.values() if s.stage is Stage.RUNNING}
+            return [self._failed(seq, self.failure) for seq in sorted(self._numbers - running)]
 
     def input_arrived(self) -> tuple[list[Round], list[StepResult]]:
         """Handles INPUTS, which reports an input of the client; returns what ``record`` returns."""
@@ -448,6 +470,10 @@ class SequenceGroup:
         """Whether a suspended sequence waits for an input: its last ``receive`` found no input, and
         no input has arrived since."""
         return sequence.variables.awaited_input == self._shared.arrived
+
+    def _failed(self, seq: int, failure: str) -> StepResult:
+        code = str(Code.CONTROLLER_FAILED)
+        return StepResult(self.request, seq, "error", error=failure, code=code)
 
     def _error_result(self, sequence: ControlledSequence, code: Code, text: str) -> StepResult:
         sequence.stage = Stage.RUNNING

@@ -163,15 +163,18 @@ class GroupTools:
         perform: Perform,
         submit: Callable[[Callable[[], None]], None],
         answered: Callable[[], None],
+        when_recorded: Callable[[Callable[[], None]], None] = lambda send: send(),
     ) -> None:
         """``perform`` does an operation on a variable of the request. ``submit`` runs a function on
         a thread that may wait. ``answered`` is called when an answer was written into the record of
-        its call, or could not be written."""
+        its call, or could not be written. ``when_recorded`` calls a function when the state worker
+        has all operations so far."""
         self._calls = calls
         self._link = link
         self._perform = perform
         self._submit = submit
         self._answered = answered
+        self._when_recorded = when_recorded
         self._attempt = MARK + secrets.token_bytes(16)
         self._lock = threading.Lock()
         self._sent: set[tuple[int, int]] = set()
@@ -215,7 +218,11 @@ class GroupTools:
             call.again = found != self._attempt
         with self._lock:
             self._sent.add((call.lineage, call.count))
-        self._calls.send(self._link, call, lambda answer: self._submit(lambda: self._store(answer)))
+
+        def answered(answer: CallAnswer) -> None:
+            self._submit(lambda: self._store(answer))
+
+        self._when_recorded(lambda: self._calls.send(self._link, call, answered))
         return record
 
     def _read(self, call: Call, record: str) -> bytes:

@@ -1,17 +1,19 @@
 """Operations on the variables of a request, which the state worker executes.
 
-A call blocks the thread that makes it. While the thread waits, other jobs use its slot of the
-thread pool (``pool.py``). The bus thread delivers the answer. An operation without an answer is
-sent again. The triple (request, lineage, count) identifies an operation, so that the state worker
-executes the operation once, even if it is sent again or its controller is replayed.
+``VariableCalls.perform`` blocks the thread that calls it. While the thread waits, other jobs use
+its slot of the thread pool (``pool.py``). ``VariableCalls.send`` does not wait. The bus thread
+delivers the answer. An operation without an answer is sent again. The triple (request, lineage,
+count) identifies an operation, so that the state worker executes the operation once, even if it is
+sent again or its controller is replayed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ...protocol.bodies import decode_as, encode_body
@@ -40,14 +42,59 @@ MAX_SENT_BYTES = 4 * 1024 * 1024
 are stored until the stream ends."""
 
 
-class VariableCalls:
-    """The operations of this worker that wait for an answer. ``post`` sends frames over a link."""
+_Name = tuple[int, int, int, int]
+"""Link, request, lineage and count of an operation."""
 
-    def __init__(self, post: Callable[[list[bytes], int], None]) -> None:
+
+class VariableCalls:
+    """The operations of this worker that have no answer yet. ``post`` sends frames over a link.
+    ``post_later`` sends them together with the next message."""
+
+    def __init__(
+        self,
+        post: Callable[[list[bytes], int], None],
+        post_later: Callable[[list[bytes], int], None] | None = None,
+    ) -> None:
         self._post = post
-        self._calls: dict[tuple[int, int, int, int], _Call] = {}
-        """By link, request, lineage and count."""
+        self._post_later = post_later or post
+        self._calls: dict[_Name, _Call] = {}
+        self._sent: dict[_Name, _Sent] = {}
+        """The operations of ``send``, in their order."""
+        self._next_check_s = 0.0
+        """The earliest time at which ``send_again`` looks for overdue operations."""
         self._lock = threading.Lock()
+
+    def send(
+        self, operation: Variable, answered: Callable[[VariableAnswer], None], link: int = 0
+    ) -> None:
+        """Sends an operation over ``link``, and does not wait. ``answered`` is called once, on
+        another thread: with the answer, or with an error if no answer arrives. It is not called if
+        the request ends first."""
+        name = (link, operation.request, operation.lineage, operation.count)
+        frames = _frames(operation)
+        with self._lock:
+            self._sent[name] = _Sent(frames, answered)
+        self._post_later(frames, link)
+
+    def send_again(self, now: float) -> None:
+        """Called often. Sends the operations of ``send`` again whose answers are overdue at
+        ``now``, a time of the monotonic clock. If one operation of a request is overdue, all of its
+        operations are sent again, in their order. After ``GIVE_UP_S``, an operation is answered
+        with an error."""
+        if not self._sent or now < self._next_check_s:
+            return
+        self._next_check_s = now + AGAIN_S / 2
+        with self._lock:
+            late = {name[:2] for name, sent in self._sent.items() if now - sent.at_s > AGAIN_S}
+            again = [(name, sent) for name, sent in self._sent.items() if name[:2] in late]
+            lost = [one for one in again if now - one[1].since_s > GIVE_UP_S]
+            for name, _ in lost:
+                del self._sent[name]
+        for name, sent in again:
+            sent.at_s = now
+            self._post(sent.frames, name[0])
+        for name, sent in lost:
+            sent.answered(VariableAnswer(*name[1:], error=sent.refusal or _no_answer()))
 
     def perform(
         self, operation: Variable, ended: Callable[[], bool] = lambda: False, link: int = 0
@@ -62,7 +109,7 @@ class VariableCalls:
         call = _Call()
         with self._lock:
             self._calls[name] = call
-        frames = [b"VARIABLE", encode_header(operation.request), encode_body(operation, "msgpack")]
+        frames = _frames(operation)
         try:
             # The check follows the addition to the table, so that no end of the request is missed:
             # ``cancel`` finds the call if the request ends after the check.
@@ -80,11 +127,7 @@ class VariableCalls:
                     del self._calls[name]
         answer = call.answer or call.refusal
         if answer is None:
-            raise ControllerError(
-                Code.CONTROLLER_FAILED,
-                f"the state worker did not answer within {GIVE_UP_S:g} s; variables need a running "
-                "state worker",
-            )
+            raise ControllerError(Code.CONTROLLER_FAILED, _no_answer())
         if answer.error is not None:
             raise ControllerError(Code.CONTROLLER_FAILED, answer.error)
         return answer
@@ -92,20 +135,42 @@ class VariableCalls:
     def on_answer(self, body: bytes, link: int = 0) -> None:
         """Delivers an answer that came over ``link``; called on the bus thread."""
         answer: VariableAnswer = decode_as(VariableAnswer, body, "msgpack")
+        name = (link, answer.request, answer.lineage, answer.count)
         with self._lock:
-            call = self._calls.get((link, answer.request, answer.lineage, answer.count))
+            sent = self._sent.get(name)
+            if sent is not None and answer.again:
+                sent.refusal = answer.error or ""
+            elif sent is not None:
+                del self._sent[name]
+            call = self._calls.get(name)
             if call is not None and answer.again:
                 # The failure is temporary, so the operation is sent again until its time is over.
                 call.refusal = answer
             elif call is not None:
                 call.give(answer)
+        if sent is not None and not answer.again:
+            sent.answered(answer)
 
     def cancel(self, request: int, link: int = 0) -> None:
-        """Ends the waiting operations of an ended request with an error."""
+        """Ends the waiting operations of an ended request with an error, and drops the operations
+        of ``send``."""
         with self._lock:
+            for name in [name for name in self._sent if name[:2] == (link, request)]:
+                del self._sent[name]
             for (sent_over, owner, lineage, count), call in self._calls.items():
                 if (sent_over, owner) == (link, request):
                     call.give(VariableAnswer(owner, lineage, count, error=_ended(request)))
+
+
+def _no_answer() -> str:
+    return (
+        f"the state worker did not answer within {GIVE_UP_S:g} s; variables need a running state "
+        "worker"
+    )
+
+
+def _frames(operation: Variable) -> list[bytes]:
+    return [b"VARIABLE", encode_header(operation.request), encode_body(operation, "msgpack")]
 
 
 def _ended(request: int) -> str:
@@ -128,6 +193,20 @@ class _Call:
         if self.answer is None:
             self.answer = answer
             self.answered.release()
+
+
+@dataclass(slots=True, eq=False)
+class _Sent:
+    """An operation that nobody waits for. Times are of the monotonic clock, in seconds."""
+
+    frames: list[bytes]
+    answered: Callable[[VariableAnswer], None]
+    at_s: float = field(default_factory=time.monotonic)
+    """The time at which the operation was last sent."""
+    since_s: float = field(default_factory=time.monotonic)
+    """The time at which the operation was first sent."""
+    refusal: str = ""
+    """The error of the last answer that reported a temporary failure."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,8 @@ from ...protocol.worker_messages import (
     StepResult,
     StepSequence,
     TokenizerAnswer,
+    Variable,
+    VariableAnswer,
 )
 from .. import bus
 from ..bus import Bus, FromBus, refused_frames
@@ -71,6 +73,7 @@ from .pending_result import PendingResult
 from .pool import Pool
 from .programs import Programs
 from .python.printed import captured
+from .request_variables import RequestVariables
 from .round_events import RoundEvents
 from .round_jobs import Begun, round_jobs, run_woken
 from .runtime import GuestRuntime, ThreadRuntime
@@ -175,7 +178,9 @@ class ControllerWorker:
             elsewhere=self._elsewhere,
         )
         self._first_rounds = FirstRounds(self._programs, self._meters, self._starts, self._pool)
-        self._variable_calls = VariableCalls(self._bus.post)
+        self._variable_calls = VariableCalls(
+            self._bus.post, lambda frames, link: self._bus.post(frames, link, False)
+        )
         self._tool_calls = ToolCalls(self._bus.post)
         self._records = Pool(2, "records", max_waiting=0)
         """Writes the answers of tools into variables."""
@@ -242,6 +247,7 @@ class ControllerWorker:
             try:
                 self._vocabularies.retry()
                 self._tool_calls.expire(time.monotonic())
+                self._variable_calls.send_again(time.monotonic())
                 self._programs.tick()
                 if self._busy:
                     self._tick()
@@ -368,6 +374,9 @@ class ControllerWorker:
         owner of the request's guests, which is the tenant, or the session if clients do not have
         keys."""
         header, link = message.header, message.link
+        memory = self._guest_memory.of(owner)
+        state = _StateWorker(self._variable_calls, self._bus, link, lambda: group.closed)
+        ordered = RequestVariables(state, lambda: self._fail(group), memory)
         group = SequenceGroup(
             header.request,
             header.address,
@@ -375,19 +384,21 @@ class ControllerWorker:
             _arg_bytes(start.arg),
             start.max_tokens,
             start.ignore_eos,
-            lambda operation: self._variable_calls.perform(operation, lambda: group.closed, link),
+            ordered.perform,
             start.inspect,
             start.attempt,
         )
+        group.ordered = ordered
         self._end(link, header.request)
         group.tools = GroupTools(
             self._tool_calls,
             link,
             group.perform_within_quota,
             lambda store: self._records.submit([store], tenant=owner),
-            lambda: self._after_send(group, *group.wake_for_answer()),
+            lambda: self._tool_answered(group),
+            ordered.when_confirmed,
         )
-        group.tenant, group.owner, group.memory = tenant, owner, self._guest_memory.of(owner)
+        group.tenant, group.owner, group.memory = tenant, owner, memory
         self._groups[link, header.request] = group
         logs.begin(header.request, start.request_id, start.trace)
         group.events = RoundEvents.of(header.request, start)
@@ -524,6 +535,18 @@ class ControllerWorker:
             jobs = [partial(run_woken, pending, group, round_) for round_ in rounds]
             self._pool.submit(jobs, tenant=group.tenant)
 
+    def _fail(self, group: SequenceGroup) -> None:
+        """Ends a request here, because the state worker has refused an operation that was already
+        answered. Called on the bus thread, which must not wait for a group."""
+
+        def fail() -> None:
+            with self._order:
+                failed = group.fail()
+            self._new_result(group.gpu, 1).add(group, failed)
+
+        log.warning("request %d: %s", group.request, group.failure, extra=logs.about(group.request))
+        self._pool.submit([fail], tenant=group.tenant)
+
     def _wake_idle(self, group: SequenceGroup) -> None:
         """Wakes the sequences of a group after all of them were suspended for a time, or ends
         them."""
@@ -532,6 +555,12 @@ class ControllerWorker:
     def _wake_by_input(self, group: SequenceGroup) -> None:
         """Wakes the sequences of a group that wait for an input of the client."""
         self._after_send(group, *group.input_arrived())
+
+    def _tool_answered(self, group: SequenceGroup) -> None:
+        """Called when the answer of a tool is in its record."""
+        if group.ordered is not None:
+            group.ordered.flush()
+        self._after_send(group, *group.wake_for_answer())
 
     def _end_all(self, link: int) -> None:
         """Ends the controllers of a broker's requests, because the worker's lease at this broker
@@ -547,6 +576,8 @@ class ControllerWorker:
             # one that is being sent now, and it precedes the results of a new START.
             group.end()
             self._variable_calls.cancel(request, link)
+            if group.ordered is not None:
+                group.ordered.close()
             self._tool_calls.cancel(request, link)
             if group.events is not None:
                 group.events.end()
@@ -651,21 +682,54 @@ class ControllerWorker:
             live=live,
         )
 
+    @property
+    def _num_waiting(self) -> int:
+        """The number of rounds that wait for the state worker, and of requests whose results do."""
+        holding = sum(
+            group.ordered is not None and group.ordered.holds
+            for group in list(self._groups.values())
+        )
+        return self._pool.waiting_jobs + self._starts.waiting_jobs + holding
+
     def _load(self) -> tuple[int, dict[str, float]]:
         return len(self._groups), {
             "rounds": float(self._rounds_started),
             "sessions": float(len(self._groups)),
-            "waiting": float(self._pool.waiting_jobs + self._starts.waiting_jobs),
+            "waiting": float(self._num_waiting),
         }
 
     def _series(self) -> list[Series]:
-        waiting = self._pool.waiting_jobs + self._starts.waiting_jobs
         return [
             Series("num_controllers", {}, len(self._groups)),
-            Series("num_controllers_waiting", {}, waiting),
+            Series("num_controllers_waiting", {}, self._num_waiting),
             *self._meters.series(),
             *self._programs.series(),
         ]
+
+
+class _StateWorker:
+    """The state worker, for the operations of one request (``request_variables.StateWorker``)."""
+
+    def __init__(
+        self, calls: VariableCalls, bus: Bus, link: int, ended: Callable[[], bool]
+    ) -> None:
+        """``ended`` returns whether the request has ended."""
+        self._calls = calls
+        self._bus = bus
+        self._link = link
+        self._ended = ended
+
+    def perform(self, operation: Variable) -> VariableAnswer:
+        """See ``StateWorker``."""
+        return self._calls.perform(operation, self._ended, self._link)
+
+    def send(self, operation: Variable, answered: Callable[[VariableAnswer], None]) -> None:
+        """See ``StateWorker``."""
+        self._calls.send(operation, answered, self._link)
+
+    def flush(self) -> None:
+        """See ``StateWorker``."""
+        self._bus.flush()
 
 
 def _tenant_of(message: FromBus) -> str:

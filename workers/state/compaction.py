@@ -15,10 +15,10 @@ from pathlib import Path
 
 from msgspec import msgpack
 
+from ..variables import MIB, StorageLimits, VariableStorage
 from .contexts import SavedContext
 from .log import CONTEXT, REQUEST, TABLE, TENANT, Log, Record
 from .module_tables import SavedTable
-from .variables import MIB, StorageLimits, VariableStorage
 
 SLICE = MIB // 2
 """A call of ``save`` ends when it has written this number of bytes, because operations wait for the

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
+from ..variables import MIB
 from .module_tables import ModuleTables
-from .variables import MIB
 
 MAX_CONTEXTS = 256
 """Maximum number of contexts of a tenant."""

@@ -28,13 +28,13 @@ from ...protocol.worker_messages import (
     Variable,
     VariableAnswer,
 )
+from ..variables import MIB, SavedRequest, StorageLimits, VariableStorage
 from .compaction import Compaction
 from .contexts import Contexts, SavedContext
 from .folder import Folder, FolderError
 from .log import CONTEXT, END, OPERATION, REQUEST, TABLE, TENANT, Log, Reader, Record
 from .module_tables import ModuleTables, SavedTable
 from .shares import Shares
-from .variables import MIB, SavedRequest, StorageLimits, VariableStorage
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from msgspec import DecodeError, Struct, msgpack
 
+from ..variables import StorageLimits
 from .folder import Folder, FolderError
-from .variables import StorageLimits
 
 HEAD = b"H"
 OPERATION = b"V"

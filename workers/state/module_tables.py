@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from msgspec import Struct
 
 from ...protocol.worker_messages import ModuleTable, ModuleTableAnswer
-from .variables import MIB
+from ..variables import MIB
 
 TABLE_BYTES = 8 * MIB
 """Maximum bytes of a table: enough for all modules and tags of a tenant if their names are not

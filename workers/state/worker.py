@@ -33,8 +33,8 @@ from ...protocol.worker_messages import (
 )
 from ..bus import LEASE_ENDED, Bus, FromBus
 from ..machine import machine_memory
+from ..variables import StorageLimits
 from .durable import DurableVariables
-from .variables import StorageLimits
 
 log = logging.getLogger(__name__)
 

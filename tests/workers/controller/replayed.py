@@ -22,7 +22,7 @@ from tokenbus.workers.controller.host import Vocabulary, allowed
 from tokenbus.workers.controller.interface import Program
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.sequence_group import Round, SequenceGroup
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 PROMPT = [2, 3, 4]
 WIDE = Limits(init_s=10.0, pre_s=1.0, mid_s=1.0, post_s=1.0)

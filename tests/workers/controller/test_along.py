@@ -15,7 +15,7 @@ from tokenbus.workers.controller.python import (
     stop,
 )
 from tokenbus.workers.controller.sequence_group import SequenceGroup
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from .played import BYTES, UNHURRIED, vocabulary
 

@@ -16,7 +16,7 @@ from tokenbus.workers.controller.pending_result import _message
 from tokenbus.workers.controller.python import PythonProgram, fork, sample, stop
 from tokenbus.workers.controller.sequence_group import SequenceGroup
 from tokenbus.workers.gpu.sampling.biases import read_bias
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from .played import BYTES, UNHURRIED, vocabulary
 from .test_sequence_group import SIZE, decides, opened, stepped

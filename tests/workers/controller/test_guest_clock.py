@@ -11,7 +11,7 @@ from tokenbus.workers.controller.host import Host, Stored
 from tokenbus.workers.controller.interface import Action
 from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.variable_calls import SequenceVariables
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from .played import BYTES, UNHURRIED, program, vocabulary
 

@@ -18,7 +18,7 @@ from tokenbus.workers.controller.sequence_group import Round, SequenceGroup
 from tokenbus.workers.controller.wasm.native import NativeProgram
 from tokenbus.workers.controller.wasm.sandbox import make_engine
 from tokenbus.workers.controller.wasm.wasm_binary import with_exported_globals
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from .played import WORDS, vocabulary
 from .wasm.hostile.guests import call, guest

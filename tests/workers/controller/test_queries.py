@@ -23,7 +23,7 @@ from tokenbus.workers.controller.python import (
 )
 from tokenbus.workers.controller.queries import checked_override
 from tokenbus.workers.controller.sequence_group import SequenceGroup
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from .played import BYTES, vocabulary
 from .test_sequence_group import SIZE, decides, opened

@@ -37,7 +37,7 @@ from tokenbus.workers.controller.python import (
 )
 from tokenbus.workers.controller.sequence_group import SequenceGroup
 from tokenbus.workers.controller.wasm.sandbox import make_engine
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ...counts import examples
 from .played import WORDS, engine, vocabulary

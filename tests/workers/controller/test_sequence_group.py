@@ -39,7 +39,7 @@ from tokenbus.workers.controller.sequence_group import Round, SequenceGroup
 from tokenbus.workers.controller.tokens import tokenizers
 from tokenbus.workers.controller.tokens.tokenizers import Vocabularies
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from .played import BYTES, EOS, vocabulary
 from .tokens.small_tokenizers import byte_level

@@ -21,7 +21,7 @@ from tokenbus.workers.controller.python import PythonProgram
 from tokenbus.workers.controller.sequence_group import Round, SequenceGroup
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from tokenbus.workers.machine import machine_id
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ...worlds.gpu_worker_loop import Loop
 from ..controller.scripted import Scripted

@@ -22,7 +22,7 @@ from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 from tokenbus.workers.state.durable import DurableVariables
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ...worlds.gpu_worker_loop import Loop
 from .controlled import Workers, check_nothing_is_left

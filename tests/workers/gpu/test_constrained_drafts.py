@@ -18,7 +18,7 @@ from tokenbus.workers.controller.backends.constraints import Constraints
 from tokenbus.workers.controller.interface import Program
 from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ...worlds.gpu_worker_loop import Loop
 from ..controller.played import engine as wasm_engine

@@ -22,7 +22,7 @@ from tokenbus.workers.gpu.sampling import sampler
 from tokenbus.workers.gpu.sampling.biases import Bias
 from tokenbus.workers.gpu.sampling.distributions import TokenOptions
 from tokenbus.workers.gpu.sampling.row_parameters import Row
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ...worlds.gpu_worker_loop import Loop
 from ...worlds.steered_engine import Bench, counting

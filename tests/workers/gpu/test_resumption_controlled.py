@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenbus.protocol.header import Flag
 from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ...counts import examples
 from ...worlds.gpu_worker_loop import Loop

@@ -17,7 +17,7 @@ from tokenbus.workers.controller.scripts.generation import MAX_RUN
 from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
 from tokenbus.workers.gpu.serving.steered import Run
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ...counts import examples
 from ...worlds.gpu_worker_loop import Loop

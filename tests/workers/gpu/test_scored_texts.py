@@ -17,7 +17,7 @@ from tokenbus.workers.controller.python import Context, ScriptProgram
 from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig, TokenOutput
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ...worlds.gpu_worker_loop import Loop
 from ...worlds.steered_engine import CountingEngine

@@ -15,7 +15,7 @@ from tokenbus.workers.state import contexts as module
 from tokenbus.workers.state.contexts import Contexts, SavedContext
 from tokenbus.workers.state.durable import DurableVariables
 from tokenbus.workers.state.module_tables import ModuleTables, SavedTable
-from tokenbus.workers.state.variables import StorageLimits
+from tokenbus.workers.variables import StorageLimits
 
 
 @pytest.fixture

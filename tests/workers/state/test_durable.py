@@ -24,7 +24,7 @@ from tokenbus.workers.state import durable
 from tokenbus.workers.state.durable import SYNC_S, DurableVariables
 from tokenbus.workers.state.folder import FolderError
 from tokenbus.workers.state.log import HEAD, Log, Record
-from tokenbus.workers.state.variables import KIB, MIB, StorageLimits
+from tokenbus.workers.variables import KIB, MIB, StorageLimits
 
 NAMES = ("x", "y", "ü")
 SMALL = StorageLimits(value_bytes=20, name_bytes=8, variables=2, request_bytes=4000)
@@ -69,9 +69,10 @@ def fresh_folder() -> Iterator[Path]:
 
 
 def do(variables: DurableVariables, *ops: Variable) -> list[bytes]:
-    """The answers to operations of one message, without the mark of repeated answers."""
+    """The answers to operations of one message, without the marks of first and repeated answers."""
     answers = variables.apply([(op, msgpack.encode(op)) for op in ops])
-    return [msgpack.encode(structs.replace(answer, repeated=False)) for answer in answers]
+    bare = [structs.replace(answer, repeated=False, first=False) for answer in answers]
+    return [msgpack.encode(answer) for answer in bare]
 
 
 def one(variables: DurableVariables, op: Variable) -> VariableAnswer:

@@ -7,7 +7,7 @@ from pathlib import Path
 from msgspec import msgpack
 from tokenbus.protocol.worker_messages import ModuleTable, ModuleTableAnswer, Variable
 from tokenbus.workers.state.durable import DurableVariables
-from tokenbus.workers.state.variables import StorageLimits
+from tokenbus.workers.variables import StorageLimits
 
 
 def test_of_two_that_know_the_same_version_one_replaces_the_table(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from tokenbus.protocol.tenants import Tenant
 from tokenbus.protocol.worker_messages import ModuleTable, Variable, VariableAnswer
 from tokenbus.workers.bus import FromBus
 from tokenbus.workers.state import worker as state_worker
-from tokenbus.workers.state.variables import KIB, MIB
 from tokenbus.workers.state.worker import StateWorker
+from tokenbus.workers.variables import KIB, MIB
 
 TOTAL = 4 * MIB
 """The most memory that all variables may use on the machine of these tests, in bytes."""

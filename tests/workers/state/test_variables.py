@@ -16,7 +16,7 @@ from tokenbus.protocol.messages import (
     MAX_WAITING_INPUTS,
 )
 from tokenbus.protocol.worker_messages import Variable, VariableAnswer
-from tokenbus.workers.state.variables import (
+from tokenbus.workers.variables import (
     KIB,
     MIB,
     SavedRequest,
@@ -119,7 +119,7 @@ def test_a_repeated_operation_gets_its_first_answer_byte_for_byte(
     do("set", "x", b"later still", lineage=9)
     do("set", "y", b"now it is there", lineage=9)
     again = [storage.apply(op) for op in asked]
-    assert again == [structs.replace(answer, repeated=True) for answer in first]
+    assert again == [structs.replace(answer, repeated=True, first=False) for answer in first]
     assert seen(do("get", "x", lineage=10)) == (4, b"later still", False)
 
 
@@ -239,7 +239,7 @@ def test_an_error_of_a_quota_is_given_again(storage: VariableStorage) -> None:
     first = storage.apply(too_long)
     assert first.error is not None
     do("set", "x", b"")
-    assert storage.apply(too_long) == structs.replace(first, repeated=True)
+    assert storage.apply(too_long) == structs.replace(first, repeated=True, first=False)
 
 
 def test_where_all_requests_fill_the_worker_new_writes_are_refused_for_now() -> None:
@@ -291,8 +291,9 @@ class Model:
     def apply(self, op: Variable) -> VariableAnswer:
         name = op.request, op.lineage, op.count
         if name in self.answers:
-            return structs.replace(self.answers[name], repeated=True)
-        self.answers[name] = VariableAnswer(*name, *self._do(op))
+            return structs.replace(self.answers[name], repeated=True, first=False)
+        first = all(request != op.request for request, _, _ in self.answers)
+        self.answers[name] = VariableAnswer(*name, *self._do(op), first=first)
         return self.answers[name]
 
     def _do(self, op: Variable) -> tuple[int, bytes | None, bool]:

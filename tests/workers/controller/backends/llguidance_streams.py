@@ -13,7 +13,7 @@ from tokenbus.workers.controller.interface import Action, Answer, Program
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.variable_calls import SequenceVariables
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ..played import BYTES
 

@@ -28,7 +28,7 @@ from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.variable_calls import SequenceVariables
 from tokenbus.workers.controller.wasm.module_table import BUILT_IN
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ....processes import Bus
 from ..played import BYTES, EOS, WORDS, Steered, engine

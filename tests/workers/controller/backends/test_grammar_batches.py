@@ -17,7 +17,7 @@ from tokenbus.workers.controller.interface import CONTINUE, Action, Answer
 from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from tokenbus.workers.controller.variable_calls import SequenceVariables
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ....counts import examples
 from ..played import UNHURRIED, engine

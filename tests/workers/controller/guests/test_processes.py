@@ -17,7 +17,7 @@ from tokenbus.protocol.worker_messages import Variable, VariableAnswer
 from tokenbus.workers.controller.guests import process as process_module
 from tokenbus.workers.controller.guests.remote import RemoteController
 from tokenbus.workers.controller.interface import Action
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ....processes import until
 from ..played import EOS, WORDS, Run, Steered, program

@@ -17,7 +17,7 @@ from tokenbus.workers.controller.interface import Action
 from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.python import load_program
 from tokenbus.workers.controller.variable_calls import SequenceVariables
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ..played import EOS, WORDS, Run
 from .remote_guests import LIMITS, VOCABULARY, Runtime, Sequence, running

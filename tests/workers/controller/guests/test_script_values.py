@@ -15,7 +15,7 @@ from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.variable_calls import SequenceVariables
 from tokenbus.workers.controller.wasm.compiled_modules import Loaded
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ..scripts.script_runs import compiled, vocabulary
 from .remote_guests import Runtime, running

@@ -19,7 +19,7 @@ from tokenbus.workers.controller.python.script import Script
 from tokenbus.workers.controller.sequence_group import Round, SequenceGroup
 from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from tokenbus.workers.controller.variable_calls import VariableCalls
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 Choose = Callable[[int, list[int], list[int]], int]
 """Samples a token; takes the number of a sequence, the sequence's tokens, and the allowed

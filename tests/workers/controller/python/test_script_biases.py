@@ -11,7 +11,7 @@ from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.python import Context, ScriptProgram
 from tokenbus.workers.controller.sequence_group import SequenceGroup
 from tokenbus.workers.gpu.sampling.biases import read_bias
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from .runs import play_script, tokens_of, vocabulary
 

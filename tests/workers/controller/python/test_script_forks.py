@@ -14,7 +14,7 @@ from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.python import Context, ScriptProgram
 from tokenbus.workers.controller.variable_calls import SequenceVariables
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ....counts import examples
 from .runs import play_script, says, tokens_of, vocabulary

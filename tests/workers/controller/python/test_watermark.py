@@ -16,7 +16,7 @@ from tokenbus.workers.controller.sequence_group import SequenceGroup
 from tokenbus.workers.gpu.sampling.biases import Bias, read_bias
 from tokenbus.workers.gpu.sampling.row_parameters import Row
 from tokenbus.workers.gpu.sampling.sampler import sample
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ..wasm.guests import SDK
 from .runs import vocabulary

@@ -16,7 +16,7 @@ from tokenbus.workers.controller.interface import Action
 from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.scripts.generation import Generate, Generation, decode_generate
 from tokenbus.workers.controller.variable_calls import SequenceVariables
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ..played import UNHURRIED, engine, vocabulary
 

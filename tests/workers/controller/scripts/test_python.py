@@ -23,7 +23,7 @@ from tokenbus.workers.controller.tokens.vocabulary import TokenizerVocabulary
 from tokenbus.workers.controller.variable_calls import SequenceVariables
 from tokenbus.workers.controller.wasm.module_compiler import compile_interpreter
 from tokenbus.workers.controller.wasm.sandbox import Ticker, make_engine
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ..played import UNHURRIED, engine
 from ..python.runs import Run, vocabulary

@@ -14,7 +14,7 @@ from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.scripts.controller import ScriptProgram
 from tokenbus.workers.controller.scripts.modules import script_module
 from tokenbus.workers.controller.variable_calls import SequenceVariables
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ..played import UNHURRIED, engine
 from ..python.runs import Run, vocabulary

@@ -27,7 +27,7 @@ from tokenbus.workers.controller.wasm.abis import examine
 from tokenbus.workers.controller.wasm.aici import AiciProgram
 from tokenbus.workers.controller.wasm.sandbox import Ticker, make_engine
 from tokenbus.workers.controller.wasm.wasm_binary import with_exported_globals
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from .... import starts
 from .guests import CACHE, compile_guest

@@ -15,7 +15,7 @@ from tokenbus.workers.controller.logs import Log
 from tokenbus.workers.controller.variable_calls import SequenceVariables
 from tokenbus.workers.controller.wasm.aici import AiciProgram
 from tokenbus.workers.gpu.sampling.biases import read_bias
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from .aici_guests import EOS, LIMITS, VOCABULARY, Request, puppet, ticking_engine
 

@@ -24,7 +24,7 @@ from tokenbus.workers.controller.wasm.aici_calls import (
     pre_process_answer,
 )
 from tokenbus.workers.controller.wasm.aici_storage import run_command
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 
 @pytest.mark.parametrize(

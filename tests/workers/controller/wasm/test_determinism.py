@@ -30,7 +30,7 @@ from tokenbus.workers.controller.wasm.aici import AiciProgram
 from tokenbus.workers.controller.wasm.native import NativeProgram
 from tokenbus.workers.controller.wasm.sandbox import make_engine
 from tokenbus.workers.controller.wasm.wasm_binary import with_exported_globals
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ....counts import examples
 from ..played import UNHURRIED, WORDS, vocabulary

@@ -16,7 +16,7 @@ from tokenbus.workers.controller.wasm.instance import INSTANCE_BYTES
 from tokenbus.workers.controller.wasm.native import NativeProgram
 from tokenbus.workers.controller.wasm.sandbox import make_engine
 from tokenbus.workers.controller.wasm.wasm_binary import with_exported_globals
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ..played import BYTES, vocabulary
 from .aici_guests import puppet

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from ...protocol.messages import MAX_INPUT_BYTES, MAX_WAITING_INPUT_BYTES, MAX_WAITING_INPUTS
-from ...protocol.worker_messages import Variable, VariableAnswer
+from ..protocol.messages import MAX_INPUT_BYTES, MAX_WAITING_INPUT_BYTES, MAX_WAITING_INPUTS
+from ..protocol.worker_messages import Variable, VariableAnswer
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -143,6 +143,11 @@ class VariableStorage:
         held = self._held.get(request)
         return held.bytes if held is not None else 0
 
+    def num_answers(self, request: int) -> int:
+        """The number of operations of a request that were applied, apart from its inputs."""
+        held = self._held.get(request)
+        return len(held.answers) if held is not None else 0
+
     def answered(self, op: Variable) -> bool:
         """Whether the operation was applied before; it then only gets the same answer again."""
         held = self._held.get(op.request)
@@ -212,7 +217,8 @@ class VariableStorage:
 
         ``append`` creates a variable that does not exist. Versions count writes, from 1. A ``get``
         ignores ``when_version_is``. An operation that would exceed a limit changes nothing and is
-        answered with an ``error``.
+        answered with an ``error``. An operation with ``place`` that comes at another place is not
+        applied either.
         """
         name = (op.lineage, op.count)
         held = self._held.get(op.request)
@@ -224,6 +230,12 @@ class VariableStorage:
         error = self.refusal(op)
         if error is not None:
             return VariableAnswer(*_name(op), error=error)
+        if op.place is not None and (before := self.num_answers(op.request)) != op.place:
+            text = (
+                f"the operation follows {op.place} operations of its request, but {before} were "
+                "applied"
+            )
+            return VariableAnswer(*_name(op), error=text, again=before < op.place)
         if held is None:
             held = self._held[op.request] = _Held()
             self.bytes += held.bytes
@@ -232,10 +244,11 @@ class VariableStorage:
             answer = self._give(held, op)
             self.bytes += held.bytes - before
             return answer
+        first = not held.answers
         kept = held.answers[name] = self._do(held, op)
         held.bytes += _answer_bytes(kept)
         self.bytes += held.bytes - before
-        return _answer(op, kept)
+        return _answer(op, kept, first=first)
 
     def end(self, request: int) -> bool:
         """Removes the state of an ended request; returns whether the request had any state."""
@@ -421,16 +434,20 @@ def _answer_bytes(kept: _Result) -> int:
     return ANSWER_BYTES + (len(kept.error) if kept.error is not None else 0)
 
 
-def _answer(op: Variable, kept: _Result, repeated: bool = False) -> VariableAnswer:
+def _answer(
+    op: Variable, kept: _Result, repeated: bool = False, first: bool = False
+) -> VariableAnswer:
     version, stored, length, written, error = kept
     value: bytes | None
-    if stored is not None:
+    if op.place is not None:
+        value = None
+    elif stored is not None:
         data = stored.data
         value = bytes(data) if len(data) == length else bytes(memoryview(data)[:length])
     else:
         value = b"" if version and not written else None
     return VariableAnswer(
-        op.request, op.lineage, op.count, version, value, written, error, repeated
+        op.request, op.lineage, op.count, version, value, written, error, repeated, first=first
     )
 
 

@@ -1,0 +1,284 @@
+"""The order of a request's operations on variables, and a copy of the variables.
+
+All controllers of a request run in one worker. If the state worker has no earlier operation of the
+request, this worker makes all of its operations, and its copy of the variables answers them without
+a wait. Each operation is then sent to the state worker with its place in the order
+(``Variable.place``), and the state worker confirms it.
+
+A message that depends on an operation leaves the worker only after the state worker has confirmed
+this operation and all earlier ones: a RESULT, or the call of a tool (``when_confirmed``). So if the
+worker dies, a replay receives the same answers as the results that were sent.
+
+Another worker may continue the request while this worker still runs, for example because this
+worker was suspended. The first new operation of the other worker changes the places. The state
+worker then refuses all operations of this worker, and the request ends here.
+
+Without the copy, each operation waits for the state worker. This is the case if the request has
+earlier operations, or if the copy becomes too large.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from enum import Enum
+from functools import partial
+from typing import Protocol
+
+from msgspec import structs
+
+from ...protocol.errors import Code, ControllerError
+from ...protocol.worker_messages import Variable, VariableAnswer
+from ..variables import VariableStorage
+from .guest_memory import TenantMemory
+from .pool import waiting
+
+COPIED = frozenset(("get", "set", "append"))
+"""The operations that the copy can answer. The others depend on the client's inputs, or on other
+requests of the tenant."""
+MAX_COPY_BYTES = 1024 * 1024
+"""Maximum bytes of a copy, as ``StorageLimits`` counts them."""
+GRANT_BYTES = 64 * 1024
+"""The unit in which the bytes of a copy count towards the memory of the tenant."""
+MAX_UNCONFIRMED = 64
+"""Maximum operations of a request that the state worker has not confirmed. A further operation
+waits, so that one request cannot fill the queue of the state worker."""
+
+
+class StateWorker(Protocol):
+    """The state worker, for the operations of one request."""
+
+    def perform(self, operation: Variable) -> VariableAnswer:
+        """Sends an operation and waits for its answer. Raises TokenbusError if it fails."""
+
+    def send(self, operation: Variable, answered: Callable[[VariableAnswer], None]) -> None:
+        """Sends an operation, together with the next message. ``answered`` is called once with its
+        answer, on another thread."""
+
+    def flush(self) -> None:
+        """Sends the operations that are waiting for the next message."""
+
+
+class _Mode(Enum):
+    FIRST = "first"
+    """No operation was answered yet."""
+    AHEAD = "ahead"
+    """The copy answers the operations."""
+    WAITS = "waits"
+    """Each operation waits for the state worker."""
+
+
+class RequestVariables:
+    """The operations of one request. Thread-safe."""
+
+    def __init__(
+        self,
+        state: StateWorker,
+        failed: Callable[[], None] = lambda: None,
+        memory: TenantMemory | None = None,
+    ) -> None:
+        """``failed`` is called once when the state worker refuses an operation that the copy has
+        answered. ``memory``: the share of the tenant, to which the copy counts."""
+        self._state = state
+        self._failed = failed
+        self._memory = memory
+        self._mode = _Mode.FIRST
+        self._turn = threading.Lock()
+        """Held during an operation, unless each operation waits for the state worker. So the
+        operations are sent in the order in which the copy has answered them."""
+        self._copy = VariableStorage()
+        self._granted = 0
+        self._others = 0
+        """Number of operations that the state worker has applied, and the copy has not."""
+        self.failure = ""
+        """Why the request cannot continue in this worker; empty while it can."""
+        self._closed = False
+        self._lock = threading.Lock()
+        """Protects the fields below."""
+        self._confirmed = threading.Condition(self._lock)
+        self._sent = 0
+        self._unconfirmed: dict[int, None] = {}
+        """The numbers of the operations that were sent and are not confirmed, in their order."""
+        self._held: deque[tuple[int, Callable[[], None]]] = deque()
+        """Actions, each with the number of the last operation that must be confirmed first."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether an action must be passed to ``when_confirmed``, because it may depend on an
+        operation that is not confirmed."""
+        return bool(self._unconfirmed or self._held)
+
+    @property
+    def holds(self) -> bool:
+        """Whether an action waits for the confirmation of operations."""
+        return bool(self._held)
+
+    def perform(self, operation: Variable) -> VariableAnswer:
+        """Does an operation. Raises TokenbusError if it is refused, or if it had to wait and has no
+        answer."""
+        if self._mode is not _Mode.WAITS:
+            with self._in_turn():
+                if self._mode is _Mode.FIRST:
+                    return self._first(operation)
+                if self._mode is _Mode.AHEAD and not self._has_room():
+                    self._wait_from_now()
+                if self._mode is _Mode.AHEAD:
+                    if operation.op in COPIED:
+                        return self._ahead(operation)
+                    return self._alone(operation)
+        return self._state.perform(operation)
+
+    def when_confirmed(self, action: Callable[[], None]) -> None:
+        """Calls ``action`` as soon as all operations so far are confirmed: now, or later on another
+        thread. Actions are called in their order. ``action`` must not wait. It is dropped if an
+        operation is refused, or if the request ends first. Call ``flush`` afterwards."""
+        with self._lock:
+            if self.failure or self._closed:
+                return
+            if not self.waits:
+                action()
+                return
+            self._held.append((self._sent, action))
+
+    def flush(self) -> None:
+        """Sends the operations so far. Called at the end of a round, because operations are
+        otherwise sent together with the next message."""
+        self._state.flush()
+
+    def close(self) -> None:
+        """Called when the request has ended in this worker."""
+        with self._lock:
+            self._closed = True
+            self._unconfirmed.clear()
+            self._held.clear()
+            self._confirmed.notify_all()
+        self._free()
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        if not self._turn.acquire(blocking=False):
+            with waiting():
+                self._turn.acquire()
+        try:
+            yield
+        finally:
+            self._turn.release()
+            if self._closed:
+                self._free()
+
+    def _free(self) -> None:
+        """Frees the copy of an ended request, unless an operation is running. The operation then
+        frees the copy at its end."""
+        if self._turn.acquire(blocking=False):
+            self._drop_copy()
+            self._turn.release()
+
+    def _first(self, operation: Variable) -> VariableAnswer:
+        """Does the first operation. If the state worker has no earlier operation of the request,
+        the copy answers the next operations."""
+        answer = self._state.perform(operation)
+        if not answer.first:
+            self._mode = _Mode.WAITS
+            return answer
+        if operation.op in COPIED:
+            self._copy.apply(operation)
+        else:
+            self._others += 1
+        self._mode = _Mode.AHEAD
+        return answer
+
+    def _ahead(self, operation: Variable) -> VariableAnswer:
+        """Answers an operation from the copy, and sends it."""
+        copy = self._copy
+        # A guest that runs again in a new process repeats its operations.
+        repeated = copy.answered(operation)
+        if not repeated:
+            self._wait_until(lambda: len(self._unconfirmed) < MAX_UNCONFIRMED)
+        place = copy.num_answers(operation.request) + self._others
+        answer = copy.apply(operation)
+        # The state worker does not store every refusal. It would refuse the operation as well.
+        if not repeated and copy.answered(operation):
+            self._send(structs.replace(operation, place=place), answer)
+        if answer.error is not None:
+            raise ControllerError(Code.CONTROLLER_FAILED, answer.error)
+        return answer
+
+    def _alone(self, operation: Variable) -> VariableAnswer:
+        """Does an operation that the copy cannot answer."""
+        self._wait_until(lambda: not self._unconfirmed)
+        try:
+            answer = self._state.perform(operation)
+        except BaseException:
+            # The state worker may have stored its answer, and so the next place is unknown.
+            self._wait_from_now()
+            raise
+        self._others += not answer.repeated
+        return answer
+
+    def _send(self, operation: Variable, answer: VariableAnswer) -> None:
+        with self._lock:
+            self._sent += 1
+            number = self._sent
+            self._unconfirmed[number] = None
+        self._state.send(operation, partial(self._answered, number, answer))
+
+    def _answered(self, number: int, expected: VariableAnswer, answer: VariableAnswer) -> None:
+        """Handles the state worker's answer to an operation."""
+        with self._lock:
+            if self._closed or self.failure:
+                return
+            same = (expected.version, expected.written, expected.error)
+            if (answer.version, answer.written, answer.error) == same:
+                self._unconfirmed.pop(number, None)
+                first = next(iter(self._unconfirmed), self._sent + 1)
+                while self._held and self._held[0][0] < first:
+                    self._held.popleft()[1]()
+            else:
+                self.failure = answer.error or "the state worker has another value of a variable"
+                self._held.clear()
+            fails = bool(self.failure)
+            self._confirmed.notify_all()
+        if fails:
+            self._failed()
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits for the confirmation of operations. Raises ControllerError if one was refused, or
+        if the request has ended."""
+        if not condition():
+            self._state.flush()
+            with waiting(), self._lock:
+                self._confirmed.wait_for(lambda: self._closed or self.failure or condition())
+        if self._closed:
+            raise ControllerError(Code.CONTROLLER_FAILED, "the request has ended")
+        if self.failure:
+            raise ControllerError(Code.CONTROLLER_FAILED, self.failure)
+
+    def _has_room(self) -> bool:
+        """Whether the copy may keep its size. Counts it towards the memory of the tenant."""
+        missing = self._copy.bytes - self._granted
+        if self._copy.bytes > MAX_COPY_BYTES:
+            return False
+        if missing > 0 and self._memory is not None:
+            size = -(-missing // GRANT_BYTES) * GRANT_BYTES
+            try:
+                self._memory.take(size)
+            except ControllerError:
+                return False
+            self._granted += size
+        return True
+
+    def _wait_from_now(self) -> None:
+        """Drops the copy. From now on, each operation waits for the state worker."""
+        self._wait_until(lambda: not self._unconfirmed)
+        self._mode = _Mode.WAITS
+        self._drop_copy()
+
+    def _drop_copy(self) -> None:
+        self._copy = VariableStorage()
+        if self._memory is not None and self._granted:
+            self._memory.give_back(self._granted)
+        self._granted = 0
