@@ -111,19 +111,23 @@ class PendingResult:
             # A request that has ended may have been started again; results of the earlier start
             # must not be sent. The message is built without the lock, because building it may take
             # milliseconds.
-            failures = [group.failure for group, _ in parts]
+            failed = [group for group, _ in parts if group.failure]
             parts = [(group, group.checked(results)) for group, results in parts]
-            live = [part for part in parts if not part[0].closed]
-            held = [part for part in live if _depends(part[0])]
-            frames = self._frames([part for part in live if part not in held])
-            later = [(group, self._frames([(group, results)])) for group, results in held]
+            live: list[Part] = []
+            later: list[tuple[SequenceGroup, list[bytes]]] = []
+            for part in parts:
+                if _depends(part[0]):
+                    later.append((part[0], self._frames([part])))
+                elif not part[0].closed:
+                    live.append(part)
+            frames = self._frames(live)
             with self._order:
-                sent = not any(group.closed for group, _ in live)
-                sent = sent and failures == [group.failure for group, _ in parts]
+                sent = not any(group.closed for group, _ in (*live, *later))
+                sent = sent and failed == [group for group, _ in parts if group.failure]
                 if sent:
                     after = self._post_results(parts, frames, later)
-        for group, rounds, failed in after:
-            self._sent(group, rounds, failed)
+        for group, rounds, ended in after:
+            self._sent(group, rounds, ended)
             if group.has_unfreed:
                 self._submit([group.free], tenant=group.tenant)
 
@@ -156,7 +160,8 @@ class PendingResult:
 
 def _depends(group: SequenceGroup) -> bool:
     """Whether results of a group may depend on operations that are not confirmed."""
-    return group.ordered is not None and group.ordered.waits and not group.failure
+    ordered = group.ordered
+    return ordered is not None and ordered.waits and not (ordered.failure or group.closed)
 
 
 def _message(parts: Sequence[Part]) -> tuple[bytes, list[bytes]]:
