@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -361,7 +361,7 @@ steps = st.one_of(
 
 @given(st.lists(steps, max_size=60))
 def test_any_order_of_losses_gives_the_answers_of_the_state_worker(
-    history: list[tuple[str, ...]],
+    history: list[Any],
 ) -> None:
     state = State()
     variables = RequestVariables(state)
