@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 FLUSH_S = 0.003
 """Time after the beginning of the rounds from which finished results are sent without the results
 of unfinished rounds, in seconds."""
+WOKEN_FLUSH_S = 0.02
+"""The same time for the rounds of woken sequences of a request. No forward waits for these rounds.
+It is longer because sequences that run in one forward take less time than in several."""
 
 Part = tuple[SequenceGroup, list[StepResult]]
 
@@ -59,13 +62,17 @@ class PendingResult:
         sent: Callable[[SequenceGroup, list[Round], list[StepResult]], None],
         submit: Submit,
         order: threading.Lock,
+        flush_s: float = FLUSH_S,
     ) -> None:
+        """``flush_s``: the time after which results are sent without those of unfinished rounds, in
+        seconds."""
         self._gpu = gpu
         self._missing = rounds
         self._post = post
         self._sent = sent
         self._submit = submit
         self._order = order
+        self._flush_s = flush_s
         self._parts: list[Part] = []
         self._lock = threading.Lock()
         self._began = time.monotonic()
@@ -91,7 +98,7 @@ class PendingResult:
 
     def due(self, now: float) -> bool:
         """Whether results are ready and have waited long enough for ``flush``."""
-        return bool(self._parts) and now - self._began >= FLUSH_S
+        return bool(self._parts) and now - self._began >= self._flush_s
 
     def flush(self) -> None:
         """Sends the results that are ready. Waits for other results that are being sent."""
@@ -114,13 +121,14 @@ class PendingResult:
             failed = [group for group, _ in parts if group.failure]
             parts = [(group, group.checked(results)) for group, results in parts]
             live: list[Part] = []
-            later: list[tuple[SequenceGroup, list[bytes]]] = []
+            held: dict[SequenceGroup, list[Part]] = {}
             for part in parts:
                 if _depends(part[0]):
-                    later.append((part[0], self._frames([part])))
+                    held.setdefault(part[0], []).append(part)
                 elif not part[0].closed:
                     live.append(part)
             frames = self._frames(live)
+            later = [(group, self._frames(of_group)) for group, of_group in held.items()]
             with self._order:
                 sent = not any(group.closed for group, _ in (*live, *later))
                 sent = sent and failed == [group for group, _ in parts if group.failure]
@@ -140,7 +148,12 @@ class PendingResult:
         """Called under the lock ``order``: records the results and sends their messages. The
         messages ``later`` are sent when the operations of their groups are confirmed. Returns each
         group with the rounds to run next and the errors of sequences that were woken too often."""
-        after = [(group, *group.record(results)) for group, results in parts]
+        by_group: dict[SequenceGroup, list[StepResult]] = {}
+        for group, results in parts:
+            by_group.setdefault(group, []).extend(results)
+        # The rounds of all sequences that are woken get one RESULT, so that the model runs these
+        # sequences together.
+        after = [(group, *group.record(results)) for group, results in by_group.items()]
         if frames:
             self._post(frames)
         for group, message in later:

@@ -69,7 +69,7 @@ from .limits import Limits
 from .masks import MaskFiles, MaskRows
 from .meters import Meters
 from .module_calls import ModuleCalls
-from .pending_result import PendingResult
+from .pending_result import FLUSH_S, WOKEN_FLUSH_S, PendingResult
 from .pool import Pool
 from .programs import Programs
 from .python.printed import captured
@@ -512,9 +512,10 @@ class ControllerWorker:
         body = encode_body(made, "msgpack")
         self._bus.post_to(gpu, [b"RESULT", encode_header(0, gpu), body])
 
-    def _new_result(self, gpu: int, rounds: int) -> PendingResult:
+    def _new_result(self, gpu: int, rounds: int, flush_s: float = FLUSH_S) -> PendingResult:
         post = partial(self._bus.post_to, gpu)
-        pending = PendingResult(gpu, rounds, post, self._after_send, self._pool.submit, self._order)
+        submit = self._pool.submit
+        pending = PendingResult(gpu, rounds, post, self._after_send, submit, self._order, flush_s)
         with self._pending_lock:
             self._pending.append(pending)
             if len(self._pending) > 64:
@@ -531,7 +532,7 @@ class ControllerWorker:
         if failed:
             self._new_result(group.gpu, 1).add(group, failed)
         if rounds:
-            pending = self._new_result(group.gpu, len(rounds))
+            pending = self._new_result(group.gpu, len(rounds), WOKEN_FLUSH_S)
             jobs = [partial(run_woken, pending, group, round_) for round_ in rounds]
             self._pool.submit(jobs, tenant=group.tenant)
 
