@@ -1,9 +1,9 @@
 """The order of a request's operations on variables, and a copy of the variables.
 
-All controllers of a request run in one worker. If the state worker has no earlier operation of the
-request, this worker makes all of its operations, and its copy of the variables answers them without
-a wait. Each operation is then sent to the state worker with its place in the order
-(``Variable.place``), and the state worker confirms it.
+All controllers of a request run in one worker. The first worker of a request makes all of its
+operations, and its copy of the variables answers them without a wait. Each operation is then sent
+to the state worker with its place in the order (``Variable.place``), and the state worker confirms
+it.
 
 A message that depends on an operation leaves the worker only after the state worker has confirmed
 this operation and all earlier ones: a RESULT, or the call of a tool (``when_confirmed``). So if the
@@ -13,8 +13,8 @@ Another worker may continue the request while this worker still runs, for exampl
 worker was suspended. The first new operation of the other worker changes the places. The state
 worker then refuses all operations of this worker, and the request ends here.
 
-Without the copy, each operation waits for the state worker. This is the case if the request has
-earlier operations, or if the copy becomes too large.
+Without the copy, each operation waits for the state worker. This is the case in every worker but
+the first, because two workers may run a request for a while, and if the copy becomes too large.
 """
 
 from __future__ import annotations
@@ -78,13 +78,15 @@ class RequestVariables:
         state: StateWorker,
         failed: Callable[[], None] = lambda: None,
         memory: TenantMemory | None = None,
+        moved: bool = False,
     ) -> None:
         """``failed`` is called once when the state worker refuses an operation that the copy has
-        answered. ``memory``: the share of the tenant, to which the copy counts."""
+        answered. ``memory``: the share of the tenant, to which the copy counts. ``moved``: whether
+        another worker may have run the request before."""
         self._state = state
         self._failed = failed
         self._memory = memory
-        self._mode = _Mode.FIRST
+        self._mode = _Mode.WAITS if moved else _Mode.FIRST
         self._turn = threading.Lock()
         """Held during an operation, unless each operation waits for the state worker. So the
         operations are sent in the order in which the copy has answered them."""
@@ -148,7 +150,7 @@ class RequestVariables:
         self._state.flush()
 
     def close(self) -> None:
-        """Called when the request has ended in this worker."""
+        """Called when the request has ended in this worker. No operation is sent afterwards."""
         with self._lock:
             self._closed = True
             self._unconfirmed.clear()
@@ -221,10 +223,11 @@ class RequestVariables:
 
     def _send(self, operation: Variable, answer: VariableAnswer) -> None:
         with self._lock:
+            if self._closed:
+                return
             self._sent += 1
-            number = self._sent
-            self._unconfirmed[number] = None
-        self._state.send(operation, partial(self._answered, number, answer))
+            self._unconfirmed[self._sent] = None
+            self._state.send(operation, partial(self._answered, self._sent, answer))
 
     def _answered(self, number: int, expected: VariableAnswer, answer: VariableAnswer) -> None:
         """Handles the state worker's answer to an operation."""

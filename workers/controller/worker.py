@@ -376,7 +376,8 @@ class ControllerWorker:
         header, link = message.header, message.link
         memory = self._guest_memory.of(owner)
         state = _StateWorker(self._variable_calls, self._bus, link, lambda: group.closed)
-        ordered = RequestVariables(state, lambda: self._fail(group), memory)
+        moved = bool(start.attempt or start.replay)
+        ordered = RequestVariables(state, lambda: self._fail(group), memory, moved)
         group = SequenceGroup(
             header.request,
             header.address,
@@ -576,9 +577,9 @@ class ControllerWorker:
             # ``end`` is called first. After this call, the only result that may still be sent is
             # one that is being sent now, and it precedes the results of a new START.
             group.end()
-            self._variable_calls.cancel(request, link)
             if group.ordered is not None:
                 group.ordered.close()
+            self._variable_calls.cancel(request, link)
             self._tool_calls.cancel(request, link)
             if group.events is not None:
                 group.events.end()

@@ -121,6 +121,15 @@ def test_a_request_with_earlier_operations_waits_for_each_operation() -> None:
     assert not state.sent
 
 
+def test_a_worker_that_continues_a_request_waits_for_each_operation() -> None:
+    # Another worker may still run the request, and may make its first operation later.
+    state = State()
+    sequence = Sequence(RequestVariables(state, moved=True))
+    for _ in range(3):
+        sequence.do("append", "x", b"1")
+    assert [operation.place for operation in state.waited] == [None] * 3
+
+
 def test_an_input_that_came_before_is_no_operation() -> None:
     state = State()
     state.storage.apply(Variable(1, 0, 1, "give", "", b"hello"))
