@@ -239,4 +239,5 @@ class ScriptController:
         generation, self._generation = self._generation, None
         assert generation is not None
         generation.close()
+        self._host.give()
         self._guest.post_process(generation.tokens, 0)

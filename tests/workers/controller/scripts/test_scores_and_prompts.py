@@ -154,6 +154,30 @@ def test_too_many_texts_are_an_error(kind: str) -> None:
     assert "65 texts; expected 1 to 64" in run.errors[0]
 
 
+EMPTY = """
+async def main(ctx):
+    await ctx.score(["ab"])
+    text = await ctx.gen(regex="a{0}")
+    print([text], ctx.tokens)
+    await ctx.fixed("x")
+"""
+EMPTY_JAVASCRIPT = """
+async function main(ctx) {
+  await ctx.score(["ab"]);
+  const text = await ctx.gen({ regex: "a{0}" });
+  ctx.log([text], ctx.tokens);
+  await ctx.fixed("x");
+}
+"""
+
+
+@KINDS
+def test_an_empty_text_after_scores_has_no_tokens(kind: str) -> None:
+    run = play(kind, EMPTY, EMPTY_JAVASCRIPT)
+    assert not run.errors
+    assert read(run.logs[0].replace("'", '"')) == [[""], tokens_of("Q")]
+
+
 SPAWNS = """
 async def main(ctx):
     await ctx.fixed("one ")
