@@ -4,6 +4,7 @@ runtimes of Python."""
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -158,24 +159,38 @@ EMPTY = """
 async def main(ctx):
     await ctx.score(["ab"])
     text = await ctx.gen(regex="a{0}")
-    print([text], ctx.tokens)
+    print([text], list(await ctx.gen(regex="a{0}", logprobs=True)), ctx.tokens)
     await ctx.fixed("x")
 """
 EMPTY_JAVASCRIPT = """
 async function main(ctx) {
   await ctx.score(["ab"]);
   const text = await ctx.gen({ regex: "a{0}" });
-  ctx.log([text], ctx.tokens);
+  const { text: again, tokens, logprobs } = await ctx.gen({ regex: "a{0}", logprobs: true });
+  ctx.log([text], [again, tokens, logprobs], ctx.tokens);
   await ctx.fixed("x");
 }
 """
 
 
 @KINDS
-def test_an_empty_text_after_scores_has_no_tokens(kind: str) -> None:
+def test_an_empty_text_after_scores_has_neither_tokens_nor_logprobs(kind: str) -> None:
     run = play(kind, EMPTY, EMPTY_JAVASCRIPT)
     assert not run.errors
-    assert read(run.logs[0].replace("'", '"')) == [[""], tokens_of("Q")]
+    logged = read(run.logs[0].replace("'", '"'))
+    assert logged == [[""], ["", [], []], tokens_of("Q")]
+
+
+@KINDS
+@pytest.mark.parametrize("options", ["", ", allow: [5]"])
+def test_a_wrong_value_of_logprobs_is_an_error(kind: str, options: str) -> None:
+    python = options.replace(":", "=")
+    run = play(
+        kind,
+        f"async def main(ctx):\n    await ctx.gen(logprobs=5{python})\n",
+        f"async function main(ctx) {{ await ctx.gen({{logprobs: 5{options}}}); }}",
+    )
+    assert re.search("gen.*logprobs.*5.*; expected [Tt]rue or [Ff]alse", run.errors[0])
 
 
 SPAWNS = """
