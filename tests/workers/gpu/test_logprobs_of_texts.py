@@ -27,6 +27,7 @@ from ...worlds.gpu_worker_loop import Loop
 from ..controller.guests.remote_guests import running
 from ..controller.scripts import script_runs
 from ..controller.scripts.script_runs import constraints
+from ..controller.wasm.guests import SDK
 from .controlled import Workers, check_nothing_is_left
 from .moved import TURNS, finished, give, token_messages, transcript
 
@@ -248,6 +249,21 @@ def test_log_probabilities_survive_the_ends_of_guest_processes(
                 guests.kill()
             world.turn()
         _same(texts_of(token_messages(world.loop)), texts)
+
+
+def test_the_best_of_n_texts_is_found_without_scores(tmp_path: Path, embedded: LoadedModel) -> None:
+    source = (SDK / "programs/best_of_n.py").read_text()
+    program = script_runs.program(source, "python")
+    world = World(tmp_path, embedded, "uploaded", program=program)
+    give(world.loop, b"GENERATE", BODY | {"controller_arg": {"n": 3, "tokens": 8}}, 0)
+    entries = [entry for message in world.finish() for entry in message]
+    steps = [decode_as(Step, frames[2]) for frames in world.loop.sent(b"STEP")]
+    sequences = [sequence for step in steps for sequence in step.sequences]
+    means = [sum(one.logprobs) / len(one.logprobs) for one in sequences if one.logprobs]
+    log = "".join(entry.logs for entry in entries)
+    assert log == f"the best of 3 texts has {max(means):.3f} for each token\n"
+    assert len(means) == 3
+    assert not any(one.scores for one in sequences)
 
 
 def _same(got: list[list[Any]], wanted: list[list[Any]]) -> None:
