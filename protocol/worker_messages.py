@@ -403,6 +403,9 @@ class Replay(Struct, array_like=True):
     scores: dict[Id, Scores] = {}
     """The scores that the sequence's controller received, by their place among ``tokens``, where
     token 0 stands for them."""
+    logprobs: list[float] = []
+    """The log-probability of each of ``tokens``, as in ``StepSequence.logprobs``; 0 where token 0
+    stands for scores or a distribution. GPU workers of earlier releases do not send this list."""
 
 
 class Start(Struct, kw_only=True, omit_defaults=True):
@@ -468,6 +471,10 @@ class StepSequence(Struct, array_like=True):
     did not have a query. After the action ``look``, one distribution, without tokens."""
     scores: Scores = []
     """The answer to the action ``score``. ``tokens`` is then empty."""
+    logprobs: list[float] = []
+    """The natural log-probability of each of ``tokens`` under the model's own distribution, if the
+    decision before the tokens had ``StepResult.logprobs``. Minus infinity is sent as the lowest
+    float32."""
 
 
 class Step(Struct, kw_only=True, omit_defaults=True):
@@ -570,6 +577,9 @@ class StepResult(Struct, array_like=True):
     """``sample``: the maximum number of tokens that are sampled before the next STEP. In a *run* of
     more than one token, every token is allowed, and the mask has the tokens that end the run. Only
     for requests whose START has ``takes_runs``."""
+    logprobs: bool = False
+    """``sample``: whether the next STEP has the log-probabilities of its tokens. A GPU worker of an
+    earlier release does not send them."""
 
     @property
     def biased(self) -> bool:
@@ -578,8 +588,8 @@ class StepResult(Struct, array_like=True):
 
     @property
     def has_options(self) -> bool:
-        """Whether the result has a query or an override."""
-        return self.query is not None or self.override is not None
+        """Whether the result has a query or an override, or asks for log-probabilities."""
+        return self.query is not None or self.override is not None or self.logprobs
 
 
 class Result(Struct, kw_only=True, omit_defaults=True):

@@ -119,7 +119,7 @@ def _answers(
             if not goes_on(copy.pre_process()):
                 return
             answer = copy.mid_process((host.seq,), place.mask)
-            asks = answer.query is not None or answer.override is not None
+            asks = answer.query is not None or answer.override is not None or answer.logprobs
             if answer.action is not Action.CONTINUE or asks or log.take():
                 return
             yield answer

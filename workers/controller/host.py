@@ -166,16 +166,22 @@ class Host:
     refusal: str = ""
     """In the post_process after SAVE, OPEN or GENERATE: the reason if the context was not saved or
     opened, or if the constraint of the text is not valid; otherwise empty."""
+    logprobs: Sequence[float | None] = ()
+    """The log-probability of each token of the last post_process under the model's own
+    distribution, if the controller asked for it (``Answer.logprobs``); otherwise empty. In the
+    post_process after GENERATE, None stands for a token that was not sampled."""
 
     def give(
         self,
         distributions: Sequence[Distribution] = (),
         scores: Scores | None = None,
         refusal: str = "",
+        logprobs: Sequence[float | None] = (),
     ) -> None:
         """Sets what the next post_process reads from this host. ``Rounds`` calls this method before
         each post_process."""
         self.distributions, self.scores, self.refusal = distributions, scores or [], refusal
+        self.logprobs = logprobs
 
 
 def allowed(mask: memoryview | bytes, size: int) -> Sequence[int]:

@@ -97,6 +97,9 @@ class Answer(NamedTuple):
     """With CONTINUE from mid_process: the maximum number of tokens that one post_process may
     receive. With more than 1, every token is allowed, and the mask has the tokens that post_process
     must receive at once. The worker may still call post_process for each token."""
+    logprobs: bool = False
+    """With CONTINUE from mid_process: whether ``Host.logprobs`` has the log-probabilities of the
+    next tokens."""
 
 
 STOP = Answer(Action.STOP)

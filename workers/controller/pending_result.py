@@ -249,6 +249,7 @@ def _encoded(made: Result) -> bytes:
             result.row = result.attachment = None
             result.bias_row = result.bias_attachment = None
             result.query = result.override = None
+            result.logprobs = False
             result.along, result.biases_along = [], []
             result.logs = result.logs.encode("utf-8", "backslashreplace").decode()
             result.storage = []

@@ -198,7 +198,9 @@ class GroupReplay:
                 past.sampled()
                 ends = replay.last and past.tokens == len(replay.tokens)
                 run = self._rounds.ended if ends else self._rounds.sampled
-                return run(sequence, [token], distributions=[found] if found is not None else ())
+                seen = [found] if found is not None else []
+                logprobs = replay.logprobs[past.tokens - 1 : past.tokens] if last.logprobs else []
+                return run(sequence, [token], distributions=seen, logprobs=logprobs)
             past.failure = (
                 f"{_where(past)} it forbids token {token}, which was sampled the first time"
             )

@@ -165,15 +165,16 @@ class Rounds:
         tokens: Sequence[int],
         draft: Sequence[int] = (),
         distributions: Sequence[Distribution] = (),
+        logprobs: Sequence[float] = (),
     ) -> list[StepResult]:
         """The round after tokens were sampled, or after the controller has read a distribution
-        without sampling. ``distributions``: the distributions of the tokens, if the controller
-        queried them. If the decision is only to sample, the result also has the
+        without sampling. ``distributions`` and ``logprobs``: those of the tokens, if the controller
+        asked for them. If the decision is only to sample, the result also has the
         decisions after the tokens of ``draft``."""
         sequence.variables.begin_round()
         sequence.woken = False
         sequence.wakes = 0
-        sequence.host.give(distributions)
+        sequence.host.give(distributions, logprobs=logprobs)
         return self._guarded(sequence, lambda: self._sampled(sequence, tokens, draft))
 
     def batched(self, sequence: ControlledSequence, token: int) -> list[StepResult]:
@@ -208,10 +209,11 @@ class Rounds:
         tokens: Sequence[int],
         stop: bytes = b"",
         distributions: Sequence[Distribution] = (),
+        logprobs: Sequence[float] = (),
     ) -> list[StepResult]:
         """The last post_process of a sequence that the GPU worker has ended. ``stop``: the stop
         string before which the sequence's text ends."""
-        sequence.host.give(distributions)
+        sequence.host.give(distributions, logprobs=logprobs)
         return self._guarded(sequence, lambda: self._ended(sequence, tokens, stop))
 
     def see_changes(self, sequence: ControlledSequence) -> None:
@@ -328,6 +330,7 @@ class Rounds:
                 masked = answer.masked and (self.takes_runs or not runs)
                 result = _result(sequence, "sample", change, masked)
                 result.query, result.override = answer.query, answer.override
+                result.logprobs = answer.logprobs
                 if runs and self.takes_runs:
                     result.run = answer.run
                 if answer.bias is not None or sequence.bias:
@@ -490,6 +493,7 @@ def _end_of_sequence(results: list[StepResult]) -> None:
         first.row = first.attachment = None
         first.bias_row = first.bias_attachment = None
         first.query = first.override = None
+        first.logprobs = False
 
 
 def _give_bias(sequence: ControlledSequence, result: StepResult, bias: Bias | None) -> None:

@@ -223,6 +223,7 @@ class SequenceGroup:
         wait: bool = True,
         distributions: Sequence[Distribution] = (),
         scores: Scores | None = None,
+        logprobs: Sequence[float] = (),
     ) -> tuple[ControlledSequence, Round] | None:
         """The round of a sequence after the model has sampled ``tokens`` or computed ``scores``, or
         after the GPU worker has ended the sequence. Returns None if the sequence does not wait for
@@ -230,8 +231,8 @@ class SequenceGroup:
 
         ``stop``: the stop string before which the text of an ended sequence ends; empty if no stop
         string ended the sequence. ``draft``: tokens that the GPU worker expects next.
-        ``distributions``: the distributions of ``tokens``, if queried. Without ``wait``, raises
-        GroupBusy if another thread has the group's lock.
+        ``distributions`` and ``logprobs``: those of ``tokens``, if the controller asked for them.
+        Without ``wait``, raises GroupBusy if another thread has the group's lock.
         """
         if not self._lock.acquire(blocking=wait):
             raise GroupBusy
@@ -254,12 +255,12 @@ class SequenceGroup:
             self._changes += bool(tokens or ended or scores)
         finally:
             self._lock.release()
+        given = distributions, logprobs
         if ended:
-            end = partial(self._rounds.ended, sequence, tokens, stop.encode(), distributions)
-            return sequence, end
+            return sequence, partial(self._rounds.ended, sequence, tokens, stop.encode(), *given)
         if scores:
             return sequence, partial(self._rounds.scored, sequence, scores)
-        return sequence, partial(self._rounds.sampled, sequence, tokens, draft, distributions)
+        return sequence, partial(self._rounds.sampled, sequence, tokens, draft, *given)
 
     def see_changes(self, sequence: ControlledSequence) -> None:
         """Called before a round from ``step`` runs in a batch (``Rounds.see_changes``)."""

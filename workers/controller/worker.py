@@ -465,6 +465,7 @@ class ControllerWorker:
                     wait,
                     stepped.distributions,
                     stepped.scores,
+                    stepped.logprobs,
                 )
             except GroupBusy:
                 busy.append((stepped, group))

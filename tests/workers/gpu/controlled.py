@@ -134,6 +134,7 @@ class Controllers:
                 one.draft,
                 distributions=one.distributions,
                 scores=one.scores,
+                logprobs=one.logprobs,
             )
             if stepped is not None:
                 self._rounds.append((group, stepped[1]))

@@ -199,10 +199,13 @@ def test_the_gpu_worker_takes_runs(tmp_path: Path, embedded: LoadedModel) -> Non
         (Run(3, None), [1, 2, 3], 2),
         (Run(1, None), [1], 0),
         (Run(9, np.array([0, 1 << 3], np.uint32)), [3, 34, 35, 36], 2),
+        (Run(2, None, asks=True), [1, 2], 1),
     ],
 )
 def test_a_run_ends_with_its_last_token_or_an_ending(
     run: Run, tokens: list[int], ends: int
 ) -> None:
-    assert [run.take(token) for token in tokens[: ends + 1]] == [False] * ends + [True]
+    taken = [run.take(token, -token / 8) for token in tokens[: ends + 1]]
+    assert taken == [False] * ends + [True]
     assert run.tokens == tokens[: ends + 1]
+    assert run.logprobs == ([-token / 8 for token in run.tokens] if run.asks else [])

@@ -39,6 +39,7 @@ def answers_of(outcome: Outcome, size: int) -> Iterator[Answer | TokenbusError]:
             checked_texts(mid.texts, size) if mid.action == Action.SCORE else (),
             mid.name,
             mid.pin_s,
+            logprobs=mid.logprobs,
         )
     if outcome.fault is not None:
         yield outcome.fault.error()

@@ -352,7 +352,7 @@ def _run(
     CONTINUE. ``rooms``: the shared memory for the mask, and for a large bias."""
     controller = seated.controller
     if item.tokens is not None:
-        seated.host.give(item.distributions, item.scores, item.refusal)
+        seated.host.give(item.distributions, item.scores, item.refusal, item.logprobs)
         after = controller.post_process(item.tokens, item.backtrack)
         outcome.post = int(after.action)
         if after.action is not Action.CONTINUE or item.last:
@@ -390,6 +390,7 @@ def _mid_answer(
         texts=[list(text) for text in answer.texts],
         name=answer.name,
         pin_s=answer.pin_s,
+        logprobs=answer.logprobs,
     )
     if answer.action is not Action.CONTINUE:
         messages.encode_checked(made)

@@ -93,6 +93,8 @@ class Item(Struct, array_like=True):
     """The scores of the texts that the controller has scored. ``tokens`` is then empty."""
     refusal: str = ""
     """See ``Host.refusal``."""
+    logprobs: list[float | None] = []
+    """See ``Host.logprobs``."""
 
 
 class Advance(Message):
@@ -187,6 +189,7 @@ class MidAnswer(Struct, array_like=True):
     """The name of a context. The worker checks its length, so that the script receives the error
     of a long name."""
     pin_s: float = 0.0
+    logprobs: bool = False
 
 
 class Outcome(Struct, array_like=True, omit_defaults=True):

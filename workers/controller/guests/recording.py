@@ -82,4 +82,5 @@ def addressed(item: Item, handle: int, limits: Limits | None = None) -> Item:
         limits or item.limits,
         item.scores,
         item.refusal,
+        item.logprobs,
     )

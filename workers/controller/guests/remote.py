@@ -139,7 +139,7 @@ class RemoteController:
         answer = self._next("mid_process")
         if answer.masked:
             mask[:] = self._ahead_mask
-        self._asks = answer.query is not None or answer.bias is not None
+        self._asks = answer.query is not None or answer.bias is not None or answer.logprobs
         return answer
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
@@ -148,6 +148,7 @@ class RemoteController:
         if not self._ahead:
             item = Item(0, list(tokens), backtrack, self._ending, list(self._host.distributions))
             item.scores, item.refusal = self._host.scores, self._host.refusal
+            item.logprobs = list(self._host.logprobs)
             self._advance(item)
         return self._next("post_process")
 

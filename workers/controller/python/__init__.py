@@ -5,6 +5,7 @@ from ....protocol.sampling import Distribution, Override, Query
 from .classes import Controller, PythonProgram
 from .context import Context, Label
 from .decisions import Decision, append, fork, go_on, look, sample, splice, stop, suspend
+from .generated_text import Generated
 from .loading import load_program
 from .script import ScriptProgram
 from .script_constraints import Constraint
@@ -17,6 +18,7 @@ __all__ = [
     "ControllerError",
     "Decision",
     "Distribution",
+    "Generated",
     "Label",
     "Override",
     "PythonProgram",

@@ -6,9 +6,9 @@ import json
 import sys
 import types
 import zlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, Unpack, cast, overload
 
 import msgspec
 
@@ -26,7 +26,8 @@ from .arguments import parsed, special_token
 from .author_calls import place
 from .awaitable_calls import AwaitableCall, awaitable_call
 from .bias_values import BiasValues, bias_of
-from .delegated_text import Delegated, text_of_answer, text_of_options
+from .delegated_text import Delegated, text_of_options
+from .generated_text import Generated, GenerationOptions, text_of_answer
 from .operations import (
     Append,
     Fork,
@@ -94,6 +95,16 @@ class Context:
             raise _wrong(f"fixed(text) with {text!r}; expected text or bytes")
         await self._ask(make, "fixed", text=text, following=following)
 
+    @overload
+    def gen(
+        self, /, *, logprobs: Literal[True], **options: Unpack[GenerationOptions]
+    ) -> Awaitable[Generated]: ...
+
+    @overload
+    def gen(
+        self, /, *, logprobs: Literal[False] = False, **options: Unpack[GenerationOptions]
+    ) -> Awaitable[str]: ...
+
     @awaitable_call
     async def gen(
         self,
@@ -109,8 +120,10 @@ class Context:
         stop_at: str | Sequence[str] | None = None,
         max_tokens: int | None = None,
         bias: BiasValues = None,
-    ) -> str:
-        """Generates text with the model, and returns it.
+        logprobs: bool = False,
+    ) -> str | Generated:
+        """Generates text with the model, and returns it. With ``logprobs``, the result also has the
+        tokens of the text and their log-probabilities.
 
         At most one constraint may be given:
 
@@ -149,6 +162,8 @@ class Context:
             raise _wrong(f"gen(stop_at={stop_at!r}); expected text that is not empty")
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
             raise _wrong(f"gen(max_tokens={max_tokens!r}); expected a number, at least 1")
+        if not isinstance(logprobs, bool):
+            raise _wrong(f"gen(logprobs={logprobs!r}); expected True or False")
         options = None if choice is None else _options(choice)
         given: dict[str, object] = {
             "regex": regex,
@@ -168,20 +183,15 @@ class Context:
             "substring_end": substring_end,
             "stop_at": stops or None,
             "max_tokens": max_tokens,
+            "logprobs": logprobs or None,
         }
         delegated = _delegated(kinds | rest)
 
         def make(question: Question) -> Operation:
             if delegated is not None:
                 return Delegated(question, self._host, delegated, added)
-            return Generate(
-                question,
-                self._host.vocabulary,
-                self._constraint(kinds),
-                [stop.encode() for stop in stops],
-                max_tokens,
-                added,
-            )
+            text = GeneratedText(stop_at=list(stops), max_tokens=max_tokens, logprobs=logprobs)
+            return Generate(question, self._host, self._constraint(kinds), text, added)
 
         if added is not None:
             rest["bias"] = zlib.crc32(added.encoded())

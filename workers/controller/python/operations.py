@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from ....protocol.errors import Code, ControllerError
 from ....protocol.sampling import Query
 from ..biases import Bias
-from ..host import Host, Stored, Vocabulary
+from ..host import Host, Stored
 from ..interface import CONTINUE, STOP, SUSPEND, Action, Answer
+from ..scripts.generation import Generate as GeneratedText
+from .generated_text import GeneratedBytes
 from .script_constraints import Constraint
 from .transcript import Question, Transcript
 
@@ -102,25 +104,30 @@ class Append(Operation):
 class Generate(Operation):
     """Generates a text. The text ends when the constraint allows no more tokens, after a stop text,
     after ``max_tokens`` tokens, or before a sampled end-of-sequence token, which is dropped. The
-    answer is the text, as bytes."""
+    answer is the text, as bytes, or as ``GeneratedBytes`` if the script asks for
+    log-probabilities."""
 
     def __init__(
         self,
         question: Question,
-        vocabulary: Vocabulary,
+        host: Host,
         constraint: Constraint | None,
-        stops: Sequence[bytes],
-        max_tokens: int | None,
+        text: GeneratedText,
         bias: Bias | None = None,
     ) -> None:
+        """``text``: the stop texts, ``max_tokens`` and ``logprobs``."""
         super().__init__(question)
-        self._free = Answer(Action.CONTINUE, bias=bias)
-        self._masked = Answer(Action.CONTINUE, masked=True, bias=bias)
-        self._vocabulary = vocabulary
+        self._free = Answer(Action.CONTINUE, bias=bias, logprobs=text.logprobs)
+        self._masked = self._free._replace(masked=True)
+        self._host = host
+        self._vocabulary = host.vocabulary
         self._constraint = constraint
-        self._stops = stops
-        self._max_tokens = max_tokens
+        self._stops = [stop.encode() for stop in text.stop_at]
+        self._max_tokens = text.max_tokens
+        self._asks = text.logprobs
         self._tokens: list[int] = []
+        self._logprobs: list[float | None] = []
+        """The log-probabilities of ``_tokens``; None for a token that was not sampled."""
         self._text = bytearray()
         self._repair: Answer | None = None
         """The splice that drops all tokens and bytes after the end of the text; None if there
@@ -133,20 +140,22 @@ class Generate(Operation):
         if self._constraint is None:
             return self._free
         if not self._constraint.mask(mask):
-            self._finish(bytes(self._text))
+            self._finish_text()
         return self._masked
 
     def post_process(self, tokens: Sequence[int]) -> None:
         """Adds the tokens one by one until the text ends."""
         if self._repair is not None:
-            self._finish(bytes(self._text))
+            self._finish_text()
             return
+        logprobs = self._host.logprobs or [None] * len(tokens)
         for at, token in enumerate(tokens):
             if token == self._vocabulary.eos:
                 self._end(drop=len(tokens) - at)
                 return
             before = len(self._text)
             self._tokens.append(token)
+            self._logprobs.append(logprobs[at])
             self._text += self._vocabulary.token(token)
             end = self._stopped(before)
             if end is not None:
@@ -160,7 +169,8 @@ class Generate(Operation):
     def resume(self, other: Operation) -> None:
         """Copies the text that was generated so far."""
         assert isinstance(other, Generate)
-        self._tokens, self._text = list(other._tokens), bytearray(other._text)
+        self._tokens, self._logprobs = list(other._tokens), list(other._logprobs)
+        self._text = bytearray(other._text)
         self._repair = other._repair
         if self._constraint is not None and self._tokens and self._repair is None:
             self._constraint.advance(self._tokens)
@@ -183,13 +193,21 @@ class Generate(Operation):
             self._end(more)
             return
         del self._text[end:]
-        self._end(more + 1, self._vocabulary.tokenize(bytes(self._text[before:])))
+        again = self._vocabulary.tokenize(bytes(self._text[before:]))
+        self._tokens[-1:] = again
+        self._logprobs[-1:] = [None] * len(again)
+        self._end(more + 1, again)
 
     def _end(self, drop: int, tokens: Sequence[int] = ()) -> None:
         if drop:
             self._repair = Answer(Action.SPLICE, backtrack=drop, tokens=tokens)
         else:
-            self._finish(bytes(self._text))
+            self._finish_text()
+
+    def _finish_text(self) -> None:
+        text, logprobs = bytes(self._text), tuple(self._logprobs)
+        scored = GeneratedBytes(text, tuple(self._tokens), logprobs)
+        self._finish(scored if self._asks else text)
 
 
 class Fork(Operation):

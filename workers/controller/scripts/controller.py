@@ -235,8 +235,10 @@ class ScriptController:
             self._host.refusal = ""
 
     def _finish_text(self) -> None:
-        """Passes the tokens of the text to the guest."""
+        """Passes the tokens of the text to the guest, with their log-probabilities if the script
+        asked for them."""
         generation, self._generation = self._generation, None
         assert generation is not None
         generation.close()
+        self._host.give(logprobs=generation.logprobs if generation.asks else ())
         self._guest.post_process(generation.tokens, 0)

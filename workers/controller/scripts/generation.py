@@ -37,6 +37,8 @@ class Generate(msgspec.Struct, frozen=True):
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     place: str = ""
     """The place of the call in the script, for errors."""
+    logprobs: bool = False
+    """Whether ``Host.logprobs`` has the log-probabilities of the text's tokens."""
 
 
 _decoder = msgspec.json.Decoder(Generate)
@@ -68,6 +70,11 @@ class Generation:
         """The splice that drops all tokens and bytes after the end of the text; None if there
         are none to drop."""
         self.tokens: list[int] = []
+        self.logprobs: list[float | None] = []
+        """The log-probabilities of ``tokens``; None for a token that was not sampled, and for each
+        token unless ``asks`` is true."""
+        self.asks = asked.logprobs
+        """Whether the script asked for log-probabilities."""
         self.ended = False
 
     def pre_process(self) -> Answer:
@@ -86,7 +93,11 @@ class Generation:
         if answer.action is Action.STOP:
             self.ended = True
             return None
-        if answer.action is not Action.CONTINUE or self._bias is None:
+        if answer.action is not Action.CONTINUE:
+            return answer
+        if self.asks:
+            answer = answer._replace(logprobs=True)
+        if self._bias is None:
             return answer
         # A bias does not forbid the only allowed token, as it does not forbid appended tokens.
         single = answer.masked and int.from_bytes(mask, "little").bit_count() == 1
@@ -98,15 +109,18 @@ class Generation:
             self.ended = True
             return
         if backtrack:
-            del self.tokens[len(self.tokens) - backtrack :]
+            left = len(self.tokens) - backtrack
+            del self.tokens[left:], self.logprobs[left:]
             self._text = bytearray(self._bytes(self.tokens)) if self._stops else self._text
         eos_ids = self._host.vocabulary.eos_ids
+        logprobs = self._host.logprobs or [None] * len(tokens)
         for place, token in enumerate(tokens):
             more = len(tokens) - place - 1
             if token in eos_ids:
                 self._end(more + 1)
                 return
             self.tokens.append(token)
+            self.logprobs.append(logprobs[place])
             if self._stops and self._stopped(token, more):
                 return
             if len(self.tokens) == self._asked.max_tokens:
@@ -124,7 +138,7 @@ class Generation:
         batch."""
         alone = self._stops or self._bias is not None or self._repair is not None or self.ended
         constraint = self._constraint
-        if alone or not isinstance(constraint, Batched):
+        if alone or self.asks or not isinstance(constraint, Batched):
             return None
         if len(self.tokens) + 1 == self._asked.max_tokens:
             return None
@@ -133,6 +147,7 @@ class Generation:
     def batched(self, token: int) -> None:
         """Records a round that ran in a batch."""
         self.tokens.append(token)
+        self.logprobs.append(None)
         assert isinstance(self._constraint, Batched)
         self._constraint.batched(token)
 
@@ -140,7 +155,8 @@ class Generation:
         """A copy for the new sequence of ``host``."""
         constraint = self._constraint.fork(host) if self._constraint is not None else None
         other = Generation(self._asked, host, constraint, self._bias)
-        other.tokens, other._text = list(self.tokens), bytearray(self._text)
+        other.tokens, other.logprobs = list(self.tokens), list(self.logprobs)
+        other._text = bytearray(self._text)
         other._repair, other.ended = self._repair, self.ended
         return other
 
@@ -158,9 +174,9 @@ class Generation:
         most = self._asked.max_tokens
         run = MAX_RUN if most is None else min(MAX_RUN, most - len(self.tokens))
         if run < 2 or self._bias is not None:
-            return Answer(Action.CONTINUE, bias=self._bias)
+            return Answer(Action.CONTINUE, bias=self._bias, logprobs=self.asks)
         mask[:] = self._endings
-        return Answer(Action.CONTINUE, masked=True, run=run)
+        return Answer(Action.CONTINUE, masked=True, run=run, logprobs=self.asks)
 
     @cached_property
     def _endings(self) -> bytes:
@@ -191,9 +207,9 @@ class Generation:
         if end == len(self._text):
             self._end(more)
             return True
-        self.tokens.pop()
         again = self._host.vocabulary.tokenize(bytes(self._text[before:end]))
-        self.tokens += again
+        self.tokens[-1:] = again
+        self.logprobs[-1:] = [None] * len(again)
         self._end(more + 1, again)
         return True
 

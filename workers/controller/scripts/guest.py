@@ -3,6 +3,7 @@ native ABI and has loaded a script."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 
@@ -35,9 +36,16 @@ BEGIN, SAVE, OPEN, LOOK, AGAIN = 7, 8, 9, 10, 11
 the script reads the distribution of the next token. Words 8 and 9 have the prompt, a ``_Context``
 as JSON, or the number of tokens to report as JSON. After LOOK, the arguments of post_process are
 pairs of a token and the bits of its log-probability. After AGAIN, pre_process follows."""
+SAMPLE_SCORED = 12
+"""The result of mid_process if the next token is sampled and the script asks for its
+log-probability."""
 REFUSED = 0xFFFF_FFFF
 """The number of dropped tokens in the arguments of post_process if a text or a context is refused.
 The tokens are then the bytes of the reason."""
+SCORED = 0xFFFF_FFFE
+"""The number of dropped tokens in the arguments of post_process if the log-probabilities of the
+tokens follow the tokens, as the bits of float32 numbers. NaN stands for a token that was not
+sampled."""
 MAX_GENERATE_BYTES = 2 * 1024 * 1024
 
 
@@ -116,25 +124,31 @@ class ScriptGuest(NativeController):
         return max(own_s, self._host.limits.round_s)
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
-        """Passes tokens, scores or a refusal to the script."""
+        """Passes tokens, log-probabilities or a refusal to the script."""
         if self._host.refusal:
             tokens, backtrack = list(self._host.refusal.encode()), REFUSED
         elif self._host.scores:
             scores = np.fromiter(chain.from_iterable(self._host.scores), np.float32)
             tokens = scores.view(np.uint32).tolist()
+        elif self._host.logprobs:
+            found = [math.nan if each is None else each for each in self._host.logprobs]
+            tokens = [*tokens, *np.array(found, np.float32).view(np.uint32).tolist()]
+            backtrack = SCORED
         elif self._host.distributions and not tokens:
             top = self._host.distributions[0].top
             logprobs = np.fromiter(top.values(), np.float32).view(np.uint32).tolist()
             tokens = list(chain.from_iterable(zip(top, logprobs, strict=True)))
         return super().post_process(tokens, backtrack)
 
-    def _other_answer(self, action: int) -> Answer:
+    def _other_answer(self, action: int, mask: memoryview) -> Answer:
         if action == AGAIN:
             return interface.AGAIN
+        if action == SAMPLE_SCORED:
+            return self._sampling(mask)._replace(logprobs=True)
         if action == BEGIN:
             return Answer(Action.BEGIN, tokens=self._tokens())
         if action not in (GENERATE, SCORE, SAVE, OPEN, LOOK):
-            return super()._other_answer(action)
+            return super()._other_answer(action, mask)
         address, size = self._list()
         if size > MAX_GENERATE_BYTES:
             raise ControllerError(

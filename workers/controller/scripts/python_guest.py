@@ -23,7 +23,8 @@ from ..limits import Limits
 from ..python.author_calls import AuthorCalls
 from ..python.bias_values import bias_of
 from ..python.context import Context, Label
-from ..python.delegated_text import Delegated, text_of_answer, text_of_options
+from ..python.delegated_text import Delegated, text_of_options
+from ..python.generated_text import Generated, text_of_answer
 from ..python.operations import Operation
 from ..python.script import Script, ScriptController
 from ..python.transcript import Question, Transcript
@@ -279,12 +280,13 @@ class PythonContext(Context):
             )
         return text
 
-    async def _generate(self, *unnamed: Any, **given: Any) -> str:
+    async def _generate(self, *unnamed: Any, **given: Any) -> str | Generated:
         """Answers ``gen``: the worker generates a text and applies its constraint."""
         if unnamed:
             raise _wrong(f"gen({unnamed[0]!r}) has no name; expected an option such as regex=…")
         if given.get("allow") is not None:
-            return await self.gen(**given)
+            found: str | Generated = await self.gen(**given)
+            return found
         options = {key: value for key, value in given.items() if value is not None}
         host = self._host
         bias = bias_of(options.pop("bias", None), host.vocabulary.size, "gen(bias=…)")
@@ -373,6 +375,8 @@ def _plain(value: Any) -> Any:
             return {"$stored": [value.version, _plain(value.value)]}
         case Written():
             return {"$written": [value.ok, value.version, _plain(value.value)]}
+        case Generated():
+            return {"$generated": list(value)}
         case list():
             return [_plain(each) for each in value]
     return value

@@ -195,7 +195,7 @@ class NativeController:
             return STOP
         if action == 4:
             return Answer(Action.SPLICE, backtrack=block[_DROP], tokens=self._tokens())
-        return self._other_answer(action)
+        return self._other_answer(action, mask)
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Calls tokenbus_post_process."""
@@ -236,7 +236,7 @@ class NativeController:
         call. Scripts have another limit (``scripts.guest``)."""
         return own_s
 
-    def _other_answer(self, action: int) -> Answer:
+    def _other_answer(self, action: int, mask: memoryview) -> Answer:
         """The answer of a mid_process that neither stops, samples nor splices. Only the guests of
         scripts may return another answer than LOOK (``scripts.guest``)."""
         if action == Action.LOOK:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ....protocol.messages import Token
 from ....protocol.worker_messages import Replay
+from ..sampling.distributions import LOWEST
 
 
 @dataclass(slots=True)
@@ -96,6 +97,7 @@ class Resumed:
             if entry.scores:
                 self.replay.scores[len(self.replay.tokens)] = entry.scores
             self.replay.tokens.append(entry.token or 0)
+            self.replay.logprobs.append(max(entry.logprob or 0.0, LOWEST))
             self.reach()
             self.given = Given()
         if entry.finish_reason is not None:

@@ -12,6 +12,7 @@ from ....protocol.messages import ConstraintEnd
 from ....protocol.worker_messages import StepResult
 from ..engine.engine import Engine
 from ..engine.sequence import TokenOutput
+from ..sampling.distributions import LOWEST
 from .mask_file import MaskFile
 from .resumption import Given
 
@@ -30,18 +31,25 @@ class Notes(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """Several tokens that a sequence samples without a decision for each (``StepResult.run``)."""
+    """The tokens that a sequence samples until the next STEP: several tokens without a decision for
+    each (``StepResult.run``), or one token whose log-probability the controller asked for."""
 
     left: int
     """Maximum number of further tokens."""
     endings: np.ndarray | None
     """The tokens that end the run, as u32 words; None if the run ends with its last token only."""
+    asks: bool = False
+    """Whether the STEP has ``logprobs``."""
     tokens: list[int] = field(default_factory=list)
     """The tokens so far."""
+    logprobs: list[float] = field(default_factory=list)
+    """The log-probabilities of ``tokens``; empty unless ``asks`` is true."""
 
-    def take(self, token: int) -> bool:
+    def take(self, token: int, logprob: float) -> bool:
         """Adds a token; returns whether it ends the run."""
         self.tokens.append(token)
+        if self.asks:
+            self.logprobs.append(max(logprob, LOWEST))
         self.left -= 1
         if self.left < 1:
             return True

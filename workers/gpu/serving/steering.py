@@ -106,7 +106,7 @@ class Steering:
         """For each sequence whose decision waits in ``_forks`` for another sequence to fork: that
         other sequence."""
         self._runs: dict[Key, Run] = {}
-        """The runs of sequences that sample without decisions."""
+        """The runs of sequences that sample without decisions, or with log-probabilities."""
         self._early_forks: set[Key] = set()
         """While a RESULT is applied: the sequences whose forks do not need logits, because each
         resulting sequence then drops or appends tokens."""
@@ -442,16 +442,17 @@ class Steering:
         return True
 
     def _begin_run(self, engine: Engine, one: StepResult, under: Under) -> None:
-        """Begins the run of a decision, if it has one. Raises ControllerError if its mask has the
-        wrong size."""
-        if one.run == 1:
+        """Begins the run of a decision that has one, or that asks for log-probabilities. Raises
+        ControllerError if the mask of a run has the wrong size."""
+        if one.run == 1 and not one.logprobs:
             return
-        endings = under.mask
+        endings = under.mask if one.run > 1 else None
         if endings is not None and len(endings) != engine.mask_words:
             text = f"the mask of a run has {len(endings)} words; expected {engine.mask_words}"
             raise ControllerError(Code.CONTROLLER_FAILED, text)
         # The mask is copied, because the run outlasts this step.
-        self._runs[one.request, one.seq] = Run(one.run, None if endings is None else endings.copy())
+        ends = None if endings is None else endings.copy()
+        self._runs[one.request, one.seq] = Run(one.run, ends, one.logprobs)
 
     def _forks_early(self, engine: Engine, key: Key) -> bool:
         """Whether a sequence can fork without logits. The forks then compute their own tokens, and
@@ -575,17 +576,17 @@ class Steering:
         """Adds an update for each row, which reports that the row's token was sampled. The next
         decision of the row's sequence is then awaited."""
         due = self._clock() + self._timeout_s
-        for sequence, token in zip(columns.sequences, columns.tokens.tolist(), strict=True):
+        numbers = columns.tokens.tolist(), columns.logprobs.tolist()
+        for sequence, token, logprob in zip(columns.sequences, *numbers, strict=True):
             request, seq = sequence.request, sequence.seq
             steered = self._requests.get(request)
             if steered is not None:
                 if steered.given:
                     steered.given.pop(seq, None)
-                tokens = self._of_run((request, seq), [token]) if self._runs else [token]
-                if not tokens:
+                update = StepSequence(request, seq, [token])
+                if self._runs and not self._ends_run(update, logprob):
                     continue
                 self._awaited[request, seq] = due
-                update = StepSequence(request, seq, tokens, None)
                 updates.setdefault(steered.worker, []).append(update)
 
     def _update(self, steered: Steered, output: TokenOutput) -> StepSequence | None:
@@ -603,8 +604,9 @@ class Steering:
         reason, token, stop = output.finish_reason, output.token, ""
         # An appended token has no log-probability. The controller has chosen the token itself.
         drawn = [token] if token is not None and output.logprob is not None else []
-        if self._runs:
-            drawn = self._of_run((output.request, output.seq), drawn, reason is not None)
+        update = StepSequence(output.request, output.seq, drawn, reason)
+        if self._runs and not self._ends_run(update, output.logprob or 0.0):
+            return None
         if reason is None:
             if not drawn:
                 return None
@@ -626,21 +628,25 @@ class Steering:
                 output.finish_reason = reason
                 output.shortened = output.shortened and not stop
                 steered.ends[output.seq] = output
-        seen = [output.distribution] if drawn and output.distribution is not None else []
-        update = StepSequence(output.request, output.seq, drawn, reason, stop)
-        update.distributions = seen
+        update.ended, update.stop = reason, stop
+        if update.tokens and output.distribution is not None:
+            update.distributions = [output.distribution]
         return update
 
-    def _of_run(self, key: Key, drawn: list[int], ended: bool = False) -> list[int]:
-        """The tokens to report after ``drawn``: none while the sequence's run continues, and all
-        tokens of the run at its end."""
+    def _ends_run(self, update: StepSequence, logprob: float) -> bool:
+        """Adds the token of an update, and the token's log-probability, to the sequence's run.
+        Returns False while the run continues. At its end, or without a run, returns True; the
+        update then has all tokens of the run."""
+        key = update.request, update.seq
         run = self._runs.get(key)
         if run is None:
-            return drawn
-        if not (drawn and run.take(drawn[0])) and not ended:
-            return []
+            return True
+        ends = bool(update.tokens) and run.take(update.tokens[0], logprob)
+        if not ends and update.ended is None:
+            return False
         del self._runs[key]
-        return run.tokens
+        update.tokens, update.logprobs = run.tokens, run.logprobs
+        return True
 
     def _draft(self, engine: Engine, updates: Iterable[list[StepSequence]]) -> None:
         """Adds drafts to the updates of sequences whose controllers compute a mask after each token
@@ -690,4 +696,5 @@ def _add(updates: list[StepSequence], update: StepSequence) -> None:
         return
     last.tokens += update.tokens
     last.distributions += update.distributions
+    last.logprobs += update.logprobs
     last.ended, last.stop = update.ended, update.stop

@@ -56,3 +56,25 @@ def test_a_bias_does_not_forbid_a_forced_token() -> None:
         generation.post_process([token], 0)
     generation.close()
     assert seen == [([1, 3], never_b), ([2], None), ([1, 3], never_b)]
+
+
+def test_a_round_whose_log_probability_is_wanted_does_not_run_in_a_batch() -> None:
+    shared = SharedInstances(engine, None).get(
+        compile_regex("[abc]*").to_bytes(), vocabulary(TOKENS)
+    )
+    variables = SequenceVariables(1, 0, VariableStorage().apply, lambda: None)
+    host = Host(1, 0, b"", shared.guest.vocabulary, variables, Log(1000), UNHURRIED, 100)
+    for asks in (False, True):
+        constraint = GrammarController(shared, host, shared.guest.start(), [])
+        generation = Generation(Generate(logprobs=asks), host, constraint, None)
+        mask = memoryview(bytearray(4))
+        for token in (1, 2):
+            answer = generation.mid_process(mask)
+            assert answer is not None
+            assert answer.logprobs is asks
+            host.give(logprobs=[-token / 8] if asks else ())
+            generation.post_process([token], 0)
+        generation.mid_process(mask)
+        assert (generation.batch(1) is None) is asks
+        assert generation.logprobs == ([-1 / 8, -2 / 8] if asks else [None, None])
+        generation.close()

@@ -4,6 +4,7 @@ runtimes of Python."""
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -152,6 +153,44 @@ def test_too_many_texts_are_an_error(kind: str) -> None:
         'async function main(ctx) { await ctx.score(Array(65).fill("a")); }',
     )
     assert "65 texts; expected 1 to 64" in run.errors[0]
+
+
+EMPTY = """
+async def main(ctx):
+    await ctx.score(["ab"])
+    text = await ctx.gen(regex="a{0}")
+    print([text], list(await ctx.gen(regex="a{0}", logprobs=True)), ctx.tokens)
+    await ctx.fixed("x")
+"""
+EMPTY_JAVASCRIPT = """
+async function main(ctx) {
+  await ctx.score(["ab"]);
+  const text = await ctx.gen({ regex: "a{0}" });
+  const { text: again, tokens, logprobs } = await ctx.gen({ regex: "a{0}", logprobs: true });
+  ctx.log([text], [again, tokens, logprobs], ctx.tokens);
+  await ctx.fixed("x");
+}
+"""
+
+
+@KINDS
+def test_an_empty_text_after_scores_has_neither_tokens_nor_logprobs(kind: str) -> None:
+    run = play(kind, EMPTY, EMPTY_JAVASCRIPT)
+    assert not run.errors
+    logged = read(run.logs[0].replace("'", '"'))
+    assert logged == [[""], ["", [], []], tokens_of("Q")]
+
+
+@KINDS
+@pytest.mark.parametrize("options", ["", ", allow: [5]"])
+def test_a_wrong_value_of_logprobs_is_an_error(kind: str, options: str) -> None:
+    python = options.replace(":", "=")
+    run = play(
+        kind,
+        f"async def main(ctx):\n    await ctx.gen(logprobs=5{python})\n",
+        f"async function main(ctx) {{ await ctx.gen({{logprobs: 5{options}}}); }}",
+    )
+    assert re.search("gen.*logprobs.*5.*; expected [Tt]rue or [Ff]alse", run.errors[0])
 
 
 SPAWNS = """

@@ -18,23 +18,24 @@ from .script_runs import tokens_of
 SCRIPT = b"""
 async function main(ctx) {
   await ctx.fixed(`The ${ctx.arg} is `);
-  const number = await ctx.gen({ regex: '[0-9]+', maxTokens: 12 });
+  const found = await ctx.gen({ regex: '[0-9]+', maxTokens: 12, logprobs: true });
+  const number = found.text;
   const i = await ctx.fork(2);
   await ctx.fixed(` (${i})`);
   ctx.vars.set(`v${i}`, number);
   await ctx.gen({ regex: '[a-z ]{40,60}' });
-  ctx.log(await ctx.waitVar(`v${1 - i}`) === number);
+  ctx.log(found.logprobs, await ctx.waitVar(`v${1 - i}`) === number);
 }
 """
 PYTHON = b"""
 async def main(ctx):
     await ctx.fixed(f"The {ctx.arg} is ")
-    number = await ctx.gen(regex="[0-9]+", max_tokens=12)
+    number, _, logprobs = await ctx.gen(regex="[0-9]+", max_tokens=12, logprobs=True)
     i = await ctx.fork(2)
     await ctx.fixed(f" ({i})")
     ctx.vars[f"v{i}"] = number
     await ctx.gen(regex="[a-z ]{40,60}")
-    print(str(await ctx.wait_var(f"v{1 - i}") == number).lower())
+    print(logprobs, str(await ctx.wait_var(f"v{1 - i}") == number).lower())
 """
 SCRIPTS = {"javascript": SCRIPT, "python": PYTHON}
 EACH = pytest.mark.parametrize("language", SCRIPTS)
@@ -93,7 +94,9 @@ def test_a_script_is_uploaded_tagged_and_run(client: Client, language: str) -> N
     assert (stored.abi, stored.forks, stored.tags) == (language, True, ["answer"])
     (zero, log), (one, _) = run(client, "answer")
     assert zero.startswith("The answer is ")
-    assert log.endswith("true\n")
+    assert log.endswith(" true\n")
+    logprobs = json.loads(log.splitlines()[-1].removesuffix(" true"))
+    assert max(logprobs) < 0
     assert one.split(" (")[0] == zero.split(" (")[0]
 
 

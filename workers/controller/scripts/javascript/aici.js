@@ -23,7 +23,7 @@ const aici = {
     return aici.fixed(parts.reduce((text, part, i) => text + String(values[i - 1]) + part));
   },
   async genTokens(options = {}) {
-    const tokens = await generate({ maxTokens: 20, ...options });
+    const { tokens } = await generate({ maxTokens: 20, ...options });
     logged(1, "GEN", host.text(tokens));
     return tokens;
   },

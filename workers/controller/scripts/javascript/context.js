@@ -109,7 +109,7 @@ const CONSTRAINTS = {
 };
 const ALIASES = { json_schema: "jsonSchema", stop_at: "stopAt", max_tokens: "maxTokens",
                   options: "choice", substring_end: "substringEnd", store_var: "storeVar" };
-const OPTIONS = ["allow", "bias", "stopAt", "maxTokens", "storeVar", "substringEnd"];
+const OPTIONS = ["allow", "bias", "stopAt", "maxTokens", "logprobs", "storeVar", "substringEnd"];
 
 function generation(given) {
   if (typeof given !== "object" || given === null)
@@ -129,17 +129,21 @@ function generation(given) {
   if (stops.some((stop) => typeof stop !== "string" || !stop))
     throw new TypeError(`gen({stopAt: ${show(options.stopAt)}}); expected text`);
   if (options.maxTokens !== undefined) whole("gen({maxTokens})", options.maxTokens);
+  const { logprobs = false } = options;
+  if (typeof logprobs !== "boolean")
+    throw new TypeError(`gen({logprobs: ${quote(logprobs)}}); expected true or false`);
   return [options, kinds[0], stops];
 }
 
-// Generates a text, and returns its tokens.
+// Generates a text, and returns {tokens, logprobs}.
 async function generate(given = {}) {
   const [options, kind, stops] = generation(given);
   const bias = bias_of(options.bias);
   if (kind === "allow")
     return ask(new GenerateAllowed(token_set(options.allow).words, bias, stops,
-                                   options.maxTokens), "gen");
-  const spec = { place: place(), stop_at: stops, max_tokens: options.maxTokens };
+                                   options.maxTokens, options.logprobs), "gen");
+  const spec = { place: place(), stop_at: stops, max_tokens: options.maxTokens,
+                 logprobs: options.logprobs };
   if (kind) {
     const argument = CONSTRAINTS[kind](options[kind]);
     if (typeof argument !== "string")
@@ -152,9 +156,9 @@ async function generate(given = {}) {
         { substring: options.substring }, options.substringEnd] });
     }
   }
-  const tokens = await ask(new Generate(spec, bias), "gen");
-  if (options.storeVar) host.varWrite(options.storeVar, host.bytes(tokens), false, -1);
-  return tokens;
+  const found = await ask(new Generate(spec, bias), "gen");
+  if (options.storeVar) host.varWrite(options.storeVar, host.bytes(found.tokens), false, -1);
+  return found;
 }
 
 const ROLES = ["unk", "pad", "sep", "bos", "eos", "cls", "mask", "turn_start", "turn_end"];
@@ -194,7 +198,11 @@ async function forked(count) {
 
 const context = {
   async fixed(text, { following } = {}) { return append(text, following); },
-  async gen(options) { return host.text(await generate(options)); },
+  async gen(options) {
+    const { tokens, logprobs } = await generate(options);
+    const text = host.text(tokens);
+    return options && options.logprobs ? { text, tokens, logprobs } : text;
+  },
   async score(candidates, { perToken = false } = {}) {
     if (!Array.isArray(candidates) || !candidates.length)
       throw new TypeError(`score(${show(candidates)}); expected a list of texts`);

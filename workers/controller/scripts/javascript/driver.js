@@ -5,8 +5,9 @@
 // in each fork without a replay.
 
 const STOP = 0, CONTINUE = 1, SUSPEND = 2, FORK = 3, SPLICE = 4, GENERATE = 5, SCORE = 6,
-      BEGIN = 7, SAVE = 8, OPEN = 9, LOOK = 10, AGAIN = 11;
+      BEGIN = 7, SAVE = 8, OPEN = 9, LOOK = 10, AGAIN = 11, SAMPLE_SCORED = 12;
 const REFUSED = 0xffffffff;  // the backtrack of a post whose tokens are the bytes of a reason
+const SCORED = 0xfffffffe;  // the backtrack of a post whose tokens precede their log-probabilities
 
 // The words of the call block.
 const VOCABULARY = 7, EOS = 12, MAX_TOKENS = 13;
@@ -33,7 +34,8 @@ function describe(error) {
 }
 
 // Each operation has pre, mid and post, which correspond to the calls of a controller. Any of them
-// may finish the operation. mid returns null if pre_process has to be called first.
+// may finish the operation. mid returns null if pre_process has to be called first. The argument
+// logprobs of post is empty unless the operation asked for log-probabilities.
 class Operation {
   finished = false;
   answer = undefined;
@@ -41,7 +43,7 @@ class Operation {
   place = "";  // the place of the call in the script, for a refusal
   pre() { return CONTINUE; }
   mid(group) { return null; }
-  post(tokens, backtrack) {}
+  post(tokens, backtrack, logprobs) {}
   finish(answer) { this.finished = true; this.answer = answer; }
   refuse(reason) {
     this.finished = true;
@@ -74,7 +76,8 @@ class Append extends Operation {
   post(tokens, backtrack) { this.finish(); }
 }
 
-// The worker generates a text under a constraint, and passes all tokens of the text to post.
+// The worker generates a text under a constraint, and passes all tokens of the text to post. The
+// answer is {tokens, logprobs}, as that of GenerateAllowed.
 class Generate extends Operation {
   constructor(spec, bias) {
     super();
@@ -87,7 +90,7 @@ class Generate extends Operation {
     host.generate(this.spec);
     return GENERATE;
   }
-  post(tokens, backtrack) { this.finish(tokens); }
+  post(tokens, backtrack, logprobs) { this.finish({ tokens, logprobs }); }
 }
 
 // Scores texts, which are lists of tokens. The host passes the log-probabilities of their tokens to
@@ -163,13 +166,15 @@ class UseContext extends Operation {
 
 // Generates tokens of a set. The text ends at `max` tokens, at a stop text or at the end of sequence.
 class GenerateAllowed extends Operation {
-  constructor(mask, bias, stops, max) {
+  constructor(mask, bias, stops, max, scored) {
     super();
     this.mask = mask;
     this.bias = bias;
     this.stops = stops;
     this.max = max;
+    this.scored = scored;
     this.tokens = [];
+    this.logprobs = [];
     this.repair = null;
   }
   mid(group) {
@@ -180,13 +185,14 @@ class GenerateAllowed extends Operation {
     }
     host.mask(this.mask);
     give_bias(this.bias);
-    return CONTINUE;
+    return this.scored ? SAMPLE_SCORED : CONTINUE;
   }
-  post(tokens, backtrack) {
-    if (this.repair) return this.finish(this.tokens);
+  post(tokens, backtrack, logprobs) {
+    if (this.repair) return this.end(0, []);
     for (let i = 0; i < tokens.length; i++) {
       if (tokens[i] === host.word(EOS)) return this.end(tokens.length - i, []);
       this.tokens.push(tokens[i]);
+      this.logprobs.push(logprobs.length ? logprobs[i] : null);
       const more = tokens.length - i - 1;
       const text = this.stops.length ? host.text(this.tokens) : "";
       const ends = this.stops.map((s) => text.indexOf(s) < 0 ? -1 : text.indexOf(s) + s.length);
@@ -195,6 +201,7 @@ class GenerateAllowed extends Operation {
         this.tokens.pop();
         const again = host.tokenize(text.slice(host.text(this.tokens).length, end));
         this.tokens.push(...again);
+        this.logprobs.splice(-1, 1, ...again.map(() => null));
         return this.end(more + 1, again);
       }
       if (end === text.length && this.stops.length) return this.end(more, []);
@@ -203,7 +210,7 @@ class GenerateAllowed extends Operation {
   }
   end(drop, tokens) {
     if (drop) this.repair = [drop, tokens];
-    else this.finish(this.tokens);
+    else this.finish({ tokens: this.tokens, logprobs: this.logprobs });
   }
 }
 
@@ -440,6 +447,12 @@ const calls = {
       pending.refuse(host.decode(Uint8Array.from(tokens)));
       return CONTINUE;
     }
+    let logprobs = [];
+    if (backtrack === SCORED) {
+      const words = Uint32Array.from(tokens.splice(tokens.length / 2));
+      logprobs = Array.from(new Float32Array(words.buffer), (x) => Number.isNaN(x) ? null : x);
+      backtrack = 0;
+    }
     const reads = pending instanceof Score || pending instanceof Look;
     const answer = reads || pending instanceof UseContext && !backtrack;
     if (answer) {
@@ -449,7 +462,7 @@ const calls = {
     if (backtrack) sequence.tokens.length -= backtrack;
     for (let i = 0; i < tokens.length; i++) sequence.tokens.push(tokens[i]);
     if (program) return decided(program.postProcess(tokens, backtrack), "postProcess");
-    if (pending) pending.post(tokens, backtrack);
+    if (pending) pending.post(tokens, backtrack, logprobs);
     return CONTINUE;
   },
 };

@@ -20,19 +20,20 @@ async def main(ctx: Context) -> None:
     n = arg.get("n", 4)
     begin = ctx.label()
     me = await ctx.fork(n)
-    ctx.vars[f"text {me}"] = await ctx.gen(max_tokens=arg.get("tokens", 40))
+    found = await ctx.gen(max_tokens=arg.get("tokens", 40), logprobs=True)
+    logprobs = [each for each in found.logprobs if each is not None]
+    scored = f"{sum(logprobs) / len(logprobs)} {found.text}" if logprobs else ""
+    ctx.vars[f"text {me}"] = scored
     if me:
         await ctx.stop()
-    texts = []
+    means, texts = [], []
     for each in range(n):
-        text = await ctx.wait_var(f"text {each}")
+        mean, _, text = (await ctx.wait_var(f"text {each}")).partition(" ")
         if text:
+            means.append(float(mean))
             texts.append(text)
     await ctx.fixed("", following=begin)
     if not texts:
         return
-    means = []
-    for scores in await ctx.score(texts, per_token=True):
-        means.append(sum(scores) / len(scores))  # noqa: PERF401
     ctx.log(f"the best of {len(texts)} texts has {max(means):.3f} for each token")
     await ctx.fixed(texts[means.index(max(means))])
