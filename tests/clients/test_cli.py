@@ -17,10 +17,12 @@ from tokenbus.clients.cli import generate
 from tokenbus.clients.cli.exits import report
 from tokenbus.clients.cli.interactive import split_parameters
 from tokenbus.clients.cli.main import main
-from tokenbus.clients.cli.options import parameter
+from tokenbus.clients.cli.options import client_for, parameter
 from tokenbus.clients.results import GeneratedSequence
+from tokenbus.clients.system.started import is_started
 from tokenbus.protocol.errors import RequestError
 from tokenbus.protocol.messages import Token
+from tokenbus.protocol.settings import Settings
 from tokenbus.workers.gpu import embedded
 from tokenizers import Tokenizer
 
@@ -312,6 +314,23 @@ def test_without_a_broker_the_error_says_how_to_start_one() -> None:
             f"tokenbus: no broker answers at {front}; is that the address of a running system? "
             f"Start one with: tokenbus up --front {front} [connection_lost]\n"
         )
+
+
+@pytest.mark.process
+def test_a_command_waits_longer_if_its_system_is_started_here() -> None:
+    started, other = (Settings(front=f"ipc:///tmp/tb-{name}.sock") for name in ("a", "b"))
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", "input()", "supervisord"],
+        env=clean_environment(front=started.front),
+        stdin=subprocess.PIPE,
+    )
+    try:
+        until(lambda: is_started(started.front_endpoint), 60, "the start of the process")
+        for settings, patience_s in ((started, 30.0), (other, 3.0)):
+            with client_for(settings) as client:
+                assert client._connection._session._patience_s == patience_s
+    finally:
+        supervisor.communicate(b"\n")
 
 
 @pytest.mark.process
