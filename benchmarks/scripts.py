@@ -40,7 +40,7 @@ from tokenbus.workers.controller.wasm.module_compiler import compile_interpreter
 from tokenbus.workers.controller.wasm.sandbox import make_engine
 from tokenbus.workers.variables import VariableStorage
 
-LIMITS = Limits(init_s=60.0, pre_s=60.0, mid_s=60.0, post_s=60.0)
+LIMITS = Limits(init_s=60.0, pre_s=60.0, mid_s=60.0, post_s=60.0, script_s=60.0)
 PATTERN = "[a-z ]{200,400}"
 GEN = {
     "javascript": f"async function main(ctx) {{ await ctx.gen({{regex: '{PATTERN}'}}); }}",

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import zmq
@@ -30,6 +29,7 @@ from .outgoing import Outgoing, Side
 from .settings import BrokerSettings
 from .sockets import (
     bind_router,
+    delete_file,
     listen_again,
     packing_sender,
     readable,
@@ -147,6 +147,7 @@ class BrokerServer:
         except Exception:
             clients.close()
             clients.socket.close(0)
+            delete_file(front)
             raise
 
     def _takers(self, has_keys: bool) -> tuple[Take, Take]:
@@ -216,8 +217,7 @@ class BrokerServer:
         self._front.close()
         self._back.close()
         for endpoint in (self.front_endpoint, self.back_endpoint):
-            if endpoint.startswith("ipc://"):
-                Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+            delete_file(endpoint)
 
     def stop(self) -> None:
         """Makes ``run`` end: within ``drain_s``, or at once if ``stop`` is called again.

@@ -115,6 +115,13 @@ def bind_router(
     return connections
 
 
+def delete_file(endpoint: str) -> None:
+    """Deletes the file of an ``ipc://`` address after its socket was closed, because ZeroMQ leaves
+    the file."""
+    if endpoint.startswith("ipc://"):
+        Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
 def listen_again(socket: zmq.Socket[bytes], endpoint: str, attempt: int) -> None:
     """Listens again at the path of ``endpoint``, after the file and possibly its folder were
     deleted.
@@ -131,7 +138,12 @@ def listen_again(socket: zmq.Socket[bytes], endpoint: str, attempt: int) -> None
         socket.bind(f"ipc://{other}")
     except zmq.ZMQError as error:
         raise OSError(error.errno, error.strerror) from None
-    os.replace(other, path)
+    try:
+        os.replace(other, path)
+    except OSError:
+        socket.unbind(f"ipc://{other}")
+        delete_file(f"ipc://{other}")
+        raise
 
 
 def readable(socket: zmq.Socket[bytes]) -> bool:

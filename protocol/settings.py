@@ -121,6 +121,10 @@ class Settings(Struct, kw_only=True, frozen=True):
     controller_pre_ms: Positive = 1.0
     controller_mid_ms: Positive = 20.0
     controller_post_ms: Positive = 1.0
+    controller_script_ms: Positive = 100.0
+    """CPU time limit of each call of a script except ``init_prompt``, in milliseconds, instead of
+    the three limits above. An interpreter executes a program 20 to 50 times as slowly as compiled
+    code."""
     controller_decision_s: Positive = 300.0
     """Time that a GPU worker waits for a controller's decision before it ends the sequence, in
     addition to the controller's own time limits. The first decision includes the start of the

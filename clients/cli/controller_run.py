@@ -7,13 +7,16 @@ import hashlib
 import re
 import secrets
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
 from ...protocol.errors import Code, TokenbusError, error_for
+from ...protocol.messages import StoredModule
 from ...protocol.scripts import SCRIPT_MARK
 from ...protocol.settings import Settings
 from .. import Client, Stream
@@ -28,6 +31,8 @@ from .texts import Texts, exit_code
 
 DEFAULT_PROMPT = "\n"
 """The default prompt: a line break, because a prompt must not be empty."""
+STORED_S = 10.0
+"""Maximum time in seconds for which an interrupted run waits until its module is stored."""
 
 _LEASE = re.compile(r"run-[0-9a-f]{16}")
 """Pattern of the tags that keep the module of a file in the store during a run."""
@@ -124,10 +129,22 @@ def _lent(client: Client, wasm: bytes) -> Iterator[str]:
         return
     lease = f"run-{secrets.token_hex(8)}"
     with interrupted():
+        # Cancelling an upload does not stop it, so an interrupted upload continues on its thread,
+        # and the module is deleted when it is stored.
+        stored: Future[StoredModule] = Future()
+
+        def upload() -> None:
+            try:
+                stored.set_result(client.upload_controller(wasm, lease))
+            except BaseException as error:
+                stored.set_exception(error)
+
         try:
-            yield client.upload_controller(wasm, lease).module
+            threading.Thread(target=upload, daemon=True).start()
+            yield stored.result().module
         finally:
-            with suppress(TokenbusError):
+            with suppress(TokenbusError, TimeoutError):
+                stored.result(timeout=STORED_S)
                 client.delete_controller(module if _tags(client, module) == [lease] else lease)
 
 

@@ -9,7 +9,6 @@ import msgspec
 
 from ...protocol.settings import Settings
 from .. import Client, Stream
-from .exits import FAILED, OK
 from .module_files import check_writable
 from .notices import Notices
 from .options import add_parameters, add_request, client_for, given_text, parameters
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
             print(prompt, end="", flush=True)
         if options.get("n", 1) > 1:
             print_completed(stream, notices)
-            return FAILED if all(s.finish_reason == "error" for s in stream.sequences) else OK
+            return exit_code(stream.sequences)
         texts = Texts(stream, notices)
         try:
             texts.follow()
@@ -88,4 +87,4 @@ def _print_json(stream: Stream) -> int:
         for s in stream.wait()
     ]
     print(msgspec.json.encode({"sequences": sequences}).decode())
-    return OK
+    return exit_code(stream.sequences)

@@ -17,6 +17,7 @@ from ...protocol.expected_values import expected
 from ...protocol.messages import Generate
 from ...protocol.settings import AtLeastOne, Settings
 from .. import Client
+from ..system.started import is_started
 from .module_files import FileFault, text_or_file
 
 PARAMETERS = {
@@ -109,8 +110,12 @@ def _assignment(item: str) -> tuple[str, Any]:
 
 
 def client_for(settings: Settings) -> Client:
-    """A client of the system at the address in the settings."""
-    return Client(settings.front_endpoint, patience_s=settings.command_timeout_s)
+    """A client of the system at the address in the settings. If ``tokenbus up`` runs this system on
+    this machine, the broker may be starting, so the client waits longer for an answer."""
+    front, patience_s = settings.front_endpoint, settings.command_timeout_s
+    if is_started(front):
+        patience_s = max(patience_s, settings.session_timeout_s)
+    return Client(front, patience_s=patience_s)
 
 
 def given_text(words: list[str]) -> str:

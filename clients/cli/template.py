@@ -12,7 +12,7 @@ from ...protocol.messages import TokenizerFiles
 from ...protocol.settings import Settings
 from .exits import FAILED, OK
 from .module_files import FileFault
-from .options import client_for
+from .options import add_connection, client_for
 
 
 def add_command(commands: Any) -> None:
@@ -38,6 +38,7 @@ def add_command(commands: Any) -> None:
         help="folder of a checkpoint, file of a Jinja template, or name of a served model",
     )
     check.add_argument("--text", action="store_true", help="print the rendered prompts")
+    add_connection(check)
     check.set_defaults(run=run)
 
 
@@ -62,7 +63,7 @@ def _files(name: str, settings: Settings) -> TokenizerFiles:
     """The template of a path, or of a served model if the path does not exist. Raises FileFault if
     a file cannot be read or is not valid."""
     path = Path(name)
-    if not path.exists():
+    if not _exists(path):
         if name.startswith(("/", "./", "../", "~")):
             raise FileFault(f"{name} does not exist; give a folder, a file or a served model")
         with client_for(settings) as client:
@@ -75,6 +76,14 @@ def _files(name: str, settings: Settings) -> TokenizerFiles:
         raise FileFault(f"cannot read {error.filename}: {error.strerror}") from None
     except ValueError as error:
         raise FileFault(f"{path} has a file that is not valid: {error}") from None
+
+
+def _exists(path: Path) -> bool:
+    """Whether a path exists. A name that is too long for a path does not exist."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def _of_folder(folder: Path) -> TokenizerFiles:

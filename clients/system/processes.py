@@ -86,6 +86,12 @@ def _is_supervisord(pid: int) -> bool:
     return own and named and alive(pid)
 
 
+def running_supervisors() -> list[int]:
+    """Ids of this user's running supervisords, of any system; needs ``/proc``."""
+    found = (int(folder.name) for folder in Path("/proc").glob("[0-9]*"))
+    return sorted(pid for pid in found if _is_supervisord(pid))
+
+
 def in_session(leader: int) -> list[int]:
     """Ids of the running processes in the session of process ``leader``; needs ``/proc``."""
     found = []

@@ -11,6 +11,7 @@ import msgspec
 
 from ...protocol.endpoints import separate
 from ...protocol.settings import CONFIG, SettingError, Settings, resolve
+from .processes import running_supervisors
 
 IPC = "ipc://"
 
@@ -35,6 +36,13 @@ def started_settings(pid: int) -> Settings | None:
         return _absolute(resolve({}, given, file, str(path)), folder)
     except (OSError, ValueError, SettingError):
         return None
+
+
+def is_started(front: str) -> bool:
+    """Whether a supervisord of this user runs a system whose brokers have the addresses
+    ``front``."""
+    found = (started_settings(pid) for pid in running_supervisors())
+    return any(settings is not None and settings.front_endpoint == front for settings in found)
 
 
 def _absolute(settings: Settings, folder: Path) -> Settings:

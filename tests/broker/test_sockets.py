@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ import psutil
 import pytest
 import zmq
 from tokenbus.broker.server import BrokerServer
-from tokenbus.broker.sockets import BindError
+from tokenbus.broker.sockets import BindError, listen_again
 from tokenbus.clients import Client
 from tokenbus.clients.operator import Operator
 from tokenbus.protocol.messages import CLIENT_MESSAGES
@@ -279,6 +280,21 @@ def test_only_loopback_and_ipc_are_listened_on(bus: Bus) -> None:
     for front in (f"tcp://0.0.0.0:{free_port()}", f"tcp://*:{free_port()}", "tcp://192.0.2.1:1"):
         with pytest.raises(BindError, match=r"loopback"):
             BrokerServer(front, f"ipc://{bus.folder}/other.sock")
+
+
+def test_a_broker_that_cannot_listen_leaves_no_file(tmp_path: Path) -> None:
+    (tmp_path / "back.sock").mkdir()
+    with pytest.raises(BindError, match=r"back\.sock"):
+        BrokerServer(f"ipc://{tmp_path}/front.sock", f"ipc://{tmp_path}/back.sock")
+    assert os.listdir(tmp_path) == ["back.sock"]
+
+
+def test_a_socket_that_cannot_listen_again_leaves_no_file(tmp_path: Path) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        (tmp_path / "front.sock").mkdir()
+        with pytest.raises(IsADirectoryError):
+            listen_again(socket, f"ipc://{tmp_path}/front.sock", 1)
+    assert os.listdir(tmp_path) == ["front.sock"]
 
 
 def test_the_broker_survives_its_own_restart_and_clients_reconnect() -> None:

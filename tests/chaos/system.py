@@ -36,6 +36,7 @@ SETTINGS: dict[str, object] = {
     "controller_pre_ms": 1000,
     "controller_mid_ms": 1000,
     "controller_post_ms": 1000,
+    "controller_script_ms": 1000,
     "controller_init_ms": 20_000,
     "guest_processes": 8,
 }

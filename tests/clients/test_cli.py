@@ -8,13 +8,21 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tokenbus.clients.cli import generate
 from tokenbus.clients.cli.exits import report
 from tokenbus.clients.cli.interactive import split_parameters
-from tokenbus.clients.cli.options import parameter
+from tokenbus.clients.cli.main import main
+from tokenbus.clients.cli.options import client_for, parameter
+from tokenbus.clients.results import GeneratedSequence
+from tokenbus.clients.system.started import is_started
 from tokenbus.protocol.errors import RequestError
+from tokenbus.protocol.messages import Token
+from tokenbus.protocol.settings import Settings
 from tokenbus.workers.gpu import embedded
 from tokenizers import Tokenizer
 
@@ -64,6 +72,28 @@ def test_several_sequences_are_printed_one_after_the_other(bus: Bus) -> None:
     arguments = ("--n", "2", "--temperature", "1", "--max-tokens", "4")
     done = tokenbus(bus, "generate", PROMPT, *arguments)
     assert done.stdout.count("--- sequence ") == 2
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_one_failed_sequence_of_several_makes_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: list[str]
+) -> None:
+    good = GeneratedSequence(0, finish_reason="length")
+    bad = GeneratedSequence(1, finish_reason="error", error="too slow", code="controller_timeout")
+
+    class Ended:
+        sequences = [good, bad]
+
+        def __iter__(self) -> Iterator[Token]:
+            return iter(())
+
+        def wait(self) -> list[GeneratedSequence]:
+            return self.sequences
+
+    monkeypatch.setattr(generate, "begin", lambda *_: Ended())
+    front = f"ipc://{tempfile.gettempdir()}/none.sock"
+    assert main(["generate", "x", "--n", "2", "--front", front, *form]) == 4
+    assert "sequence 1: too slow" in capsys.readouterr().err
 
 
 def test_score_prints_a_table_or_json(bus: Bus) -> None:
@@ -284,6 +314,23 @@ def test_without_a_broker_the_error_says_how_to_start_one() -> None:
             f"tokenbus: no broker answers at {front}; is that the address of a running system? "
             f"Start one with: tokenbus up --front {front} [connection_lost]\n"
         )
+
+
+@pytest.mark.process
+def test_a_command_waits_longer_if_its_system_is_started_here() -> None:
+    started, other = (Settings(front=f"ipc:///tmp/tb-{name}.sock") for name in ("a", "b"))
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", "input()", "supervisord"],
+        env=clean_environment(front=started.front),
+        stdin=subprocess.PIPE,
+    )
+    try:
+        until(lambda: is_started(started.front_endpoint), 60, "the start of the process")
+        for settings, patience_s in ((started, 30.0), (other, 3.0)):
+            with client_for(settings) as client:
+                assert client._connection._session._patience_s == patience_s
+    finally:
+        supervisor.communicate(b"\n")
 
 
 @pytest.mark.process

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from tokenbus.clients import Client
-from tokenbus.protocol.messages import MAX_INPUT_BYTES
+from tokenbus.clients.cli.controller_run import _lent
+from tokenbus.protocol.messages import MAX_INPUT_BYTES, StoredModule
 
 from ..processes import Bus, clean_environment, until
 from ..worlds.controllers import serving_main
@@ -145,6 +147,29 @@ def test_a_run_that_is_stopped_takes_its_module_along(
     _, errors = process.communicate(timeout=300)
     assert (process.returncode, errors.strip()) == (130, "")
     assert client.controllers() == before
+
+
+def test_a_run_that_is_stopped_during_its_upload_takes_its_module_along(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = []
+
+    def upload(wasm: bytes, tag: str) -> StoredModule:
+        os.kill(os.getpid(), signal.SIGTERM)
+        stored = Client.upload_controller(client, wasm, tag)
+        done.append("stored")
+        return stored
+
+    def delete(name: str) -> StoredModule:
+        done.append("deleted")
+        return Client.delete_controller(client, name)
+
+    before = client.controllers()
+    monkeypatch.setattr(client, "upload_controller", upload)
+    monkeypatch.setattr(client, "delete_controller", delete)
+    with pytest.raises(KeyboardInterrupt), _lent(client, LOGS + b"\0\2\1v"):
+        pass
+    assert (done, client.controllers()) == (["stored", "deleted"], before)
 
 
 def test_of_several_runs_of_a_file_the_last_one_drops_its_module(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,13 @@ def effects(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     lines = capsys.readouterr().out.splitlines()
     found = (line.split("  ", 1) for line in lines if line[:1].strip())
     return {case: effect.strip() for case, effect in found}
+
+
+def test_a_model_s_name_may_be_too_long_for_a_path(capsys: pytest.CaptureFixture[str]) -> None:
+    with tempfile.TemporaryDirectory(prefix="tb-") as folder:
+        front = f"ipc://{folder}/none.sock"
+        assert main(["template", "check", "m" * 5000, "--front", front]) == 3
+    assert f"no broker answers at {front}" in capsys.readouterr().err
 
 
 @pytest.mark.process

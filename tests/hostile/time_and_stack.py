@@ -39,6 +39,8 @@ GROW_INBOX = (
     set_word(N, 2) + set_word(LIST, FREE) + set_word(INBOX_SIZE, 0) + "(return (i32.const 4))"
 )
 OVERFLOW = fails("its stack of 524288 bytes overflowed")
+SCRIPT = "async def main(ctx):\n    await ctx.fixed('a')\n    while True: pass"
+"""A script in Python that never ends its first round."""
 LATE = "(if (i32.eq (global.get $round) (i32.const 4)) (then %s))"
 """Instructions that execute the instructions given for ``%s``, but only in the fourth round."""
 
@@ -85,6 +87,7 @@ ATTACKS = (
     loop("late", "behaves for three rounds, then never ends", mid=LATE % LOOP),
     loop("nested", "has 59 other loops within the endless loop", mid=NESTED),
     Attack("loops-together", "uses all threads", TIMEOUT, partial(guest, init=LOOP), requests=MANY),
+    Attack("loops-script", "never ends a round", TIMEOUT, "pyctrl-latest", SCRIPT, requests=MANY),
     loop(
         "inbox",
         "never ends tokenbus_grow, and has a pre_process that sets the inbox size to 0",

@@ -19,6 +19,9 @@ class Limits:
     pre_s: float = 0.001
     mid_s: float = 0.020
     post_s: float = 0.001
+    script_s: float = 0.1
+    """Limit of each call of a script in MicroPython or QuickJS except ``init_prompt``, instead of
+    ``pre_s``, ``mid_s`` and ``post_s``."""
     fuel_per_ms: int = 0
     """Wasm instructions that a guest may execute for each millisecond of a call's limit. With this
     bound, a call that ends on one machine ends on every machine. If 0, only CPU time is
@@ -57,6 +60,12 @@ class Limits:
     def round_s(self) -> float:
         """Maximum CPU time of a round of three calls, in seconds."""
         return self.post_s + self.pre_s + self.mid_s
+
+    @property
+    def watched_round_s(self) -> float:
+        """CPU time in seconds that the watchdog of guest processes allows for a round. This is the
+        maximum for all kinds of controllers: compiled modules and scripts."""
+        return max(self.round_s, 3 * self.script_s)
 
     def max_text(self, call_s: float) -> int:
         """Maximum bytes of a text that is tokenized at once, in a call that may use ``call_s``

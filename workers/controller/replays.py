@@ -279,13 +279,19 @@ def replayed_limits(limits: Limits) -> Limits:
         pre_s=TIMES * limits.pre_s,
         mid_s=TIMES * limits.mid_s,
         post_s=TIMES * limits.post_s,
+        script_s=TIMES * limits.script_s,
     )
 
 
 def usual_limits(limits: Limits, usual: Limits) -> Limits:
     """``limits`` with the times of ``usual``."""
     return replace(
-        limits, init_s=usual.init_s, pre_s=usual.pre_s, mid_s=usual.mid_s, post_s=usual.post_s
+        limits,
+        init_s=usual.init_s,
+        pre_s=usual.pre_s,
+        mid_s=usual.mid_s,
+        post_s=usual.post_s,
+        script_s=usual.script_s,
     )
 
 

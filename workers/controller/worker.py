@@ -106,6 +106,7 @@ def limits_of(settings: Settings) -> Limits:
         pre_s=settings.controller_pre_ms / 1000,
         mid_s=settings.controller_mid_ms / 1000,
         post_s=settings.controller_post_ms / 1000,
+        script_s=settings.controller_script_ms / 1000,
         fuel_per_ms=settings.controller_fuel_per_ms,
         memory_bytes=settings.controller_memory_bytes,
         forks=settings.controller_forks,

@@ -17,8 +17,8 @@ from ..errors import ApiError
 from ..models import ServedModel
 
 UNLIKELY = -9999.0
-"""OpenAI's value for a token that has no log-probability because it was not sampled."""
-
+"""OpenAI's value for a token that has no log-probability because it was not sampled. As in vLLM,
+also the least log-probability in answers, because JSON cannot represent minus infinity."""
 
 MAX_ALTERNATIVES = 524_288
 """Maximum number of log-probabilities of alternatives in one answer. The gateway composes each
@@ -62,7 +62,7 @@ class Sampled:
     @classmethod
     def of(cls, sequence: GeneratedSequence) -> Self:
         """All tokens of a sequence."""
-        logprobs = [None if math.isnan(value) else value for value in sequence.logprobs]
+        logprobs = reported(sequence.logprobs)
         return cls(sequence.tokens, logprobs, sequence.top_logprobs, sequence.texts)
 
     def __add__(self, other: Sampled) -> Sampled:
@@ -78,14 +78,15 @@ class Sampled:
         """Adds the token of an entry, if it has one."""
         if entry.token is not None:
             self.tokens.append(entry.token)
-            self.logprobs.append(entry.logprob)
+            self.logprobs.append(None if entry.logprob is None else bounded(entry.logprob))
             self.tops.append({} if entry.top_logprobs is UNSET else entry.top_logprobs)
             self.texts.append(text)
 
     def likeliest(self, place: int, count: int) -> list[tuple[int, float]]:
         """The ``count`` most likely alternatives to the token with the index ``place``, with their
         log-probabilities. The likeliest is first."""
-        return sorted(self.tops[place].items(), key=lambda item: -item[1])[:count]
+        found = sorted(self.tops[place].items(), key=lambda item: -item[1])[:count]
+        return [(token, bounded(logprob)) for token, logprob in found]
 
 
 class CompletionLogprobs(Struct):
@@ -165,5 +166,11 @@ def cumulative(sequence: GeneratedSequence) -> float:
 
 
 def reported(values: Sequence[float]) -> list[float | None]:
-    """Log-probabilities of a SCORE, with None in place of NaN, which JSON cannot represent."""
-    return [None if math.isnan(value) else value for value in values]
+    """The log-probabilities that an answer contains, with None in place of NaN, which JSON cannot
+    represent."""
+    return [None if math.isnan(value) else bounded(value) for value in values]
+
+
+def bounded(logprob: float) -> float:
+    """A log-probability of at least ``UNLIKELY``."""
+    return max(logprob, UNLIKELY)

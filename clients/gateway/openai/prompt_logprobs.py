@@ -10,7 +10,7 @@ from ....protocol.errors import TokenbusError
 from ... import AsyncClient
 from ..errors import from_tokenbus
 from ..models import ServedModel
-from .logprobs import UNLIKELY, compose
+from .logprobs import UNLIKELY, bounded, compose
 
 
 class PromptLogprob(Struct):
@@ -51,10 +51,10 @@ def _place(
 ) -> dict[str, PromptLogprob]:
     likeliest = sorted(tops.items(), key=lambda one: -one[1])[:count]
     found = {
-        str(one): PromptLogprob(value, rank, model.text_of(one))
+        str(one): PromptLogprob(bounded(value), rank, model.text_of(one))
         for rank, (one, value) in enumerate(likeliest, 1)
     }
     if str(token) not in found:
-        value = logprob if math.isfinite(logprob) else UNLIKELY
+        value = UNLIKELY if math.isnan(logprob) else bounded(logprob)
         found[str(token)] = PromptLogprob(value, None, model.text_of(token))
     return found

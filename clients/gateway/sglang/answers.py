@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 from ... import GeneratedSequence
 from ..conversation.constraints import Receipt
 from ..models import ServedModel
-from ..openai.logprobs import UNLIKELY
+from ..openai.logprobs import bounded, reported
 from ..openai.token_fields import WeightSpan
 
 Logprob = tuple[float | None, int, str | None]
@@ -99,7 +98,7 @@ class Reports:
     def add_to(self, info: MetaInfo, sequence: GeneratedSequence) -> None:
         """Adds the requested data about the tokens of a sequence to ``info``."""
         if self.logprobs:
-            logprobs = [None if math.isnan(value) else value for value in sequence.logprobs]
+            logprobs = reported(sequence.logprobs)
             output = PromptLogprobs(sequence.tokens, logprobs, sequence.top_logprobs)
             info.output_token_logprobs = self._tokens(output)
             if self.tops:
@@ -128,8 +127,8 @@ class Reports:
         return found
 
     def _one(self, logprob: float | None, token: int) -> Logprob:
-        if logprob == -math.inf:
-            logprob = UNLIKELY
+        if logprob is not None:
+            logprob = bounded(logprob)
         return logprob, token, self.model.text_of(token) if self.texts else None
 
 

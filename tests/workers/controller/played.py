@@ -42,7 +42,7 @@ def vocabulary(tokens: Sequence[bytes], eos: int = EOS) -> TokenizerVocabulary:
     return made
 
 
-UNHURRIED = Limits(init_s=60.0, pre_s=60.0, mid_s=60.0, post_s=60.0)
+UNHURRIED = Limits(init_s=60.0, pre_s=60.0, mid_s=60.0, post_s=60.0, script_s=60.0)
 """Limits for tests that do not check times. On a busy machine, a guest's calls may take longer than
 the usual limits of some milliseconds of CPU time."""
 

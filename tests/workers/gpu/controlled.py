@@ -27,7 +27,7 @@ from ...worlds.gpu_worker_loop import Loop
 from ..controller.scripted import Scripted
 from .moved import REQUEST, TURNS, finished, token_messages
 
-WIDE = Limits(init_s=60.0, pre_s=60.0, mid_s=60.0, post_s=60.0, idle_wakes=3)
+WIDE = Limits(init_s=60.0, pre_s=60.0, mid_s=60.0, post_s=60.0, script_s=60.0, idle_wakes=3)
 
 
 class Controllers:

@@ -41,7 +41,7 @@ class ProcessBatch:
         controllers = [each for each in found if each is not None]
         if len(controllers) < len(turns):
             return [False] * len(turns)
-        limit_s = max(each.limits.round_s for each in controllers)
+        limit_s = max(each.limits.watched_round_s for each in controllers)
         marks = [each.mark() for each in controllers]
         if None in marks:
             return [False] * len(turns)

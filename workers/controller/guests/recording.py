@@ -60,14 +60,14 @@ def repetitions(
         case Prompt():
             yield Prompt(handle, call.tokens), limits.init_s
         case Mid():
-            yield Mid(handle, call.group), limits.mid_s
+            yield Mid(handle, call.group), limits.watched_round_s
         case Item():
-            yield Advance([addressed(call, handle)]), limits.round_s
+            yield Advance([addressed(call, handle)]), limits.watched_round_s
         case _:
             most = min(MAX_REPEATED, max_items)
             items = [Item(handle, [token]) for token in call]
             for at in range(0, len(items), most):
-                yield Advance(items[at : at + most]), most * limits.round_s
+                yield Advance(items[at : at + most]), most * limits.watched_round_s
 
 
 def addressed(item: Item, handle: int, limits: Limits | None = None) -> Item:

@@ -131,7 +131,7 @@ class RemoteController:
         earlier call."""
         if not self._ahead:
             group = list(fork_group)
-            outcome = self._run(lambda: Mid(self._handle, group), self._host.limits.round_s)
+            outcome = self._run(lambda: Mid(self._handle, group), self._host.limits.watched_round_s)
             self._recording.add(Mid(0, group))
             if outcome.pre is not None:
                 self._ahead.append(AGAIN)
@@ -293,7 +293,7 @@ class RemoteController:
             self._limits = limits
             return Advance([addressed(item, self._handle, changed)])
 
-        outcome = self._run(request, limits.round_s)
+        outcome = self._run(request, limits.watched_round_s)
         self._recording.add_round(item)
         self._take(outcome)
 

@@ -116,12 +116,13 @@ def load(guest: Guest, block: int, text: bytes, limit_s: float) -> None:
 
 
 class ScriptGuest(NativeController):
-    """The guest of one sequence. Each call of a script may take the CPU time of a whole round."""
+    """The guest of one sequence. All calls of a script except init_prompt have the same limit on
+    their CPU time."""
 
     _shown_as = "the script"
 
     def _limit(self, own_s: float) -> float:
-        return max(own_s, self._host.limits.round_s)
+        return self._host.limits.script_s
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Passes tokens, log-probabilities or a refusal to the script."""

@@ -63,7 +63,7 @@ def _allowed(mask: Any, size: int) -> TokenSet:
 def _tokens(tokens: Any, host: Host) -> list[int]:
     if isinstance(tokens, str | bytes):
         text = tokens.encode() if isinstance(tokens, str) else tokens
-        most = host.limits.max_text(host.limits.round_s)
+        most = host.limits.max_text(host.limits.script_s)
         if len(text) > most:
             raise _wrong(f"the text to append has {len(text)} bytes; at most {most} are allowed")
         return host.vocabulary.tokenize(text)

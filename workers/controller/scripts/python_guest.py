@@ -165,7 +165,7 @@ class PythonContext(Context):
         """
         number, began_s = self.calls.number, call_cpu_s()
         answer = await self.answer(asked)
-        limit_s = self.limits.round_s if number != self.calls.number else None
+        limit_s = self.limits.script_s if number != self.calls.number else None
         return session.resume(answer, limit_s, call_cpu_s() - began_s)
 
     async def answer(self, asked: Asked) -> str:
@@ -269,11 +269,11 @@ class PythonContext(Context):
         return await self.score(candidates, **named)
 
     def _short(self, call: str, text: Any) -> Any:
-        """A text to tokenize in a call; raises ControllerError if it is too long for a round."""
+        """A text to tokenize in a call; raises ControllerError if it is too long for a call."""
         if not isinstance(text, str | bytes):
             raise _wrong(f"{call}(text) with {text!r}; expected text or bytes")
         size = len(text.encode() if isinstance(text, str) else text)
-        most = self.limits.max_text(self.limits.round_s)
+        most = self.limits.max_text(self.limits.script_s)
         if size > most:
             raise _wrong(
                 f"the text to tokenize has {size} bytes; at most {most} are allowed at once"

@@ -62,13 +62,9 @@ Key = tuple[int, int]
 
 def decision_timeout(settings: Settings) -> float:
     """The time limit of a decision, in seconds: longer than any call of a controller may take."""
-    calls_ms = (
-        settings.controller_init_ms
-        + settings.controller_pre_ms
-        + settings.controller_mid_ms
-        + settings.controller_post_ms
-    )
-    return settings.controller_decision_s + calls_ms / 1000
+    calls_ms = settings.controller_pre_ms + settings.controller_mid_ms + settings.controller_post_ms
+    round_ms = max(calls_ms, 3 * settings.controller_script_ms)
+    return settings.controller_decision_s + (settings.controller_init_ms + round_ms) / 1000
 
 
 class Steering:

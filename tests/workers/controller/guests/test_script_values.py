@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from tokenbus.protocol.errors import Code, ControllerError
+from tokenbus.workers.controller.guests import process
 from tokenbus.workers.controller.guests.process import Cause, GuestDied
 from tokenbus.workers.controller.guests.remote import RemoteController
 from tokenbus.workers.controller.host import Host
@@ -22,7 +23,7 @@ from .remote_guests import Runtime, running
 
 pytestmark = pytest.mark.process
 
-LIMITS = Limits(init_s=5.0, pre_s=1.0, mid_s=1.0, post_s=1.0)
+LIMITS = Limits(init_s=5.0, script_s=1.0)
 CALLS = [
     "ctx.vars.get(b'x')",
     "ctx.vars.get(['x'])",
@@ -48,9 +49,9 @@ def in_argument(guests: Runtime) -> Program:
     return guests.runtime.program("tenant", "script:python", lambda: loaded)
 
 
-def start(guests: Runtime, script: str) -> Controller:
+def start(guests: Runtime, script: str, limits: Limits = LIMITS) -> Controller:
     variables = SequenceVariables(1, 0, VariableStorage().apply, lambda: None)
-    host = Host(1, 0, script.encode(), vocabulary(), variables, Log(4096), LIMITS, 99)
+    host = Host(1, 0, script.encode(), vocabulary(), variables, Log(4096), limits, 99)
     return in_argument(guests).start(host)
 
 
@@ -74,6 +75,21 @@ def test_a_wrong_value_does_not_end_the_process(guests: Runtime, call: str) -> N
     assert guests.table.pids() == before
     wrong.close()
     calm.close()
+
+
+def test_the_watchdog_lets_a_script_run_up_to_its_limit(
+    guests: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "GRACE_S", 0.0)
+    short = Limits(init_s=5.0, pre_s=1e-3, mid_s=1e-3, post_s=1e-3, script_s=0.3)
+    endless = "async def main(ctx):\n    await ctx.fixed('a')\n    while True: pass"
+    controller = start(guests, endless, short)
+    controller.init_prompt([1])
+    tokens = controller.pre_process().tokens
+    controller.post_process(tokens, 0)
+    with pytest.raises(ControllerError, match="the script ran for longer than its 300 ms"):
+        controller.pre_process()
+    controller.close()
 
 
 def test_a_script_that_ends_its_process_is_refused_and_others_are_not(guests: Runtime) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from tokenbus.protocol.errors import ControllerError, TokenbusError
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.wasm.sandbox import Ticker
 
-from ..played import engine
+from ..played import UNHURRIED, engine
 from .script_runs import play, says, tokens_of
 
 pytestmark = pytest.mark.process  # Grammars and the interpreter are compiled in processes.
@@ -162,6 +163,29 @@ def test_an_endless_loop_is_an_error_of_the_script(before: str) -> None:
     with Ticker(engine):
         run = play(main(before + "for (;;);"), limits=Limits(init_s=0.1))
     assert re.fullmatch(r"the script ran for longer than its \d+ ms", run.errors[0])
+
+
+@pytest.mark.parametrize(
+    ("language", "script"),
+    [
+        ("python", "async def main(ctx):\n    await ctx.fixed('a')\n    {}"),
+        ("javascript", "async function main(ctx) {{ await ctx.fixed('a'); {} }}"),
+    ],
+)
+def test_a_script_has_a_limit_of_its_own(language: str, script: str) -> None:
+    endless = {"python": "while True: pass", "javascript": "for (;;);"}[language]
+    loop = {
+        "python": "for i in range(1_000_000): pass",
+        "javascript": "for (let i = 0; i < 3_000_000; i++);",
+    }[language]
+    with Ticker(engine):
+        short = replace(UNHURRIED, script_s=0.03)
+        run = play(script.format(endless), language, limits=short)
+        assert run.errors[0] == "the script ran for longer than its 30 ms"
+        others_short = Limits(init_s=60.0, pre_s=1e-6, mid_s=1e-6, post_s=1e-6, script_s=60.0)
+        run = play(script.format(loop), language, limits=others_short)
+        assert not run.errors
+        assert run.text() == "a"
 
 
 @pytest.mark.parametrize(
