@@ -286,3 +286,19 @@ const context = {
   text: (tokens) => host.text(tokens),
   log,
 };
+
+// Makes a call of an unknown name of an object an error that names it. QuickJS's error is "not a
+// function". The error is thrown by the call and not by the access, whose line QuickJS does not know.
+// The language itself reads symbols, `then` and `toJSON`.
+function name_unknown(object, name) {
+  const names = Object.keys(object).join(", ");
+  Object.setPrototypeOf(object, new Proxy(Object.prototype, {
+    get(base, key) {
+      if (typeof key === "symbol" || key in base || key === "then" || key === "toJSON")
+        return base[key];
+      return () => { throw new TypeError(`${name} has no ${key}; expected one of ${names}`); };
+    },
+  }));
+}
+name_unknown(context, "ctx");
+name_unknown(vars, "ctx.vars");

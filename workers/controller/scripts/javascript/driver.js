@@ -311,8 +311,10 @@ function current() {
   while (pending === null || pending.finished) {
     const last = pending;
     pending = null;
-    if (last && last.error) last.reject(last.error);
-    else if (last) last.resolve(last.answer);
+    if (last && last.error) {
+      last.reject(last.error);
+      if (ended) throw last.error;  // The script has ended without awaiting the call.
+    } else if (last) last.resolve(last.answer);
     host.jobs();
     if (failure) throw failure.error;
     if (pending === null) {
