@@ -49,8 +49,9 @@ def test_the_logprobs_of_openai_are_bounded() -> None:
         completion = completion_logprobs(MODEL, sampled, 2)
         assert completion.token_logprobs[0] == LEAST
         assert completion.top_logprobs[0] == {"7": -1.0, "5": LEAST}
-        chat = token_logprobs(MODEL, sampled, 2)
-        assert [each.logprob for each in (chat[0], *chat[0].top_logprobs)] == [LEAST, -1.0, LEAST]
+        chat, *_ = token_logprobs(MODEL, sampled, 2)
+        alternatives = [each.logprob for each in chat.top_logprobs]
+        assert [chat.logprob, *alternatives] == [LEAST, -1.0, LEAST]
     assert reported([-inf, nan, -2.0]) == [LEAST, None, -2.0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from typing import Any
 
 import msgspec
 import pytest
@@ -274,9 +275,9 @@ WRONG_GENS = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG_GENS)
-def test_a_wrong_gen_fails_at_the_call(arguments: dict[str, object], message: str) -> None:
+def test_a_wrong_gen_fails_at_the_call(arguments: dict[str, Any], message: str) -> None:
     async def main(ctx: Context) -> None:
-        await ctx.gen(**arguments)  # type: ignore[arg-type]
+        await ctx.gen(**arguments)
 
     error = play_script(main).errors[0]
     assert message in error
