@@ -22,11 +22,28 @@ from ..workers.controller.wasm.guests import compile_guest
 from ..worlds.controllers import serving_main
 from .dialogues import C_SOURCE, MESSAGES, PYTHON, SCRIPTS, TURNS, answered, next_message
 
-NEVER = b"""
-async def main(ctx):
-    ctx.send("ready")
-    await ctx.wait_var("never")
+NEVER = """
+#include "tokenbus.h"
+
+void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_t arg_len) {
+    (void)prompt, (void)n, (void)arg, (void)arg_len;
+    tb_send("ready", 5);
+}
+
+tb_answer tb_pre_process(void) { return tb_suspend(); }
+
+tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
+    (void)fork_group, (void)n;
+    return tb_stop();
+}
+
+tb_answer tb_post_process(const uint32_t *tokens, uint32_t n, uint32_t backtrack) {
+    (void)tokens, (void)n, (void)backtrack;
+    return tb_go_on();
+}
 """
+"""A program that receives no input. Each input begins its allowed number of wake-ups anew, and these
+take more than a minute, so it does not end with `deadlock`."""
 FIRST = b"""
 async def main(ctx):
     i = await ctx.fork(2)
@@ -125,7 +142,7 @@ def test_each_input_goes_to_one_of_the_forks(client: Client) -> None:
 
 
 def test_inputs_that_nobody_receives_are_refused_beyond_a_bound(client: Client) -> None:
-    stored = client.upload_controller(marked_script(NEVER, "python"))
+    stored = client.upload_controller(compile_guest(NEVER))
     with client.generate("Hello.", controller=stored.module) as stream:
         assert next_message(stream) == "ready"
         for number in range(MAX_WAITING_INPUTS):

@@ -21,7 +21,7 @@ from tokenbus.workers.controller.scripts.controller import ScriptProgram
 from tokenbus.workers.controller.wasm.compiled_modules import Loaded
 from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
-from tokenbus.workers.state.variables import VariableStorage
+from tokenbus.workers.variables import VariableStorage
 
 from ...worlds.gpu_worker_loop import Loop
 from ..controller.guests.remote_guests import running
