@@ -42,8 +42,8 @@ tb_answer tb_post_process(const uint32_t *tokens, uint32_t n, uint32_t backtrack
     return tb_go_on();
 }
 """
-"""A program that receives no input. Each input begins its allowed number of wake-ups anew, and these
-take more than a minute, so it does not end with `deadlock`."""
+"""A program that receives no input. After each input, it may be woken for more than a minute before
+it ends with `deadlock`."""
 FIRST = b"""
 async def main(ctx):
     i = await ctx.fork(2)
