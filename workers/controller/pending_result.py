@@ -25,8 +25,8 @@ FLUSH_S = 0.003
 """Time after the beginning of the rounds from which finished results are sent without the results
 of unfinished rounds, in seconds."""
 WOKEN_FLUSH_S = 0.02
-"""The same time for the rounds of woken sequences of a request. No forward waits for these rounds.
-It is longer because sequences that run in one forward take less time than in several."""
+"""Like ``FLUSH_S``, for the rounds of the sequences that a request wakes. No forward waits for
+these rounds, and one forward of all these sequences takes less time than several forwards."""
 
 Part = tuple[SequenceGroup, list[StepResult]]
 

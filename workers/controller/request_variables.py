@@ -43,8 +43,13 @@ MAX_COPY_BYTES = 1024 * 1024
 GRANT_BYTES = 64 * 1024
 """The unit in which the bytes of a copy count towards the memory of the tenant."""
 MAX_UNCONFIRMED = 64
-"""Maximum operations of a request that the state worker has not confirmed. A further operation
-waits, so that one request cannot fill the queue of the state worker."""
+"""Maximum operations of a request that the state worker has not confirmed."""
+UNCONFIRMED_BYTES = 4 * 1024 * 1024
+"""The bytes that the unconfirmed operations of all requests of a worker share, by tenant. Beyond
+its share, a tenant waits for the confirmation of each operation. So its operations do not delay
+those of other tenants at the state worker."""
+OPERATION_BYTES = 4096
+"""The bytes that are counted for an unconfirmed operation, in addition to its value."""
 
 
 class StateWorker(Protocol):
@@ -78,14 +83,17 @@ class RequestVariables:
         state: StateWorker,
         failed: Callable[[], None] = lambda: None,
         memory: TenantMemory | None = None,
+        unconfirmed: TenantMemory | None = None,
         moved: bool = False,
     ) -> None:
         """``failed`` is called once when the state worker refuses an operation that the copy has
-        answered. ``memory``: the share of the tenant, to which the copy counts. ``moved``: whether
-        another worker may have run the request before."""
+        answered. ``memory`` and ``unconfirmed``: the tenant's shares of the memory of guests, and
+        of ``UNCONFIRMED_BYTES``. ``moved``: whether another worker may have run the request
+        before."""
         self._state = state
         self._failed = failed
         self._memory = memory
+        self._share = unconfirmed
         self._mode = _Mode.WAITS if moved else _Mode.FIRST
         self._turn = threading.Lock()
         """Held during an operation, unless each operation waits for the state worker. So the
@@ -101,8 +109,9 @@ class RequestVariables:
         """Protects the fields below."""
         self._confirmed = threading.Condition(self._lock)
         self._sent = 0
-        self._unconfirmed: dict[int, None] = {}
-        """The numbers of the operations that were sent and are not confirmed, in their order."""
+        self._unconfirmed: dict[int, int] = {}
+        """The numbers of the operations that were sent and are not confirmed, in their order, each
+        with the bytes that it has taken from the tenant's share."""
         self._held: deque[tuple[int, Callable[[], None]]] = deque()
         """Actions, each with the number of the last operation that must be confirmed first."""
 
@@ -153,8 +162,7 @@ class RequestVariables:
         """Called when the request has ended in this worker. No operation is sent afterwards."""
         with self._lock:
             self._closed = True
-            self._unconfirmed.clear()
-            self._held.clear()
+            self._abandon()
             self._confirmed.notify_all()
         self._free()
 
@@ -204,7 +212,9 @@ class RequestVariables:
         answer = copy.apply(operation)
         # The state worker does not store every refusal. It would refuse the operation as well.
         if not repeated and copy.answered(operation):
-            self._send(structs.replace(operation, place=place), answer)
+            within_share = self._send(structs.replace(operation, place=place), answer)
+            if not within_share:
+                self._wait_until(lambda: not self._unconfirmed)
         if answer.error is not None:
             raise ControllerError(Code.CONTROLLER_FAILED, answer.error)
         return answer
@@ -221,13 +231,36 @@ class RequestVariables:
         self._others += not answer.repeated
         return answer
 
-    def _send(self, operation: Variable, answer: VariableAnswer) -> None:
+    def _send(self, operation: Variable, answer: VariableAnswer) -> bool:
+        """Sends an operation; returns whether it is within the share of the tenant."""
+        size = OPERATION_BYTES + len(operation.value)
         with self._lock:
             if self._closed:
-                return
+                return True
+            taken = self._take(size)
             self._sent += 1
-            self._unconfirmed[self._sent] = None
+            self._unconfirmed[self._sent] = taken
             self._state.send(operation, partial(self._answered, self._sent, answer))
+        return taken == size
+
+    def _take(self, size: int) -> int:
+        """Takes bytes from the share of unconfirmed operations; returns 0 if it has too few."""
+        if self._share is not None:
+            try:
+                self._share.take(size)
+            except ControllerError:
+                return 0
+        return size
+
+    def _give_back(self, size: int) -> None:
+        if self._share is not None and size:
+            self._share.give_back(size)
+
+    def _abandon(self) -> None:
+        """Drops all unconfirmed operations, and the actions that wait for them."""
+        self._give_back(sum(self._unconfirmed.values()))
+        self._unconfirmed.clear()
+        self._held.clear()
 
     def _answered(self, number: int, expected: VariableAnswer, answer: VariableAnswer) -> None:
         """Handles the state worker's answer to an operation."""
@@ -236,13 +269,13 @@ class RequestVariables:
                 return
             same = (expected.version, expected.written, expected.error)
             if (answer.version, answer.written, answer.error) == same:
-                self._unconfirmed.pop(number, None)
+                self._give_back(self._unconfirmed.pop(number, 0))
                 first = next(iter(self._unconfirmed), self._sent + 1)
                 while self._held and self._held[0][0] < first:
                     self._held.popleft()[1]()
             else:
                 self.failure = answer.error or "the state worker has another value of a variable"
-                self._held.clear()
+                self._abandon()
             fails = bool(self.failure)
             self._confirmed.notify_all()
         if fails:

@@ -73,7 +73,7 @@ from .pending_result import FLUSH_S, WOKEN_FLUSH_S, PendingResult
 from .pool import Pool
 from .programs import Programs
 from .python.printed import captured
-from .request_variables import RequestVariables
+from .request_variables import UNCONFIRMED_BYTES, RequestVariables
 from .round_events import RoundEvents
 from .round_jobs import Begun, round_jobs, run_woken
 from .runtime import GuestRuntime, ThreadRuntime
@@ -182,6 +182,8 @@ class ControllerWorker:
         self._variable_calls = VariableCalls(
             self._bus.post, lambda frames, link: self._bus.post(frames, link, False)
         )
+        self._unconfirmed = GuestMemory(UNCONFIRMED_BYTES)
+        """The operations on variables that the state worker has not confirmed, by tenant."""
         self._tool_calls = ToolCalls(self._bus.post)
         self._records = Pool(2, "records", max_waiting=0)
         """Writes the answers of tools into variables."""
@@ -378,7 +380,8 @@ class ControllerWorker:
         memory = self._guest_memory.of(owner)
         state = _StateWorker(self._variable_calls, self._bus, link, lambda: group.closed)
         moved = bool(start.attempt or start.replay)
-        ordered = RequestVariables(state, lambda: self._fail(group), memory, moved)
+        unconfirmed = self._unconfirmed.of(owner)
+        ordered = RequestVariables(state, lambda: self._fail(group), memory, unconfirmed, moved)
         group = SequenceGroup(
             header.request,
             header.address,

@@ -24,6 +24,7 @@ from tokenbus.workers.controller.pending_result import PendingResult
 from tokenbus.workers.controller.request_variables import (
     GRANT_BYTES,
     MAX_UNCONFIRMED,
+    OPERATION_BYTES,
     RequestVariables,
 )
 from tokenbus.workers.controller.sequence_group import SequenceGroup
@@ -52,6 +53,7 @@ class State:
     """The operations of ``perform``."""
     delivers: bool = False
     """Whether ``flush`` delivers the operations."""
+    flushed: bool = False
 
     def perform(self, operation: Variable) -> VariableAnswer:
         self.waited.append(operation)
@@ -64,6 +66,7 @@ class State:
         self.sent.append((operation, answered))
 
     def flush(self) -> None:
+        self.flushed = True
         if self.delivers:
             self.deliver()
 
@@ -351,6 +354,43 @@ def test_an_operation_waits_while_many_are_not_confirmed() -> None:
     state.deliver()
     assert not variables.waits
     assert not variables.failure
+
+
+def test_beyond_the_share_of_its_tenant_each_operation_waits_for_its_confirmation() -> None:
+    shares = GuestMemory(8 * OPERATION_BYTES)
+    state = State()
+    variables = RequestVariables(state, unconfirmed=shares.of("ann"))
+    sequence = Sequence(variables)
+    sequence.do("get", "x")
+    for _ in range(4):  # A tenant may take as much as it leaves free.
+        sequence.do("append", "x", b"")
+    assert len(state.sent) == 4
+    assert not state.flushed
+    state.delivers = True
+    sequence.do("append", "x", b"")
+    assert state.flushed
+    assert not variables.waits
+    assert shares.used == 0
+
+
+def test_the_share_of_a_request_that_ends_is_free_again() -> None:
+    shares = GuestMemory(1 << 20)
+    state = State()
+    for ends in (True, False):
+        variables = RequestVariables(state, unconfirmed=shares.of("ann"))
+        sequence = Sequence(variables, int(ends))
+        state.storage = VariableStorage()
+        sequence.do("get", "x")
+        sequence.do("append", "x", b"1")
+        assert shares.used == OPERATION_BYTES + 1
+        if ends:
+            variables.close()
+        else:
+            state.storage.apply(Variable(1, 5, 1, "set", "x", b"of another worker"))
+            state.deliver()
+            assert variables.failure
+        assert shares.used == 0
+        state.sent.clear()
 
 
 steps = st.one_of(
