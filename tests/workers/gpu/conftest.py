@@ -3,6 +3,20 @@
 from __future__ import annotations
 
 import pytest
+from tokenbus.workers.gpu import worker
+from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+
+
+@pytest.fixture(scope="module")
+def embedded() -> LoadedModel:
+    """The embedded model, loaded for the tests of one file."""
+    return load_model("embedded")
+
+
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets an idle worker not wait for messages, because these tests call it turn by turn."""
+    monkeypatch.setattr(worker, "IDLE_S", 0.0)
 
 
 @pytest.fixture(params=[False, True], ids=["in turn", "overlapping"])

@@ -30,23 +30,15 @@ from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.engine.sequence import Sequence
 from tokenbus.workers.gpu.engine.sequences import LiveSequences
-from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.loader import LoadedModel
 
 from ...worlds.gpu_worker_loop import CONTROLLER, Loop
+
+pytestmark = pytest.mark.usefixtures("no_waiting")
 
 MAX_TOKENS = 12
 MOVED, NEIGHBOUR = 1, 2
 """The ids of the request that comes back, and of a request that runs next to it."""
-
-
-@pytest.fixture(scope="module")
-def embedded() -> LoadedModel:
-    return load_model("embedded")
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IDLE_S", 0.0)
 
 
 def body_of(request: int, **fields: Any) -> bytes:

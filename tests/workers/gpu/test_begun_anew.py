@@ -18,9 +18,8 @@ from tokenbus.protocol.worker_messages import Variable, VariableAnswer
 from tokenbus.workers.controller.contexts import SavedTokens
 from tokenbus.workers.controller.python import Context, ScriptProgram
 from tokenbus.workers.controller.python.script import Script
-from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
-from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.loader import LoadedModel
 from tokenbus.workers.state.durable import DurableVariables
 from tokenbus.workers.variables import VariableStorage
 
@@ -29,18 +28,10 @@ from .controlled import Workers, check_nothing_is_left
 from .moved import give, merged, same_entries
 from .moved import transcript as transcript_of
 
+pytestmark = pytest.mark.usefixtures("no_waiting")
+
 PROMPT = "def add(a, b):\n    " * 4
 OTHER = "class Tree:\n    def "
-
-
-@pytest.fixture(scope="module")
-def embedded() -> LoadedModel:
-    return load_model("embedded")
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IDLE_S", 0.0)
 
 
 def tokens_of(loaded: LoadedModel, text: str) -> list[int]:

@@ -13,7 +13,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenbus.protocol.messages import Token
-from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.engine.seeds import derived_seed
 from tokenbus.workers.gpu.model.loader import LoadedModel, wrap_model
 from tokenbus.workers.gpu.sampling.row_parameters import Row
@@ -28,7 +27,7 @@ from .test_constrained_drafts import Run
 from .test_speculation import accepted
 from .ties import Asked, tokens_of
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("no_waiting")]
 
 SAMPLINGS: list[dict[str, Any]] = [
     {},
@@ -44,11 +43,6 @@ SAMPLINGS: list[dict[str, Any]] = [
 def tiny() -> Iterator[LoadedModel]:
     with one_thread():
         yield wrap_model("tiny", shapes.tiny_model())
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IDLE_S", 0.0)
 
 
 @pytest.mark.parametrize("kind", list(PROGRAMS))

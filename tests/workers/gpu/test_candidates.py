@@ -12,7 +12,7 @@ from tokenbus.protocol.columns import kept_of
 from tokenbus.protocol.header import Flag
 from tokenbus.protocol.messages import Token
 from tokenbus.protocol.sampling import MAX_KEPT, Sampling
-from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.loader import LoadedModel
 from tokenbus.workers.gpu.sampling.row_parameters import Row
 from tokenbus.workers.gpu.sampling.sampler import sample
 
@@ -32,11 +32,6 @@ CUTS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.5, "presence_penalty": 0.5, "top_p": 0.8},
 ]
 MASK = np.random.default_rng(1).integers(0, 2**32, size=-(-VOCAB // 32), dtype=np.uint32)
-
-
-@pytest.fixture(scope="module")
-def embedded() -> LoadedModel:
-    return load_model("embedded")
 
 
 def rows() -> tuple[torch.Tensor, list[Row]]:

@@ -16,8 +16,7 @@ from tokenbus.protocol.messages import Token
 from tokenbus.protocol.worker_messages import Step
 from tokenbus.workers.controller.backends.constraints import Constraints
 from tokenbus.workers.controller.interface import Program
-from tokenbus.workers.gpu import worker as module
-from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.loader import LoadedModel
 from tokenbus.workers.variables import VariableStorage
 
 from ...worlds.gpu_worker_loop import Loop
@@ -26,6 +25,8 @@ from .controlled import Workers
 from .moved import finished, give, same_entries
 from .moved import transcript as transcript_of
 from .test_speculation import accepted, eager
+
+pytestmark = pytest.mark.usefixtures("no_waiting")
 
 PROMPT = "rows = [['Ada', 36], ['Alan', 41], ['Ada', 36], ['Alan', 41], ['Ada', 36], "
 ROWS = r"(\['(Ada|Alan|Grace)', [0-9]{2}\], )*"
@@ -56,20 +57,10 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def embedded() -> LoadedModel:
-    return load_model("embedded")
-
-
-@pytest.fixture(scope="module")
 def constraints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Constraints]:
     made = Constraints(wasm_engine, tmp_path_factory.mktemp("grammars"))
     yield made
     made.close()
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IDLE_S", 0.0)
 
 
 class Run(Workers):

@@ -9,17 +9,12 @@ import pytest
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig, TokenOutput
 from tokenbus.workers.gpu.engine.scheduler import MAX_ADMITTED
-from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.loader import LoadedModel
 
 from ...worlds.engine_client import alone
 
 PROMPT = list(range(5, 45))
 SEEDED = Sampling(max_tokens=12, ignore_eos=True, temperature=1.0, seed=5)
-
-
-@pytest.fixture(scope="module")
-def embedded() -> LoadedModel:
-    return load_model("embedded")
 
 
 @pytest.fixture(scope="module")

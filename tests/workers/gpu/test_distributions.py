@@ -16,8 +16,7 @@ from tokenbus.protocol.messages import Token
 from tokenbus.protocol.sampling import Distribution, Override, Query, Sampling
 from tokenbus.protocol.worker_messages import StepResult, StepSequence
 from tokenbus.workers.controller.python import Controller, Decision, PythonProgram, go_on, sample
-from tokenbus.workers.gpu import worker as module
-from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.loader import LoadedModel
 from tokenbus.workers.gpu.sampling import sampler
 from tokenbus.workers.gpu.sampling.biases import Bias
 from tokenbus.workers.gpu.sampling.distributions import TokenOptions
@@ -29,6 +28,8 @@ from ...worlds.steered_engine import Bench, counting
 from .controlled import Workers, check_nothing_is_left
 from .moved import give
 from .moved import transcript as transcript_of
+
+pytestmark = pytest.mark.usefixtures("no_waiting")
 
 VOCAB = 150
 """More than two parts of 64 tokens, and not a multiple of 32, so that a mask's last word is not
@@ -108,16 +109,6 @@ def test_a_device_answers_as_the_cpu_does() -> None:
 
 
 # --- in the engine --------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def embedded() -> LoadedModel:
-    return load_model("embedded")
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IDLE_S", 0.0)
 
 
 PROMPT = "def add(a, b):\n    "

@@ -17,11 +17,6 @@ from tokenbus.workers.gpu.model.loader import LoadedModel, ModelLoadError, load_
 from . import shapes
 
 
-@pytest.fixture(scope="module")
-def embedded() -> LoadedModel:
-    return load_model("embedded")
-
-
 @pytest.fixture
 def engine(embedded: LoadedModel, overlap: bool) -> Engine:
     return Engine(embedded, EngineConfig(kv_cache_bytes=64 * 2**20, overlap=overlap))

@@ -19,8 +19,7 @@ from tokenbus.workers.controller.python.printed import captured
 from tokenbus.workers.controller.python.script import ScriptProgram as ServedScript
 from tokenbus.workers.controller.scripts.controller import ScriptProgram
 from tokenbus.workers.controller.wasm.compiled_modules import Loaded
-from tokenbus.workers.gpu import worker as module
-from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.loader import LoadedModel
 from tokenbus.workers.variables import VariableStorage
 
 from ...worlds.gpu_worker_loop import Loop
@@ -31,7 +30,8 @@ from ..controller.wasm.guests import SDK
 from .controlled import Workers, check_nothing_is_left
 from .moved import TURNS, finished, give, token_messages, transcript
 
-pytestmark = pytest.mark.process  # The interpreters are compiled in processes.
+# The interpreters are compiled in processes.
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("no_waiting")]
 # Each sequence ends with the log of all its texts. So the log-probabilities of a text must survive
 # a replay that begins after the text.
 PYTHON = """
@@ -100,16 +100,6 @@ BODY: dict[str, Any] = {
     "seed": 3,
 }
 KINDS = pytest.mark.parametrize("kind", ["served", "uploaded", "javascript"])
-
-
-@pytest.fixture(scope="module")
-def embedded() -> LoadedModel:
-    return load_model("embedded")
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IDLE_S", 0.0)
 
 
 @cache

@@ -11,7 +11,7 @@ from tokenbus.protocol.sampling import Distribution, Query, Sampling
 from tokenbus.protocol.worker_messages import StepResult, StepSequence
 from tokenbus.workers.gpu.engine import one_by_one, step
 from tokenbus.workers.gpu.engine.engine import TokenOutput
-from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.loader import LoadedModel
 from tokenbus.workers.gpu.sampling.distributions import Answers, look
 
 from ...worlds.engine_client import alone
@@ -20,11 +20,6 @@ from .shapes import logits_after
 
 PROMPT = list(range(5, 45))
 SAMPLING = Sampling(max_tokens=12, ignore_eos=True, temperature=1.0, seed=5)
-
-
-@pytest.fixture(scope="module")
-def embedded() -> LoadedModel:
-    return load_model("embedded")
 
 
 @pytest.fixture

@@ -22,11 +22,6 @@ native = pytest.mark.skipif(
 BODY: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 6, "n": 2, "ignore_eos": True, "seed": 3}
 
 
-@pytest.fixture(scope="module")
-def embedded() -> LoadedModel:
-    return load_model("embedded")
-
-
 FORMS = pytest.mark.parametrize("flags", [0, Flag.COLUMNS])
 
 

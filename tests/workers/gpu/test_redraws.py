@@ -6,18 +6,13 @@ from __future__ import annotations
 import pytest
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine.engine import Continued, Engine, EngineConfig
-from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.loader import LoadedModel
 
 PROMPT = list(range(300, 320))
 SAMPLING = Sampling(max_tokens=100, temperature=100.0, seed=7, ignore_eos=True)
 """At this temperature, all tokens are about equally likely, and the last bits of the logits do not
 matter."""
 LENGTH = 4
-
-
-@pytest.fixture(scope="module")
-def embedded() -> LoadedModel:
-    return load_model("embedded")
 
 
 def drawn(engine: Engine, attempts: int, continued: Continued | None = None) -> list[list[int]]:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from tokenbus.protocol.header import Flag, decode_manifest
 from tokenbus.protocol.messages import Cancel, Token
 from tokenbus.protocol.sampling import Sampling
-from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.engine.engine import Continued, Engine, EngineConfig
-from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.loader import LoadedModel
 from tokenbus.workers.gpu.model.models import Models
 from tokenbus.workers.gpu.serving.resumption import resume
 
@@ -24,18 +23,10 @@ from ...worlds.gpu_worker_loop import Loop
 from ...worlds.steered_engine import CountingEngine
 from .moved import REQUEST, Moving, finish, give, token_messages, transcript
 
+pytestmark = pytest.mark.usefixtures("no_waiting")
+
 ANY = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 PROMPT = "def add(a, b):\n    "
-
-
-@pytest.fixture(scope="module")
-def embedded() -> LoadedModel:
-    return load_model("embedded")
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IDLE_S", 0.0)
 
 
 GENERATE = st.fixed_dictionaries(

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenbus.protocol.header import Flag
-from tokenbus.workers.gpu import worker as module
-from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.loader import LoadedModel
 from tokenbus.workers.variables import VariableStorage
 
 from ...counts import examples
@@ -29,17 +28,9 @@ from .moved import (
 )
 from .moved import transcript as transcript_of
 
+pytestmark = pytest.mark.usefixtures("no_waiting")
+
 ANY = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-
-
-@pytest.fixture(scope="module")
-def embedded() -> LoadedModel:
-    return load_model("embedded")
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IDLE_S", 0.0)
 
 
 BODY = st.fixed_dictionaries(

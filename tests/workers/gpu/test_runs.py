@@ -14,8 +14,7 @@ from tokenbus.protocol.bodies import decode_as
 from tokenbus.protocol.header import Flag
 from tokenbus.protocol.worker_messages import Start, Step
 from tokenbus.workers.controller.scripts.generation import MAX_RUN
-from tokenbus.workers.gpu import worker as module
-from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.loader import LoadedModel
 from tokenbus.workers.gpu.serving.steered import Run
 from tokenbus.workers.variables import VariableStorage
 
@@ -33,7 +32,8 @@ from .moved import (
     transcript,
 )
 
-pytestmark = pytest.mark.process  # The interpreter is compiled in a process.
+# The interpreter is compiled in a process.
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("no_waiting")]
 ANY = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 SCRIPT = """
 async def main(ctx):
@@ -47,16 +47,6 @@ async def main(ctx):
     await ctx.gen(stop_at=stop)
 """
 BODY: dict[str, Any] = {"prompt": "def f(a):\n    ", "controller": "c", "max_tokens": 40}
-
-
-@pytest.fixture(scope="module")
-def embedded() -> LoadedModel:
-    return load_model("embedded")
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IDLE_S", 0.0)
 
 
 class World(Workers):

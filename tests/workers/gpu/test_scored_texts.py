@@ -14,9 +14,8 @@ from tokenbus.protocol.header import Flag
 from tokenbus.protocol.messages import Token
 from tokenbus.protocol.sampling import MAX_SCORED_TEXTS, MAX_SCORED_TOKENS, Sampling
 from tokenbus.workers.controller.python import Context, ScriptProgram
-from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig, TokenOutput
-from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.loader import LoadedModel
 from tokenbus.workers.variables import VariableStorage
 
 from ...worlds.gpu_worker_loop import Loop
@@ -25,18 +24,10 @@ from .controlled import Workers, check_nothing_is_left
 from .moved import give, merged, same_entries
 from .moved import transcript as transcript_of
 
+pytestmark = pytest.mark.usefixtures("no_waiting")
+
 PROMPT = "def add(a, b):\n    " * 4
 TEXTS = [" return a + b", "x", " return a - b\n", "z" * 300]
-
-
-@pytest.fixture(scope="module")
-def embedded() -> LoadedModel:
-    return load_model("embedded")
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IDLE_S", 0.0)
 
 
 def tokens_of(loaded: LoadedModel, text: str) -> list[int]:

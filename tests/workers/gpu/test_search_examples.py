@@ -21,8 +21,7 @@ from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.python import PythonProgram
 from tokenbus.workers.controller.wasm.native import NativeProgram
 from tokenbus.workers.controller.wasm.sandbox import make_engine
-from tokenbus.workers.gpu import worker as module
-from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.loader import LoadedModel
 from tokenbus.workers.variables import VariableStorage
 
 from ...worlds.gpu_worker_loop import Loop
@@ -33,18 +32,8 @@ from .shapes import logits_after
 
 PROMPT = "def add(a, b):\n    "
 KINDS = ["c", "py"]
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("no_waiting")]
 wasm_engine = make_engine(Limits())
-
-
-@pytest.fixture(scope="module")
-def embedded() -> LoadedModel:
-    return load_model("embedded")
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IDLE_S", 0.0)
 
 
 @cache

@@ -24,15 +24,10 @@ from tokenbus.protocol.worker_messages import (
 )
 from tokenbus.workers.bus import LEASE_ENDED
 from tokenbus.workers.gpu import worker as module
-from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.loader import LoadedModel
 from tokenbus.workers.gpu.serving import attaching, kept_streams
 
 from ...worlds.gpu_worker_loop import CONTROLLER, Loop
-
-
-@pytest.fixture(scope="module")
-def embedded() -> LoadedModel:
-    return load_model("embedded")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig, TokenOutput
-from tokenbus.workers.gpu.model.loader import LoadedModel, load_model, wrap_model
+from tokenbus.workers.gpu.model.loader import LoadedModel, wrap_model
 from tokenbus.workers.gpu.sampling.biases import Bias
 from tokenbus.workers.gpu.speculation.lengths import Costs
 
@@ -29,11 +29,6 @@ NUMBERS = list(range(1, 20)) * 3
 FEW = dict.fromkeys((3, 5, 9), 80.0)
 """A bias that leaves three tokens to a model of random weights. Its text repeats itself, but not
 for long."""
-
-
-@pytest.fixture(scope="module")
-def embedded() -> LoadedModel:
-    return load_model("embedded")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import torch
 from tokenbus.protocol.errors import RequestError
 from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig, TokenOutput
-from tokenbus.workers.gpu.model.loader import LoadedModel, load_model, wrap_model
+from tokenbus.workers.gpu.model.loader import LoadedModel, wrap_model
 
 from ...counts import rounds
 from ...worlds.engine_client import (
@@ -29,11 +29,6 @@ from ...worlds.engine_client import (
 from .shapes import tiny_model
 
 STEPS = rounds(700, 50_000)
-
-
-@pytest.fixture(scope="module")
-def embedded() -> LoadedModel:
-    return load_model("embedded")
 
 
 @pytest.fixture

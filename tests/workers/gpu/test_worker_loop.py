@@ -20,24 +20,15 @@ from tokenbus.protocol.messages import Cancel, Generate
 from tokenbus.protocol.metrics import Histogram
 from tokenbus.protocol.worker_messages import Lost
 from tokenbus.workers.bus import FromBus
-from tokenbus.workers.gpu import worker as module
 from tokenbus.workers.gpu.engine.engine import Engine
-from tokenbus.workers.gpu.model.loader import LoadedModel, load_model
+from tokenbus.workers.gpu.model.loader import LoadedModel
 from tokenbus.workers.gpu.model.models import Models
 from tokenbus.workers.gpu.serving import attaching
 from tokenbus.workers.gpu.serving.arrivals import client_of
 
 from ...worlds.gpu_worker_loop import Loop
 
-
-@pytest.fixture(scope="module")
-def embedded() -> LoadedModel:
-    return load_model("embedded")
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IDLE_S", 0.0)
+pytestmark = pytest.mark.usefixtures("no_waiting")
 
 
 def test_answers_to_many_attaches_leave_each_turn_a_step(
