@@ -11,6 +11,8 @@ from ..protocol.settings import Settings, load
 
 REFUSED = 2
 """The exit code of a worker whose settings are not valid. Such a worker is not restarted."""
+STOPS = frozenset((signal.SIGINT, signal.SIGTERM))
+"""The signals that stop a worker."""
 
 
 class Worker(Protocol):
@@ -39,6 +41,8 @@ def serve(worker: Worker) -> int:
     signal.signal(signal.SIGINT, lambda *_: worker.stop("SIGINT"))
     # supervisord sends SIGTERM when it stops a worker, and also when it restarts a worker.
     signal.signal(signal.SIGTERM, lambda *_: worker.stop("SIGTERM", restarts=True))
+    # A standby state worker has blocked these signals, so that none arrives before the handlers.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     return worker.run()
 
 

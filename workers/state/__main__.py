@@ -10,14 +10,13 @@ import argparse
 import logging
 import signal
 import sys
-import threading
 import time
 
 from ...protocol.health_file import STANDBY, HealthFile
 from ...protocol.keys import KeyFault
 from ...protocol.settings import SettingError, Settings
 from ...transport.dealer import AddressError
-from ..process import refuse, serve, settings_of
+from ..process import STOPS, refuse, serve, settings_of
 from .folder import FolderError, FolderInUseError
 from .worker import StateWorker
 
@@ -53,14 +52,13 @@ def _when_free(settings: Settings) -> StateWorker | None:
     """Waits until the folder is free, and returns the worker; None if a signal ends the wait.
 
     The kernel releases the folder's lock when the process that has the lock ends, for any reason.
-    At most one worker has the lock and writes.
+    At most one worker has the lock and writes. SIGINT and SIGTERM stay blocked when this function
+    returns a worker; ``serve`` unblocks them. A signal during the takeover thus stops the worker.
     """
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     health = HealthFile(settings)
     waits = False
-    while not ended.is_set():
+    while True:
         try:
             return StateWorker(settings)
         except FolderInUseError as error:
@@ -68,8 +66,8 @@ def _when_free(settings: Settings) -> StateWorker | None:
                 log.info("standing by: %s", error)
             waits = True
             health.touch(STANDBY, time.monotonic())
-            ended.wait(STANDBY_S)
-    return None
+        if signal.sigtimedwait(STOPS, STANDBY_S):
+            return None
 
 
 if __name__ == "__main__":

@@ -167,6 +167,34 @@ def test_a_second_worker_that_stands_by_takes_over_when_the_first_is_killed(
         system.start_state_worker()
 
 
+TAKEN_OVER = """
+import os, sys
+from tokenbus.workers.state import __main__ as module
+
+number = int(sys.argv.pop())
+
+class Signalled(module.StateWorker):
+    def __init__(self, settings):
+        super().__init__(settings)
+        os.kill(os.getpid(), number)
+
+module.StateWorker = Signalled
+sys.exit(module.main())
+"""
+"""Runs a state worker that receives a signal when it has just taken its folder."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_takeover_ends_the_worker_that_stood_by(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    environment = clean_environment(run_dir=str(tmp_path))
+    command = [sys.executable, "-c", TAKEN_OVER, "--standby", str(int(number))]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"stopping: {number.name}".encode() in done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_worker_and_the_next_worker_has_its_variables(
     system: System, number: signal.Signals
