@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import wasmtime
@@ -70,9 +70,10 @@ class Runtime:
         return self.runtime.program(tenant, module, lambda: Loaded("native", compiled))
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Sends a signal to all guest processes."""
+        """Sends a signal to all guest processes. A process that has ended may still be listed."""
         for pid in self.table.pids():
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
 @contextmanager
