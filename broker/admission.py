@@ -85,8 +85,8 @@ class Admission:
         self._quotas.check(session, bool(controller), now)
         if message_type == b"TOKENIZER":
             self._check_unread(session)
-        # A client that reuses the ``stream_id`` of an ended stream will not attach to that stream,
-        # so the stored end of that stream is dropped.
+        # If a client reuses the ``stream_id`` of an ended stream, it will not attach to the ended
+        # stream, so the stored end is dropped.
         self._ends.drop(session, request.stream_id)
         self._state.counters.requests += 1
         try:

@@ -69,8 +69,8 @@ class Adoption:
         self._ended = False
         self._adopted = 0
         self._due: deque[tuple[float, Request]] = deque()
-        """The adopted requests, earliest first. For each of them: the time in seconds at which it
-        ends if no client has attached."""
+        """The adopted requests, each with the time in seconds at which it ends if no client has
+        attached to it. The earliest time is first."""
         self._claims = Claims(state)
         self._returns = Returns(state, dispatcher)
         self._variables: dict[int, list[int]] = {}
@@ -83,9 +83,9 @@ class Adoption:
     # --- workers --------------------------------------------------------------------------------
 
     def reported(self, worker: Worker, message: Register) -> tuple[list[int], list[int]]:
-        """Divides the live requests of a worker that registers. Returns the requests that the
-        worker must drop, and the requests whose journals the worker must send. The latter include
-        requests that return to the worker."""
+        """Handles the live requests that a worker reports when it registers. Returns the requests
+        that the worker must drop, and the requests whose journals the worker must send. The second
+        list includes the requests that return to this worker (``returns.py``)."""
         returned = self._returns.reported(worker, message)
         live = [reported.request for reported in message.live]
         if live:
@@ -178,8 +178,9 @@ class Adoption:
         """The session to which an adopted request belongs; None if the request must not be adopted.
 
         Two workers may have the request if one was cut off before the request moved to the other.
-        The copy with more moves is valid, or with the same number of moves the copy with more
-        entries. ``reached``: the number of moves and the number of entries of the reported copy.
+        The copy that has moved more often is valid. If both copies have moved equally often, the
+        copy with more entries is valid. ``reached``: the number of moves and the number of entries
+        of the reported copy.
         """
         if not (self.open() or header.address in self._claims):
             return None
@@ -197,9 +198,9 @@ class Adoption:
             # request.
             return None
         if session is not None:
-            # All streams of a session that began here are in the broker's tables. If a worker that
-            # was cut off reports another stream of the session, this stream has moved or was
-            # delivered.
+            # If this run of the broker opened the session, its tables have all streams of the
+            # session. A worker that was cut off may report another stream of the session. Such a
+            # stream has moved to another worker or has ended.
             begun_before = session.recovering or not session.token
             known = stream_id in session.streams or stream_id in session.log.ends
             return session if begun_before and not known else None
@@ -254,8 +255,8 @@ class Adoption:
     def pick_up(self, token: str, key: str, peer: bytes, now: float) -> Session | None:
         """The session of a client that comes from another broker, on the connection ``peer``.
 
-        Even if this broker has the session, its streams are withdrawn and the workers report them
-        again, because these streams may have continued at another broker."""
+        If this broker already has the session, it removes the session's streams, because they may
+        have continued at another broker. The workers then report the streams again."""
         if not is_session_token(token):
             return None
         session = self._claimed(token, key, now)
@@ -300,8 +301,8 @@ class Adoption:
             self._claims.on_registered(worker, here)
 
     def on_claimed(self, worker: Worker, frames: list[bytes]) -> None:
-        """Handles a worker's CLAIMED: the worker has sent all its streams of a session. With
-        session 0, the worker has dropped an attempt that the broker has given up."""
+        """Handles a worker's CLAIMED: the worker has sent all its streams of a session. A CLAIMED
+        for session 0 means that the worker has dropped an attempt that the broker has given up."""
         claimed: Claimed = decode_as(Claimed, frames[2], "msgpack")
         session = claimed.session
         worker.fences.answered(session, self._state.now)

@@ -42,8 +42,8 @@ class Answers:
         self._out = state.out
         self._on_sent = on_sent
         self._waiting: OrderedDict[str | int, OrderedDict[int, Session]] = OrderedDict()
-        """The sessions with incomplete answers by key, or by session without keys. Keys, and
-        sessions of a key, are in the order of their turns."""
+        """The sessions with incomplete answers, by key; a session without a key has its own entry.
+        Keys, and sessions of a key, are in the order of their turns."""
         self._left = PASS_BYTES
         """Number of bytes that are left of the budget until the next tick; negative after a large
         part."""
@@ -55,8 +55,8 @@ class Answers:
 
     def begin(self, session: Session, end: End, received: Sequence[int]) -> None:
         """Begins to answer ATTACHes to a stored end. ``received``: ``Attach.received`` of each
-        ATTACH. The entries follow the answer to the last ATTACH, from its ``received`` on, in place
-        of an incomplete earlier answer."""
+        ATTACH. The stream's entries follow only the answer to the last ATTACH, without the first
+        ``received`` entries. They replace an incomplete earlier answer."""
         if session.peer is None or not received:
             return
         if end.stored:
@@ -127,7 +127,8 @@ class Answers:
         del session_log.answering[end.stream_id]
         dropped = session_log.ends.get(end.stream_id) is not end
         if dropped or (malformed and not closing):
-            # An end is dropped if the bound of the session's log, or of its ends, is reached.
+            # The end may have been dropped in the meantime, because the session's log or its ends
+            # have reached their bound.
             self._refuse(session, end, ConnectionLostError(Code.CONNECTION_LOST, _not_kept(end)))
         elif closing:
             self.send_closing(session, closing)

@@ -4,8 +4,8 @@ Usually the worker of the stream answers, because it stores the entries that it 
 stream has no worker, or has ended, the broker answers from the log of the session.
 
 After a restart of the broker, or when a client comes from another broker, the stream may be unknown
-to the broker. It then holds the ATTACH until a worker reports the stream, and answers from the
-report.
+to the broker. The broker then holds the ATTACH until a worker reports the stream, and answers from
+the report.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .state import BrokerState
 from .worker import RETRY_AFTER_S
 
 MAX_AWAITED = 262_144
-"""Maximum number of streams that workers may still report, of all sessions together, for which an
-ATTACH is held or a CANCEL is recorded."""
+"""Maximum number of streams of all sessions together for which the broker holds an ATTACH, or
+records a CANCEL, until a worker reports the stream."""
 MAX_ATTACHING = 64
-"""Maximum number of ATTACHes to one stream that the stream's worker has not answered."""
+"""Maximum number of unanswered ATTACHes to one stream at the stream's worker."""
 MAX_ANSWERED = 8
 """Maximum number of ATTACHes to one stream that are answered with entries while the stream waits
 for another worker. Each of these answers decodes the stream's entries."""
@@ -75,13 +75,14 @@ class Attaches:
         if stream_id in session.streams:
             return False
         if hold:
-            # Beyond the bound, a reported stream ends because no client attaches.
+            # If the bound is reached, the CANCEL is not recorded. A stream that is then reported
+            # ends because no client attaches to it.
             self._await(session, stream_id, None)
         return True
 
     def _hold(self, session: Session, message: Attach) -> None:
-        """Holds an ATTACH until a worker reports its stream; raises UnavailableError if the session
-        waits for the maximum of streams."""
+        """Holds an ATTACH until a worker reports its stream. Raises UnavailableError if the bound
+        of such streams is reached."""
         if not self._await(session, message.stream_id, message):
             raise UnavailableError(
                 Code.CLIENT_LIMIT,
@@ -160,12 +161,12 @@ class Attaches:
 
     def on_adopted(self, request: Request, sent: bytes, flags: int) -> None:
         """Handles a worker's report of a stream. ``sent``: the entries that the worker has sent, as
-        a body of TOKEN. A held ATTACH for the stream is answered at once and not by the worker,
-        which may be in a long step.
+        a body of TOKEN. The broker itself answers a held ATTACH for the stream, because the worker
+        may be in a long step.
 
-        But if the worker encodes the stream's entries in another form than the client now accepts,
-        the ATTACH is forwarded, so that the worker changes the form. ``flags``: the header flags of
-        the worker's form.
+        If the worker encodes the stream's entries in a form that the client does not accept any
+        more, the broker forwards the ATTACH to the worker, which then changes the form. ``flags``:
+        the header flags that describe the worker's form.
         """
         held = self._take(request.session, request.stream_id)
         if held is None:

@@ -191,7 +191,7 @@ class Back:
                 self._dispatcher.forget(request)
             return
         if request is not None and request.attaching and message_type == b"MSG":
-            # After this answer, the worker sends entries that it has sent before.
+            # After this answer, the worker repeats entries that it has already sent.
             request.session.log.repeats(request.id, request.attaching.pop(0))
         if request is not None and header.flags & Flag.FINAL:
             self._ends.answered(request, (message_type, *frames[2:]))

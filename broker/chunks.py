@@ -1,5 +1,5 @@
-"""The TOKEN bodies of a session in chunks, which have no overhead for each body, and the reading of
-their entries."""
+"""Stores the TOKEN bodies of a session in chunks, which have no overhead per body, and reads the
+entries in them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..protocol.messages import Token
 CHUNK_BYTES = 64 * 1024
 """A chunk that has reached this size gets no further bodies."""
 PART_BYTES = 4096
-"""A part of a chunk that has reached this size gets no further bodies."""
+"""Bodies are not joined to an element of ``Chunk.parts`` that has reached this size."""
 NUMBER_BYTES = 8
 """Bytes of the number of a body."""
 LARGE_BYTES = 512
@@ -77,15 +77,16 @@ class Place:
 
     stream_id: int
     size: int
-    """Bytes that count for the request in addition to its bodies, such as its frames, as long as
-    the request is in the log."""
+    """Bytes that the request adds to the log's size in addition to its bodies, for example its
+    frames."""
     first: int
     """Number of the first message that may have entries of the request."""
     segment: int
     """The segment of ``Recent`` in which the request began."""
     again: list[tuple[int, int]] | None = None
-    """After an ATTACH, the worker sends entries again. For each ATTACH: the number of the first
-    message after the worker's answer, and the number of the first entry that is sent again."""
+    """After an ATTACH, the worker sends entries again. The list has a pair for each ATTACH: the
+    number of the first message after the worker's answer, and the number of the first entry that
+    is sent again."""
 
 
 class Routed:
@@ -95,14 +96,14 @@ class Routed:
         self._request = request
         self.first = place.first
         self._again = [*(place.again or ()), (1 << 62, 1 << 62)]
-        """``Place.again``, and a last pair that no body reaches."""
+        """``Place.again``, and then a sentinel with a message number that no body has."""
         limits = accumulate((received for _, received in reversed(self._again)), min)
         self._limits = list(limits)[::-1]
-        """For each pair in ``_again``: the smallest entry number of this pair and all later ones.
+        """For each pair in ``_again``: the smallest entry number of this pair and all later pairs.
         Entries from this number on are sent again later."""
         self._at = 0
         self._length = 0
-        """Number of entries that the client has before it receives the next one."""
+        """Number of entries that the client has when the next entry arrives."""
 
     def add(self, number: int, entry: Token, found: list[tuple[int, Token]]) -> None:
         """Adds an entry of the body with this number to ``found``, unless the entry is sent again

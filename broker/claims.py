@@ -1,5 +1,5 @@
-"""Claims the sessions of clients that come from another broker: sends CLAIMs, on which GPU workers
-report the streams of these sessions.
+"""Claims the sessions of clients that come from another broker: sends CLAIMs, which GPU workers
+answer with reports of the streams of these sessions.
 
 Any client can invent a token, and so cause a CLAIM to each GPU worker. So each connection has at
 most one active claim, and all connections together have at most ``MAX_CLAIMS``. Further claims
@@ -20,7 +20,7 @@ from .worker import Worker
 MAX_CLAIMS = 512
 """Maximum number of active claims of all connections together."""
 MAX_TURN_S = 0.5
-"""Seconds after which a claim that some worker has not answered no longer delays waiting claims."""
+"""Seconds after which an unanswered claim does not count as active, so that another can begin."""
 
 
 @dataclass(slots=True)
@@ -108,8 +108,8 @@ class Claims:
             del self._waiting[claim.peer]
 
     def on_registered(self, worker: Worker, sessions: Collection[int]) -> None:
-        """Handles the registration of a GPU worker: the worker receives a CLAIM for each of
-        ``sessions`` that is being claimed, unless the session's claim waits to begin."""
+        """Handles the registration of a GPU worker: sends it a CLAIM for each of ``sessions`` whose
+        claim has begun. A claim that waits will include this worker when it begins."""
         for session, claim in self._by_session.items():
             if session in sessions and not self._waits(session, claim):
                 self._ask_worker(worker, session, claim)
@@ -131,8 +131,8 @@ class Claims:
         return found
 
     def on_ended(self, session: int) -> None:
-        """Handles the end of a session: drops its claim, unless a worker has not answered the CLAIM
-        yet, or a CLAIM must still be sent because a fence ends with the answer."""
+        """Handles the end of a session. The session's claim is dropped when all CLAIMs that were
+        sent have been answered and no fence needs another CLAIM (``fences.py``)."""
         claim = self._by_session.get(session)
         if claim is None or claim.asked:
             return

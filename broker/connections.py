@@ -34,8 +34,7 @@ QUIET_BYTES = 4096
 """The handshake and the first heartbeats of a connection have fewer bytes than this together,
 unless the peer adds properties of its own to the handshake."""
 KEPT_PART = 8
-"""One in this number of the process's file descriptors is reserved for uses other than
-connections."""
+"""1/``KEPT_PART`` of the process's file descriptors is reserved for uses other than connections."""
 EVENTS = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
 EVENT = struct.Struct("=HI")
 """An event of libzmq's monitor: its type and its value, here a descriptor."""
@@ -66,9 +65,9 @@ class Connection:
         """Whether the peer chose a routing id that belonged to another connection, or its key had
         too many connections."""
         self.counted: int | None = 0
-        """Bytes of the connection's messages on the wire. None if they are not counted any more,
-        because the handshake was small: apart from messages, the connection has received at most
-        ``QUIET_BYTES``."""
+        """Bytes of the connection's messages on the wire. None when the handshake has proved small:
+        apart from messages, the connection has received at most ``QUIET_BYTES``. Messages are then
+        not counted any more."""
         self.spoke = False
         """Whether a message has arrived since ``Unfinished`` last visited the connection. Each
         message sets the flag, ``Unfinished`` clears it. Only ``Unfinished`` uses the fields
@@ -93,7 +92,7 @@ class Connections:
     """All connections of one socket. Create this object before the socket is bound, so that it
     receives all events.
 
-    This object calls ``closed`` when ``take_closed`` has ids to return.
+    The callback ``closed`` is called when ``take_closed`` has ids to return.
 
     If there are too many connections, the oldest connection that has not sent a message is shut.
     Each key has a bounded share of the connections.
@@ -151,7 +150,8 @@ class Connections:
             self.closed()
 
     def meet(self, peer: bytes, user: str, fd: int) -> Connection | None:
-        """The connection of a message whose ``User-Id`` is new for its routing id.
+        """Finds the connection of a message, if the previous message with the same routing id had
+        another ``User-Id``.
 
         The new connection is shut if its peer chose the id of another connection, or if its key has
         too many connections. The message is then dropped, and the result is None.
@@ -259,7 +259,8 @@ def max_connections() -> int:
 def shut(connection: Connection) -> None:
     """Closes a connection; libzmq then notices the end.
 
-    The peer receives a reset. Otherwise a peer that has more to send could wait for a minute.
+    The peer receives a reset. Without the reset, a peer that has more to send could wait for a
+    minute.
     """
     with contextlib.suppress(OSError), open_socket(connection) as socket:
         socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, _RESET)

@@ -41,8 +41,9 @@ class Controllers:
         """Rate at which requests with a controller end."""
         self._waiting = WaitingStarts()
         self._left: dict[str, float] = {}
-        """By pattern: the time at which the last worker that served the pattern was lost, in
-        seconds. Only losses of the last ``move_wait_s`` are kept."""
+        """The time at which the last worker for a pattern was lost, in seconds, by pattern. A
+        *pattern* is a controller's name or ``ANY_MODULE``, as a worker registers it. Only losses of
+        the last ``move_wait_s`` are kept."""
 
     def check(self, name: str) -> bool:
         """Whether a request for the controller ``name`` has to wait for a worker that may still

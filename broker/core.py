@@ -200,8 +200,8 @@ class Broker:
     def on_keys(
         self, clients: Mapping[str, Allowed], workers: Mapping[str, Allowed], now: float
     ) -> list[Outgoing]:
-        """Applies a change of the allowed keys. The sessions of revoked clients end; a revoked
-        worker's lease ends with its next message, which is its next heartbeat at the latest."""
+        """Applies a change of the allowed keys. The sessions of revoked clients end. The lease of a
+        revoked worker ends when the worker's next message arrives, for example a heartbeat."""
         self._at(now)
         self.state.keyring.replace("worker", workers)
         for key in self.state.keyring.replace("client", clients):
@@ -278,8 +278,8 @@ class Broker:
             return False
         workers = self.state.workers.values()
         if any(worker.succeeded and worker.requests for worker in workers):
-            # This worker leaves after its step, so the next broker would wait for the worker's
-            # report in vain.
+            # Such a worker leaves after its step, so the next broker would wait in vain for the
+            # worker's report.
             return False
         roles = {worker.role for worker in workers}
         return all(request.role not in roles for request in self.state.waiting)

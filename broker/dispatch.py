@@ -71,8 +71,8 @@ class Dispatcher:
         self.behind = False
         """Whether the last tick has left work for the next one."""
         self._places: Iterator[tuple[Request, int]] = iter(())
-        """The waiting requests with their places in the queues, except those that the current round
-        of notices has reached."""
+        """The waiting requests that the current round of notices has not reached yet, with their
+        places in the queues."""
 
     # --- the life of a request ------------------------------------------------------------------
 

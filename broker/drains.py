@@ -32,9 +32,9 @@ class Drains:
         self._controllers = controllers
         self._draining: dict[int, Worker] = {}
         self._asked: dict[int, dict[tuple[int, int], tuple[Session, int]]] = {}
-        """The clients' DRAIN messages that wait until a worker has left. By worker, and by session
-        and ``stream_id`` of the message: the session, and the number of requests that the worker
-        had then."""
+        """The clients' DRAIN messages that wait until a worker has left, by worker, and then by
+        session and ``stream_id``. For each message: its session, and the number of requests that
+        the worker had when the message arrived."""
 
     def ask(self, session: Session, frames: list[bytes]) -> None:
         """Handles a client's DRAIN: passes it to the worker. The client is answered when the worker

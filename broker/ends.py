@@ -68,7 +68,7 @@ class Ends:
 
     def answered(self, request: Request, frames: Sequence[bytes]) -> None:
         """Ends a request with its worker's answer, an ERROR or a MSG. If the answer is large and
-        too many bytes of earlier answers may be unread, the request ends with an ERROR instead."""
+        too many bytes of earlier answers may be unread, the broker sends its own ERROR instead."""
         peer, size = request.session.peer, sum(map(len, frames[1:]))
         if peer is not None:
             unread = self._state.sessions.unread

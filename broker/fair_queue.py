@@ -93,8 +93,8 @@ class FairQueue:
             del self._levels[request.priority]
 
     def has(self, request: Request) -> tuple[bool, bool, bool]:
-        """Whether other requests of the same key, of the same session or group, and of the same
-        user wait in this queue."""
+        """Returns three flags: whether this queue has other requests of the same key, of the same
+        session or group, and of the same user."""
         key = session = user = False
         for level in self._levels.values():
             sessions = level.get(request.session.key)
@@ -133,8 +133,8 @@ class FairQueue:
         """An upper bound of the number of requests that would precede ``request``, which is not in
         the queue yet.
 
-        All requests of higher priorities precede the new request. Then its key gets a number of
-        turns until the new request is next, and for each of these turns, each other key gets at
+        All requests of higher priorities precede the new request. Then the key of the new request
+        gets turns until the new request is next. For each of these turns, each other key gets at
         most one turn.
         """
         higher = sum(n for priority, n in self._lengths.items() if priority > request.priority)

@@ -39,7 +39,7 @@ NO_SESSION = 0
 
 @dataclass(slots=True, eq=False)
 class Fence:
-    """A fence for a worker's attempt of a request."""
+    """Marks an attempt whose messages the broker discards."""
 
     request: int
     session: int
@@ -47,8 +47,8 @@ class Fence:
     end: int | None = None
     """The number of the CLAIM whose answer ends the fence; None before the CLAIM was sent."""
     void: int = 0
-    """The number of a CLAIM: until the CLAIM is answered, all messages about the request are
-    ignored. 0 if none are ignored."""
+    """All messages about the request are ignored until the CLAIM with this number is answered. With
+    0, only entries are discarded."""
 
 
 @dataclass(slots=True)
@@ -105,12 +105,12 @@ class Fences:
         return self.by_session.get(session, {}).get(stream_id, ())
 
     def unasked(self, session: int) -> list[Fence]:
-        """The fences of a session whose CLAIM was not sent yet (``Fence.end`` is None)."""
+        """The fences of a session for which no CLAIM was sent yet (``Fence.end`` is None)."""
         streams = self.by_session.get(session, {}).values()
         return [fence for fences in streams for fence in fences if fence.end is None]
 
     def all_unasked(self) -> list[Fence]:
-        """The fences of all sessions whose CLAIM was not sent yet (``Fence.end`` is None)."""
+        """All fences for which no CLAIM was sent yet (``Fence.end`` is None)."""
         return [fence for fence in self._by_request.values() if fence.end is None]
 
     def asked(self, fences: list[Fence], now: float, session: int = NO_SESSION) -> int:
@@ -159,8 +159,8 @@ class Fences:
         return fence is not None and fence.void in self._unanswered
 
     def waited_s(self, now: float) -> float:
-        """Seconds for which a CLAIM has waited for its answer and the worker has not reported
-        anything."""
+        """Seconds since the oldest unanswered CLAIM was sent or, if that is later, since the worker
+        last reported something. 0 if every CLAIM is answered."""
         if not self._unanswered:
             return 0.0
         oldest = next(iter(self._unanswered.values()))
@@ -204,7 +204,8 @@ def registered(
     unknown: Sequence[int] = (),
     wanted: Sequence[int] = (),
 ) -> Registered:
-    """The answer to a worker that registers."""
+    """The answer to a worker that registers. ``unknown``: the requests that the worker must drop.
+    ``wanted``: the requests whose journals the worker must send."""
     return Registered(
         worker=worker.id,
         heartbeat_s=state.settings.heartbeat_s,

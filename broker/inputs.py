@@ -27,11 +27,11 @@ from .state import BrokerState
 from .worker import RETRY_AFTER_S, Worker
 
 AGAIN_S = 0.5
-"""Seconds after an input was passed on during which the same input is dropped if the client sends
-it again."""
+"""If the client sends an input again within this number of seconds after the input was passed on,
+the broker drops the repetition."""
 MAX_UNANSWERED_BYTES = 32 * 1024 * 1024
 """Maximum bytes of the unanswered inputs of all clients. An input counts each time it is passed on,
-because each time adds a message to the state worker's queue."""
+because each repetition adds a message to the state worker's queue."""
 INPUT_BYTES = 256
 """Bytes that count for an unanswered input in addition to its text, each time it is passed on."""
 
@@ -172,7 +172,7 @@ class Inputs:
         self._bytes[owner] += size
 
     def _fits(self, owner: str, size: int) -> bool:
-        """Whether another message with an input of a client may wait for the state worker."""
+        """Whether another input of a client, with ``size`` bytes, may wait for the state worker."""
         return fits_share(self._bytes[owner], self._bytes.total(), MAX_UNANSWERED_BYTES, size)
 
     def _release(self, request: int, number: int) -> None:
@@ -191,7 +191,8 @@ class Inputs:
 
 
 def answers_input(worker: Worker, frames: list[bytes]) -> bool:
-    """Whether a message answers an operation that the broker itself has sent."""
+    """Whether a worker's message is the answer to an input, which the broker itself has sent to the
+    state worker."""
     return (
         frames[0] == b"VARIABLE_ANSWER"
         and worker.role == "state"

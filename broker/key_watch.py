@@ -15,7 +15,7 @@ LOOK_EVERY_S = 0.5
 """Seconds between two checks of the folder."""
 SETTLED_S = 2.0
 """If a folder changed less than this number of seconds before the broker read it, the broker reads
-it again, because a later change may have the same time stamp."""
+the folder again. A later change may have the same time stamp."""
 
 Keys = tuple[Mapping[str, Allowed], Mapping[str, Allowed]]
 """The keys that may connect as clients, and those that may connect as workers, each by the name of

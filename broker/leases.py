@@ -36,8 +36,8 @@ BEATS_AT_ONCE = 1_000
 
 
 class Leases:
-    """Handles the registrations, heartbeats and losses of workers. Has the workers with a lease, by
-    connection and by name."""
+    """Handles the registrations, heartbeats and losses of workers. Stores the workers with a lease
+    by connection and by name."""
 
     def __init__(
         self,
@@ -65,20 +65,21 @@ class Leases:
         """Whether another round of heartbeats starts as soon as the current round is complete."""
         self._walked = float("inf")
         self._silent_since = float("inf")
-        """Ticks walk over the workers, and look for the one that has been silent for longest.
-        ``_silent_since``: the time of its last message, from the last complete walk. ``_walked``:
-        the same, from the current walk so far."""
+        """The earliest ``last_seen`` of all workers, by the last complete walk over the workers.
+        ``_walked`` is the earliest ``last_seen`` in the current walk so far. A walk takes several
+        ticks."""
         self._asked: dict[bytes, float] = {}
         """By connection without a worker: the time at which the broker last requested a
         registration. The broker requests at most one registration in ``heartbeat_s``, because each
         registration begins a new lease."""
         self._lost: dict[str, tuple[int, float]] = {}
-        """By name of a worker that was silent or whose connection closed: the number of its
-        process, which may still run, and the time of the loss."""
+        """Workers that were silent or whose connections closed, by name: the number of the process,
+        which may still run, and the time of the loss."""
         self._names = ContestedNames(state.settings.expiry_s)
         self._stopped_until = float("-inf")
-        """After this process was paused, the end of a connection before this time does not count as
-        the death of its worker, because workers close their connections to a paused broker."""
+        """If a connection ends before this time, its worker does not count as dead. The time is set
+        after a pause of this process, because workers close their connections to a paused broker.
+        """
         self._last_beat = float("-inf")
 
     # --- events ---------------------------------------------------------------------------------
@@ -268,8 +269,8 @@ class Leases:
 
     def _gives_way(self, holder: Worker, message: Register) -> bool:
         """Whether a worker gives up its name to another connection that registers with this name.
-        The worker does so if the connection is from the same process, if the worker drains, or if
-        the worker's step hangs and the step of the other process does not.
+        The worker does so if it drains, or if the other connection is from the same process. It
+        also does so if its step hangs and the step of the other process does not.
         """
         if holder.process == process_of(message) or holder.state is WorkerState.DRAINING:
             return True
@@ -282,7 +283,8 @@ class Leases:
         sent a message since the process first registered."""
         contender = self._names.contend(holder.name, peer, frames, now)
         if holder.last_seen <= contender.since:
-            # If the holder's connection has closed, this send fails, and the holder's lease ends.
+            # If the holder's connection has closed, sending this heartbeat fails, and the holder's
+            # lease ends.
             self._out.append(Outgoing(_BACK, holder.peer, _BEAT, True))
             return
         error = taken(holder)

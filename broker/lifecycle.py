@@ -57,8 +57,7 @@ class Event(StrEnum):
     ADOPT = "adopt"
     """A worker has reported a request that another broker, or an earlier run, had accepted."""
     REFUSE = "refuse"
-    """The worker has no room, because it also serves other brokers, and has not begun the
-    request."""
+    """The worker has not begun the request, because requests of other brokers take its room."""
     LOSE = "lose"
     """The worker is lost, or does not have the request any more."""
     RETURN = "return"

@@ -41,8 +41,8 @@ class Moves:
     # --- the log --------------------------------------------------------------------------------
 
     def sent(self, request: Request, before: bytes = b"", *, back: bool = False) -> None:
-        """Records that a request goes to a worker: from now on, the journal of its session stores
-        the entries that the request needs to move.
+        """Records that a request goes to a worker. From now on, the log of the request's session
+        stores the entries that the request needs to move.
 
         If the broker does not store journals, the request's frames are dropped. ``before``: the
         entries that were routed earlier, as a body of TOKEN. ``back``: the request returns to its
@@ -93,8 +93,9 @@ class Moves:
             self._give_up_largest()
 
     def _give_up_largest(self) -> None:
-        """Drops the entries of requests until all logs together are within their bound. Each of the
-        requests is the oldest one in the largest log of the key whose logs have the most bytes."""
+        """Drops the entries of requests until all logs together are within their bound. Each time,
+        chooses the key whose logs have the most bytes, then this key's largest log, and drops the
+        oldest request of this log."""
         recent = self._recent
         sizes: Counter[str | int] = Counter()
         logs: dict[str | int, list[StreamLog]] = {}
@@ -253,8 +254,8 @@ class Moves:
             self.attach(request, received)
 
     def answer(self, request: Request, sent: bytes, received: int) -> None:
-        """Answers an ATTACH with the entries of a stream (a body of TOKEN, or nothing) after the
-        first ``received``."""
+        """Answers an ATTACH with the entries of a stream, without the first ``received`` entries.
+        ``sent``: the entries as a body of TOKEN; empty without entries."""
         body: TokenBody = decode_as(TokenBody, sent, "msgpack") if sent else []
         entries = column_entries(body) if isinstance(body, TokenColumns) else body
         self._out.attached(request.session, request.stream_id, request.moves, entries, received)

@@ -55,7 +55,8 @@ class Outgoings(list[Outgoing]):
         bodies may be added."""
 
     def append(self, message: Outgoing) -> None:
-        """Adds a message after all others. Bodies are not added to earlier TOKENs any more."""
+        """Adds a message. Later bodies are not added to TOKENs before this message, so that they
+        cannot overtake it."""
         self._open.clear()
         super().append(message)
 
@@ -79,7 +80,7 @@ class Outgoings(list[Outgoing]):
         super().append(Outgoing(_FRONT, peer, frames))
 
     def take(self) -> list[Outgoing]:
-        """Returns all messages, and removes them from this list."""
+        """Removes and returns all messages."""
         taken = self[:]
         self.clear()
         self._open.clear()
@@ -117,7 +118,7 @@ class Outgoings(list[Outgoing]):
         self, session: Session, stream_id: int, moves: int, entries: list[Token], received: int
     ) -> None:
         """Adds the answer to an ATTACH: a MSG, and then ``entries`` without the first ``received``
-        of them."""
+        entries."""
         answer = Msg(stream_id=stream_id, attached=received, moves=moves)
         self.to_session(session, b"MSG", answer)
         if entries[received:]:

@@ -15,7 +15,7 @@ from ..protocol.worker_messages import ANY_MODULE
 from .worker import Worker, WorkerState
 
 EMBEDDED = "embedded"
-"""The default model if different workers have different defaults, and this is one of them."""
+"""The default model if workers have different defaults and this model is one of the defaults."""
 MAX_NAMES = 1_024
 """Maximum number of model names whose pools are cached. Clients may request any name that matches a
 pattern."""
@@ -82,7 +82,7 @@ class Pool:
         self._rank_of[worker.id] = rank
 
     def _leave(self, worker: Worker) -> None:
-        """Takes a worker out of its level, if it is in one."""
+        """Removes a worker from its level, if it has a level."""
         rank = self._rank_of.pop(worker.id, None)
         if rank is not None:
             level = self._levels[rank]
@@ -158,8 +158,8 @@ class Pools:
         self._of: dict[int, list[Pool]] = {}
         """By worker: the pools that contain the worker."""
         self.default_model = ""
-        """The model of a request that does not name a model; empty if the workers' defaults differ
-        and ``EMBEDDED`` is not one of them."""
+        """The model of a request that does not name a model. Empty if the workers' defaults differ
+        and none of the defaults is ``EMBEDDED``."""
         self.has_default = False
         """Whether any worker has a default model."""
 

@@ -1,18 +1,22 @@
 """Finds the workers that have the beginning of a prompt in their KV cache, and decides whether to
 route a request to one of them.
 
-Workers report their pages (``PAGES``). The pages of a prompt count as pages of a worker as soon as
-the request is sent to this worker. So the next request with the same beginning can go to the same
-worker. A prompt of token ids has the same keys as the pages that workers report. The broker cannot
-tokenize text. So the keys of a text are computed from its bytes. For texts, the index has only the
-pages that the broker itself expects at a worker, because workers do not report such keys.
+A *page* is 256 consecutive tokens of a prompt, and its key also depends on all tokens before it
+(``protocol/pages.py``). Workers report the keys of the pages in their caches (``PAGES``). The pages
+of a prompt count as pages of a worker as soon as the request is sent to this worker. So the next
+request with the same beginning can go to the same worker.
+
+If a prompt consists of token ids, its pages have the same keys as the pages that workers report.
+The broker cannot tokenize text. So the keys of a text are computed from its bytes. For texts, the
+index has only the pages that the broker itself expects at a worker, because workers do not report
+such keys.
 
 The broker chooses the worker with the least cost. The cost is the number of prompt tokens that the
 worker would have to compute, plus ``REQUEST_TOKENS`` for each request that the worker has.
 
-The formula of the cost is that of NVIDIA Dynamo's KV router. The expected pages of routed requests,
-and bytes as the key of a text, follow llm-d's approximate prefix scorer. The index of reported
-pages follows llm-d's precise scorer.
+Sources: the formula of the cost is that of NVIDIA Dynamo's KV router. The expected pages, and the
+keys of texts, follow llm-d's approximate prefix scorer. The index of reported pages follows llm-d's
+precise scorer.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ rarely change the choice."""
 MAX_CANDIDATES = 16
 """Maximum number of workers that are compared with the least loaded one."""
 MAX_EXPECTED = 4_096
-"""Maximum number of pages that are expected at one worker. The oldest are dropped first."""
+"""Maximum number of pages that are expected at one worker. The oldest pages are dropped first."""
 MAX_KEYS = 4_000_000
 """Maximum number of entries of the index. Above this number, no further pages are added."""
 

@@ -1,5 +1,5 @@
-"""Finds a request that kills its workers, by running suspects in trials, so that the request does
-not disturb other streams for long."""
+"""Finds a request that kills its workers. Suspects run in trials, so that they disturb other
+streams only for a short time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from ..protocol.errors import RequestError
 from .request import Request
 
 SUSPECT_DEATHS = 2
-"""A request is a suspect if it had no new token at this number of consecutive workers that died."""
+"""A request is a suspect if this number of consecutive workers died before they sent a new token
+of the request."""
 TRIAL_S = 10.0
-"""Seconds after the start of a trial at which the suspect is cleared if its worker is still
-alive."""
+"""If the worker is still alive this number of seconds after the start of a trial, the suspect is
+cleared."""
 
 
 class Quarantine:
-    """Counts the workers that died while a request had no new token there.
+    """Counts for each request the workers that died before they sent a new token of the request.
 
     After two such deaths, which may be a coincidence, the request is a suspect. A suspect that runs
     at another worker is on trial. If a suspect is on trial alone and its worker dies too, the
@@ -36,10 +37,10 @@ class Quarantine:
     def on_loss(
         self, worker: str, idle: list[Request], others: Iterable[Request], died: bool, now: float
     ) -> list[Request]:
-        """Handles the loss of a worker; returns the guilty request, if it is found.
+        """Handles the loss of a worker. Returns a list with the guilty request, or an empty list.
 
-        ``idle``: the worker's streams that had no new token there. ``others``: the worker's streams
-        that had a new token. ``died``: as in ``Loss``.
+        ``idle``: the worker's streams of which it has sent no new token. ``others``: the worker's
+        other streams. ``died``: as in ``Loss``.
         """
         for request in others:
             self._clear(request)

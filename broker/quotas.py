@@ -119,14 +119,14 @@ class Quotas:
         return allowed.max_priority or (100 if allowed.operator else 0)
 
     def tenant(self, key: str) -> Tenant:
-        """The tenant with this key, with its quota of uploaded bytes, for requests that concern
-        modules."""
+        """The tenant with this key, and the tenant's quota of uploaded bytes. The broker adds both
+        to requests that concern modules."""
         allowed = self._keyring.client(key)
         return Tenant(key, allowed.upload_bytes if allowed is not None else None)
 
     def variables(self, request: Request | None) -> Tenant | None:
-        """The tenant of a request, with its quota of bytes of variables, for the state worker; None
-        without a key."""
+        """The tenant of a request, and the tenant's quota of bytes of variables, which the state
+        worker enforces. None if the request's client has no key."""
         key = request.session.key if request is not None else ""
         if not key:
             return None
@@ -196,8 +196,8 @@ def _used_up(name: str, state: str, quota: int, retry_after_s: float) -> Unavail
 
 
 def _tokens_in(body: bytes) -> int:
-    """The number of tokens in a body of TOKEN. 0 if the body cannot be decoded, because the broker
-    routes bodies without decoding them."""
+    """The number of tokens in a body of TOKEN; 0 if the body is malformed. The broker routes bodies
+    without checking them."""
     try:
         counted: _Counted = decode_as(_Counted, body)
     except TokenbusError:

@@ -8,8 +8,8 @@ Most streams end while their bodies are in the buffer, and bodies that no live s
 dropped unread. The other bodies are distributed to the logs, oldest first: some of them at each
 tick, and more when the buffer is full.
 
-Messages are numbered. A log needs the bodies of its session from the message on with which its
-oldest request begins.
+Messages are numbered. A log needs the bodies of its session in all messages since its oldest
+request began.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ MESSAGES = 4096
 """Maximum number of messages in a segment. The bound limits the time of a move, which has to
 distribute the whole buffer first."""
 BUFFER_PART = 2
-"""This buffer takes at most one part in this number of a session's bound, and of the bound of all
-sessions. The rest is left to the logs."""
+"""This buffer takes at most 1/``BUFFER_PART`` of the bound of one session, and of the bound of all
+sessions together. The rest is left to the logs."""
 BODIES_AT_ONCE = 500
 """Approximate number of bodies that are distributed at once. Distributing a body takes 1 to 2 µs if
 the message has many sessions, and twice as long if the previous message has a different layout."""
@@ -70,8 +70,8 @@ class Segment:
         """The offset of the first message that is not distributed, from the start of the whole
         memory."""
         self.large: dict[int, tuple[Sequence[int], Sequence[bytes]]] = {}
-        """By number of messages before it: the sessions and the bodies of each message that is not
-        in the memory."""
+        """The sessions and the bodies of each message that is stored outside the memory. The key is
+        the number of messages before it in this segment."""
 
     @property
     def next(self) -> int:
@@ -110,8 +110,8 @@ class Recent:
         self.max_total = max_total_bytes - self.limit
         """Maximum bytes of all logs."""
         self.beyond: set[StreamLog] = set()
-        """Logs that have grown beyond ``most``, or while all of them together were beyond
-        ``max_total``."""
+        """Logs that are larger than ``most``, or that have grown while all logs together were
+        larger than ``max_total``."""
         self.pending: list[bytes] = []
         """Packed TOKENs of the current event. ``settle`` copies them into the buffer at the end of
         the event."""
@@ -128,8 +128,8 @@ class Recent:
         """The offset up to which messages may be written."""
         self._begin_segment(0)
         self._begun: dict[int, int] = {}
-        """By number of the first message of a segment: the number of live requests that began in
-        this segment. The segment itself may already be distributed."""
+        """Number of live requests that began in each segment, by the number of the segment's first
+        message. The segment itself may already be distributed."""
         self._rolled = False
         """Whether a segment was filled since the last tick."""
         self._touched: list[StreamLog] = []
@@ -267,7 +267,7 @@ class Recent:
 
     def tick(self) -> None:
         """Distributes some of the oldest bodies. If a segment was filled since the last tick, fewer
-        are distributed, because streams may end before the rest is distributed."""
+        bodies are distributed, because many streams may end soon and then need no bodies."""
         self.distribute(BODIES_AT_ONCE // 8 if self._rolled else BODIES_AT_ONCE)
         self._rolled = False
 
@@ -284,8 +284,8 @@ class Recent:
         self._touched.clear()
 
     def _read(self, segment: Segment, most: int) -> int:
-        """Distributes about the first ``most`` bodies of a segment. Returns the work that was done,
-        counted in bodies: parsing a layout counts as the bodies of one more message."""
+        """Distributes about ``most`` bodies of a segment, oldest first. Returns the amount of work
+        in bodies. Parsing a layout of n bodies counts as n bodies."""
         memory, ends = self._memory, segment.ends
         done = 0
         while done < most and segment.read < len(ends):

@@ -45,13 +45,13 @@ STREAMS = frozenset((b"GENERATE", b"SCORE"))
 """The types of requests that are answered by TOKENs. If the worker of such a request is lost, the
 request continues after its last entry."""
 REPEATABLE = frozenset((b"MODEL_INFO", b"TOKENIZER", b"EMBED", b"UPLOAD", b"TAG", b"TAGS"))
-"""The types of requests that another worker repeats after the loss of their worker. The repetition
-of such a request does no harm."""
+"""The types of requests that may be computed twice. If the worker of such a request is lost,
+another worker repeats the request."""
 
 
 class RoutingFields(Struct, kw_only=True, gc=False):
-    """The fields of a request's body that the broker decodes when the request arrives. Later, it
-    reads only the prompt and ``buffers`` (``prefixes.py``)."""
+    """The fields of a request's body that the broker decodes when the request arrives. Later, the
+    broker reads only the prompt and ``buffers`` (``prefixes.py``)."""
 
     stream_id: StreamId
     model: ModelName = ""
@@ -117,8 +117,8 @@ class Steering:
     """The error of the worker that did not know the controller, while the START waits for another
     worker; otherwise empty."""
     has_inputs: bool = False
-    """Whether an input was sent to the state worker, which then stores something for the
-    request."""
+    """Whether an input was sent to the state worker. The state worker then has data of the request,
+    even if no controller has started."""
 
 
 class Attachment(Enum):
@@ -150,8 +150,8 @@ class Request:
     worker: Worker | None = None
     """The worker that has the request. Only ``lifecycle.py`` changes this field."""
     dispatched: float | None = None
-    """The time at which the request was sent to its worker, in seconds. None before, or if the send
-    failed because the worker's connection had closed."""
+    """The time at which the request was sent to its worker, in seconds. None if it was not sent
+    yet, or if sending failed because the worker's connection had closed."""
     steering: Steering | None = None
     """The controller of the request; None without a controller."""
     attachment: Attachment = Attachment.ATTACHED

@@ -32,8 +32,8 @@ class Returns:
 
     def reported(self, worker: Worker, message: Register) -> list[int]:
         """Assigns waiting streams to their former worker, which registers again. Returns the ids of
-        these requests. The worker must send their journals. Call this before any waiting request is
-        started at the worker."""
+        these requests, whose journals the worker must send. Call this before any waiting request
+        is started at the worker."""
         if self._state.is_hung(worker):
             return []
         returned = []

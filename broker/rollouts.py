@@ -286,7 +286,7 @@ class Rollouts:
         self._out.to_session(one.session, b"MSG", Msg(stream_id=one.stream_id, result=one.result))
 
     def _pass_on(self, one: _Running, upload: Upload) -> None:
-        """Passes the part that waits to the workers, if all of them have requested it."""
+        """Passes the waiting part to the workers, if all workers have requested it."""
         if not upload.part or not one.awaited.keys() <= upload.ready:
             return
         for worker in one.awaited.values():
@@ -323,8 +323,8 @@ class Rollouts:
         self._send(order, workers)
 
     def _give_up(self, one: _Running, error: TokenbusError) -> None:
-        """Ends an update in its first phase. No worker uses the new weights yet, and workers drop
-        those that they have read."""
+        """Ends an update in its first phase. No worker uses the new weights yet. Workers that have
+        read the new weights drop them."""
         del self._running[one.order.number]
         drop = replace(one.order, action="drop")
         self._send(drop, [*one.awaited.values(), *one.prepared.values()])

@@ -59,7 +59,7 @@ QUIET_S, MAX_QUIET_S = 0.1, 1.0
 READ_REST_S = 0.5
 """Maximum seconds for which a leaving broker reads messages that have already arrived."""
 SIGNALLED_S = 0.25
-"""Seconds that a leaving broker allows after its own signal for its workers to receive their
+"""Seconds that a leaving broker waits after its own signal, so that its workers receive their
 signals too. If all programs are restarted together, these workers are about to drain."""
 DEADLINES_EVERY_S = 0.005
 """Minimum seconds between two checks of deadlines by timer. Each tick checks deadlines too."""
@@ -261,7 +261,7 @@ class BrokerServer:
         self, doing: str, begin: Callable[[], list[Outgoing]], over: Callable[[], bool]
     ) -> None:
         """Sends the messages of ``begin``, and waits up to ``drain_s`` until ``over`` returns True.
-        ``doing``: the word for the log."""
+        ``doing``: the first word of the log line, for example ``draining``."""
         self._post(begin())
         deadline = time.monotonic() + self.settings.drain_s
         if not over():
@@ -287,8 +287,8 @@ class BrokerServer:
         """Takes and routes the messages that have arrived.
 
         ZeroMQ's descriptor is edge-triggered, and a send can consume the edge of a message that has
-        arrived. So this method is scheduled again until no message may have arrived since the last
-        send.
+        arrived. So this method is scheduled again as long as messages may have arrived since the
+        last send.
         """
         self._drain_due = False
         if self._stopped:

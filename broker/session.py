@@ -61,7 +61,8 @@ class Session:
     """Whether the client has sent HELLO to this or an earlier broker. Only such a session outlives
     its connection."""
     carries_users: bool = False
-    """Whether the client is a gateway, whose users are not the operator."""
+    """Whether the client is a gateway. A gateway sends the requests of its users, who must not get
+    the operator's rights."""
     recovers: bool = False
     """Whether the client can continue the session's streams at another broker, which adopts
     them."""
@@ -204,7 +205,7 @@ class SessionTable:
 
     def some(self, key: str, number: int) -> list[Session]:
         """Up to ``number`` sessions of the clients with a key, or of all clients if ``key`` is
-        empty. The next call returns others, until all of them were returned."""
+        empty. The next call returns other sessions, until all sessions were returned."""
         sessions = self._by_key.get(key, {}) if key else self.by_id
         found = list(islice(sessions.values(), number))
         for session in found:

@@ -31,7 +31,7 @@ from .sweep import Sweep
 SESSIONS_AT_ONCE = 500
 """Minimum number of sessions that one tick checks. With very many sessions, a tick checks more."""
 MAX_SEARCHED = 256
-"""Maximum number of sessions that one HELLO searches for idle ones if the table is full."""
+"""Maximum number of sessions that one HELLO checks to find idle sessions if the table is full."""
 MAX_ENDED = 250
 """Maximum number of streams and stored ends of ended sessions that are removed between two
 ticks."""
@@ -96,8 +96,8 @@ class Sessions:
         """Opens a session or takes one over, and answers with WELCOME."""
         hello: Hello = decode_as(Hello, frames[1])
         encoding = _encoding_of(hello)
-        # While a session has this connection, its client does not use another broker, unless the
-        # session is ``displaced``.
+        # If the session has this connection and is not ``displaced``, the client has not used
+        # another broker in the meantime.
         here = session is not None and session.token == hello.session and not session.displaced
         hello.elsewhere = hello.elsewhere and not here
         known = self._known(hello, key, peer, now)
@@ -112,7 +112,8 @@ class Sessions:
             version=PROTOCOL_VERSION,
             encoding=encoding,
             session=session.token,
-            # A session of an earlier run or of another broker is not resumed: its buffers are lost.
+            # A session of an earlier run or of another broker does not count as resumed, because
+            # its buffers are lost.
             resumed=known is not None and not recovering and not hello.elsewhere,
             streams=[*session.streams, *session.log.ends] if known is not None else [],
             recovering=recovering,
@@ -294,8 +295,8 @@ class Sessions:
 
     def _make_room(self, key: str, code: Code, full: str) -> None:
         """Searches some sessions of a key, or of all clients if ``key`` is empty, and ends those
-        that have been idle for longest. Raises an error if none of them is idle; the next call
-        searches others."""
+        that have been idle for longest. Raises an error if none of them is idle. The next call
+        searches other sessions."""
         idle = [s for s in self._table.some(key, MAX_SEARCHED) if not s.streams]
         if not idle:
             raise UnavailableError(code, f"{full}; try again later", retry_after_s=1.0)

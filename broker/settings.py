@@ -24,8 +24,8 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     session_grace_s: float = 5.0
     """Time after which a session without a connection ends, unless its client connects again."""
     session_cut_s: float = 30.0
-    """Time for which the session of a lost client waits for a new connection if the broker has not
-    seen the old one close, for example because a network link is cut."""
+    """Time for which the session of a lost client waits for a new connection. Applies if the broker
+    has not seen the old connection close, for example because a network link is cut."""
     recover_s: float = 30.0
     """Time after the start of a broker during which it adopts streams of an earlier run, as workers
     report them."""
@@ -34,8 +34,8 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     max_priority: int = 0
     """The highest priority that a request may have if the broker has no keys."""
     allow_tools: list[str] = []
-    """Tools that a client's programs may call, with ``*`` and ``?``. A client's key may list
-    others."""
+    """Tools that a client's programs may call, with the wildcards ``*`` and ``?``. A client's key
+    may list other tools."""
     max_sessions: int = 10_000
     max_queued: int = 10_000
     """Maximum number of requests that wait for a worker, of all models together."""

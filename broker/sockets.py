@@ -126,8 +126,9 @@ def listen_again(socket: zmq.Socket[bytes], endpoint: str, attempt: int) -> None
     """Listens again at the path of ``endpoint``, after the file and possibly its folder were
     deleted.
 
-    The socket keeps its connections. It also listens at another path, and the file there is then
-    renamed to the deleted one. ``attempt`` is a different number each time. Raises OSError.
+    The socket keeps its connections. It first listens at a temporary path, whose file is then
+    renamed to the path of ``endpoint``. ``attempt`` is a different number in each call. Raises
+    OSError.
     """
     path = Path(endpoint.removeprefix("ipc://"))
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,5 +1,5 @@
-"""The log of a session: the TOKEN bodies that were routed for it, stored without decoding them, and
-the ends of requests that the client may not have received.
+"""The log of a session: the TOKEN bodies that were routed to its client, and the ends of requests
+that the client may not have received. Bodies are stored without decoding them.
 
 Another worker can continue a stream from its request and these bodies, which are the journal of the
 stream. The broker decodes the bodies only if it needs their entries: for a move, for an ATTACH, or
@@ -57,10 +57,10 @@ class Answer:
 
     end: End
     skip: int
-    """Number of entries that the client already has, and that were not read yet."""
+    """Number of entries that the client already has, and that were not read from the log yet."""
 
     def sends_next(self, log: StreamLog) -> bool:
-        """Whether the next entry that was read is sent to the client."""
+        """Counts the next entry that was read; returns whether it is sent to the client."""
         stream_id = self.end.stream_id
         if log.answering.get(stream_id) is not self or log.ends.get(stream_id) is not self.end:
             return False
@@ -69,8 +69,8 @@ class Answer:
 
 
 class StreamLog:
-    """The bodies of one session, as long as a request in the log may have entries in them, and the
-    ends of the session, oldest first.
+    """The bodies and the stored ends of one session. A body is stored as long as it may have
+    entries of a request in the log.
 
     Routed messages are first stored in ``recent``, which later adds to ``tail`` the bodies that
     this log needs. ``pack`` moves the bodies from ``tail`` into chunks, which have no overhead per
@@ -91,7 +91,7 @@ class StreamLog:
         """The number of the message of each body in ``tail``."""
         self._chunks: deque[Chunk] = deque()
         self._places: dict[int, Place] = {}
-        """The place of each request that is in this log, in the order of the places."""
+        """The place of each request that is in this log, the earliest place first."""
         self.first = 0
         """Number of the first message that the requests of this log need."""
         self.size = 0

@@ -1,5 +1,5 @@
-"""Counts the bytes that a TCP connection has received: in total, not yet read by libzmq, and of one
-message."""
+"""Counts bytes of a TCP connection: all bytes that it has received, the bytes that libzmq has not
+read yet, and the bytes of one message on the wire."""
 
 from __future__ import annotations
 

@@ -37,8 +37,9 @@ MAX_SHOWN = 20
 """Maximum number of names of tools in an error message."""
 
 _Place = tuple[str, str | None, int]
-"""An owner of calls, one of its users or None for all of them, and a tool worker. The owner is the
-client's key or, without a key, its session."""
+"""The key of a count of running calls: the owner of the calls, one user of the owner (None: all
+users together), and the id of a tool worker. The owner is the client's key or, without a key, its
+session."""
 
 
 class _Name(Struct, array_like=True):
@@ -61,7 +62,7 @@ class _Passed:
 
     @property
     def places(self) -> tuple[_Place, _Place]:
-        """The places in ``Tools._running`` that count the call."""
+        """The two keys of ``Tools._running`` whose counts include the call."""
         return (self.owner, None, self.worker.id), (self.owner, self.user, self.worker.id)
 
 
@@ -75,7 +76,7 @@ class Tools:
         """By request: its running calls, and the last ``MAX_ENDED`` calls that were answered."""
         self._waiting = WaitingCalls(state.settings.expiry_s)
         self._running: Counter[_Place] = Counter()
-        """Number of running calls, by place."""
+        """Number of running calls, by ``_Place``."""
 
     # --- messages -------------------------------------------------------------------------------
 

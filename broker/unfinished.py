@@ -51,8 +51,8 @@ MAX_GROWTH_BYTES = 512 * 1024 * 1024
 """Maximum bytes by which the process may grow during one unfinished message of a peer without a
 key. The bound also applies to a peer with a key, as long as the handshake counts as unfinished."""
 QUIET_BYTES_PER_S = 16
-"""A connection that has received at most ``QUIET_BYTES`` plus this rate since its last message has
-no unfinished message: the bytes are ZeroMQ's heartbeats."""
+"""Rate at which ZeroMQ's heartbeats may arrive. Bytes beyond ``QUIET_BYTES`` and this rate since
+the last message count as an unfinished message."""
 
 
 class Unfinished:
@@ -73,8 +73,8 @@ class Unfinished:
         """By connection: the bytes of its unfinished message, less the bytes that an idle
         connection may receive."""
         self._accused: dict[Connection, tuple[int, int] | None] = {}
-        """By connection above a bound: the round in which the excess was found, and the number of
-        messages that had been taken from the socket by then. None after the connection was shut."""
+        """The connections above a bound. For each: the round in which the excess was found, and the
+        number of messages taken from the socket by then. None after the connection was shut."""
         self._rounds = 0
         """Number of completed rounds (``_count_rounds``). Rounds are counted only while messages
         are unfinished."""

@@ -34,7 +34,7 @@ class UnreadAnswers:
 
     def __init__(self) -> None:
         self._by_peer: OrderedDict[bytes, deque[int]] = OrderedDict()
-        """By connection: the bytes of its last messages if they are large, otherwise 0."""
+        """The bytes of the last messages to each connection; 0 for a message that is not large."""
 
     def add(self, peer: bytes, size: int) -> None:
         """Counts a message of ``size`` bytes that is sent to a connection."""

@@ -1,5 +1,5 @@
-"""The weights of an UPDATE_WEIGHTS: the check of their source, and a file that the operator sends
-in parts."""
+"""Checks the source of the weights of an UPDATE_WEIGHTS, and receives weights that the operator
+sends in parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 @dataclass(slots=True, eq=False)
 class Upload:
-    """A file that the operator sends. At most one part waits at the broker."""
+    """A file of weights that the operator sends in parts. At most one part waits at the broker."""
 
     size: int
     sha256: str

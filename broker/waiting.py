@@ -11,8 +11,8 @@ from .request import Request
 
 
 class Waiting:
-    """The requests that have lost their worker, in two orders: by the time of the loss, and as they
-    will continue."""
+    """The requests that have lost their worker, in two orders: by the time of the loss, and in the
+    order in which they continue."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, Request] = {}

@@ -48,13 +48,13 @@ class WaitingCall:
 
     @property
     def places(self) -> tuple[tuple[str, str | None], tuple[str, str | None]]:
-        """The places in ``WaitingCalls._owned`` that count the call."""
+        """The two keys of ``WaitingCalls._owned`` whose counts include the call."""
         return (self.owner, None), (self.owner, self.request.fields.by)
 
 
 class WaitingCalls:
-    """The waiting calls, and the tools whose last worker was lost. ``wait_s``: the time after this
-    loss for which the calls of such a tool wait, in seconds."""
+    """The waiting calls, and the tools whose last worker was lost. ``wait_s``: number of seconds
+    after the loss for which calls of the tool wait."""
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
@@ -62,7 +62,8 @@ class WaitingCalls:
         """By tool: the time at which its last worker was lost, in seconds."""
         self._calls: dict[CallId, WaitingCall] = {}
         self._owned: Counter[tuple[str, str | None]] = Counter()
-        """Number of waiting calls, by owner, and by owner and user."""
+        """Number of waiting calls, by owner and user. With None as the user, the calls of all users
+        of the owner."""
 
     def __contains__(self, call: CallId) -> bool:
         return call in self._calls

@@ -153,8 +153,8 @@ class Loss:
 
     why: str
     died: bool
-    """Whether the worker did not leave as planned. If so, the loss counts against requests that had
-    no new token at the worker (``quarantine.py``)."""
+    """Whether the worker left unexpectedly. If so, the loss counts against the requests of which
+    the worker had sent no new token (``quarantine.py``)."""
     returns: bool = True
     """Whether the requests may continue at the same process if this process registers again."""
     replaced: bool = False
