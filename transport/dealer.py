@@ -76,9 +76,9 @@ accepts an address without a host, to which it never connects."""
 MAX_PATH_BYTES = 107
 """Maximum number of bytes of the path of a Unix socket."""
 CLOSED_OFTEN = 3
-"""If a broker with keys closes this number of connections in a row during the handshake, without a
-reason, the client's key file expects another broker. A broker that is being stopped closes one or
-two connections like this."""
+"""Number of connections in a row that a broker with keys closes during the handshake, without a
+reason, before the dealer reports that the key file is for another broker. A stopping broker closes
+one or two connections in this way."""
 
 
 class AddressError(ValueError):

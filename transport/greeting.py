@@ -15,9 +15,10 @@ GREETING_S = 2.0
 """How long ``mechanism_of`` waits for the greeting, in seconds."""
 GREETING_BYTES = 64
 SIGNATURE_AND_VERSION = b"\xff" + bytes(8) + b"\x7f" + b"\x03"
-"""The first bytes of a greeting of ZMTP 3. The peer then sends the rest of its greeting."""
+"""The first bytes of a greeting of ZMTP 3. When the broker has received them, it sends the rest of
+its own greeting."""
 _MECHANISM = slice(12, 32)
-"""The mechanism's place in the greeting: ASCII, filled with zeros."""
+"""The bytes of the greeting that name the mechanism, in ASCII and padded with zeros."""
 
 
 def mechanism_of(address: str) -> str | None:
