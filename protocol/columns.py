@@ -147,8 +147,8 @@ def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
 
 
 def _listed(name: str, values: Sequence[_T | None], rows: int) -> Sequence[_T | None]:
-    """The values of a column that is a list, or None for each row if the list is empty. Raises
-    RequestError if any other number of values than ``rows`` is given."""
+    """The values of a column that is a list. If the list is empty, each row has the value None.
+    Raises RequestError if a list that is not empty does not have ``rows`` values."""
     if values and len(values) != rows:
         raise RequestError(
             Code.BAD_MESSAGE,
@@ -204,15 +204,15 @@ def column_entries(body: TokenColumns) -> list[Token]:
 
 
 def packed_kept(kept: int | list[int] | UnsetType) -> Kept | None:
-    """Converts ``Token.kept`` to the form that it has in a column."""
+    """Converts a ``Token.kept`` to a value of the column ``kept``."""
     if isinstance(kept, list):
         return _column("I", len(kept)).pack(*kept)
     return None if kept is UNSET else kept
 
 
 def kept_of(kept: Kept) -> int | list[int]:
-    """Converts the form in a column to ``Token.kept``. Raises RequestError if the bytes are not a
-    list of u32."""
+    """Converts a value of the column ``kept`` to ``Token.kept``. Raises RequestError if the value
+    has bytes that are not a list of u32."""
     if isinstance(kept, int):
         return kept
     if len(kept) % 4:

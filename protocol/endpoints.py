@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 
 def separate(addresses: str) -> list[str]:
-    """Splits a list of addresses at its commas. If the text has no address, the result is one empty
+    """Splits a list of addresses at its commas. If the list is empty, the result is one empty
     address."""
     return [part.strip() for part in addresses.split(",") if part.strip()] or [""]
 

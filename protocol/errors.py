@@ -36,8 +36,8 @@ class Code(StrEnum):
     DEADLOCK = "deadlock"
     # A call of a tool by the controller failed.
     TOOL_FAILED = "tool_failed"
-    # Workers died one after another while they ran the request, or calls of the request's module
-    # ended guest processes several times.
+    # Several workers died one after another while they ran the request, or calls of the request's
+    # module have killed guest processes several times.
     QUARANTINED = "quarantined"
     # The service is unavailable at the moment; the same request may succeed later.
     QUEUE_FULL = "queue_full"

@@ -32,8 +32,8 @@ _STEP = re.compile(r"\.(\w+)|\[(\d*)")
 """Matches one part of a path: the name of a field, or the index of an element of a list. For a
 value of a dict, the index is empty."""
 _BOUND = re.compile(r" [<>]=? | matching regex ")
-"""Found in msgspec's error if a number, or the length of a value, is out of bounds, or if a text
-does not match a pattern."""
+"""Matches msgspec's error if a number or the length of a value is out of bounds, or if a text does
+not match a pattern."""
 _NAME = re.compile(r"a text matching regex '\^\[([^\]]+)\]\{(\d+),(\d+)\}\$'")
 """Matches the error about a name: the valid characters, and the bounds of its length."""
 MAX_SHOWN_NAME = 64
@@ -97,7 +97,7 @@ def out_of_bounds(message: str, path: str, body: Callable[[], Any]) -> str:
 
 def named_values(message: str, kind: Hashable, path: str) -> str | None:
     """An error text that lists the valid values of the field at ``path`` in a body of type
-    ``kind``. None if the error does not concern such a list. ``message``: msgspec's error without
+    ``kind``. None if the field does not have such a list. ``message``: msgspec's error without
     its path."""
     given = _WRONG.fullmatch(message)
     valid = dict.fromkeys(_valid(type_of(kind), path)) if given else {}
@@ -134,7 +134,8 @@ def _valid(kind: inspect.Type, path: str) -> Iterator[str]:
 
 
 def _inner(kind: inspect.Type, field: str | None) -> Iterator[inspect.Type]:
-    """The types of a field, or of an element if ``field`` is None."""
+    """The types of the field ``field`` of a struct. If ``field`` is None, the type of the elements
+    of a list."""
     for one in kinds_of(kind):
         if field is None:
             if isinstance(one, inspect.ListType):

@@ -1,4 +1,4 @@
-"""The system's user under which guest processes run (the setting ``guest_user``)."""
+"""The operating system's user under which guest processes run (the setting ``guest_user``)."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class HealthFile:
 
     def touch(self, text: str, now: float) -> None:
         """Records that the process works: writes the file if the text has changed, and otherwise
-        updates the modification time at most once in ``EVERY_S``."""
+        updates the modification time at most once every ``EVERY_S`` seconds."""
         if self._path is None or (text == self._text and now < self._next):
             return
         self._next = now + EVERY_S

@@ -1,4 +1,4 @@
-"""Names of models on a hub: ``ORG/NAME``, with a file or a revision if one is meant."""
+"""Names of models on a hub: ``ORG/NAME``, optionally with a file or a revision."""
 
 from __future__ import annotations
 

@@ -49,10 +49,10 @@ def split_line(line: str) -> tuple[bytes, bytes]:
 def line_frames(line: str, binary: bool = False) -> Frames:
     """The frames of a client's line, for the broker, which decodes and checks the body.
 
-    Answers have to be text, so the broker receives only JSON as the encodings of a ``HELLO``. If
-    ``binary`` is true, a ``HELLO`` with the capability ``columns`` keeps its encodings. The module
-    in an ``UPLOAD`` becomes an attachment. Raises RequestError if the line has no type, its body is
-    not JSON, or its ``HELLO`` is not valid or does not accept JSON.
+    Answers have to be text, so JSON becomes the only encoding of a ``HELLO``. If ``binary`` is
+    true, a ``HELLO`` with the capability ``columns`` keeps its encodings. The module in an
+    ``UPLOAD`` becomes an attachment. Raises RequestError if the line has no type, its body is not
+    JSON, or its ``HELLO`` is not valid or does not accept JSON.
     """
     message_type, body = split_line(line)
     if message_type == b"HELLO":

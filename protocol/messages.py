@@ -97,8 +97,8 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     """The token from an earlier ``WELCOME``. The client takes over the session of this token, and
     must have the key with which the session began."""
     begin: bool = False
-    """Begin a session with the token in ``session`` if the broker has no session with this token,
-    under any key. The token is then a secret of 32 hexadecimal digits that the client has
+    """Begin a session with the token in ``session``, unless the broker has a session with this
+    token under any key. The token is then a secret of 32 hexadecimal digits that the client has
     chosen."""
     elsewhere: bool = False
     """Whether the session may have used another broker since its last connection to this broker.
@@ -139,8 +139,9 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     text: bool = False
     """Text mode: each entry with a token also has the text that the token completes."""
     controller: ControllerName | None = None
-    """The tag or the id of a module, the first characters of the id (at least 8), or the name of a
-    built-in constraint or of another controller of the controller workers."""
+    """The controller: the tag or the id of a module, or the name of a built-in constraint or of
+    another controller of the controller workers. The first characters of an id (at least 8) are
+    sufficient."""
     controller_arg: str | dict[str, Any] | list[Any] | None = None
     """The argument of the controller. A text is passed unchanged, any other value as JSON."""
     heal_prompt: bool = False
@@ -261,8 +262,8 @@ class InputAnswer(Struct, kw_only=True, omit_defaults=True):
 
 
 class Buffer(Struct, kw_only=True, omit_defaults=True):
-    """``BUFFER``: store a part of prompts in the session under a name, which requests give in
-    ``buffers``.
+    """``BUFFER``: store a part of prompts in the session under a name. Requests that use the part
+    have this name in ``buffers``.
 
     The message has at most one of ``tokens``, ``text`` and attachment 0 (u32 ids). Without any of
     these, the buffer is deleted.
@@ -451,10 +452,11 @@ class UpdateWeights(Struct, kw_only=True, omit_defaults=True):
 
     stream_id: StreamId
     folder: Annotated[str, Meta(max_length=MAX_FOLDER)] = ""
-    """The folder of the safetensors files, an absolute path on the workers' machines that their
-    setting ``allow`` admits."""
+    """The absolute path of the folder of the safetensors files on the workers' machines. The
+    workers' setting ``allow`` must admit the path."""
     shared: SharedName = ""
-    """The name of the shared memory that begins with the file, as for ``shm_open``."""
+    """The name of the shared memory object, as for ``shm_open``. The object begins with the
+    file."""
     size: Count = 0
     """Number of bytes of the file."""
     sha256: Sha256 = ""
@@ -475,8 +477,8 @@ class SendWeights(Struct, kw_only=True, omit_defaults=True):
     """``WEIGHTS``: the next part of the file of an UPDATE_WEIGHTS. The bytes are attachment 0.
 
     The answer, a ``MSG`` with ``{"sent": number}`` as its result, comes when the broker has passed
-    the part to all workers that read the weights. It has the number of bytes that were passed so
-    far. Only the operator may send WEIGHTS.
+    the part to all workers that read the weights. ``sent`` is the number of bytes that were passed
+    so far. Only the operator may send WEIGHTS.
     """
 
     stream_id: StreamId
@@ -561,7 +563,7 @@ class Span(Struct, kw_only=True, omit_defaults=True, frozen=True):
     name and the hash of the adapter."""
     exact: str = ""
     """The arithmetic of the forwards, such as ``AVX512``, if the bits of a sequence's logits and
-    log-probabilities do not depend on the batch; empty if they may. If this field is not empty,
+    log-probabilities do not depend on the batch; otherwise empty. If this field is not empty,
     equal sequences get equal bits in spans with equal fields."""
     version: WeightsVersion = 0
     """The version number that the last UPDATE_WEIGHTS gave to the weights; 0 if there was no
@@ -605,8 +607,8 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     backtrack: int = 0
     """Number of tokens to remove from the end of the sequence before ``token`` is appended."""
     prompt: list[TokenId] = []
-    """The prompt with which the sequence begins anew. It replaces the sequence's former prompt;
-    ``backtrack`` counts all tokens after that prompt."""
+    """The prompt with which the sequence begins anew. It replaces the sequence's former prompt.
+    ``backtrack`` is then the number of all tokens after the former prompt."""
     logs: str = ""
     storage: list[Any] = []
     messages: list[str] = []
@@ -629,9 +631,9 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     the weights."""
     exact: bool | None = None
     """In the last entry of a sequence: whether each step of its stream so far was exact with the
-    same arithmetic, including the steps at earlier workers of the stream. The bits of the
-    sequence's logits and log-probabilities then do not depend on batches, chunks, drafts, forks and
-    moves."""
+    same arithmetic (``Span.exact``), including the steps at earlier workers of the stream. The bits
+    of the sequence's logits and log-probabilities then do not depend on batches, chunks, drafts,
+    forks and moves."""
     prompt_tokens: int = 0
     """In the first entry of a stream: the number of tokens of its prompt, including its buffers."""
     cached_tokens: int = 0
@@ -657,8 +659,8 @@ class Token(Struct, kw_only=True, omit_defaults=True):
     """How often the sequence was woken from suspension since its last sampled token, for replays of
     the controller."""
     scores: Scores = []
-    """The scores of the texts that the program of the stream has scored after the sequence, for
-    replays of the controller."""
+    """The scores of the texts that the program of the stream has scored as continuations of the
+    sequence, for replays of the controller."""
 
     @property
     def is_report(self) -> bool:
@@ -677,16 +679,16 @@ class Token(Struct, kw_only=True, omit_defaults=True):
 
 
 class Quantized(Struct, kw_only=True, omit_defaults=True):
-    """How a GPU worker has quantized the weights of a model, and the loss, measured on a text of
-    the worker when the model was loaded."""
+    """How a GPU worker has quantized the weights of a model, and the loss of the quantization. The
+    worker measured the loss on a text of its own when it loaded the model."""
 
     kind: str
     """``int8`` or ``int4``."""
     saved_bytes: int
     """The memory that the weights no longer take, in bytes."""
     divergence: float
-    """The mean Kullback-Leibler divergence of the next token's distribution from that before the
-    quantization, in nats."""
+    """The mean Kullback-Leibler divergence of the next token's distribution from the distribution
+    before the quantization, in nats."""
     perplexity: float
     """The perplexity of the text."""
     perplexity_before: float
@@ -737,9 +739,9 @@ class ModelInfo(Struct, kw_only=True, omit_defaults=True):
     from equal seeds."""
     path: ForwardPath = field(default_factory=ForwardPath)
     parent: str = ""
-    """The model of a LoRA adapter; empty for a model."""
+    """For a LoRA adapter: the name of the model that it adapts. Otherwise empty."""
     adapter: str = ""
-    """The hash of a LoRA adapter; empty for a model."""
+    """For a LoRA adapter: its hash. Otherwise empty."""
 
 
 class Tagged(Struct, kw_only=True, omit_defaults=True):

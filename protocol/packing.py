@@ -5,10 +5,10 @@ frames ``[TYPE][header][body][attachment…]`` of a message are sent packed::
 
     [version u8, 0 u8, count u16, (count - 1) sizes u32, the frames][large frame…]
 
-Numbers are little-endian. The first frame contains ``count`` frames of the message, at least one,
-directly after each other. The sizes of all but the last of these frames are given; the last one
-ends where the first frame ends. The first large frame of the message, and all frames after it, are
-sent separately and not copied.
+Numbers are little-endian. The packed frame contains the first ``count`` frames of the message, at
+least one, directly after each other. It has the sizes of these frames except the last, which ends
+where the packed frame ends. The first large frame of the message, and all frames after it, are sent
+separately and not copied.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .errors import Code, RequestError
 from .frames import Frames
 
 PACKING_VERSION = 2
-"""The version of this form. Version 1 did not pack frames: a message began with a letter of its
+"""The version of this layout. Version 1 did not pack frames: a message began with a letter of its
 type."""
 MAX_PACKED_BYTES = 2**16
 """Maximum number of bytes of a frame that is packed with others. The first frame with more bytes,

@@ -20,8 +20,8 @@ KEY_BYTES = 8
 
 
 def first_key(model: str, kind: str = "tokens") -> bytes:
-    """The ``before`` of ``next_key`` for the first page of a prompt. ``kind``: ``tokens`` or
-    ``text``."""
+    """The argument ``before`` of ``next_key`` for the first page of a prompt, which has no page
+    before it. ``kind``: ``tokens`` or ``text``."""
     return blake2b(f"{kind}:{model}".encode(), digest_size=KEY_BYTES).digest()
 
 

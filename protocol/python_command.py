@@ -6,8 +6,8 @@ import os
 import sys
 
 PASSED = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "LANG")
-"""The environment variables of processes that read or run data of clients. Other variables may
-contain keys."""
+"""The only environment variables that are passed to processes that read or run data of clients.
+Other variables may contain keys."""
 
 
 def plain_environment() -> dict[str, str]:

@@ -13,8 +13,8 @@ TokenId = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 MAX_TOP_LOGPROBS = 256
 MAX_STOP = 64
 MAX_STOP_CHARS = 1024
-"""Maximum characters of a stop string. The number is bounded because each new text is compared with
-all prefixes of the string."""
+"""Maximum number of characters of a stop string. The number is bounded because each new text is
+compared with all prefixes of the string."""
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 MAX_N = 128
 MAX_KEPT = 1024
@@ -69,9 +69,9 @@ class Sampling(Struct, kw_only=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     """Subtracted for each occurrence from the logits of tokens that were already generated."""
     seed: Seed | None = None
-    """Determines the random numbers, in every batch. If the logits of two equal requests with the
-    same seed have the same bits (``Span.exact``), both get the same tokens. If None, the seed is
-    derived from the broker's number of the request."""
+    """Determines the random numbers, which do not depend on the batch. If the logits of two equal
+    requests with the same seed have the same bits (``Span.exact``), both get the same tokens. If
+    None, the seed is derived from the broker's number of the request."""
     stop: Annotated[list[StopString | TokenId], Meta(max_length=MAX_STOP)] = []
     """Strings and token ids that end the sequence, in addition to the end-of-sequence tokens of the
     model. Strings are found across token boundaries."""

@@ -7,7 +7,7 @@ SCRIPT_MARK = b"#!tokenbus "
 LANGUAGES = {"javascript": (".js", ".mjs"), "python": (".py",)}
 """The languages of scripts, and the suffixes of their files."""
 MAX_SCRIPT_BYTES = 1024 * 1024
-"""Maximum bytes of a script."""
+"""Maximum number of bytes of a script."""
 
 
 def language_of(suffix: str) -> str | None:

@@ -172,10 +172,10 @@ class State(NamedTuple):
 
     In the modes ``text`` and ``value``, the position is in a phase. ``tags`` are the tags of
     ``Phase.first`` whose ``begin`` starts with all bytes of the phase so far, and ``at`` is the
-    number of these bytes. If no tag does, ``at`` is 0. In ``begin``, the last ``at`` bytes are the
-    first bytes of the ``begin`` of each of ``tags``. In ``content`` and ``end``, ``tags`` has one
-    tag, and ``phase`` is the phase after this tag. In ``end``, ``at`` bytes of this tag's ``end``
-    were read. In ``dead``, the answer has a byte that is not allowed.
+    number of these bytes. Without such a tag, ``at`` is 0. In ``begin``, the bytes so far end with
+    the first ``at`` bytes of the ``begin`` of each of ``tags``. In ``content`` and ``end``,
+    ``tags`` has one tag, and ``phase`` is the phase after this tag. In ``end``, ``at`` bytes of
+    this tag's ``end`` were read. In ``dead``, the answer has a byte that is not allowed.
     """
 
     mode: Mode
@@ -298,7 +298,7 @@ class Automaton:
         return State(mode, number, tuple(phase.first), part=before.part + 1, last=tag)
 
     def _fitting(self, state: State, byte: int) -> tuple[int, ...]:
-        """The tags whose ``begin`` continues with this byte."""
+        """The tags in ``state`` whose ``begin`` has this byte at the index ``state.at``."""
         at = state.at
         return tuple(t for t in state.tags if self.begins[t][at : at + 1] == bytes([byte]))
 
@@ -424,8 +424,8 @@ class Reader:
 
         If a tag's content has a byte that the structure does not allow, this byte is returned as
         content, and all later bytes as free text. Any other byte that is not allowed is returned as
-        free text too. Such an answer was not generated under the masks of the structure, or was
-        cut.
+        free text too. Such an answer was cut, or was not generated under the masks of the
+        structure.
         """
         pieces: list[Piece] = []
         for byte in data:

@@ -88,8 +88,8 @@ class Tracing:
         self._resource = Resource.create(own)
         self._processor = BatchSpanProcessor(OTLPSpanExporter())
         self.provider: TracerProvider = TracerProvider(resource=self._resource)
-        """The provider of spans that stay open while other code runs. It also exports the remaining
-        spans at exit."""
+        """Creates the spans that stay open while other code runs, for example in a gateway. The
+        provider also exports the remaining spans at exit."""
         self.provider.add_span_processor(self._processor)
         self._process = process
 
@@ -106,7 +106,7 @@ class Tracing:
         """Records a span for this process's part of a request. Called when this part has ended.
 
         ``began`` and the times of events are times of ``time.monotonic``. The method does not
-        raise.
+        raise exceptions.
         """
         context = TraceContext.parse(trace)
         if context is None or not context.sampled:

@@ -13,21 +13,22 @@ from .messages import Token
 
 
 class Transcript(Struct, kw_only=True, omit_defaults=True):
-    """The last attachment of a request with ``Flag.MOVED``, in msgpack.
+    """The entries that the client of a moved stream has received. They are the last attachment, in
+    msgpack, of a request with ``Flag.MOVED``.
 
-    The worker continues after these entries, so the client receives each entry once.
+    The new worker continues the stream after these entries, so the client receives each entry once.
     """
 
     sent: TokenBody
     """All TOKEN entries of the stream that were routed to its client, in order."""
     left: str = ""
-    """The worker that had the stream."""
+    """The name of the worker that ran the stream before the move."""
     why: str = ""
     """The reason for the move."""
     pause_s: float = 0.0
     """Seconds since the stream lost its worker."""
     moves: int = 1
-    """How often the stream has moved, including this time (``Journal.moves``)."""
+    """How often the stream has moved, including this move (``Journal.moves``)."""
 
     @property
     def entries(self) -> list[Token]:
@@ -38,7 +39,7 @@ class Transcript(Struct, kw_only=True, omit_defaults=True):
 def encode_transcript(
     entries: Iterable[Token], left: str = "", why: str = "", pause_s: float = 0.0, moves: int = 1
 ) -> bytes:
-    """The attachment for a stream with these entries."""
+    """Encodes the ``Transcript`` of a stream with these entries."""
     sent = pack_columns(entries, texts=True)
     transcript = Transcript(sent=sent, left=left, why=why, pause_s=pause_s, moves=moves)
     return encode_body(transcript, "msgpack")
@@ -55,14 +56,14 @@ class _Encoded(Struct, kw_only=True, omit_defaults=True):
 
 
 def transcript_of(sent: bytes, left: str, why: str, pause_s: float, moves: int) -> bytes:
-    """The attachment for a stream. ``sent``: the stream's entries, as a body of TOKEN in msgpack;
-    empty if the stream has no entries."""
+    """Encodes a ``Transcript`` from entries that are already encoded. ``sent``: the stream's
+    entries, as a body of TOKEN in msgpack; empty if the stream has no entries."""
     entries = Raw(sent or b"\x90")
     encoded = _Encoded(sent=entries, left=left, why=why, pause_s=pause_s, moves=moves)
     return encode_body(encoded, "msgpack")
 
 
 def decode_transcript(attachment: bytes) -> Transcript:
-    """The transcript in an attachment; raises RequestError if it is malformed."""
+    """Decodes an attachment; raises RequestError if it is malformed."""
     transcript: Transcript = decode_as(Transcript, attachment, "msgpack")
     return transcript

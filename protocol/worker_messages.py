@@ -68,8 +68,9 @@ class ModelState(Struct, kw_only=True, omit_defaults=True):
     folder: str = ""
     """The folder of the weights; empty for version 0."""
     hashes: dict[str, str] = {}
-    """``Span.weights`` of the current weights in each dtype in which a worker has read them. A
-    worker that cannot read the folder receives weights with this hash from another worker."""
+    """The hash of the current weights (``Span.weights``), for each dtype in which a worker has read
+    them. A worker that cannot read the folder receives weights with this hash from another
+    worker."""
     paused: PauseMode | None = None
 
 
@@ -110,8 +111,8 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     """The models of a GPU worker whose weights have changed, or that are paused. A restarted broker
     receives these states from its workers."""
     registration: Id = 0
-    """Number of the lease that this message begins or updates, among the leases of this process; 0
-    if the worker does not number its leases."""
+    """Number, within this process, of the lease that this message begins or updates; 0 if the
+    worker does not number its leases."""
 
 
 class Registered(Struct, kw_only=True, omit_defaults=True):
@@ -123,9 +124,9 @@ class Registered(Struct, kw_only=True, omit_defaults=True):
     unknown: list[Id] = []
     """Reported live requests that the broker does not know; the worker drops them."""
     wanted: list[Id] = []
-    """Reported live requests that continue at this broker: a restarted broker adopts them, or they
-    still wait for this worker. The worker sends a JOURNAL for each, before any further message
-    about the request."""
+    """Reported live requests that continue at this broker: a restarted broker adopts them, or the
+    broker was waiting for this worker to return. The worker sends a JOURNAL for each, before any
+    further message about the request."""
     states: list[ModelState] = []
     """For a GPU worker: the models whose weights have changed, or that are or were paused. The
     worker loads these weights before it runs streams of the model."""
@@ -217,11 +218,11 @@ class Refused(Struct, kw_only=True, omit_defaults=True):
     type: str
     """``START``, or the type of the request."""
     elsewhere: Annotated[int, Meta(ge=0)] = 0
-    """As in ``Heartbeat``."""
+    """Number of requests at the worker that came from other brokers."""
     unknown: str = ""
     """The message of the error ``unknown_controller``, if the worker does not know the controller.
-    The broker ends the request with this error, unless another worker may still register that knows
-    the controller."""
+    The broker ends the request with this error, unless a worker that knows the controller may still
+    register."""
 
 
 class Order(Struct, kw_only=True, omit_defaults=True):
@@ -241,10 +242,10 @@ class Order(Struct, kw_only=True, omit_defaults=True):
     shared: str = ""
     size: Id = 0
     sha256: str = ""
-    """With ``prepare``: the fields of UPDATE_WEIGHTS. If the weights are neither in a folder nor in
-    shared memory, the worker requests them with FETCH_WEIGHTS."""
+    """``folder``, ``shared``, ``size`` and ``sha256`` come from UPDATE_WEIGHTS. If the weights are
+    neither in a folder nor in shared memory, the worker requests them with FETCH_WEIGHTS."""
     hashes: dict[str, str] = {}
-    """With ``commit``: ``ModelState.hashes``."""
+    """With ``commit``: the hashes of the new weights by dtype, as in ``ModelState.hashes``."""
     update: UpdateMode = "recompute"
     pause: PauseMode = "keep"
 
@@ -257,11 +258,12 @@ class OrderDone(Struct, kw_only=True, omit_defaults=True):
     error: str = ""
     """Why the worker could not follow the order; empty if it has followed it."""
     streams: Annotated[int, Meta(ge=0)] = 0
-    """``Rollout.streams`` of this worker."""
+    """Number of this worker's live streams that stopped, were aborted, or continue under the new
+    weights."""
     pause_ms: float = 0.0
-    """``Rollout.update_pause_ms`` of this worker."""
+    """How long this worker stopped its steps to replace the weights, in milliseconds."""
     weights: str = ""
-    """``Span.weights`` of the prepared weights."""
+    """The hash of the prepared weights (``Span.weights``)."""
     dtype: str = ""
     """The dtype of the prepared weights. Weights of different dtypes cannot be compared."""
 
@@ -284,8 +286,8 @@ class FetchWeights(Struct, kw_only=True, omit_defaults=True):
     """The first byte of the part in a safetensors file of the weights. All workers with these
     weights make equal files."""
     turn: Id = 0
-    """Selects one of the workers that have the weights. It is raised when a part does not
-    arrive."""
+    """Selects one of the workers that have the weights. The worker raises this number when a part
+    does not arrive."""
 
 
 class WeightsPart(Struct, kw_only=True, omit_defaults=True):
@@ -373,18 +375,19 @@ class Replay(Struct, array_like=True):
     """The history of a sequence whose controller is started again at another worker.
 
     The controller worker runs all rounds again with the same inputs. Variable operations get the
-    same answers as the first time. The worker sends, in order, the results that may not have been
-    applied: all results after the sequence's last sampled token or its last fork, whichever is
-    later. The fork that created the sequence counts as a fork, as do those of ``forks``. The first
-    of these results has all logs and writes since the sampled token. The GPU worker stores how many
-    of these logs and writes the client has received.
+    same answers as the first time. The controller worker sends, in order, the results that the GPU
+    worker may not have applied: all results after the sequence's last sampled token or its last
+    fork, whichever is later. The fork that created the sequence counts as a fork, as do those of
+    ``forks``. The first of these results has all logs and writes since the sampled token. The GPU
+    worker stores how many of these logs and writes the client has received.
     """
 
     seq: Id
     tokens: list[TokenId]
     """The tokens that were sampled, in order; one round followed each of them. Sampled tokens that
     the controller dropped later are included. Tokens that the controller appended are not included,
-    because the replay appends them again."""
+    because the replay appends them again. The placeholder 0 stands for an answer to ``look`` or
+    ``score``."""
     forks: list[int] = []
     """The sequences that the forks of this sequence created, in order. If the replay forks more
     often, the further forks are new."""
@@ -395,17 +398,17 @@ class Replay(Struct, array_like=True):
     """Whether the last of ``tokens`` ended the sequence (by its length or a stop string). Only a
     last ``post_process`` followed that token."""
     distributions: dict[Id, Distribution] = {}
-    """The distributions that the sequence's controller received, by the index of their token in
-    ``tokens``. For the action ``look``, token 0 stands for the distribution, whose rank is 0."""
+    """The distributions that the sequence's controller received, by the index in ``tokens`` of the
+    sampled token. The answer to ``look`` has the index of its placeholder, and rank 0."""
     wakes: dict[Id, int] = {}
     """How often the sequence was woken from suspension before a token was sampled, by the token's
     index in ``tokens``."""
     scores: dict[Id, Scores] = {}
-    """The scores that the sequence's controller received, by their place among ``tokens``, where
-    token 0 stands for them."""
+    """The scores that the sequence's controller received, by the index of their placeholder in
+    ``tokens``."""
     logprobs: list[float] = []
-    """The log-probability of each of ``tokens``, as in ``StepSequence.logprobs``; 0 where token 0
-    stands for scores or a distribution. GPU workers of earlier releases do not send this list."""
+    """The log-probability of each of ``tokens``, as in ``StepSequence.logprobs``; 0 for a
+    placeholder. GPU workers of earlier releases do not send this list."""
 
 
 class Start(Struct, kw_only=True, omit_defaults=True):

@@ -1,9 +1,9 @@
 """Computes a pattern of the strings in which another pattern does not match.
 
-The pattern is converted to an automaton (subset construction) and the complement of the automaton
-back to a pattern (state elimination). Validators differ in whether ``\\w``, ``\\d`` and ``\\s``
-match characters outside ASCII, and in whether ``$`` matches before a line end at the end of a
-string. The strings of the result do not contain a match in either case.
+The pattern is converted to an automaton (subset construction). The complement of this automaton is
+converted back to a pattern (state elimination). Validators differ in whether ``\\w``, ``\\d`` and
+``\\s`` match characters outside ASCII, and in whether ``$`` matches before a line end at the end of
+a string. A string of the result does not contain a match for any of these validators.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 from .parts import Unsupported, written
 
 MAX_PATTERN = 300
-"""Maximum characters of a pattern."""
+"""Maximum number of characters of a pattern."""
 MAX_NODES = 400
-"""Maximum nodes of the automaton before the subset construction."""
+"""Maximum number of nodes of the automaton before the subset construction."""
 MAX_STATES = 60
-"""Maximum states after the subset construction."""
+"""Maximum number of states after the subset construction."""
 MAX_RESULT = 4_000
-"""Maximum characters of the resulting pattern."""
+"""Maximum number of characters of the resulting pattern."""
 STEPS = 300
-"""Number of visited schemas that take as long as the complement of a pattern, apart from the subset
-construction."""
+"""The cost of computing a complement, without the subset construction. The unit is the time to
+visit one schema."""
 NODES_OF_STEP = 60
-"""Number of visited nodes that take as long as visiting a schema."""
+"""Number of nodes whose visits take as long as visiting one schema."""
 
 _OTHER = 128
 """The number that stands for all characters outside ASCII."""
@@ -53,16 +53,16 @@ Chars = frozenset[int]
 
 def without(pattern: str, step: Callable[[int], None]) -> str:
     """A pattern of strings in which ``pattern`` does not match at any place. ``step`` counts the
-    work. Raises Unsupported if the pattern is not valid, has other constructs than characters,
-    classes, groups, alternatives, repetitions and anchors, or exceeds the bounds."""
+    work. Raises Unsupported if the pattern is not valid, exceeds the bounds, or has a construct
+    other than characters, classes, groups, alternatives, repetitions and anchors."""
     step(STEPS)
     return f"^{_Eliminated(_states(_automaton(pattern), step)).pattern()}$"
 
 
 def matches(pattern: str, text: str, step: Callable[[int], None]) -> bool:
-    """Whether a pattern matches at some place of a text of ASCII characters without line feeds. The
-    time is proportional to the text. ``step`` counts the work. Raises Unsupported as ``without``
-    does, and for other texts."""
+    """Whether a pattern matches at some place of a text. The text may have only ASCII characters,
+    and no line feeds. ``step`` counts the work, which is proportional to the length of the text.
+    Raises Unsupported for any other text, and if ``without`` would raise it for the pattern."""
     if not text.isascii() or "\n" in text:
         raise Unsupported
     automaton = _automaton(pattern)
@@ -99,8 +99,8 @@ class _Automaton:
         self.steps: list[list[tuple[Chars, int]]] = []
         """By node: the characters that lead to another node."""
         self.free: list[list[tuple[str, int]]] = []
-        """By node: the nodes that are reached without a character, always ("") or only at the
-        beginning ("^") or the end ("$") of the string."""
+        """By node: the nodes that are reached without a character, each with a condition: always
+        (""), only at the beginning ("^") or only at the end ("$") of the string."""
         self.end = 0
 
     def node(self) -> int:
@@ -111,7 +111,8 @@ class _Automaton:
         return len(self.steps) - 1
 
     def sequence(self, at: int, nodes: Any) -> int:
-        """Adds nodes of Python's parser after ``at``; returns the last node."""
+        """Adds the automaton of a list of parser nodes after the node ``at``; returns its last
+        node."""
         for operator, value in nodes:
             at = self._one(at, operator, value)
         return at
@@ -161,7 +162,8 @@ class _Automaton:
         return after
 
     def closure(self, nodes: Chars, conditions: str) -> Chars:
-        """The nodes that are reached without a character."""
+        """The nodes that are reached from ``nodes`` without a character, if only ``conditions``
+        hold."""
         found, left = set(nodes), list(nodes)
         while left:
             for condition, after in self.free[left.pop()]:
@@ -180,7 +182,8 @@ _ANCHORS = {
 
 
 def _chars(operator: Any, value: Any) -> Chars | None:
-    """The characters that a node of one character may match; None for other nodes."""
+    """The characters that a parser node may match; None if it does not match exactly one
+    character."""
     if operator is op.LITERAL:
         return _literal(value)
     if operator is op.NOT_LITERAL:
@@ -196,8 +199,8 @@ def _chars(operator: Any, value: Any) -> Chars | None:
 
 
 def _of_class(operator: Any, value: Any, negated: bool) -> Chars:
-    """Characters of a class: all that it may match, or only those that it certainly matches if the
-    class is negated."""
+    """The characters of an element of a class. If the class is negated, only characters that the
+    element matches for every validator; otherwise all that it matches for some validator."""
     if operator is op.LITERAL:
         return _literal(value)
     if operator is op.RANGE:
@@ -222,9 +225,9 @@ def _literal(value: int) -> Chars:
 
 
 def _states(automaton: _Automaton, step: Callable[[int], None]) -> dict[int, dict[int, Chars]]:
-    """The states of the subset construction: for each, its next states with their characters. A
-    state in which a match is found has no next states. State 0 is the first one; the next state -1
-    stands for the end of the string."""
+    """Maps each state of the subset construction to its next states, with the characters that lead
+    to them. A state in which a match is found has no next states. State 0 is the start. The next
+    state -1 stands for the end of the string."""
     classes = _classes(automaton)
     first = automaton.closure(frozenset((0,)), "^")
     searching = automaton.closure(frozenset((0,)), "")
@@ -275,7 +278,7 @@ def _classes(automaton: _Automaton) -> list[Chars]:
 
 
 class _Eliminated:
-    """Eliminates the states of an automaton one after another."""
+    """Converts an automaton to a pattern by eliminating its states one after another."""
 
     def __init__(self, states: dict[int, dict[int, Chars]]) -> None:
         self._ways: dict[int, dict[int, str]] = {
@@ -322,7 +325,7 @@ def _group(way: str) -> str:
 
 
 def _class(chars: Chars) -> str:
-    """The pattern of one character of a set."""
+    """A pattern that matches one character of a set."""
     if chars == _ALL:
         return "(?s:.)"
     if _OTHER in chars:

@@ -1,4 +1,4 @@
-"""Decides whether no value matches both of two schemas."""
+"""Decides whether two schemas are disjoint: no value matches both."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .parts import Schema, Unsupported, canonical, knows, target, type_of, types
 MAX_DEPTH = 6
 """Maximum depth to which properties, references and alternatives are compared."""
 MAX_COMPARED = 2_000
-"""Maximum pairs of schemas that are compared for one answer."""
+"""Maximum number of pairs of schemas that are compared for one answer."""
 VALUES_OF_STEP = 20
-"""Number of compared values that take as long as comparing two schemas without values."""
+"""Number of values whose comparison takes as long as comparing two schemas without values."""
 
 
 class Disjoint:
@@ -28,7 +28,8 @@ class Disjoint:
         """The results of ``_values`` by the id of the schema."""
 
     def holds(self, one: Any, other: Any) -> bool:
-        """Whether certainly no value matches both schemas. False if this is unknown."""
+        """Whether two schemas are certainly disjoint. False if they overlap or if this is
+        unknown."""
         self._left = MAX_COMPARED
         return self._holds(one, other, MAX_DEPTH)
 
@@ -81,7 +82,8 @@ class Disjoint:
         return all(self._is_empty(kind, one, other, depth) for kind in kinds)
 
     def _values(self, schema: Schema) -> dict[str, Any] | None:
-        """The values of ``const`` and ``enum`` by their canonical texts."""
+        """The values that ``const`` or ``enum`` allows, by their canonical texts; None without
+        these keywords."""
         found = self._known.get(id(schema))
         if found is None:
             const = {"const"} if knows(self._draft, "const") else set[str]()
@@ -95,7 +97,7 @@ class Disjoint:
         return found
 
     def _is_empty(self, kind: str, one: Schema, other: Schema, depth: int) -> bool:
-        """Whether certainly no value of one type matches both schemas."""
+        """Whether certainly no value of the type ``kind`` matches both schemas."""
         if kind == "object":
             required = [
                 name

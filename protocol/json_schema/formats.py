@@ -1,5 +1,5 @@
-"""Formats of JSON Schema that llguidance does not implement, as patterns. Each string
-that matches a pattern has the format. A pattern does not match all strings that have the format."""
+"""Patterns for the formats of JSON Schema that llguidance does not implement. Each string that
+matches the pattern of a format has the format, but some strings of the format do not match."""
 
 from __future__ import annotations
 

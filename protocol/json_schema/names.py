@@ -11,7 +11,8 @@ from .complement import matches, without
 from .parts import Schema, Unsupported, objects, target, types_of, values_of, written
 
 MAX_DEPTH = 8
-"""Maximum number of references from ``propertyNames`` to its schema."""
+"""Maximum number of references, one leading to the next, that are followed from
+``propertyNames``."""
 
 _ANNOTATIONS = frozenset(
     {"title", "description", "$comment", "default", "examples", "deprecated", "$id", "id"}
@@ -128,11 +129,11 @@ def _pattern(pattern: Any) -> str:
 
 
 def hazards(root: Any, step: Callable[[int], None]) -> bool:
-    """Whether a value of the schema may have to match two schemas of which one has
-    ``patternProperties`` and another restricts additional properties. ``step`` counts the visited
-    schemas.
+    """Whether llguidance may allow additional properties that the schema forbids. This may happen
+    if a value has to match two schemas, one with ``patternProperties`` and one that restricts
+    additional properties: llguidance then allows all names that match the patterns.
 
-    llguidance then allows additional properties whose names match the patterns.
+    ``step`` counts the visited schemas.
     """
     try:
         return any(
@@ -157,7 +158,7 @@ def _is_hazard(root: Any, node: Schema, step: Callable[[int], None]) -> bool:
 
 
 def _members(root: Any, node: Schema) -> Iterator[Schema]:
-    """The schemas that apply to one value."""
+    """The schemas that may apply to the same value as ``node``, including ``node``."""
     seen: set[int] = set()
     left: list[Any] = [node]
     while left:

@@ -1,10 +1,11 @@
-"""Negates schemas: computes alternatives, each of which is a schema in keywords that llguidance
-implements. A value that matches one of the alternatives does not match the original schema.
+"""Negates schemas. The negation of a schema is a list of alternatives, which are schemas that use
+only keywords that llguidance implements.
 
-Nearly all values that do not match the original schema match an alternative. The alternatives to
-the type ``integer`` do not allow any number. An item that does not match a schema has to be among
-the first ``MAX_PLACES`` items of its array. An additional property that does not match a schema has
-to have one of the names that the other schemas declare.
+A value that matches an alternative does not match the original schema. Nearly all values that do
+not match the original schema match an alternative, with these exceptions. The alternatives to the
+type ``integer`` do not allow any number. If an item of an array has to violate a schema, it has to
+be among the first ``MAX_PLACES`` items. If an additional property has to violate a schema, it has
+to have a name that the other schemas declare.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from .parts import (
 )
 
 MAX_PLACES = 8
-"""Number of items at the beginning of an array, one of which has to match a schema."""
+"""If some item of an array has to match a schema, it has to be among this number of first items."""
 MAX_VALUES = 64
-"""Maximum values of an ``enum`` that is negated."""
+"""Maximum number of values of an ``enum`` that is negated."""
 MAX_CHARACTERS = 1_000
-"""Maximum characters of all strings of an ``enum`` that is negated."""
+"""Maximum number of characters of all strings of an ``enum`` that is negated."""
 MAX_NUMBER = 2**53
 """Maximum absolute value of a number that is negated. llguidance rounds larger integers."""
 MAX_ONE_OF = 16
-"""Maximum alternatives of a ``oneOf``."""
+"""Maximum number of alternatives of a ``oneOf``."""
 
 _NOTHING = frozenset(("then", "else", "minContains", "maxContains", "prefixItems"))
-"""Keywords that are negated together with another keyword of the same schema."""
+"""Keywords that are not negated alone, but together with another keyword of the same schema."""
 _UNSUPPORTED = frozenset(
     {"patternProperties", "additionalItems", "multipleOf", "propertyNames"}
     | {"unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"}
@@ -59,8 +60,8 @@ class Negation:
         exact: Callable[[Any], Any],
         step: Callable[[int], None],
     ) -> None:
-        """``exact`` rewrites a schema whose keywords can all be enforced, and otherwise raises
-        Unsupported. ``step`` counts a visited schema."""
+        """``exact`` rewrites a schema; it raises Unsupported if a keyword cannot be enforced.
+        ``step`` counts the visited schemas."""
         self._root = root
         self._draft = draft
         self._exact = exact
@@ -68,13 +69,14 @@ class Negation:
         self._active: set[str] = set()
         """References whose targets are being negated."""
         self.names: list[str] = []
-        """Names that additional properties of the value may have. One of them is required if a
-        schema with ``additionalProperties`` is negated."""
+        """Names that additional properties of the value may have. The negation of
+        ``additionalProperties`` requires a property with one of these names."""
         self._patterns: dict[str, str] = {}
-        """Complements by their patterns."""
+        """The complements that were computed, by pattern."""
 
     def of(self, schema: Any) -> list[Any]:
-        """The alternatives to a schema. Raises Unsupported if a keyword cannot be negated."""
+        """The alternatives that negate a schema. Raises Unsupported if a keyword cannot be
+        negated."""
         self._step(1)
         if schema is True:
             return []
@@ -107,7 +109,8 @@ class Negation:
 
     @contextmanager
     def _elsewhere(self) -> Iterator[None]:
-        """In this context, schemas of another value are negated."""
+        """A context in which schemas of another value, such as an item, are negated. In it,
+        ``names`` is empty."""
         names, self.names = self.names, []
         try:
             yield
@@ -130,7 +133,8 @@ class Negation:
         kinds = types_of(schema)
         if not set(kinds) <= {*TYPES, "integer"}:
             raise Unsupported
-        # Numbers that are not integers cannot be described, so they are forbidden with integers.
+        # A schema cannot allow only the numbers that are not integers, so all numbers are
+        # forbidden.
         forbidden = {*kinds, *(["number"] if "integer" in kinds else [])}
         yield _typed([kind for kind in TYPES if kind not in forbidden])
 
@@ -344,12 +348,13 @@ _METHODS = {
     "exclusiveMinimum": "exclusive_minimum",
     "exclusiveMaximum": "exclusive_maximum",
 }
-"""By keyword, the method that negates it. Other keywords do not restrict a value."""
+"""The name of the method that negates a keyword, by keyword. Other keywords do not restrict a
+value."""
 
 
 def places(items: list[Any], draft: int) -> Iterator[Any]:
-    """Schemas of arrays, one for each place: the item at this place matches the schema of the
-    place."""
+    """Yields a schema for each index of ``items`` whose schema is not False: an array whose item at
+    this index matches the schema ``items[index]``."""
     prefix = "prefixItems" if draft == 2020 else "items"
     for number, item in enumerate(items):
         if item is not False:
@@ -374,8 +379,9 @@ def _having(name: str, value: Any) -> Any:
 
 
 def _between(numbers: list[int | float]) -> Iterator[Schema]:
-    """Schemas of all numbers except ``numbers``, which are sorted. An interval of less than 1 with
-    an integer at its end is left out, because llguidance would allow the integer."""
+    """Yields schemas that together allow all numbers except ``numbers``, which are sorted. If an
+    interval is shorter than 1 and has an integer at one end, it is left out, because llguidance
+    would allow the integer."""
     yield {"type": "number", "exclusiveMaximum": numbers[0]}
     for low, high in pairwise(numbers):
         if high - low < 1 and (low == int(low) or high == int(high)):

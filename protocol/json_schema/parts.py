@@ -1,5 +1,5 @@
-"""Shared parts of the rewriting of schemas: the drafts, unions and intersections of schemas, and
-values that are compared as JSON."""
+"""Functions that the rewriting of schemas shares: the drafts of JSON Schema, unions and
+intersections of schemas, and comparisons of JSON values."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from urllib.parse import unquote
 Schema = dict[str, Any]
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
-"""The types of JSON. Each integer is a number."""
+"""The types of JSON values. An integer is of type ``number``."""
 DRAFTS = {"draft-04": 4, "draft-06": 6, "draft-07": 7, "2019-09": 2019}
-"""The drafts by a part of their ``$schema``. Other schemas are of draft 2020-12."""
+"""The number of a draft, by a text that ``$schema`` contains. All other schemas are of draft
+2020-12."""
 _FIRST = {
     "const": 6,
     "contains": 6,
@@ -31,11 +32,12 @@ _FIRST = {
 }
 """The first draft that has a keyword; earlier drafts ignore it."""
 _LAST = {"additionalItems": 2019}
-"""The last draft that has a keyword. llguidance has ``dependencies`` in all drafts."""
+"""The last draft that has a keyword. ``dependencies`` is not listed, because llguidance implements
+it in all drafts."""
 
 
 MAX_NAMES = 64
-"""Maximum names of an object's properties that ``names_of`` returns."""
+"""Maximum number of names of an object's properties that ``names_of`` returns."""
 
 
 class Unsupported(Exception):
@@ -108,7 +110,8 @@ def type_of(value: Any) -> str:
 
 
 def canonical(value: Any) -> str:
-    """A text that two JSON values share only if they are equal. 1 and 1.0 are equal."""
+    """A text that is the same for two JSON values if and only if they are equal. 1 and 1.0 are
+    equal."""
     return json.dumps(_integral(value), sort_keys=True)
 
 
@@ -131,7 +134,8 @@ def values_of(schema: Schema) -> list[Any] | None:
 
 
 def objects(value: Any) -> Iterator[Schema]:
-    """The objects in a value. An object that is at several places comes once."""
+    """Yields the JSON objects in a value. An object that occurs at several places is yielded
+    once."""
     left, seen = [value], set[int]()
     while left:
         one = left.pop()
@@ -175,8 +179,9 @@ def excluding(words: Sequence[str]) -> str:
 
 
 def _after(words: list[str], at: int) -> str:
-    """A pattern of the rest of each string that is not in ``words``, after its first ``at``
-    characters. All words have the same first ``at`` characters."""
+    """A pattern of the rest of a string after its first ``at`` characters, for the strings that
+    begin like ``words`` but are not in ``words``. All words have the same first ``at``
+    characters."""
     longer = [word for word in words if len(word) > at]
     firsts = sorted({word[at] for word in longer})
     others = f"[^{''.join(map(written, firsts))}]" if firsts else "(?s:.)"
@@ -189,7 +194,7 @@ def _after(words: list[str], at: int) -> str:
 
 
 def written(character: str) -> str:
-    """The pattern of one character, which can also stand inside a class."""
+    """A pattern that matches only this character. It can be used inside a character class too."""
     if character.isascii() and not character.isalnum():
         return f"\\x{ord(character):02x}"
     return character

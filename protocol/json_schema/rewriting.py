@@ -36,7 +36,8 @@ from .unevaluated import evaluated
 MAX_STEPS = 20_000
 """Maximum number of schemas that are visited. Visiting this number takes about 0.1 s."""
 MAX_DISTINCT = 4
-"""Maximum values of items for which all arrays without equal items are listed."""
+"""Maximum number of values that an item may have, so that all arrays without equal items can be
+listed."""
 MAX_BYTES = 256 * 1024
 """Approximate maximum size of a rewritten schema as JSON."""
 
@@ -55,7 +56,7 @@ _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties", "additionalItems")
 _ATOM = r"[^()\\\[]|\\.|\[(?:[^\]\\]|\\.)*\]"
 _NESTED = rf"(?:{_ATOM}|\((?!\?[=!<])(?:{_ATOM})*\))*"
-"""The inside of a group, with groups of one more level."""
+"""Matches the content of a group. The content may have groups, but these may not contain groups."""
 _LOOK_AHEAD = re.compile(rf"\^(?:\(\?[=!]{_NESTED}\))+")
 _ONE_LOOK_AHEAD = re.compile(rf"\(\?(?P<kind>[=!])(?P<inner>{_NESTED})\)")
 
@@ -69,19 +70,20 @@ class Rewritten(NamedTuple):
 
     schema: Any
     enforced: list[str]
-    """The keywords that were rewritten at one place at least."""
+    """The keywords that were rewritten in at least one place."""
     ignored: list[str]
     """``format`` if a format was removed that JSON Schema does not define."""
 
 
 def rewritten(root: Any) -> Rewritten:
-    """Rewrites a schema. The schema stays unchanged if it is of draft 3 or not valid, or if its
-    rewritten form exceeds a bound or would not be enforced by llguidance."""
+    """Rewrites a schema. Returns it unchanged if it is not valid, is of draft 3, or has a part with
+    its own ``$id``. Also returns it unchanged if the rewritten form exceeds a bound, or if
+    llguidance would not enforce the rewritten form."""
     unchanged = Rewritten(root, [], [])
     if not isinstance(root, dict) or draft_of(root) == 3 or not needs_rewriting(root):
         return unchanged
     if any(one is not root and isinstance(one.get("$id"), str) for one in objects(root)):
-        return unchanged  # References in such a part have another root.
+        return unchanged  # In a part with its own $id, references are relative to this part.
     for skipped in (frozenset[str](), frozenset(("propertyNames", "unevaluatedProperties"))):
         rewriter = _Rewriter(root, skipped)
         try:
@@ -102,8 +104,8 @@ def needs_rewriting(root: Any) -> bool:
 
 
 def _is_text_rewritten(schema: Schema) -> bool:
-    """Whether the pattern or the format of a schema is not one that llguidance implements, or
-    whether the schema forbids names that match a pattern."""
+    """Whether llguidance does not implement the pattern or the format of a schema, or the schema
+    forbids names that match a pattern."""
     pattern, name = schema.get("pattern"), schema.get("format")
     return (
         _forbidden(schema) is not None
@@ -113,7 +115,8 @@ def _is_text_rewritten(schema: Schema) -> bool:
 
 
 def _forbidden(schema: Schema) -> str | None:
-    """The pattern of forbidden names if a schema has only this pattern of names."""
+    """The pattern in ``patternProperties``, if it is the only pattern there and its schema is
+    ``false``, so that names that match it are forbidden; otherwise None."""
     patterns = schema.get("patternProperties")
     if not isinstance(patterns, dict) or list(patterns.values()) != [False]:
         return None
@@ -134,15 +137,16 @@ class _Rewriter:
         self._left = 0
         """Number of keywords that were not rewritten."""
         self._exact = 0
-        """Number of calls of ``exact`` that are running."""
+        """The current depth of nested calls of ``exact``."""
         self._targets: set[str] = set()
-        """References from exact schemas. Their targets are exact too."""
+        """References in schemas that were passed to ``exact``. Their targets must be rewritten
+        completely too."""
         self._negation = Negation(root, self._draft, self.exact, self.step)
         self._disjoint = Disjoint(root, self._draft, self.step)
         self.enforced: dict[str, None] = {}
         self.ignored: dict[str, None] = {}
         self.named = False
-        """Whether names of properties were restricted."""
+        """Whether the rewriting has added restrictions on names of properties."""
 
     def step(self, count: int) -> None:
         """Counts visited schemas. Raises _TooLarge after ``MAX_STEPS``."""
@@ -161,8 +165,8 @@ class _Rewriter:
                 target(made, reference)
 
     def _size(self, value: Any, known: dict[int, int]) -> int:
-        """The approximate size of a value as JSON. An object that is at several places is measured
-        once (``known``), because its copies may be very many."""
+        """The approximate size of a value as JSON. ``known`` has the sizes of objects that were
+        already measured, because an object may occur in very many places."""
         if isinstance(value, str):
             return len(value) + 4
         if not isinstance(value, dict | list):
@@ -177,7 +181,8 @@ class _Rewriter:
         return size
 
     def exact(self, schema: Any) -> Any:
-        """A rewritten schema. Raises Unsupported if one of its keywords cannot be rewritten."""
+        """Rewrites a schema completely. Raises Unsupported if one of its keywords cannot be
+        rewritten."""
         left, targets = self._left, set(self._targets)
         self._exact += 1
         try:
@@ -192,7 +197,7 @@ class _Rewriter:
         return made
 
     def positive(self, schema: Any) -> Any:
-        """A rewritten schema, in which some keywords may be left."""
+        """Rewrites a schema as far as possible. Keywords that cannot be rewritten stay in it."""
         self.step(1)
         if not isinstance(schema, dict):
             return schema
@@ -242,7 +247,7 @@ class _Rewriter:
             found |= before
 
     def _negated(self, schema: Any, *others: Any) -> Any:
-        """The negation of a schema. The value also has to match the schemas ``others``."""
+        """The negation of a schema, for values that also have to match the schemas ``others``."""
         before = self._negation.names
         self._negation.names = list(
             dict.fromkeys(name for one in others for name in names_of(self._root, one, self.step))
@@ -297,7 +302,8 @@ class _Rewriter:
                 for one, others in zip(options, overlapping, strict=True)
             )
         if "anyOf" not in found and isinstance(made, dict) and list(made) == ["anyOf"]:
-            # ``anyOf`` stays at the place of ``oneOf``, so that properties keep their order.
+            # ``anyOf`` takes the place of ``oneOf`` in the order of the keywords, so that
+            # properties keep their order.
             items = list(found.items())
             found.clear()
             found |= {"anyOf" if key == "oneOf" else key: one for key, one in items}
@@ -334,7 +340,8 @@ class _Rewriter:
         return ()
 
     def _forbidden_names(self, _: Schema, found: Schema) -> Iterable[Any]:
-        """llguidance allows a name that matches such a pattern, but no value after the name."""
+        """Rewrites ``patternProperties`` if it forbids all names that match its pattern. llguidance
+        would allow such a name, and then no value after it."""
         pattern = _forbidden(found)
         if pattern is None or self._skipped or "propertyNames" in found:
             return ()
@@ -386,7 +393,8 @@ class _Rewriter:
         yield made
 
     def _distinct(self, schema: Schema) -> list[list[Any]]:
-        """All arrays without equal items, if few values are allowed as items."""
+        """All arrays without equal items. Raises Unsupported unless ``items`` allows only a few
+        values."""
         items = schema.get("items")
         while isinstance(items, dict) and "$ref" in items:
             items = self._target(items["$ref"])
@@ -430,7 +438,7 @@ class _Rewriter:
         rest = "" if begin is None else pattern[begin.end() :]
         if begin is None or LOOK_AROUND.search(rest) or _has_alternatives(rest):
             raise Unsupported
-        if rest.startswith(("*", "+", "?", "{")):  # Repeats the last look-ahead.
+        if rest.startswith(("*", "+", "?", "{")):  # This would repeat the last look-ahead.
             raise Unsupported
         made = [f"^{rest}"]
         for ahead in _ONE_LOOK_AHEAD.finditer(begin[0]):
@@ -457,7 +465,8 @@ _REWRITES: tuple[tuple[tuple[str, ...], Callable[[Any, Schema, Schema], Iterable
 
 
 def _most_items(schema: Schema) -> float:
-    """The maximum number of items of an array, as far as the keywords of one schema show it."""
+    """The maximum number of items that ``maxItems`` and ``type`` of a schema allow in an array;
+    infinity if they do not limit it."""
     most = schema.get("maxItems")
     if "array" not in types_of(schema):
         return 0

@@ -8,11 +8,11 @@ from typing import Any
 from .parts import Schema, Unsupported
 
 MAX_DEPTH = 10
-"""Maximum depth of references and ``allOf``."""
+"""Maximum depth to which references and ``allOf`` are followed."""
 _CONDITIONAL = frozenset(
     {"anyOf", "oneOf", "if", "not", "dependentSchemas", "$dynamicRef", "$recursiveRef"}
 )
-"""Keywords that evaluate properties of some values only."""
+"""Keywords that evaluate properties only for some values."""
 
 
 def evaluated(schema: Schema, resolve: Callable[[Any], Any]) -> list[str] | None:
@@ -27,7 +27,8 @@ def evaluated(schema: Schema, resolve: Callable[[Any], Any]) -> list[str] | None
 def _collect(
     schema: Any, resolve: Callable[[Any], Any], names: dict[str, None], depth: int
 ) -> bool:
-    """Adds the evaluated names to ``names``. Returns False if all properties are evaluated."""
+    """Adds the names of the evaluated properties to ``names``. Returns False if all properties are
+    evaluated."""
     if not isinstance(schema, dict):
         return True
     if depth < 0 or not _CONDITIONAL.isdisjoint(schema) or schema.get("patternProperties"):
