@@ -5,9 +5,9 @@ at the first byte of a character. A state stands for all strings whose occurrenc
 places of the text. The same continuations are possible after each of these strings. The automaton
 has at most two states for each byte of text.
 
-The automaton is built directly over bytes. In UTF-8, the first byte of a character differs from its
-other bytes. Strings that begin inside a character are left out: from the state of the empty string,
-only first bytes of characters lead on. A state accepts if its strings end between two characters.
+In UTF-8, the first byte of a character differs from its other bytes. Strings that begin inside a
+character are left out: in the state of the empty string, only first bytes of characters have
+transitions. A state accepts if its strings end between two characters.
 All strings of a state end at the same places, so either all of them end between two characters, or
 none of them does.
 
@@ -24,9 +24,9 @@ from .regex.bounds import shown
 from .regex.dfa import Dfa
 
 MAX_TEXT_BYTES = 65_536
-"""Maximum bytes of a text in UTF-8."""
+"""Maximum number of bytes of a text in UTF-8."""
 MAX_STATES = 65_535
-"""Maximum states, including the dead state: the guest engine has 16 bits for a state."""
+"""Maximum number of states, including the dead state: the guest engine has 16 bits for a state."""
 _WORD = "I" if array("I").itemsize == 4 else "L"
 _DEAD, _START = 0, 1
 _CONTINUES = bytes(byte & 0xC0 == 0x80 for byte in range(256))
@@ -73,8 +73,8 @@ def compile_substring(text: str) -> Dfa:
 
 
 class _TooMany(Exception):
-    """The automaton has too many states. The automaton of the text's first ``fits`` bytes has few
-    enough states."""
+    """The automaton has too many states. The automaton of only the first ``fits`` bytes of the text
+    does not exceed the maximum."""
 
     def __init__(self, fits: int) -> None:
         super().__init__(fits)

@@ -4,10 +4,10 @@ text that ends the combination).
 Each operation returns a ``Dfa``, as the compilers of ``regex`` and ``substring`` do, so that a
 combination can be a part of another combination. There is one file for each step:
 
-    rows         the transitions of the parts by labels: bytes with the same label are equivalent
-    places       the states of several parts in which a text may be: a subset construction
-    stops        pairs of a state of the part and the number of matched bytes of the stop
-    build        all states that are reached, their minimal automaton, and its table
+    rows         relabels the transitions of the parts with common classes of bytes
+    places       the states of a sequence, an alternation or a repetition: a subset construction
+    stops        the states of a text that ends with a stop
+    build        finds all reachable states, minimises their automaton, and makes its table
     operations   the four operations
 """
 

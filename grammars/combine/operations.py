@@ -13,11 +13,11 @@ from .places import END, Places, State, stride_of
 from .stops import Stopped
 
 MAX_STATES = 65_535
-"""Maximum states, including the dead state: the guest engine has 16 bits for a state."""
+"""Maximum number of states, including the dead state: the guest engine has 16 bits for a state."""
 MAX_STOP_BYTES = 1_024
-"""Maximum bytes of a stop in UTF-8."""
+"""Maximum number of bytes of a stop in UTF-8."""
 _LOOKED_AT = 200_000
-"""Maximum places that are examined to find the part that is too large."""
+"""Maximum number of places that are examined to find the part that is too large."""
 
 
 def sequence(
@@ -67,9 +67,9 @@ def repetition(
 ) -> Dfa:
     """The automaton of texts that consist of ``least`` to ``most`` texts of a part.
 
-    ``most`` is None for no upper bound. The limits are those of ``sequence``. Raises
-    CombinationError if a limit is exceeded, if ``least`` is negative, or if ``most`` is less than
-    ``least``.
+    If ``most`` is None, the number of texts has no upper bound. The limits are those of
+    ``sequence``. Raises CombinationError if a limit is exceeded, if ``least`` is negative, or if
+    ``most`` is less than ``least``.
     """
     counts = f"{least:,} to {most:,} times" if most is not None else f"{least:,} times or more"
     if least < 0 or (most is not None and most < least):
@@ -163,8 +163,9 @@ def _placed(
     budget: Budget,
     counted_to: int | None = None,
 ) -> Dfa:
-    """The automaton of the copies of the parts. Raises CombinationError if a limit is exceeded, or
-    if the automaton does not match any text."""
+    """Builds the automaton of a combination, from the arguments of ``Places``. ``what`` describes
+    the combination in errors. Raises CombinationError if a limit is exceeded, or if the automaton
+    does not match any text."""
     reached: list[State] = []
     try:
         found = built(Places(copies, first, after, budget, counted_to), budget, reached)
@@ -176,8 +177,8 @@ def _placed(
 
 
 def _grown(copies: Sequence[Dfa], reached: Sequence[State]) -> str:
-    """A text for the message of an exceeded limit. It names the part whose states occur in the
-    largest number of different sets of places."""
+    """A text for the error about an exceeded limit. The text names the part that contributes most
+    to the number of states: the part whose places form the most different sets."""
     stride = stride_of(copies)
     parts = list({id(part): part for part in copies}.values())
     if len(parts) == 1 < len(copies):

@@ -1,9 +1,9 @@
-"""Sets of places: the states of several parts in which a text may be at the same time.
+"""Computes the states of a sequence, an alternation or a repetition by a subset construction.
 
-A place is a state of one copy of a part, encoded as a number: the copy's number times ``stride``,
-plus the state. A state of the combination is the set of places in which a text may be. If a set has
-a place in which a copy accepts, it also has the starts of the copies that may follow this copy. It
-has ``END`` too if the text may end after this copy.
+A part that is repeated has several copies. A place is a state of the automaton of one copy. It is
+encoded as a number: the copy's number times ``stride``, plus the state. A state of the combination
+is a set of places: all places to which a text may lead. If a set has a place that accepts, the set
+also has the start of each copy that may follow, and ``END`` if the text may end there.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from ..regex.dfa import Dfa
 from .rows import Row, joint_labels, rows_of
 
 END = -1
-"""The place in which the whole text may end."""
+"""The member of a set of places that says that the whole text may end."""
 
 State = frozenset[int]
 
 
 def stride_of(parts: Sequence[Dfa]) -> int:
-    """The distance between the places of two neighbouring copies."""
+    """The difference between the places that have the same state in two neighbouring copies."""
     return max(part.num_states for part in parts)
 
 
 class Places:
     """The states of a combination: sets of places in copies of parts.
 
-    ``copies``: the parts in order, each as often as it is repeated. ``first``: the places at the
-    beginning of a text. ``after[c]``: the places that are added where copy c may end.
-    ``counted_to``, for a repetition: copies from this number on are equivalent (``_needed``).
+    ``copies``: the automaton of each copy, in order. ``first``: the places at the beginning of a
+    text. ``after[c]``: the places that are added to a set if copy c may end. ``counted_to``: in a
+    bounded repetition, the text may end after any of the copies from this number on (``_needed``).
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Places:
         return END in state
 
     def _closed(self, places: tuple[int, ...]) -> State:
-        """The given places and, for each of them in which its copy may end, the places that may
-        follow this copy."""
+        """The set of the given places. If the copy of a place may end in it, the set also has the
+        places that may follow this copy."""
         known = self._closures.get(places)
         if known is not None:
             return known

@@ -52,8 +52,8 @@ class Stopped:
 
 
 def _lengths(stop: list[int], labels: int, budget: Budget) -> list[list[int]]:
-    """By matched length of the stop and by label: the matched length after a byte with this
-    label."""
+    """A table ``[matched length][label]``: the matched length of the stop after one more byte, if
+    this byte has the label."""
     lengths: list[list[int]] = []
     border = 0
     for length, label in enumerate(stop):

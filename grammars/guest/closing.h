@@ -1,11 +1,11 @@
 // Completes a text with few bytes.
 //
-// Under a regular expression, the bytes are a shortest path from the present state to a match.
-// Under a grammar, the unfinished lexeme is completed first, and then the parser's stack. A rest of
-// a parser state is a list of terminals that completes one unfinished rule of this state
-// (grammars/yacc/closing.py). The cheapest rests that complete the stack are found, and the
-// shortest text of each of their terminals is added. If a text would continue the lexeme before
-// it, a text that SKIP matches separates them.
+// Under a regular expression, the bytes are a shortest path from the current state to a match.
+// Under a grammar, the unfinished lexeme is completed first, and then the rules on the parser's
+// stack. A rest of a parser state is a list of terminals that completes one unfinished rule of this
+// state (grammars/yacc/closing.py). A search finds the cheapest rests that complete the whole
+// stack, and the shortest text of each of their terminals is appended. If such a text would
+// continue the lexeme before it, a text that SKIP matches (for example a space) separates them.
 #ifndef GRAMMAR_CLOSING_H
 #define GRAMMAR_CLOSING_H
 
@@ -16,14 +16,15 @@ enum { MAX_CLOSING = 4096, MAX_PLACES = 1 << 18, FAR = 0xffffffff };
 static uint8_t closing[MAX_CLOSING];
 static uint32_t closing_bytes;
 
-// The search through the lexer: for each state, the state before it and the class that led to it.
+// A search through the lexer. For each lexer state: the previous state on the shortest path to it,
+// and the class of the byte between the two.
 static uint16_t *way_from, *way_queue;
 static uint8_t *way_class, *way_seen;
-// A place of the search over the stack: an index in the stack and a nonterminal.
+// A node of the search over the stack. Each pair of a stack index and a nonterminal is a place.
 typedef struct closing_place {
     uint32_t cost;  // of the cheapest known way to this place; FAR if no way is known
-    uint32_t from;  // the place before this place on that way; FAR for the first place
-    uint32_t rest;  // the rest that leads here; its highest bit marks a place that is finished
+    uint32_t from;  // the previous place on that way; FAR for the first place
+    uint32_t rest;  // the rest that leads here; the highest bit is set when the place is finished
 } closing_place;
 static closing_place *closing_places;
 
@@ -41,8 +42,9 @@ static bool close_with(sequence *s, uint32_t class) {
     return true;
 }
 
-// Adds the shortest text that leads from a lexer state to a match of a terminal in `wanted` (0:
-// any). With `apart`, the first byte of this text must end the lexeme of the lexer state `apart`.
+// Adds the shortest text that leads from the lexer state `from` to a match of a terminal in
+// `wanted`, or of any terminal if `wanted` is 0. If `apart` is not 0, the text must not continue
+// the lexeme of the lexer state `apart`.
 static bool close_lexeme(sequence *s, uint32_t from, const uint32_t *wanted, uint32_t apart) {
     uint32_t head = 0, count = 0, found = 0;
     zero(way_seen, g.lexer_states);
@@ -66,7 +68,7 @@ static bool close_lexeme(sequence *s, uint32_t from, const uint32_t *wanted, uin
         }
     }
     if (!found) return false;
-    // The queue is not needed any more, and receives the path from its last class to its first.
+    // The queue is not needed any more. It receives the classes of the path, the last class first.
     uint32_t length = 0;
     for (uint32_t at = found; at != from; at = way_from[at]) way_queue[length++] = way_class[at];
     while (length--)
@@ -75,7 +77,7 @@ static bool close_lexeme(sequence *s, uint32_t from, const uint32_t *wanted, uin
 }
 
 // Adds a terminal's shortest text. If this text would continue the last lexeme, a text that SKIP
-// matches (for example a space) is added before it.
+// matches (for example a space) is added first.
 static bool close_terminal(sequence *s, uint32_t terminal) {
     const uint32_t first = g.shortest_at[terminal], end = g.shortest_at[terminal + 1];
     if (first == end) return false;
@@ -92,9 +94,9 @@ static bool close_terminal(sequence *s, uint32_t terminal) {
 
 // --- the stack -----------------------------------------------------------------------------------
 
-// Records the places to which the rests of a state lead, if no cheaper way to them is known. `from`
-// is the place that leads to this state, `cost` the cost of the rests up to this place, and `top`
-// the number of states below this state.
+// Records the places to which the rests of `state` lead, except places to which a cheaper way is
+// known. `from` is the place from which `state` was reached, and `cost` is the cost of all rests up
+// to `from`. `top` is the number of states below `state` on the stack.
 static void reach(uint32_t depth, uint32_t from, uint32_t cost, uint32_t top, uint32_t state) {
     for (uint32_t r = g.first_rest[state]; r < g.first_rest[state + 1]; r++) {
         const uint32_t pops = g.rest_pops[r];
@@ -107,15 +109,15 @@ static void reach(uint32_t depth, uint32_t from, uint32_t cost, uint32_t top, ui
     }
 }
 
-// Finds the cheapest rests that complete a stack, and writes them in reverse order. Returns their
-// number; 0 if no such rests were found, or if there are more than `most`.
+// Finds the cheapest rests that complete a stack, and writes them to `rests` in reverse order.
+// Returns the number of rests; 0 if no rests complete the stack, or if more than `most` are needed.
 static uint32_t find_closing(const uint16_t *stack, uint32_t depth, uint32_t *rests,
                              uint32_t most) {
     if (depth * g.nonterminals > MAX_PLACES) return 0;
     for (uint32_t i = 0; i < depth * g.nonterminals; i++) closing_places[i].cost = FAR;
     reach(depth, FAR, 0, depth - 1, stack[depth - 1]);
     for (uint32_t at = depth; at-- > 0;) {
-        // Rests lead down the stack, or to another nonterminal at the same index.
+        // A rest leads to a lower index of the stack, or to another nonterminal at the same index.
         closing_place *row = closing_places + at * g.nonterminals;
         for (;;) {
             uint32_t nearest = FAR, cost = FAR;

@@ -66,8 +66,8 @@ EXPORT("grammar_wake") uint32_t export_wake(void) {
     return 1;
 }
 
-// A free slot for a new sequence, if necessary in the memory of the mask cache; negative if no slot
-// is free.
+// Returns a free slot for a new sequence; negative if no slot is free. If the memory is full, the
+// mask cache is emptied, and gives some of its memory to new slots.
 static int32_t new_place(void) {
     const int32_t place = free_place();
     if (place != NO_ROOM || chunk_count <= MIN_CHUNKS) return place;
@@ -94,8 +94,8 @@ EXPORT("grammar_end") uint32_t export_end(void) {
     return 1;
 }
 
-// Appends a token if it can follow. `scratch_sequence` gets the state of the sequence before the
-// token.
+// Appends a token and returns true if the token can follow. In any case, `scratch_sequence` gets
+// the state of the sequence before the token.
 static bool add_token(sequence *s, uint32_t token) {
     assign(&scratch_sequence, s);
     const uint32_t place = token < v.size ? v.offsets[token] : 0;
@@ -128,18 +128,19 @@ static bool forced_after(const sequence *s, uint32_t token) {
     return !seen.complete && seen.only >= 0;
 }
 
-// Whether a round only writes the mask of a sequence. It does not if a text of several tokens is
-// forced. If the forced text is one token, the mask allows no other token.
+// Whether the mask `found` is the whole result of a sequence's round. If no token is allowed, or if
+// more than one token is forced, the host must run the round. If exactly one token is forced, the
+// mask is sufficient, because it allows only this token.
 static bool only_masks(const sequence *s, const result *found) {
     if (!(found->flags & MASK_ANY)) return false;
     if (!(found->flags & MASK_FORCED)) return true;
     return found->flags & MASK_SINGLE && !forced_after(s, found->single);
 }
 
-// Runs the usual rounds of `count` sequences. The inbox has pairs of a sequence and a token. A
-// token is appended if it can follow, the next mask is in the cache, and the round only writes this
-// mask. The mask's address then replaces the token in the inbox. Otherwise 0 replaces the token,
-// and the sequence is unchanged.
+// Tries to run the rounds of `count` sequences without their host code. The inbox has pairs of a
+// sequence and its sampled token. The token is appended if it can follow, the next mask is in the
+// cache, and the mask is the whole result (`only_masks`). The mask's address then replaces the
+// token in the inbox. Otherwise 0 replaces the token, and the sequence is unchanged.
 EXPORT("grammar_rounds") uint32_t export_rounds(void) {
     uint32_t *pairs = (uint32_t *)inbox;
     for (uint32_t i = 0; i < block.count; i++, pairs += 2) {
@@ -172,7 +173,8 @@ EXPORT("grammar_complete") uint32_t export_complete(void) {
     return look(s, g.has_parser ? stand_on(s) : 0).complete;
 }
 
-// Writes the forced bytes to `block.out`; returns their number.
+// Writes the bytes that must follow, because no other text is possible, to `block.out`. Returns the
+// number of bytes.
 EXPORT("grammar_forced") uint32_t export_forced(void) {
     assign(&scratch_sequence, at_place(block.arg));
     sequence *s = &scratch_sequence;
@@ -193,8 +195,8 @@ EXPORT("grammar_closing") int32_t export_closing(void) {
     return (int32_t)closing_bytes;
 }
 
-// After grammar_forced: whether some token may begin with the forced bytes from `arg` on and
-// continue after their end.
+// Called after grammar_forced. Returns whether a token may begin with the forced bytes from index
+// `arg` on and have further bytes after them.
 EXPORT("grammar_overhang") uint32_t export_overhang(void) {
     uint32_t node = 0;
     for (uint32_t at = block.arg; at < forced_bytes; at++) {

@@ -11,8 +11,8 @@
 
 enum {
     MASK_ANY = 1,       // some token other than the end of the sequence is allowed
-    MASK_FORCED = 2,    // only one byte may follow, the text is not complete, and one of the
-                        // allowed tokens begins with each of the others
+    MASK_FORCED = 2,    // only one byte may follow, the text is not complete, and each allowed
+                        // token is a prefix of the longest one
     MASK_COMPLETE = 4,  // the text may end here
     MASK_SINGLE = 8,    // MASK_FORCED, and only one token is allowed
     EDGES = 1 << 17,
@@ -34,8 +34,8 @@ typedef struct result {
 } result;
 
 typedef struct edge {
-    uint32_t from, state;  // from: a lexer state, or 65535 + an inner node (1 or more); 0: free
-    uint32_t place;        // the inner node to which the edge leads; 0: the edge leads to `result`
+    uint32_t from, state;  // from: a lexer state, or 65535 + an inner node (1 or more); 0 if free
+    uint32_t place;        // the inner node to which the edge leads; 0 if it leads to `result`
     result *result;
 } edge;
 
@@ -99,7 +99,8 @@ static uint32_t ended(const sequence *s, uint32_t stack) {
     return terminal == SKIP ? stack : push(stack, terminal);
 }
 
-// Whether the text may end, and the class of the only byte that may follow: -1 for none or several.
+// `complete`: whether the text may end. `only`: the class of the next byte if only one byte may
+// follow, otherwise -1.
 typedef struct outlook {
     bool complete;
     int32_t only;
@@ -180,9 +181,9 @@ static const kept_mask *keep_work(void) {
     return mask;
 }
 
-// The flags of a mask in `work` if only one byte may follow: MASK_FORCED, unless two of the allowed
-// tokens differ in a byte that both have. Both are then longer than the forced text. So the model
-// samples one of them, and no token of the forced text is appended.
+// The flags of the mask in `work`, if only one byte may follow. If all allowed tokens are prefixes
+// of the longest one, the result contains MASK_FORCED. Otherwise the result is 0: two allowed
+// tokens differ after the forced bytes, so the model must choose one of them.
 static uint32_t forced_flags(uint32_t *single) {
     uint32_t longest = 0, count = 0;
     for (uint32_t pass = 0; pass < 2; pass++)
@@ -239,8 +240,8 @@ static const result *known(const sequence *s) {
     return 0;
 }
 
-// Adds a result to the tree, at the end of the path of the states that were read. Returns false if
-// the tree is full.
+// Adds a result to the cache's tree. The path to the result consists of the lexer state and the
+// parser states that were read. Returns false if the tree is full.
 static bool hang(const sequence *s, uint32_t read_from, result *found) {
     uint32_t from = s->lexer;
     for (uint32_t at = s->depth; at-- > read_from;) {

@@ -27,7 +27,7 @@ static inline bool same(const uint32_t *one, const uint32_t *other, uint32_t wor
     return true;
 }
 
-// Adds pages at the end of the memory; 0 if the host refuses more memory.
+// Adds pages at the end of the memory; returns 0 if the host refuses more memory.
 static void *take_pages(uint32_t bytes) {
     const size_t before = __builtin_wasm_memory_grow(0, (bytes + PAGE - 1) / PAGE);
     return before == (size_t)-1 ? 0 : (void *)(before * PAGE);
@@ -37,7 +37,7 @@ static void *take_pages(uint32_t bytes) {
 
 static uint8_t *stay_at, *stay_end;
 
-// Zeroed memory, aligned to 16; 0 if the host refuses more memory.
+// Allocates zeroed memory, aligned to 16 bytes; returns 0 if the host refuses more memory.
 static void *stay_if_room(uint32_t bytes) {
     bytes = (bytes + 15) & ~15u;
     if ((uint32_t)(stay_end - stay_at) < bytes) {
@@ -63,13 +63,13 @@ static void *stay(uint32_t bytes) {
 static uint8_t *chunks[MAX_CHUNKS];
 static uint32_t chunk_count, chunk_now, chunk_used;
 
-// Adds the whole chunks of a free block of memory to the arena.
+// Adds a free block of memory to the arena, in whole chunks. A smaller remainder is not used.
 static void arena_give(uint8_t *block, uint32_t bytes) {
     for (; bytes >= CHUNK && chunk_count < MAX_CHUNKS; block += CHUNK, bytes -= CHUNK)
         chunks[chunk_count++] = block;
 }
 
-// Memory of at most a chunk, aligned to 16, not zeroed; 0 if the memory is full.
+// Allocates at most CHUNK bytes, aligned to 16 and not zeroed; returns 0 if the memory is full.
 static void *arena_take(uint32_t bytes) {
     bytes = (bytes + 15) & ~15u;
     if (bytes > CHUNK) return 0;

@@ -3,8 +3,8 @@
 //
 // A stack is identified by its top: a number below DEEPEST is an index in the sequence's own stack,
 // a larger number is a node on top of another stack. `lowest` records the lowest index of the
-// sequence's own stack that was read: a result is valid for every stack with the same states from
-// this index up.
+// sequence's own stack that was read. A result is therefore valid for every stack that has the same
+// states from this index up.
 #ifndef GRAMMAR_PARSER_H
 #define GRAMMAR_PARSER_H
 
@@ -66,9 +66,9 @@ static inline uint32_t reduced_by(uint32_t stack, uint32_t production) {
     return put(stack, to);
 }
 
-// Moves the top node of a stack down to the first place after the nodes in use, which are the other
-// nodes of the stack and the first `kept` nodes. A long chain of reductions then needs few nodes.
-// Other stacks must not be built on the top node.
+// Moves the top node of a stack to the first free node, so that a long chain of reductions needs
+// few nodes. The nodes in use are the other nodes of the stack and the first `kept` nodes. Other
+// stacks must not be built on the top node.
 static inline uint32_t settled(uint32_t stack, uint32_t kept) {
     const stack_node top = stack_nodes[stack - DEEPEST];
     uint32_t to = top.below < DEEPEST ? 0 : top.below - DEEPEST + 1;
@@ -92,7 +92,8 @@ static uint32_t push(uint32_t stack, uint32_t terminal) {
     return NO_STACK;
 }
 
-// The terminals that can follow a stack, after the reductions that each causes.
+// Writes the set of terminals that can follow a stack to `out`. It includes the terminals that are
+// shifted only after reductions.
 static void viable(uint32_t stack, uint32_t *out) {
     const uint32_t words = g.words, before = stack_node_count;
     uint32_t state = state_of(stack);
@@ -126,7 +127,8 @@ static void viable(uint32_t stack, uint32_t *out) {
 
 // --- a sequence's own stack ----------------------------------------------------------------------
 
-// Pushes a terminal. False if it cannot follow or is nested too deeply; the stack is then modified.
+// Pushes a terminal. Returns false if the terminal cannot follow or the stack would be too deep;
+// the stack may then be modified.
 static bool push_own(sequence *s, uint32_t terminal) {
     for (;;) {
         const uint32_t state = s->stack[s->depth - 1];

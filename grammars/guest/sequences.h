@@ -1,4 +1,4 @@
-// The sequences of this guest: the state of the lexer and the parser of each.
+// The sequences of this guest, each with the states of its lexer and its parser.
 #ifndef GRAMMAR_SEQUENCES_H
 #define GRAMMAR_SEQUENCES_H
 

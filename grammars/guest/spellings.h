@@ -1,11 +1,11 @@
-// Finds, for a lexer state and each token that is appended in it, the token's spelling (the
-// terminals that the token completes) and the kind of lexeme that the token leaves unfinished.
-// Neither depends on the parser's stack.
+// Groups the tokens that may follow in a lexer state by their effect on the parser. The spelling of
+// a token is the list of the terminals that the token completes. The kind of a token is the kind of
+// the lexeme that it leaves unfinished (tables.h). Neither depends on the parser's stack.
 //
-// Most tokens do not complete a terminal: they stay inside one lexeme. Tokens with the same
-// spelling that leave the same kind of lexeme unfinished are allowed together on every stack: they
-// form one group. So a mask needs one query of the parser for each group, along a tree of the
-// spellings.
+// Tokens with the same spelling and the same kind form one group: on every stack, either all of
+// them are allowed or none. Most tokens do not complete a terminal, so there are few groups. A mask
+// needs one check for each group. The spellings form a tree, so that common beginnings are parsed
+// once.
 #ifndef GRAMMAR_SPELLINGS_H
 #define GRAMMAR_SPELLINGS_H
 
@@ -17,10 +17,10 @@ enum { MAX_SPELLINGS = 65535, MAX_GROUPS = 65536, GROUP_SLOTS = 4 * MAX_GROUPS }
 typedef struct group {
     uint32_t kind;
     uint32_t count;  // number of `tokens`
-    uint32_t *tokens, *mask;  // only the smaller one is set
+    uint32_t *tokens, *mask;  // a list or a mask, whichever is smaller; the other is 0
 } group;
 
-// The tree of spellings; spelling 0 is the empty one.
+// A node of the tree of spellings. Node 0 is the empty spelling.
 typedef struct spelling {
     uint32_t terminal, child, sibling;  // 0: no more
     uint32_t first, end;                // its groups
@@ -31,7 +31,8 @@ typedef struct spellings {
     group *groups;
 } spellings;
 
-// The state of a search. A slot belongs to the current search if its `search` is `f.search`.
+// A slot of the hash table of groups. A slot is in use if its `search` is `f.search`, the number of
+// the current search.
 typedef struct group_slot {
     uint32_t search, spelling, kind, group;
 } group_slot;

@@ -1,6 +1,6 @@
 // The tables of a grammar or of a regular expression, as grammars/ writes them.
 //
-// The tables of a regular expression are only a lexer with one lexeme: the text may end where the
+// A regular expression has a lexer with one lexeme, and no parser. The text may end where the
 // lexeme may end.
 #ifndef GRAMMAR_TABLES_H
 #define GRAMMAR_TABLES_H
@@ -32,13 +32,13 @@ static struct {
     const uint16_t *rest_lhs, *rest_pops, *rest;
     const uint8_t *shortest;
 
-    // Kinds: lexer states of one kind can still match the same terminals.
+    // Two lexer states are of the same kind if they can still match the same terminals.
     uint32_t kinds;
     const uint16_t *kind_of;  // [lexer_states]
     const uint32_t *kind_set; // [kinds * words]
-    // Whether a lexeme of a kind may follow a terminal on some stack: [(terminals + 1) * kinds],
-    // the last row is for a text before its first terminal and is all ones; a null pointer if the
-    // table would be too large.
+    // [(terminals + 1) * kinds] Whether a lexeme of a kind may follow a terminal on some stack. The
+    // last row, for a text before its first terminal, is all ones. Null if the table would be too
+    // large.
     const uint8_t *may_begin;
     const uint32_t *follow;  // [terminals * words]
 } g;
@@ -132,7 +132,7 @@ static uint32_t hash_of(const uint32_t *words, uint32_t n) {
     return hash ^ hash >> 15;
 }
 
-// Numbers the kinds of lexer states: the different sets of `reachable`.
+// Numbers the kinds of lexer states. Two states are of one kind if their `reachable` is equal.
 static void find_kinds(void) {
     uint32_t room = 16;
     while (room < 2 * g.lexer_states) room *= 2;
@@ -154,8 +154,8 @@ static void find_kinds(void) {
     g.kind_set = sets;
 }
 
-// Computes the terminals that may follow each terminal on some stack: those at which the parser
-// states after this terminal shift or reduce.
+// Computes, for each terminal, the terminals that may follow it on some stack. These are the
+// terminals at which a parser state after the first terminal shifts or reduces.
 static void find_followers(void) {
     uint32_t *follow = stay(4 * g.terminals * g.words);
     for (uint32_t s = 0; s < g.states; s++) {

@@ -20,10 +20,10 @@ static struct {
     // Nodes in preorder; node 0 is the root.
     uint32_t nodes;
     const uint8_t *class_of, *depth;  // [nodes]
-    const uint32_t *subtree;          // [nodes] nodes of the subtree, its root included
+    const uint32_t *subtree;          // [nodes] number of nodes of the subtree, including its root
     const uint32_t *first;            // [nodes + 1] where the node's tokens start in `tokens`
     const uint32_t *tokens;
-    const uint32_t *set_at;  // [nodes] 1 + index of a node's mask in `sets`; 0: few tokens
+    const uint32_t *set_at;  // [nodes] 1 + index in `sets`; 0 for a node with few tokens
     const lanes *sets;
 } v;
 
@@ -47,7 +47,7 @@ static inline void add_node(uint32_t *mask, uint32_t node) {
 // --- building the tree ---------------------------------------------------------------------------
 
 typedef struct merging {
-    uint32_t count, room;  // room: of `slots`, a power of two
+    uint32_t count, room;  // room: number of `slots`, a power of two
     uint32_t *slots;       // hash table by parent and class: node + 1
     uint32_t *parent, *child, *sibling, *token;
     uint32_t *next_token;  // [size]

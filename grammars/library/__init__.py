@@ -29,9 +29,9 @@ def grammar(name: str) -> str:
 
 
 def regex(name: str) -> str:
-    """A regular expression. The lines of its file are joined, without the blanks before and after
-    their text. Lines that begin with ``#`` are comments. Raises KeyError for an unknown name, with
-    the known names."""
+    """A regular expression. The lines of its file are joined, without the blanks at the beginning
+    and the end of each line. Lines that begin with ``#`` are comments. Raises KeyError for an
+    unknown name, with the known names."""
     lines = (line.strip() for line in _read(name, "rx").splitlines())
     return "".join(line for line in lines if not line.startswith("#"))
 

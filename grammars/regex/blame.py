@@ -21,7 +21,7 @@ from .utf8 import to_bytes
 _TRIAL_SHARE = 0.15
 """Share of the search's time that one part may take."""
 _TRIED = 20
-"""Maximum items of one part that are tried, the longest first."""
+"""Maximum number of items of one part that are tried, the longest first."""
 _MANY_RANGES = 50
 """If a set of characters has more ranges than this, an error calls it a Unicode category, because a
 class that is written in a pattern rarely has as many ranges."""

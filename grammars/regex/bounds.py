@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 
 MAX_PATTERN_CHARACTERS = 200_000
-"""Maximum characters of a pattern, or of all lexemes of a lexer together."""
+"""Maximum number of characters of a pattern, or of all lexemes of a lexer together."""
 MAX_ENTRIES = 2_000_000
 """Maximum number of positions (``positions.py``) in all states of a subset construction together.
 This number of positions takes about 100 MB."""
@@ -69,8 +69,8 @@ class Budget:
             raise Exhausted(f"needs more than {self.max_states:,} states")
 
     def positions(self, count: int) -> None:
-        """Raises Exhausted if a pattern whose repetitions are expanded has ``count`` positions, and
-        ``count`` is more than twice the maximum number of states."""
+        """Raises Exhausted if ``count`` is more than twice the maximum number of states.
+        ``count``: the number of positions of a pattern whose repetitions are expanded."""
         if count > 2 * self.max_states:
             raise Exhausted(f"expands to {count:,} positions, more than {2 * self.max_states:,}")
 

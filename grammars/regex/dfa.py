@@ -203,7 +203,8 @@ def _reaching(transitions: array[int], width: int, marks: Sequence[int]) -> list
         if target:
             sources[target].add(at // width)
     reached = list(marks)
-    # Most states have higher numbers than their sources, so the last states are processed first.
+    # Most states have higher numbers than the states that lead to them, so the last states are
+    # processed first.
     pending = [state for state, bits in enumerate(marks) if bits]
     while pending:
         state = pending.pop()

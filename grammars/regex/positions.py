@@ -19,8 +19,9 @@ from .charsets import CharSet
 from .tree import Alternation, Chars, Concatenation, Repeat, Tree
 
 Open = tuple[bool, list[frozenset[int]], list[int]]
-"""For a part of a pattern: whether it matches the empty text, and the positions that may match its
-first and its last character. The positions of the first character are the union of the sets."""
+"""Whether a part of a pattern matches the empty text, sets of positions that may match its first
+character, and positions that may match its last character. Each position in any of the sets may
+match the first character."""
 
 
 @dataclass(slots=True)

@@ -125,7 +125,7 @@ def _explained(message: str) -> str:
 
 
 def place(pattern: str, span: tuple[int, int], verbose: bool) -> tuple[int, int]:
-    """A span without the blanks, comments and flags before its node."""
+    """The span of a node, without blanks, comments and flags at its beginning."""
     start, end = span
     found = (_SKIPPED_VERBOSE if verbose else _SKIPPED).match(pattern, start, end)
     return (found.end() if found and found.end() < end else start), end

@@ -5,10 +5,10 @@ for the first bytes of a character and has the bytes that may follow them; a lea
 characters. Equal nodes are merged. For each state, the leaves of this graph are replaced by the
 next states, and classes that lead to the same state are merged.
 
-If the automaton over characters is minimal, the automaton over bytes is minimal too. The reason:
-the leaves of a state's graph are different next states, so two states inside a character with
-different runs accept different texts. A state inside a character is never equivalent to a state
-between two characters, because only the former reads continuation bytes. Overlong forms and
+If the automaton over characters is minimal, the automaton over bytes is minimal too. Two states
+inside a character with different runs lead to different states between characters, and these
+states are not equivalent. A state inside a character is never equivalent to a state between two
+characters, because only a state inside a character reads continuation bytes. Overlong forms and
 surrogates have no path in the graph, so they never match. Sources: R. Cox, Regular expression
 matching in the wild, 2010, and the Rust crate ``utf8-ranges``.
 """
@@ -122,10 +122,10 @@ class _Graph:
     def runs(
         self, segments: Segments, lows: list[int], first: int, last: int, levels: int, byte: int
     ) -> list[tuple[int, int, int]]:
-        """The runs for the characters ``first`` to ``last``. The next byte selects a block of
-        ``64**levels`` characters.
+        """The runs for the characters ``first`` to ``last``.
 
-        ``byte`` is the byte of block 0, which contains character 0.
+        The next byte selects a block of ``64**levels`` characters. Character 0 is in block 0.
+        ``byte`` plus the number of a block is the byte that selects the block.
         """
         shift = 6 * levels
         runs: list[tuple[int, int, int]] = []

@@ -16,7 +16,7 @@ from .grammar import Grammar
 from .lr1 import Items, State
 
 MAX_REST_TOKENS = 1024
-"""Maximum terminals of a ``Rest``. An item that needs more terminals does not get a ``Rest``."""
+"""Maximum number of terminals of a ``Rest``. An item that needs more terminals has no ``Rest``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,8 @@ def find_rests(
 
 
 def _cheapest(grammar: Grammar, costs: dict[int, int]) -> dict[int, int]:
-    """By symbol of a nonterminal: the production that derives the nonterminal's shortest text. The
-    costs of the nonterminals are added to ``costs``. Source: D. E. Knuth, "A generalization of
+    """Maps the symbol of each nonterminal to the production of its shortest text. Adds the costs of
+    the nonterminals to ``costs``. Source: D. E. Knuth, "A generalization of
     Dijkstra's algorithm" (1977)."""
     terminals = len(grammar.terminals)
     uses: dict[int, list[int]] = {}

@@ -22,7 +22,7 @@ MAX_STATES = 1 << 14
 MAX_PRODUCTIONS = 1 << 14
 MAX_TERMINALS = 4096
 MAX_LENGTH = 4096
-"""Maximum symbols of one alternative."""
+"""Maximum number of symbols of one alternative."""
 EXAMPLE_SECONDS = 2.0
 """Maximum time for finding the examples of all conflicts together, in seconds."""
 

@@ -16,7 +16,7 @@ from .lr1 import Items, State
 from .tables import ConflictChoice
 
 MAX_EXAMPLE = 200
-"""Maximum lexemes of an example."""
+"""Maximum number of lexemes of an example."""
 
 
 @dataclass(frozen=True, slots=True)

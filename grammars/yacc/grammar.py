@@ -237,8 +237,9 @@ class _Numbering:
                     found = f"{alternative.prec.text!r} has no %left, %right or %nonassoc"
                     raise self.error(alternative.prec.offset, found)
                 return levels[key][0]
-            # In yacc, a rule whose alternatives are lexemes is a nonterminal, which does not decide
-            # the precedence. So terminals of such rules without a precedence do not count.
+            # A rule whose alternatives are all lexemes is a terminal here, but a nonterminal in
+            # yacc. In yacc it does not decide the precedence, so here it does not count either,
+            # unless it has a precedence of its own.
             terminals = [symbol for symbol in rhs if symbol < len(names) and symbol not in unranked]
             return precedence[terminals[-1]] if terminals else 0
 

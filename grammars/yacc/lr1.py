@@ -72,7 +72,7 @@ class Items:
         self._leftmost: dict[int, list[tuple[int, int, bool]]] = {}
 
     def _first_sets(self) -> list[int]:
-        """By symbol: the terminals with which its texts can begin (the set FIRST)."""
+        """For each symbol, the terminals with which its texts can begin (the set FIRST)."""
         terminals = self.num_terminals
         first = [1 << t for t in range(terminals)] + [0] * len(self.grammar.nonterminals)
         starts: dict[int, set[int]] = {}
@@ -216,7 +216,7 @@ def _compatible(known: list[int], new: list[int]) -> bool:
 
 
 def _merge(state: State, lookaheads: list[int]) -> bool:
-    """Adds lookaheads to a state; returns whether some of the lookaheads were new to the state."""
+    """Adds lookaheads to a state; returns whether the state did not have all of them before."""
     grown = False
     for place, lookahead in enumerate(lookaheads):
         if lookahead & ~state.lookaheads[place]:

@@ -3,7 +3,7 @@
 This recognizer is the reference for the guest engine. The lexer and the parser advance together
 after each byte, as in AICI. If a byte leads the lexer to its dead state, the lexeme ends before
 this byte, and the byte begins the next lexeme. A byte is refused at once if the parser cannot
-accept any of the lexemes that the lexer can still match: for example, after ``int `` the ``1`` of
+accept any of the lexemes that the lexer can still match. For example, after ``int `` the ``1`` of
 ``123456`` is refused.
 """
 

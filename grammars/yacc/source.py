@@ -17,7 +17,7 @@ from .errors import GrammarError, error_at
 from .scan import DIRECTIVES, Token, scan
 
 MAX_CHARACTERS = 1 << 20
-"""Maximum characters of a grammar."""
+"""Maximum number of characters of a grammar."""
 
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|.)")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}

@@ -13,7 +13,7 @@ REDUCE = 2
 ACCEPT = 3
 
 MAX_ENTRIES = 1 << 23
-"""Maximum entries of ``actions`` and ``gotos`` together."""
+"""Maximum number of entries of ``actions`` and ``gotos`` together."""
 
 
 @dataclass(frozen=True, slots=True)
