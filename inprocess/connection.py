@@ -17,15 +17,15 @@ class Connection:
     """Sends lines, ``<TYPE> <JSON>``, and receives lines. One thread may send while another
     receives.
 
-    If the client does not read a connection for long, the broker ends the connection's streams with
-    ``slow_client``, as on any transport. Raises AddressError if no broker of this process listens
-    at ``address``.
+    If the client does not read from a connection for a long time, the broker ends the connection's
+    streams with ``slow_client``, as on any transport. Raises AddressError if no broker of this
+    process listens at ``address``.
     """
 
     def __init__(self, address: str) -> None:
         self._arrivals: SimpleQueue[None] = SimpleQueue()
         """Wakes ``receive``: the queue gets an item for each message of the broker, for each
-        refusal, and for the end of the link."""
+        refused message of the client, and for the end of the link."""
         self._refusals: SimpleQueue[str] = SimpleQueue()
         self._link = Link(address, lambda: self._arrivals.put(None))
 
@@ -61,8 +61,8 @@ class Connection:
                 raise TimeoutError(f"no message arrived within {timeout_s} s") from None
 
     def close(self) -> None:
-        """Closes the connection. For ``session_grace_s``, a session that began with HELLO can be
-        taken over."""
+        """Closes the connection. For ``session_grace_s``, another connection can take over a
+        session that began with HELLO."""
         self._link.close()
         self._arrivals.put(None)
 
