@@ -23,13 +23,13 @@ BETWEEN = 20
 
 
 class Return(NamedTuple):
-    """The times of a client's return after a cut. The return ends when each stream has received its
-    next entry."""
+    """The figures of one cut of the client's connection. Each figure ends when each stream has
+    received its next entry."""
 
     cut_s: float
-    """Seconds from the cut of the connection to the end of the return."""
+    """Seconds since the cut of the connection."""
     attach_s: float
-    """Seconds from the client's ATTACHes to the end of the return."""
+    """Seconds since the client sent its ATTACHes."""
     cpu_s: float
     """Seconds of CPU time of all processes, minus the CPU time that the same number of entries
     takes without a cut."""
@@ -73,7 +73,7 @@ class Returning:
         self._counts = [0] * streams
         self._targets = [0] * streams
         self._left = 0
-        """Number of streams that have not yet received their number of entries in ``_targets``."""
+        """Number of streams that have received fewer entries than ``_targets`` requires."""
         self._reached = asyncio.Event()
         self._reached_at = self._attached_at = 0.0
         session: Any = self._client._connection._session

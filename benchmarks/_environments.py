@@ -23,10 +23,10 @@ def environment(
     """Creates the virtual environment ``name`` unless it exists with these packages. Returns the
     path of its Python.
 
-    The packages in ``packages`` are installed with their dependencies, and those in ``alone``
-    without. ``borrow``: packages that are missing in the environment are imported from this
-    process's environment, for example torch, which is large. Raises CalledProcessError if pip
-    fails.
+    The packages in ``packages`` are installed with their dependencies. The packages in ``alone``
+    are installed without dependencies. With ``borrow``, the environment imports missing packages
+    from this process's environment, for example torch, which is large. Raises CalledProcessError
+    if pip fails.
     """
     folder = FOLDER / name
     python = folder / "bin" / "python"

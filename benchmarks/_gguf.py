@@ -1,7 +1,7 @@
 """Converts a Llama checkpoint to a float32 GGUF file: ``python _gguf.py FOLDER FILE``.
 
 The environment must have the package ``gguf``. The checkpoint's tokenizer must be a byte-level BPE.
-The GGUF file also contains its vocabulary, but not its merges.
+The GGUF file contains the tokenizer's vocabulary, but not the tokenizer's merges.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, eos: int) -> None:
     writer.add_tokenizer_pre("default")
     writer.add_token_list(words)
     writer.add_token_types(kinds)
-    # llama.cpp refuses a byte-level BPE without merges. The merges are not used, because requests
-    # contain token ids.
+    # llama.cpp refuses a byte-level BPE without merges. One arbitrary merge is enough, because
+    # requests contain token ids, which the server does not tokenize.
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(eos)
 

@@ -11,7 +11,7 @@ from _gpu_world import World
 from tokenbus.workers.gpu.model.loader import LoadedModel
 
 TIE = {torch.bfloat16: 0.1, torch.float32: 1e-3}
-"""Two logits count as a tie if their distance is less than this part of the logits' standard
+"""Two logits count as a tie if their distance is less than this fraction of the logits' standard
 deviation, because kernels round differently."""
 
 

@@ -168,8 +168,8 @@ class _Inputs:
 
 
 def _chunks(rng: random.Random, lengths: Items[int], case: Case) -> list[Chunk]:
-    """Chunks that end at these lengths. A sequence of the second half shares full blocks with the
-    sequence before it, like forks and prefix hits."""
+    """Chunks that end at these lengths. Each sequence in the second half of the list shares full
+    blocks with the sequence before it, like a fork or a prefix hit."""
     used = [len(range(0, n, case.block_size)) for n in lengths]
     pool = list(range(1, 1 + sum(used)))
     rng.shuffle(pool)

@@ -173,8 +173,8 @@ def _evict(world: World) -> None:
 
 
 def _load(models: Models, name: str) -> weakref.ref[Engine]:
-    """Loads a model as a worker does, and runs a short request. Returns a reference to the engine
-    by which the caller checks that the engine is freed."""
+    """Loads a model as a worker does, and runs a short request. Returns a weak reference to the
+    engine, with which the caller checks that the engine is freed."""
     models.want(name)
     while not isinstance(event := models.events.get(), Ready | Failed):
         pass

@@ -71,7 +71,8 @@ def _ours(world: World, loaded: LoadedModel, batch: int) -> Callable[[Prompts, i
 
 
 def _generate_batch(world: World, loaded: LoadedModel) -> Callable[[Prompts, int], None]:
-    """Transformers' continuous batching. A wrong number of tokens is a fault."""
+    """Returns a function that runs transformers' continuous batching. The function records a fault
+    if a text has the wrong number of tokens."""
     model: Any = loaded.model
     model.set_attn_implementation("sdpa")
     # By default, the cache would take most of the free memory on a CPU.

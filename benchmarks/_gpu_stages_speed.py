@@ -74,7 +74,7 @@ def step_bytes(loaded: LoadedModel, point: Point) -> int:
 
 
 def _contexts(world: World, shape: str, loaded: LoadedModel, batch: int) -> list[int]:
-    """The context lengths for which the device has enough memory at this batch."""
+    """The context lengths for which the device has enough memory at this batch size."""
     if world.dry:
         return [32, 64]
     weights = sum(p.nbytes for p in loaded.model.parameters())
@@ -90,8 +90,8 @@ def _contexts(world: World, shape: str, loaded: LoadedModel, batch: int) -> list
 
 
 def _modes(world: World, shape: str, loaded: LoadedModel) -> None:
-    """Records the ratio of a step's time without overlap, and without graphs, to the usual time, at
-    batches of 1 and 64."""
+    """Records the time of a step without overlap, and of a step without graphs, as ratios to the
+    usual time of a step. The batches have 1 and 64 sequences."""
     for batch in (1, 4) if world.dry else (1, 64):
         point = Point(batch, 32 if world.dry else 128)
         seconds = {}
@@ -119,8 +119,7 @@ def _measure(world: World, shape: str, engine: Engine, point: Point, bandwidth: 
 
 
 def _cache_bytes(loaded: LoadedModel, batch: int, context: int) -> int:
-    """Bytes of a KV cache for one sequence more than the batch, each with this context and 512
-    further tokens."""
+    """Bytes of a KV cache for ``batch`` + 1 sequences of ``context`` + 512 tokens."""
     return (context + 512) * (batch + 1) * token_bytes(loaded.layers, loaded.dtype)
 
 

@@ -31,7 +31,7 @@ NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/
 """
 """The JSON of RFC 8259 in llguidance's form of Lark, without white space after the value."""
 OTHERS_S = 2.0
-"""Seconds after which xgrammar and outlines-core do not begin another text of a case."""
+"""Time for a case, in seconds. Later, xgrammar and outlines-core do not begin another text."""
 
 Makers = dict[str, Callable[[], Engine]]
 
@@ -105,8 +105,8 @@ class Comparison:
         return XGrammar(self._xgrammar.compile_regex(pattern), self._world.vocabulary)
 
     def _makers(self, tables: bytes, grammar: str) -> tuple[Makers, Makers]:
-        """Functions that make our engine and llguidance's, by name, and an empty dict for those of
-        the other engines."""
+        """Returns functions that make our engine and llguidance's engine, by name. Also returns an
+        empty dict, to which the caller adds the other engines."""
         world = self._world
         compared: Makers = {
             Ours.name: lambda: Ours(world.module, world.vocabulary, tables),

@@ -154,9 +154,9 @@ def _round(controller: Controller, mask: memoryview) -> None:
 
 
 def sequences(world: World, count: int) -> dict[str, float]:
-    """The cost of another sequence under the C grammar: the microseconds to its first mask, and the
-    bytes by which the sandbox grows for a sequence in the middle of a file. An earlier sequence has
-    already computed the first mask."""
+    """The cost of another sequence under the C grammar: the microseconds to the sequence's first
+    mask, which an earlier sequence has already computed, and bytes of the sandbox's memory. The
+    bytes are those by which the sandbox grows for a sequence in the middle of a file."""
     constraints = Constraints(world.engine, None)
     program = constraints.get("yacc")
     assert program is not None

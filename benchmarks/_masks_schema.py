@@ -52,9 +52,9 @@ class Round(NamedTuple):
     """A round: tokens are appended, then a mask is requested."""
 
     appended: list[int]
-    """No tokens in the first round, later one sampled token or the forced tokens."""
+    """The tokens to append: none in the first round, later one sampled token or forced tokens."""
     masked: bool
-    """Whether the answer is a mask. Otherwise further tokens are forced, or the text has ended."""
+    """Whether a mask is the result. Otherwise further tokens are forced, or the text has ended."""
 
 
 class Schemas:
@@ -78,10 +78,10 @@ class Schemas:
 
     def overhead(self, passes: int) -> dict[str, float]:
         """Ratio of our time to llguidance's time for a round. A round accepts the appended tokens
-        and fills a mask. ``schema_overhead`` has the rounds that end in a mask.
-        ``schema_overhead_forced`` has all rounds, including the time in which our controller
-        computes forced tokens. The first pass fills caches; the median over the passes removes its
-        effect."""
+        and fills a mask. ``schema_overhead`` is measured over the rounds that end in a mask.
+        ``schema_overhead_forced`` is measured over all rounds, and includes the time in which our
+        controller computes forced tokens. The first pass fills caches; the median over the passes
+        removes its effect."""
         texts = [self._rounds(text) for text in self._texts]
         masked = [one.masked for rounds in texts for one in rounds]
         ours: list[list[float]] = []

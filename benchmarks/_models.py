@@ -40,7 +40,7 @@ def llama_folder(folder: Path, eos: bool = True, words: bool = False, **changes:
     """Writes the Llama as a checkpoint with a byte-level tokenizer. Without ``eos``, the tokenizer
     has no end-of-sequence token, so that a stream under a regex reaches its limit.
 
-    By default, tokens above 256 are pairs of bytes, into which no text is tokenized. With
+    By default, tokens above 256 are pairs of bytes, which the tokenizer never produces. With
     ``words``, these tokens are words of up to four letters with a space before them, so that
     sampled text has the same tokens if it is tokenized again.
     """

@@ -42,7 +42,7 @@ async def beam_search(door: Door[Text], prompt: Text, width: int, tokens: int) -
 async def tree_of_thoughts(
     door: Door[Text], prompt: Text, width: int, depth: int, keep: int, tokens: int
 ) -> Text:
-    """The text of the best thoughts, and an answer."""
+    """Returns the best chain of thoughts, and the answer that follows it."""
     kept = [prompt]
     for level in range(depth):
         begin = f"Step {level + 1}: "
@@ -62,7 +62,7 @@ async def _rating(door: Door[Text], text: Text) -> int:
 
 
 async def _line(door: Door[Text], text: Text, begin: str, tokens: int) -> Text:
-    """The text with another line, which begins with ``begin``."""
+    """Returns the text with one more line: ``begin``, and then a completion."""
     text = text + door.words.encode(begin)
     found = await door.complete(text, Wanted(tokens, line=True))
     return text + found.text + door.words.encode("\n")
@@ -81,7 +81,8 @@ class _Line:
         self.sum = 0.0
 
     def promise(self) -> float:
-        """The mean rating of the texts through the line, and more if the line was tried rarely."""
+        """The priority of the line in the search: the mean rating of the texts that contain it,
+        plus a bonus that shrinks with the number of tries."""
         return (self.sum + (self.parent.tries if self.parent else 0) ** 0.5) / self.tries
 
     def path(self) -> list[_Line]:

@@ -1,7 +1,7 @@
 """HTTP clients of the servers on which ``_programs_clients.py`` runs its algorithms: this project's
 gateway and llama.cpp's server.
 
-``SdkDoor`` is the ``openai`` package and sends strings. The other clients are written for speed:
+``SdkDoor`` uses the ``openai`` package and sends strings. The other clients are written for speed:
 they send and receive token ids, and write the bytes of the requests themselves. All clients keep
 their connections open and use them again.
 """
@@ -224,8 +224,8 @@ class GatewayDoor:
 
 
 class LlamaDoor:
-    """``/completion`` of llama.cpp's server. Unlike its OpenAI interface, it returns token ids. The
-    server keeps the prompts of its slots."""
+    """``/completion`` of llama.cpp's server. Unlike the server's OpenAI interface, ``/completion``
+    returns token ids. The server caches the last prompt of each slot."""
 
     def __init__(self, http: Http, words: Words) -> None:
         self._http = http
@@ -241,7 +241,8 @@ class LlamaDoor:
         if wanted.choice:
             body["grammar"] = "root ::= " + " | ".join(map(json.dumps, wanted.choice))
         if wanted.schema is not None:
-            # This server cuts the JSON at the maximum. The gateway completes the JSON before.
+            # This server truncates the JSON at the maximum number of tokens. The gateway closes
+            # the JSON before the maximum.
             body |= {"json_schema": wanted.schema, "n_predict": max(160, wanted.tokens)}
         if wanted.choice or wanted.schema is not None:
             # After a constrained text, the server accepts only the end-of-sequence token.

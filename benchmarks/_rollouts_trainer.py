@@ -1,7 +1,8 @@
 """A trainer by GRPO in plain torch, for the embedded model.
 
 Source: Shao et al., "DeepSeekMath", 2024: the advantage of a sample is its reward compared with the
-rewards of its group. The ratio of probabilities is that of the trainer to the sampler.
+rewards of its group. The ratio in the loss is the trainer's probability of a token, divided by the
+sampler's.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ class Trainer:
         return save(self._versions[-1])
 
     def compare(self, group: Group) -> None:
-        """Compares the log-probability of each token with a plain forward over the whole text,
-        under the version of the weights that the token's span names."""
+        """Compares the log-probability of each token with a plain forward over the whole text. The
+        forward uses the version of the weights that sampled the token (``sample.spans``)."""
         for sample in group.samples:
             starts = [start for start, _ in sample.spans] + [len(sample.tokens)]
             for number, (start, span) in enumerate(sample.spans):

@@ -198,8 +198,8 @@ class World:
             self.broker.on_client(peer, [b"HELLO", body], self.now)
 
     def _session_of(self, worker: int, turn: int) -> Session:
-        """The session that begins a stream when the worker with the number ``worker`` is the least
-        loaded, so that this worker receives the stream. ``turn``: number of the worker's earlier
+        """The session that begins the next stream of the worker with the number ``worker``, which
+        receives the stream because it is the least loaded. ``turn``: number of the worker's earlier
         streams."""
         peer = self._peers[(worker * GROUP + turn % GROUP) % SESSIONS]
         return self.broker.state.sessions.by_peer[peer]

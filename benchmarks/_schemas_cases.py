@@ -13,7 +13,7 @@ WHERE = Path(__file__).parents[2] / "shared" / "maskbench.tar.gz"
 
 
 class Case(NamedTuple):
-    """A schema, and texts with the information whether the schema accepts them."""
+    """A schema, and texts that are marked as valid or invalid under the schema."""
 
     name: str
     schema: Any

@@ -268,9 +268,9 @@ class Step(NamedTuple):
     """A round: tokens are appended, then a mask is requested."""
 
     appended: list[int]
-    """No tokens in the first round, later one sampled token or the forced tokens."""
+    """The tokens to append: none in the first round, later one sampled token or forced tokens."""
     masked: bool
-    """Whether the answer is a mask. Otherwise further tokens are forced, or the text has ended."""
+    """Whether a mask is the result. Otherwise further tokens are forced, or the text has ended."""
 
 
 def _judged(compiled: bool, texts: list[tuple[bool, bool]]) -> Judged:

@@ -28,7 +28,8 @@ STATE = ("-m", f"{WORKERS}.state")
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """The environment of a process that has only these settings, and not those of this process."""
+    """The environment variables for a process with these settings of Tokenbus. Settings in this
+    process's own environment are left out."""
     own = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
     return own | {f"TOKENBUS_{name.upper()}": value for name, value in settings.items()}
 

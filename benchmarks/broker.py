@@ -39,8 +39,8 @@ STEP_TOKENS = 64
 RATE = 10_000
 RUNS = 5
 CAPABILITIES = ["columns", "bodies"]
-"""The capabilities that the measured clients name in HELLO: the capabilities of our own clients
-that change the form of ``TOKEN`` messages of token ids."""
+"""The capabilities that the measured clients send in HELLO. Our own clients also have these
+capabilities, which change the form of ``TOKEN`` messages."""
 HOP_ROUNDS = 11
 
 Socket = zmq.Socket[bytes]
@@ -342,7 +342,7 @@ def _receive_rounds(addresses: dict[str, str], count: int, pipe: Connection) -> 
 
 
 def _paced(count: int, send: Callable[[bytes], object]) -> None:
-    """Sends ``count`` bodies of 200 bytes, ``RATE`` in each second. A body has its sending time."""
+    """Sends ``count`` bodies of 200 bytes, ``RATE`` per second. A body contains its send time."""
     begin = time.perf_counter()
     for i in range(count):
         pause = begin + i / RATE - time.perf_counter()

@@ -4,7 +4,8 @@
 and 64 streams. The tokens arrive as fast as the client reads. ``client_us_per_token`` reads each
 stream to its end (``stream.tokens``), ``…_each`` reads entry by entry (``async for``), and
 ``…_json`` receives entries in JSON. The messages come from a raw socket through a real broker.
-``client_core`` is the part of a core that 64 streams use, entry by entry, at 200 steps per second.
+``client_core`` is the share of one CPU core that a client uses to read 64 streams entry by entry,
+at 200 steps per second.
 ``send_us_*`` is the CPU time of ``LiveStreams.send`` for a step of 64 plain tokens of one session.
 Columns and JSON take turns, and a ratio is the median of the rounds' ratios.
 """
@@ -158,7 +159,7 @@ class Worker:
         return found
 
     def send(self, messages: list[list[bytes]], per_s: float | None) -> None:
-        """Sends ``per_s`` messages in each second, or all as fast as possible if it is None."""
+        """Sends ``per_s`` messages per second. If ``per_s`` is None, sends as fast as possible."""
         began = time.perf_counter()
         for number, frames in enumerate(messages):
             if per_s is not None:

@@ -2,7 +2,7 @@
 
 The model is a Llama with 21 million random parameters, and sampling is greedy. Everything runs in
 one process. Times of whole runs are the minimum of several runs, because other work on the machine
-only slows runs. transformers runs the ragged requests only once.
+only slows runs. Exception: transformers runs the requests of different lengths only once.
 """
 
 from __future__ import annotations
@@ -182,8 +182,8 @@ def prefixes(ours: Ours, runs: int) -> dict[str, float]:
 
 
 def forks(ours: Ours, runs: int) -> dict[str, float]:
-    """The ratio of the KV blocks of a sequence with 7 forks, one step after the fork, to the blocks
-    before the fork; and the time of a fork. The prompt has 512 tokens."""
+    """The time of a fork, and the growth of the KV cache by 7 forks: the number of used blocks one
+    step after the forks, divided by the number before them. The prompt has 512 tokens."""
     rng = random.Random(3)
     engine = ours.engine
     times = []

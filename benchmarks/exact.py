@@ -4,7 +4,7 @@ Also compares the throughput with the setting ``exact`` on and off.
 The model is the embedded model. Batches of 1 to 64 requests run with shared prefixes, chunks of
 several sizes, drafts, forks, a small KV cache, moves to another engine, and one or two threads.
 Each batch also runs on two worker processes, one of which is killed, and the tokens of all streams
-are scored together. Each of these runs counts towards ``compared_tokens``.
+are scored together. The tokens of all these runs count towards ``compared_tokens``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ZERO = ("differing_bits", "streams_that_are_not_exact", "exact_vs_transformers")
 NEW = 48
 """Number of tokens of each stream."""
 SIZES = (1, 2, 8, 24, 64)
-"""Numbers of requests of a batch."""
+"""Sizes of the batches, in requests."""
 CHUNKS = (17, 100, 2048)
 """Maximum number of tokens of a step, for three of the compared engines."""
 Job = tuple[list[int], Sampling]
@@ -154,7 +154,7 @@ class Comparison:
 
     def _check(self, found: Streams, wanted: Streams, known: int = 0) -> int:
         """Counts the tokens of a batch and the tokens that differ; returns the number of tokens.
-        ``known``: number of tokens that were not computed again, because their stream moved."""
+        ``known``: number of tokens that do not count, because a moved stream began with them."""
         assert found.keys() == wanted.keys()
         for key, stream in wanted.items():
             self.counts["differing_bits"] += sum(

@@ -98,7 +98,7 @@ def run_stages(numbers: Sequence[int], dry: bool, results: Path, own: Mapping[st
     except subprocess.TimeoutExpired:
         error = f"the stage did not end within {limit:.0f} s"
     finally:
-        # All processes of the stage are in the stage's session.
+        # All processes that the stage has started are in its process group.
         _end(process)
     lines = [json.loads(line) for line in results.read_text().splitlines()] if error else []
     passed = {line["stage"] for line in lines if line["value"] == PASSED}

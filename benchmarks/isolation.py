@@ -2,12 +2,13 @@
 
 The attacks are those of ``tests/hostile``: hostile modules, hostile arguments, and guest processes
 that an attacker controls. Another tenant's streams, the *calm streams*, run all the time in the
-same workers. An attack is compared with the period before it, in which the attacker's client
-uploads a harmless module and uses it in the same number of ordinary requests: a tenant may use its
-share of the cores and of the model. ``calm_gap_ms`` compares the largest times between two calm
-tokens, and ``calm_throughput`` the numbers of calm tokens per second. ``calm_throughput_vs_alone``
-compares with periods in which the attacker's client does nothing. ``client_import_ratio`` is the
-ratio of the client's import time to the import time of its two required libraries.
+same workers. An attack is compared with the period before it. In this period, the attacker's client
+uploads a harmless module and uses it in the same number of ordinary requests, because a tenant may
+use its share of the cores and of the model. ``calm_gap_ms`` compares the largest times between two
+calm tokens, and ``calm_throughput`` compares the numbers of calm tokens per second.
+``calm_throughput_vs_alone`` compares with periods in which the attacker's client does nothing.
+``client_import_ratio`` is the ratio of the client's import time to the import time of its two
+required libraries.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tests.workers.controller.wasm.hostile.guests import guest
 SETTLED_S = 0.2
 """Time after an attack that still counts as part of the attack, in seconds."""
 MIN_PERIOD_S, MAX_PERIOD_S = 0.5, 3.0
-"""Bounds of the time that is intended for a period without an attack, in seconds."""
+"""Bounds of the planned duration of a period without an attack, in seconds."""
 ALONE_S = 10.0
 """Seconds without any request of the attacker's client, before and after all attacks."""
 ORDINARY = Attack("ordinary", "", Expected(), guest)

@@ -2,7 +2,7 @@
 
 A *program* is a file of ``workers/controller/sdk`` and runs next to the model. A *client*
 (``_programs_clients.py``) is the same algorithm in asyncio, which sends a request to a server for
-each text that the program generates. A figure is a client's time over the program's time:
+each text that the program generates. A figure is a client's time divided by the program's time:
 
 - ``…_vs_sdk``: ``/v1/completions`` of the gateway through ``openai.AsyncOpenAI``, as most users
   write it. Prompts and answers are strings, and the gateway tokenizes each prompt.
@@ -22,14 +22,16 @@ properties:
 - The client calls the tools within its process. The program calls a tool worker.
 
 ``bestof8``: the best of 8 texts of 40 tokens. ``beam8``: 8 beams, 24 tokens. ``tree``: a tree of
-thoughts of 3 levels with 4 thoughts of 16 tokens after each of 3 kept ones. ``mcts``: a Monte Carlo
-tree search with 32 lines of 16 tokens, 8 of them at a time. ``react``: five turns, each with a
-thought of 16 tokens, the choice of a tool, and its arguments as JSON. Runs of ``react`` in which
-the model answers before the fifth call are not counted.
+thoughts with 3 levels; at each level, each kept thought gets 4 new thoughts of 16 tokens, and the 3
+best are kept. ``mcts``: a Monte Carlo tree search with 32 lines of 16 tokens, 8 of them at a time.
+``react``: five turns, each with a thought of 16 tokens, the choice of a tool, and the tool's
+arguments as JSON. Runs of ``react`` in which the model answers before the fifth call are not
+counted.
 
-In a round, the sides run one after another; a figure is the median over the rounds of the ratio.
-``tree_tokens_saved`` is the share of the tokens computed for the client's tree, prompt included,
-that the worker does not compute for the program's tree. Speculation is off.
+In a round, the program and the clients run one after another. A figure is the median of the ratios
+of all rounds. ``tree_tokens_saved`` compares the tokens that the worker computes for ``tree``,
+including the prompt: it is the share of the client's tokens that the program saves. Speculation is
+off.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ class Task(NamedTuple):
     program: str
     arg: Any
     client: Callable[[Door[Any], Any], Awaitable[Any]]
-    """The client for a door and a prompt in the coding of the door."""
+    """Runs the client on a door, with a prompt in the coding of the door."""
 
 
 TASKS = {

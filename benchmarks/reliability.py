@@ -71,7 +71,7 @@ NOTES = {
 MIB = 2**20
 MOVED = re.compile(r"^(\S+ \S+) INFO request \d+ leaves worker", re.MULTILINE)
 Socket = zmq.Socket[bytes]
-# A type checker takes ``broker`` for the folder of that name.
+# Imported by name, because a type checker would take ``broker`` for the folder of that name.
 token_rate: Callable[..., Any] = importlib.import_module("broker").token_rate
 
 
@@ -374,8 +374,9 @@ def memory(folder: Path, count: int) -> dict[str, float]:
 
 
 def attach(folder: Path, rounds: int, streams: int, tokens: int) -> dict[str, float]:
-    """The return of a client to ``streams`` streams that have received at least ``tokens`` tokens
-    each; medians of ``rounds`` returns."""
+    """Cuts the connection of a client with ``streams`` streams, each of which has received at least
+    ``tokens`` tokens, and measures the time until all streams continue. The figures are medians of
+    ``rounds`` cuts."""
     settings = {"capacity": str(streams), "max_running": str(streams)}
     # The KV cache has room for all streams, so that none is preempted. The simulated device does
     # not write to this memory.

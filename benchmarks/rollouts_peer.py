@@ -1,11 +1,11 @@
 """Compares the sampling of rollouts with llama.cpp's server: the groups of ``rollouts.py``, without
 updates and without kills.
 
-Both sides have the embedded model, one process with two threads, and 64 rollouts at a time. Here, a
-group is one request over the bus, with the log-probability of each token. At llama.cpp's server, a
-group is a request for each sample. This server is measured with log-probabilities, which a trainer
-needs, and without. The sides run one after another; a figure is the median over the rounds of the
-ratio.
+Both sides have the embedded model, one process with two threads, and 64 rollouts at a time. On the
+bus, a group is one request, and its answer has the log-probability of each token. At llama.cpp's
+server, each sample of a group is a separate request. This server is measured with
+log-probabilities, which a trainer needs, and without log-probabilities. The sides run one after
+another. A figure is the median of the ratios of all rounds.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ The name of each figure begins with ``js`` or ``py``, the language of the script
 - ``gen_round_us``: a round within ``ctx.gen({regex})``. ``gen_round_vs_regex`` is its ratio to a
   round of the constraint.
 - ``js_own_round_us``: a round that the script decides itself, with ``decide.sample``.
-- ``fork_us``: a copy of a sequence. ``fork_us_first`` is the first copy, while no instance can be
-  reused.
+- ``fork_us``: a copy of a sequence. ``fork_us_first``: the first copy, for which no earlier
+  instance can be reused.
 - ``js_mb_200_live``, ``py_mb_50_live``: growth of this process's memory by 200 or 50 sequences that
   have generated ten tokens each, in MB.
 """

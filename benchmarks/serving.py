@@ -4,18 +4,18 @@
   forward. The forward is a sleep (``_standin_gpu.py``), so that the CPU is free. The client only
   counts tokens, except in ``…_python``, where it is our ``AsyncClient``. The measurement begins
   when a tenth of the tokens has arrived and ends when eight tenths have arrived.
-- ``served_vs_engine_*``: ratio of our ``AsyncClient`` on the bus to the same engine within a
-  process. The model is a Llama with 21 million parameters, and prompts have 32 tokens. A run has
-  one stream of 192 tokens or 32 streams of 64 tokens.
+- ``served_vs_engine_*``: tokens per second of our ``AsyncClient`` on the bus, divided by the tokens
+  per second of the same engine without a bus. The model is a Llama with 21 million parameters, and
+  prompts have 32 tokens. A run has one stream of 192 tokens or 32 streams of 64 tokens.
 - ``vs_llamacpp_*``: ratio to llama.cpp's server for the same requests. Like our worker, this server
   samples greedily and computes in float32. Its streams are read over HTTP. The figures are missing
   without the server, which ``make bench-peers`` builds.
-- ``slowest_second_vs_median``: ratio of the slowest second to the median second, in a minute of
-  streams of 1,000 tokens, one after another.
+- ``slowest_second_vs_median``: number of tokens in the slowest second, divided by the number in the
+  median second. For a minute, streams of 1,000 tokens run one after another.
 
-In a round, all loads run one after another. A figure is the median over the rounds of the ratio of
-two loads. All processes share the machine, and processes that are not measured are idle.
-Speculation is off; ``speculation.py`` measures it.
+In a round, all loads run one after another. A figure is a ratio of two loads, as the median of all
+rounds. All processes share the machine, and processes that are not measured are idle. Speculation
+is off; ``speculation.py`` measures it.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ FORWARDS = {"standin_5ms": 0.005, "standin_2ms": 0.002}
 
 
 class Figure(NamedTuple):
-    """The ratio of the tokens per second of two loads. Without ``over``, the ratio to the tokens
-    per second of a system whose steps take only their forward's time."""
+    """The ratio of the tokens per second of ``load`` to those of ``over``. If ``over`` is empty,
+    ``load`` is compared with the ideal rate, at which each step takes only its forward's time."""
 
     load: str
     over: str

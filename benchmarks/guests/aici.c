@@ -1,4 +1,5 @@
-// A controller with AICI's binary interface that reads each argument and allows all tokens with a mask.
+// A controller with AICI's binary interface. It reads the argument of each call, and returns a mask that allows all
+// tokens.
 typedef unsigned u32;
 #define IMPORT(name) __attribute__((import_module("env"), import_name(#name)))
 #define EXPORT(name) __attribute__((export_name(#name)))
