@@ -2,7 +2,7 @@
 
 Trains first the tokenizer (byte-level BPE, 4,096 tokens), then the model (a Llama of 3 million
 parameters), on the text of ``corpus.py``, which includes Python's standard library. All random
-numbers have fixed seeds. With the same version of this library, the result is the same, except for
+numbers have fixed seeds. With the same version of Python, the result is the same, except for
 rounding that depends on the machine.
 """
 

@@ -2,13 +2,13 @@
 
 A block stores the keys and values of ``block_size`` consecutive tokens. The reference count of a
 block is the number of block tables that contain it. Forks share a block until one of them writes to
-it (copy-on-write). A full block is registered under its content, unless another block with this
-content is registered, so that later sequences with the same prefix can share it. A registered block
-whose count is 0 can be shared until it is allocated for other content or the weights change.
+it (copy-on-write). A full block is registered under its content, so that later sequences with the
+same prefix can share it. Only one block is registered for each content. A registered block whose
+count is 0 can be shared until it is allocated for other content or the weights change.
 Unregistered blocks are allocated first, then the least recently used registered blocks, and pinned
-blocks last. Paging is vLLM's idea (Kwon et al. 2023). A key of this prefix cache is not a hash: it
-consists of the block's tokens and the id of the content before them, so that different contents
-have different keys. The id before the first block stands for the LoRA adapter of the sequence.
+blocks last. Paging is vLLM's idea (Kwon et al. 2023). A key of this prefix cache is not a hash. It
+consists of the block's tokens and the id of the content before them, so different contents have
+different keys. The id before the first block stands for the LoRA adapter of the sequence.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ PADDING_BLOCK = 0
 The block contains zeros."""
 
 PINNED_PART, OWNER_PART = 2, 8
-"""All owners together may pin 1 / ``PINNED_PART`` of the blocks, and each owner 1 /
-``OWNER_PART``."""
+"""All pins together may have 1 / ``PINNED_PART`` of the blocks, and the pins of each owner
+(``Pin.owner``) 1 / ``OWNER_PART``."""
 
 
 class _Pin(NamedTuple):
@@ -75,9 +75,9 @@ class BlockManager:
         self._pinned: OrderedDict[int, None] = OrderedDict()
         """Pinned blocks with a reference count of 0, the least recently used first."""
         self._pins: dict[int, _Pin] = {}
-        """By registered block: its pin."""
+        """The pin of each pinned block."""
         self._owned: Counter[int] = Counter()
-        """Number of pinned blocks by owner."""
+        """Number of pinned blocks of each owner."""
         self._next_expiry = inf
         """A time before which no pin ends."""
         self._registered: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
@@ -110,9 +110,8 @@ class BlockManager:
         return sum(self._ref_counts[block] == 1 for block in table.blocks)
 
     def num_reserved(self, table: BlockTable, num_tokens: int) -> int:
-        """Number of blocks to keep free for a running sequence with ``num_tokens`` known tokens:
-        the blocks that the table still lacks for ``num_tokens + 1`` tokens, but at least one
-        block."""
+        """Number of blocks to keep free for a running sequence with ``num_tokens`` known tokens: at
+        least one block, and enough blocks for one more token."""
         return max(1, self.blocks_for(num_tokens + 1) - len(table.blocks))
 
     def match(self, table: BlockTable, tokens: Tokens[int], limit: int) -> int:
@@ -211,7 +210,7 @@ class BlockManager:
         """Pins the registered blocks of a table until the time ``until``, from the first block on,
         as far as the quotas of pins allow. If no sequence uses a pinned block, the block is
         allocated for other content only after all blocks that are not pinned."""
-        until = ceil(until)  # At most once in a second, ``expire_pins`` examines all pins.
+        until = ceil(until)  # So ``expire_pins`` examines all pins at most once in a second.
         self._next_expiry = min(self._next_expiry, until)
         for block in table.blocks[: len(table.keys)]:
             if block not in self._key_of:

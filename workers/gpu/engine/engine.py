@@ -77,8 +77,9 @@ class EngineConfig:
     """Size of the KV caches of the model and of its draft model together, in bytes. If None, the
     size depends on the free memory, and on a GPU also on ``memory_part``."""
     memory_part: float = 1.0
-    """The weights, the steps and the KV caches of the model may use this fraction of
-    ``memory.DEVICE_PART`` of a GPU's memory. Ignored if ``kv_cache_bytes`` is set."""
+    """Models together may use the fraction ``memory.DEVICE_PART`` of a GPU's memory. This number is
+    the model's share of that memory, for weights, steps and KV caches. Ignored if
+    ``kv_cache_bytes`` is set."""
     require_fast_attention: bool = False
     """Refuse a model if no attention kernel can read its KV cache blocks in place."""
     compiled: bool = False
@@ -102,7 +103,7 @@ class Engine:
     """Continuous batching over one model. Not thread-safe: one thread makes all calls.
 
     A sequence is identified by (request, seq): the caller's number of the request, and the number
-    of the sequence within the request. A call for a score, or for a sequence that is not alive,
+    of the sequence within the request. A call that names a score, or a sequence that is not alive,
     raises RequestError, unless the method's docstring says otherwise. A failure of one sequence
     ends only that sequence, whose last output contains the error.
     """
@@ -246,8 +247,9 @@ class Engine:
         return sequence.prompt_usage
 
     def healed(self, prompt: Tokens[int]) -> int | None:
-        """The last token of a prompt, if token healing can remove this token: if the token has text
-        that does not end inside a character, and is not the prompt's only token. Otherwise None."""
+        """Returns the last token of a prompt if token healing can remove it, otherwise None. The
+        token must have text that does not end inside a character, and must not be the only token of
+        the prompt."""
         if len(prompt) < 2 or not self._intake.text_after(prompt[:-1], prompt[-1]):
             return None
         return prompt[-1]

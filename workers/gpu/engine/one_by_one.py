@@ -31,11 +31,13 @@ class OneByOne:
         self._results = results
 
     def undo(self, ahead: PendingStep | None) -> None:
-        """Marks the tokens of ``ahead``, the step that was launched before its previous step was
-        processed, as not computed, and makes all mirrors invalid. Called if the previous step has
-        failed, because the forward of ``ahead`` is then not computed, and before the weights
-        change. Block tables stay as they are, because the block copies of ``ahead`` are made in
-        both cases."""
+        """Marks the tokens of ``ahead`` as not computed, and makes all mirrors invalid.
+
+        ``ahead`` is a step that was launched before the previous step was processed. This method is
+        called before the weights change, and if the previous step has failed, because the forward
+        of ``ahead`` is then not run. Block tables do not change, because the block copies of
+        ``ahead`` are made in both cases.
+        """
         self._runner.forget_mirrors()
         self._live.changed()
         if ahead is None:
@@ -54,7 +56,7 @@ class OneByOne:
                     _compute_again(other, part.chunk.start)
 
     def run(self, step: PendingStep, sequences: Iterable[Sequence]) -> None:
-        """Computes each chunk of a step on its own, and samples ``sequences`` one at a time."""
+        """Computes each chunk of a step separately, and samples ``sequences`` one at a time."""
         rows = {s: row for s, row in step.rows.items() if s in set(sequences)}
         for part in step.parts:
             sampled = {s: row for s, row in rows.items() if part.row <= row < part.row + part.rows}

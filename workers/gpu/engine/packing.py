@@ -186,8 +186,8 @@ class Mirrors:
         self._bytes_per_token = bytes_per_token
         self._block_size = block_size
         self._last: dict[tuple[int, ...], tuple[list[Chunk], int, int]] = {}
-        """By the Python ids of a group's sequences: their chunks in the previous step, the number
-        of their mirror, and the mirror's ``room``."""
+        """The key is the Python ids of a group's sequences. The value is their chunks in the
+        previous step, the number of their mirror, and the mirror's ``room``."""
         self._numbers = count(1)
 
     def forget(self) -> None:

@@ -25,9 +25,9 @@ class PageLog:
         pages are not reported."""
         self._by_block: dict[int, bytes] = {}
         self._blocks: dict[bytes, int] = {}
-        """By page: number of registered blocks that contain the page's last tokens. A page has
-        several such blocks if the blocks before them were evicted and computed again: an old block
-        stays registered until it is allocated for other content."""
+        """For each page: number of registered blocks that contain the page's last tokens. A page
+        has several such blocks if the blocks before them were evicted and computed again. An old
+        block stays registered until it is allocated for other content."""
         self._changed: dict[bytes, bool] = {}
         """Pages that were added (True) or removed (False) since the last ``take`` or ``every``."""
 

@@ -38,11 +38,11 @@ def choose_victims(
     """The sequences to preempt so that ``refused`` can be admitted; empty if preemption cannot free
     enough.
 
-    Each victim has the lowest rank among the sequences that may be chosen from the client with the
-    most running sequences left. Each client keeps at least as many running sequences as ``refused``
-    and its pending forks will be. Sequences of a higher priority are not chosen. Sequences that
-    were overtaken ``MAX_OVERTAKEN`` times are not chosen either, because the waiting queue would
-    admit them again first.
+    Each victim is chosen from the client that has the most running sequences left: the sequence
+    with the lowest rank that may be preempted. No client is left with fewer running sequences than
+    ``refused`` and its pending forks. Sequences of a higher priority are not preempted. Sequences
+    that were overtaken ``MAX_OVERTAKEN`` times are not preempted either, because the waiting queue
+    would admit them again first.
     """
     sizes = Counter(sequence.client for sequence in running)
     chosen_from: dict[int, list[Sequence]] = {client: [] for client in sizes}
@@ -71,9 +71,9 @@ def choose_victims(
 
 
 def from_largest_client(sequences: Iterable[Sequence], kept: int = 0) -> Iterator[Sequence]:
-    """Yields sequences in the order in which they are preempted. Each belongs to the client that
-    has the most blocks left, and has the lowest rank among the sequences of this client. Ends when
-    no client has more than ``kept`` blocks."""
+    """Yields sequences in the order in which they are preempted, until no client has more than
+    ``kept`` blocks. The next sequence belongs to the client that has the most blocks left, and has
+    the lowest rank among this client's sequences."""
     of_client: dict[int, list[Sequence]] = {}
     for sequence in sorted(sequences, key=rank, reverse=True):
         of_client.setdefault(sequence.client, []).append(sequence)

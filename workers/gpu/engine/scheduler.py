@@ -3,10 +3,10 @@ a clock nor torch.
 
 A step computes at most ``max_num_batched_tokens`` tokens. Decodes need one token each, or more with
 a draft, and go first, so that a long prompt does not take their place in a step. Prefill chunks of
-running sequences follow, and then waiting sequences are admitted. If blocks run out, sequences are
-preempted, the last in order (lowest priority, then latest arrival) first: a sequence's blocks are
-freed, and it is computed again later. A *slot* is one of the ``max_num_seqs`` places for running
-sequences. If the first waiting sequence finds no slot or too few blocks, and its client has no
+running sequences follow, and then waiting sequences are admitted. If blocks run out, a sequence is
+preempted: its blocks are freed, and it is computed again later. The last sequence in order (lowest
+priority, then latest arrival) is preempted first. A *slot* is one of the ``max_num_seqs`` places
+for running sequences. If the first waiting sequence lacks a slot or blocks, and its client has no
 running sequence, sequences of the clients with the most running sequences are preempted
 (``preemption.py``).
 """
@@ -102,12 +102,13 @@ class Scheduler:
 
     Every live sequence is in exactly one table. ``waiting`` sequences wait for a slot and for
     blocks; ``running`` sequences have blocks. ``deferred`` sequences have blocks and logits, but
-    their decision has not arrived. ``suspended`` sequences wait for ``resume``. A deferred sequence
-    gives up its slot. When it is rescheduled, it runs again even if no slot is free, unless it is a
-    fork that had no slot. So more than ``max_num_seqs`` sequences may run for a while. Each step
-    then skips the last sequences in order, and waiting sequences are not admitted. Sequences
-    without logits are not admitted either while ``MAX_ADMITTED`` * ``max_num_seqs`` sequences run
-    or are deferred.
+    their decision has not arrived. ``suspended`` sequences wait for ``resume``.
+
+    A deferred sequence gives up its slot. If it had one, it runs again as soon as it is
+    rescheduled, even if no slot is free. So more than ``max_num_seqs`` sequences may run for a
+    while. Each step then skips the last sequences in order, and waiting sequences are not admitted.
+    Sequences without logits are also not admitted while ``MAX_ADMITTED`` * ``max_num_seqs``
+    sequences run or are deferred.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: dict[Sequence, None] = {}
         self.deferred: dict[Sequence, bool] = {}
-        """By deferred sequence: whether it had a slot. A fork without a slot can be deferred
+        """For each deferred sequence: whether it had a slot. A fork without a slot can be deferred
         too."""
         self.suspended: dict[Sequence, None] = {}
         self.changes = 0
@@ -402,9 +403,9 @@ class Scheduler:
         return room >= running + drafted and self._blocks.num_available >= running + blocks
 
     def _prefill(self, batch: Batch, sequence: Sequence, room: int) -> bool:
-        """Admits a waiting sequence and adds its first chunk to the batch, if blocks for all of its
-        known tokens are available and one more block for each admitted sequence. Returns whether
-        the sequence was admitted."""
+        """Admits a waiting sequence and adds its first chunk to the batch, if enough blocks are
+        available. These are blocks for all of its known tokens, and one more block for each
+        admitted sequence. Returns whether the sequence was admitted."""
         kept = bool(sequence.block_table.blocks)
         if kept:
             # A sequence that was suspended has no logits, so its last token is computed again.

@@ -94,13 +94,13 @@ class Continued(NamedTuple):
     """The live sequences of a request that began at another worker."""
 
     generated: Mapping[int, Tokens[int]]
-    """By sequence number: the tokens after the prompt. Contains at least one sequence."""
+    """For each sequence number: the tokens after the prompt. Contains at least one sequence."""
     made: int
     """Number of sequences that the request has had, including ended ones."""
     num_drops: Mapping[int, int] = MappingProxyType({})
-    """By sequence number: ``Sequence.num_drops``, if it is not 0."""
+    """For each sequence that has dropped tokens: ``Sequence.num_drops``."""
     prompts: Mapping[int, Tokens[int]] = MappingProxyType({})
-    """By sequence number: the prompt with which the sequence began anew, if it did."""
+    """For each sequence whose prompt was replaced (``Engine.begin_anew``): the new prompt."""
 
 
 @dataclass(slots=True)
@@ -113,16 +113,18 @@ class KeptRow:
 
 @dataclass(slots=True, eq=False)
 class ScoredTexts:
-    """The texts that are scored after a sequence. Each text is computed by a further sequence of
-    the request, which shares the blocks of the first. These sequences have negative numbers, and no
-    outputs. A request has at most ``max_forks`` of these sequences at once."""
+    """The texts that are scored as continuations of a sequence. Each text is computed by an
+    additional sequence of the request, which shares the blocks of the first sequence. These
+    additional sequences have negative numbers and no outputs. A request has at most ``max_forks``
+    of them at once."""
 
     sequence: Sequence
     """The sequence that the texts continue. It is suspended meanwhile."""
     scores: list[list[float]]
-    """By text: the log-probabilities of the tokens that have been scored, as float32 numbers."""
+    """For each text: the log-probabilities of the tokens that have been scored, rounded to
+    float32."""
     waiting: deque[tuple[int, Tokens[int]]]
-    """The texts without a sequence so far, each with its index."""
+    """The texts that do not have a sequence yet, each with its index."""
     left: dict[Sequence, int] = field(default_factory=dict)
     """The sequences of the texts that have not been scored completely, each with the index of its
     text."""

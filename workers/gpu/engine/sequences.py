@@ -53,7 +53,7 @@ class LiveSequences:
         self._max_forks = max_forks
         self.requests: dict[int, dict[int, Sequence]] = {}
         self._made: dict[int, int] = {}
-        """By request: the number of its sequences so far, including ended ones."""
+        """For each request: the number of its sequences so far, including ended ones."""
         self.step: PendingStep | None = None
         """The step whose forward has been launched and which has not been sampled."""
         self.looks: dict[Sequence, Query] = {}
@@ -260,8 +260,8 @@ class LiveSequences:
 
     def discard_logits(self, sequence: Sequence) -> None:
         """Discards the logits and decisions of a sequence, and reschedules it if it is deferred. If
-        its last token has been computed, the caller appends a token, suspends the sequence or calls
-        ``_compute_last_again``."""
+        the sequence's last token has been computed, the caller must then append a token, suspend
+        the sequence or call ``_compute_last_again``."""
         if self.step is not None:
             self.step.rows.pop(sequence, None)
         sequence.row = sequence.mask = sequence.bias = sequence.options = None

@@ -74,8 +74,8 @@ class Stepper:
     """Runs the steps of one model over its live sequences.
 
     ``overlap``: the next forward is launched before the tokens of this step are processed.
-    ``speculation`` makes drafts for the sequences. A step does not overlap with the next one if one
-    of them has drafts, because the token after a draft is unknown until the draft is verified.
+    ``speculation`` makes drafts for the sequences. Two steps do not overlap if either has drafts,
+    because the token after a draft is unknown until the draft is verified.
     """
 
     def __init__(

@@ -66,8 +66,8 @@ class TextStream:
         self._stop = tuple(stop)
         self._skip = skip
         self._early = 1 + min_tokens if min_tokens else 0
-        """While stop strings are not searched for: 1 plus the number of further tokens without a
-        search. Then 0."""
+        """A countdown of the tokens after which the text is not searched for stop strings: 1 plus
+        their number. The search begins when the countdown is 0."""
         self._held = ""
 
     def push(self, token: int) -> Text:

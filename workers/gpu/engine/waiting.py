@@ -19,7 +19,7 @@ from itertools import count
 from .sequence import Sequence
 
 MAX_OVERTAKEN = 1024
-"""Number of later arrivals that are admitted before a waiting sequence until it is overdue."""
+"""A waiting sequence is overdue when this number of later arrivals was admitted before it."""
 
 
 class WaitingQueue:
@@ -31,14 +31,14 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._shares: dict[int, int] = {}
-        """By client: number of its running sequences, including deferred sequences that were
-        admitted; only if not 0."""
+        """For each client: number of its running sequences, including deferred sequences that were
+        admitted. Clients without such sequences are left out."""
         self._ordinary = _Order(self._shares)
         self._overdue = _Order(self._shares)
         self._ticks = count()
         self._places: dict[Sequence, tuple[_Order, int]] = {}
-        """By waiting sequence: the order that contains it, and its tick, which is the number of its
-        insertion."""
+        """For each waiting sequence: the order that contains it, and its tick. Ticks number the
+        insertions."""
         self._newcomers: OrderedDict[Sequence, None] = OrderedDict()
         """Sequences in ``_ordinary`` that ``append`` has added, by arrival."""
         self._returned: dict[Sequence, None] = {}
@@ -148,7 +148,7 @@ class _Order:
     def __init__(self, shares: dict[int, int]) -> None:
         self._shares = shares
         self._queues: dict[int, dict[int, list[tuple[int, int, Sequence]]]] = {}
-        """By client and priority: (arrival, tick, sequence)."""
+        """For each client and priority: the sorted queue of (arrival, tick, sequence)."""
         self._heads: list[tuple[int, int, int, int, Sequence]] = []
         """(-priority, number of the client's running sequences, arrival, tick, sequence) for the
         first sequence of each queue."""

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from .. import embedded
 
 GLOB = "*?["
-"""The characters that begin a part of a pattern that matches several texts."""
+"""The characters that begin a wildcard in a pattern."""
 
 
 def is_allowed(name: str, patterns: Iterable[str]) -> bool:

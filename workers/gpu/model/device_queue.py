@@ -3,7 +3,7 @@
 On CUDA the queue is the current stream. ``submit`` calls the submitted function at once, and the
 function only enqueues kernels. An event is recorded after these kernels, and the result is complete
 when the device has reached this event. On other devices, the queue is one thread that runs the work
-in order. If steps do not overlap with the host's work, ``submit`` itself runs the work there.
+in order, or ``submit`` itself runs the work if steps do not overlap with the host's work.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class ThreadQueue:
 
 
 def _serve(orders: SimpleQueue[Work[Any] | None], num_threads: int) -> None:
-    # OpenMP has a number of threads for each calling thread, so this thread sets its own.
+    # OpenMP stores the number of threads for each calling thread, so this thread sets it again.
     torch.set_num_threads(num_threads)
     while (work := orders.get()) is not None:
         work.do()

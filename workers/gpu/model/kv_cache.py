@@ -134,7 +134,7 @@ class KVCache:
 
 
 class Mirror:
-    """A contiguous copy of the keys and values of a group of decodes, reused from step to step.
+    """A contiguous copy of the keys and values of sequences that decode, reused from step to step.
 
     A layer's keys and values are ``[batch * kv_heads, room, dim]``. ``room``: capacity for each
     sequence, in tokens; a multiple of the block size. The keys of one head are contiguous.

@@ -54,7 +54,7 @@ PROBE_TOLERANCE = 0.05
 """Greatest allowed difference between the logits of a forward with plain attention (``_probe``) and
 with transformers' own attention, relative to the standard deviation of the logits. Rounding in
 bfloat16 causes smaller differences. Attention that the engine does not support causes far larger
-ones."""
+differences."""
 
 OFFSET_POSITIONS = frozenset(("roberta", "xlm-roberta", "camembert", "mpnet"))
 """Types of encoders whose first position is the id of the padding token plus 1, so that fewer
@@ -86,8 +86,8 @@ class LoadedModel:
     special_tokens: dict[str, int]
     """The ids of the special tokens by role (``special_tokens.py``), for controllers."""
     fingerprint: str
-    """SHA-256 of the tokenizer's canonical JSON, or of the vocabulary's if ``tokenizer_json`` is
-    None; empty without a tokenizer."""
+    """SHA-256 of ``tokenizer_json`` as canonical JSON. If ``tokenizer_json`` is None, SHA-256 of
+    the vocabulary as canonical JSON. Empty without a tokenizer."""
     tokenizer_json: bytes | None
     """The tokenizer as the tokenizers library writes it, stored because writing takes up to a
     second. None if that library cannot represent the tokenizer."""

@@ -34,7 +34,7 @@ STEPS_UNTIL_AHEAD = 3
 """Number of steps that ``_sample`` runs for a batch. In these steps, the batch computes random
 numbers for many later steps (``races.Ahead``) and replaces these numbers once."""
 _LARGEST = Sampling(temperature=1.0, top_p=0.9, presence_penalty=0.5, top_logprobs=1)
-"""The sampling parameters that take the most memory: they sort the vocabulary."""
+"""The sampling parameters that take the most memory: ``top_p`` needs the vocabulary sorted."""
 
 
 def cache_bytes(
@@ -54,8 +54,8 @@ def cache_bytes(
     left = free + unused - int(total * (1 - DEVICE_PART)) - step_bytes
     found = min(own, left)
     if not layout.in_place:
-        # A step gathers the keys and values of one layer, and SDPA may copy them once more. So the
-        # memory of two more layers is left.
+        # A step gathers the keys and values of one layer, and SDPA may copy them once more. So
+        # memory is reserved for the keys and values of two more layers.
         found = found * len(loaded.layers) // (len(loaded.layers) + 2)
     least = MIN_BLOCKS * layout.block_size * token_bytes(loaded.layers, loaded.dtype)
     if found < least:
@@ -78,9 +78,10 @@ def largest_step_bytes(
 ) -> int:
     """The greatest memory of steps in addition to weights and cache, in bytes.
 
-    The result is the sum of the peak of the largest step, the memory pool of the CUDA graphs (if
-    the attention reads blocks in place), and the rows of logits that are kept for deferred
-    sequences. The pool takes at most the peak of a forward, because all graphs share the pool.
+    The result is the sum of three parts: the peak of the largest step, the memory pool of the CUDA
+    graphs, and the rows of logits that are kept for deferred sequences. The pool is counted only if
+    the attention reads blocks in place. It takes at most the peak of a forward, because all graphs
+    share the pool.
     """
     count = min(max_num_seqs, max_num_batched_tokens)
     longest = min(max(SCORE_ROWS, -(-max_num_batched_tokens // count)), loaded.context_length)
@@ -91,7 +92,7 @@ def largest_step_bytes(
     device = loaded.device
     of_forward = _peak(device, lambda: _logits(runner, sampled))
     of_steps = []
-    # The sequences of a step have no adapters, or all of them have one, or some.
+    # Measures steps in which no sequence, each sequence, or every second sequence has an adapter.
     for adapters in ((0,), (1,), (0, 1)) if loaded.adapters is not None else ((0,),):
         for chunk, adapter in zip((*sampled, *scored), cycle(adapters), strict=False):
             chunk.sequence.block_table.adapter = adapter

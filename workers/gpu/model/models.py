@@ -38,7 +38,8 @@ AUTO = "auto"
 
 @dataclass(slots=True, frozen=True)
 class Progress:
-    """The progress of loading: the fraction that is done (0 to 1), and the stage."""
+    """Reports the progress of loading a model: the fraction that is done (0 to 1), and the
+    stage."""
 
     model: str
     part: float
@@ -47,7 +48,7 @@ class Progress:
 
 @dataclass(slots=True, frozen=True)
 class Ready:
-    """A model is loaded."""
+    """Reports that a model is loaded."""
 
     model: str
     engine: Engine
@@ -55,7 +56,7 @@ class Ready:
 
 @dataclass(slots=True, frozen=True)
 class Failed:
-    """A model could not be loaded."""
+    """Reports that a model could not be loaded."""
 
     model: str
     error: ModelLoadError
@@ -68,7 +69,7 @@ class Models:
     """The cache of loaded models. A separate thread loads models, and adds an event to ``events``
     for each report of progress, success and failure. The worker's loop handles the events.
 
-    ``on_event`` is called from that thread when an event has been added.
+    ``on_event`` is called from the loading thread when an event has been added.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ from .kv_cache import Layout
 log = logging.getLogger(__name__)
 
 COLLECTIVE_S = 120.0
-"""Maximum time that a rank waits for the others within a forward, in seconds."""
+"""Maximum time that a rank waits for the other ranks within a forward, in seconds."""
 
 ORDER_SIZE = struct.Struct("<I")
 """The header of each command in a rank's pipe: the size of the command in bytes."""
@@ -38,14 +38,14 @@ _encode = msgspec.msgpack.Encoder(enc_hook=encode_array).encode
 
 
 class Load(msgspec.Struct, tag=True):
-    """Load this rank's part of a model."""
+    """The command to load the receiving rank's part of a model."""
 
     name: str
     options: dict[str, Any]
 
 
 class Open(msgspec.Struct, tag=True):
-    """Make a KV cache for a model."""
+    """The command to make the KV cache of a model."""
 
     name: str
     num_blocks: int
@@ -53,21 +53,21 @@ class Open(msgspec.Struct, tag=True):
 
 
 class Forward(msgspec.Struct, tag=True):
-    """Run a forward."""
+    """The command to run a forward."""
 
     name: str
     packed: Packed
 
 
 class Clear(msgspec.Struct, tag=True):
-    """Set blocks to zeros."""
+    """The command to set blocks of the KV cache to zeros."""
 
     name: str
     blocks: list[int]
 
 
 class Drop(msgspec.Struct, tag=True):
-    """Drop a model."""
+    """The command to drop a model."""
 
     name: str
 

@@ -168,8 +168,8 @@ class Runner:
         return pack(batch, size, spans=in_place, mirrors=mirrors)
 
     def _pack_adapted(self, batch: Batch, adapted: list[Chunk]) -> tuple[list[Chunk], Packed]:
-        """As ``pack``, if some chunks have LoRA adapters. The other chunks have a forward of their
-        own, so that their logits do not depend on the adapters in the batch."""
+        """Does the work of ``pack`` for a batch in which some chunks have LoRA adapters. The other
+        chunks get a separate forward, so that their logits do not depend on the adapters."""
         size, in_place = self._layout.block_size, self._layout.in_place
         chunks, packed = pack(Batch(adapted), size, spans=in_place)
         numbers = [chunk.sequence.block_table.adapter for chunk in chunks]
@@ -220,8 +220,8 @@ class Runner:
         self.forward(packed)
 
     def forward(self, packed: Packed, drawn: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's part of a forward: the logits of ``packed.rows``, and then those of the rows
-        of ``packed.further``."""
+        """Runs this rank's part of a forward. Returns the logits of ``packed.rows``, followed by
+        the logits of ``packed.further`` if the batch has a second forward."""
         if packed.adapters is not None:
             assert self._adapted is not None
             return self._adapted.forward(packed, drawn)

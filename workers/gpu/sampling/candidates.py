@@ -1,8 +1,8 @@
 """Reports the distribution that a token was drawn from, for requests that ask for it.
 
-A trainer that learns from sampled tokens needs the log-probability of each token after bias,
-penalties, mask and temperature, and the candidates that ``top_k``, ``top_p``, ``min_p`` and the
-mask left.
+A trainer that learns from sampled tokens needs two facts about each token. The first is its
+log-probability after bias, penalties, mask and temperature. The second is its candidates: the
+tokens that ``top_k``, ``top_p``, ``min_p`` and the mask allowed.
 """
 
 from __future__ import annotations

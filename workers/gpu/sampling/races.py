@@ -35,7 +35,8 @@ from ..model.device_queue import on_device
 PART = 64
 """Number of tokens in each part of a row in ``likeliest`` and in ``sampler._best``."""
 CACHED = 2**18
-"""Maximum number of logits that a CPU processes at a time: 1 MiB, which stays in its cache."""
+"""Maximum number of logits that a CPU processes at a time: 1 MiB, so that they stay in the CPU's
+cache."""
 AHEAD_BYTES = 2**25
 """Maximum number of bytes of random numbers that CUDA computes ahead."""
 MAX_AHEAD = 32
@@ -107,7 +108,7 @@ class Draws:
 
 @dataclass(slots=True)
 class Ahead:
-    """The logarithms of the random numbers of consecutive steps of a batch.
+    """The logarithms of a batch's random numbers for several consecutive steps.
 
     These numbers do not depend on logits, so a device computes the numbers of many steps with as
     few kernel launches as for one step.
@@ -262,8 +263,9 @@ def _race_with(weights: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _competitors(size: int, device: torch.device) -> tuple[int, torch.Tensor]:
-    """The number of tokens in a part, about the square root of the vocabulary size, and the results
-    of ``step_of`` for the parts and for the tokens in a part."""
+    """Returns the number of tokens in a part, which is about the square root of the vocabulary
+    size. Also returns the results of ``step_of``: first for the parts, then for the tokens in a
+    part."""
     part = 1 << ((size - 1).bit_length() // 2)
     numbers = [np.arange(-(-size // part)), _PLACES + np.arange(part)]
     return part, on_device(step_of(np.concatenate(numbers)), device)
@@ -317,8 +319,8 @@ def _keep_top_p(weights: torch.Tensor, draws: Draws) -> torch.Tensor:
 def _without_equals(
     weights: torch.Tensor, limit: torch.Tensor, least: torch.Tensor
 ) -> torch.Tensor:
-    """Sets weights below ``least`` to 0. The first weights that equal ``least`` stay, as far as
-    ``limit`` allows."""
+    """Sets weights below ``least`` to 0. Keeps the first weights that equal ``least`` until the sum
+    of the kept weights reaches ``limit``."""
     above = _as_floats(torch.gt, weights, least).mul_(weights)
     room = ((limit - row_sums(above, torch.float64)) / least).ceil_()
     equal = weights == least

@@ -39,7 +39,7 @@ class Row:
     inspect: bool = False
     """Whether to report the most likely tokens that the mask forbids."""
     options: TokenOptions | None = None
-    """The controller's options. The query is answered; the override is ignored here."""
+    """The controller's options. Only ``query`` is read. ``override`` is ignored."""
     least: Least | None = None
     """The minimum length of the sequence, if its request has ``min_tokens``."""
     logit_bias: Bias | None = None
@@ -148,14 +148,14 @@ class Rows:
     biases: dict[int, Bias] = field(default_factory=dict)
     """By row: the controller's bias (``Row.bias``). Rows without a bias are left out."""
     counts: dict[int, TokenCounts] = field(default_factory=dict)
-    """By row, if its request has penalties: the counts of its tokens."""
+    """For rows whose requests have penalties: the counts of the sequence's tokens."""
     inspected: Sequence[int] = ()
     """The rows with ``inspect``."""
     options: dict[int, TokenOptions] = field(default_factory=dict)
     """By row: the controller's options (``Row.options``). Rows without options are left out. In
     ``SampledBatch.rows``, ``parameters`` already contains the overrides."""
     excluded: dict[int, np.ndarray] = field(init=False, default_factory=dict)
-    """By row, if its sequence may not end yet: the tokens that would end the sequence, int64."""
+    """For rows whose sequences may not end yet: the tokens that would end the sequence, int64."""
 
     def __post_init__(self) -> None:
         if self.parameters.min_tokens is not None:

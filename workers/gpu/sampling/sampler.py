@@ -46,10 +46,10 @@ class Sampled:
     numbers: np.ndarray
     """``tokens`` and ``logprobs`` as float64 ``[2, rows]``."""
     top: dict[int, dict[int, float]] = field(default_factory=dict)
-    """By row, if its request has ``top_logprobs``: the log-probabilities of the most likely tokens
-    and of the chosen token."""
+    """For rows whose requests have ``top_logprobs``: the log-probabilities of the most likely
+    tokens and of the chosen token."""
     errors: dict[int, str] = field(default_factory=dict)
-    """By row, if no token could be chosen from it: the reason."""
+    """For rows from which no token could be chosen: the reason."""
     cut: dict[int, list[int]] = field(default_factory=dict)
     """For rows with ``inspect``: the most likely tokens that a mask or a controller's bias
     forbids."""
@@ -62,10 +62,11 @@ class Sampled:
     distributions: dict[int, Distribution] = field(default_factory=dict)
     """By row: the answers to the queries of controllers."""
     candidates: dict[int, Candidate] = field(default_factory=dict)
-    """By row, if its request asks for it: the distribution that the token was drawn from."""
+    """For rows whose requests ask for it: the distribution that the token was drawn from."""
 
     def top_of(self, row: int) -> dict[int, float]:
-        """The log-probabilities that an output of a row reports: at least the chosen token's."""
+        """The log-probabilities that an output of a row reports. They always include the chosen
+        token's."""
         return self.top.get(row) or {self.tokens[row]: self.logprobs[row]}
 
 
@@ -130,8 +131,8 @@ class Drawn:
     answers: Answers | None = None
     """The answers to the queries of controllers."""
     candidates: Candidates | None = None
-    """The distributions of the rows that report them, except rows that are greedy or that draw from
-    the model's own distribution."""
+    """The distributions that rows report. Greedy rows, and rows that draw from the model's own
+    distribution, are left out."""
 
     def fetch(self) -> Sampled:
         """Converts the results to Python numbers. The device must have finished the copies."""
@@ -330,8 +331,9 @@ def _rows_of(logits: torch.Tensor, indices: Sequence[int] | None) -> torch.Tenso
 
 
 def _best(logits: torch.Tensor) -> torch.Tensor:
-    """The most likely token of each row. On a CPU, torch's maximum with index takes eight times as
-    long as first finding the maximum of each part of a row and then the index in one part."""
+    """The most likely token of each row. On a CPU, this function first finds the maximum of each
+    part of a row, and then the index in one part. ``torch.max`` with indices would take eight times
+    as long."""
     size = logits.shape[-1]
     whole = size - size % PART
     if costs_launches(logits) or not whole:
@@ -404,8 +406,8 @@ def _changed_rows(rows: Rows, logits: torch.Tensor, best: torch.Tensor | None) -
     """The rows whose logits must be changed before a token is chosen.
 
     On a CPU, a greedy row that has only a mask or a minimum length is left out if its best token is
-    allowed, because the choice would be the same. On other devices, the best token is not on the
-    host.
+    allowed, because the mask would not change the chosen token. On other devices, such a row is not
+    left out, because the best token is not on the host.
     """
     found = set(rows.parameters.changed).union(rows.biases)
     tokens: list[int] | None = None

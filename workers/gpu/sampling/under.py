@@ -1,4 +1,4 @@
-"""A controller's decision that applies to the next sampled token."""
+"""The part of a controller's decision that applies to the next sampled token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .distributions import TokenOptions
 
 
 class Under(NamedTuple):
-    """The mask, bias and options of a sequence's next token."""
+    """The mask, bias and options under which the next token of a sequence is sampled."""
 
     mask: np.ndarray | None = None
     """The token mask, u32 ``[words]``; None allows every token."""

@@ -140,7 +140,7 @@ class Arrivals:
                 stream.operation = "score" if isinstance(request, Score) else stream.operation
             waiting = Waiting(stream, request, message.attachments)
             moved = message.header.flags & Flag.MOVED
-            # This worker may have run a moved request before, and dropped it.
+            # If a request has moved, this worker may have run and dropped an earlier attempt of it.
             waiting.attempt = next(self._attempts) if earlier or moved else 0
             if moved:
                 _take_transcript(waiting)
@@ -378,8 +378,8 @@ class Arrivals:
     # --- models ---------------------------------------------------------------------------------
 
     def on_load_event(self, event: LoadEvent) -> str | None:
-        """Handles an event of loading a model. Returns the reason if the worker cannot serve at
-        all, because its default model could not be loaded."""
+        """Handles an event of loading a model. If the worker cannot serve at all, because its
+        default model could not be loaded, returns the reason. Otherwise returns None."""
         loading = [w for w in self._waiting.values() if w.job is None]
         waiting = [w for w in loading if w.stream.model == event.model]
         match event:
@@ -447,8 +447,9 @@ class Arrivals:
 
 
 def client_of(session: int, message: Generate | Score) -> int:
-    """The number of a request's client, for the engine, in which clients take turns. A client is a
-    session, or a user (``by``) of a session or of a group of sessions (``group``)."""
+    """Returns a number that identifies the client of a request. In the engine, clients take turns.
+    Without ``by`` and ``group``, the client is the session. Otherwise the client is the user ``by``
+    of the session, or of the group of sessions ``group``."""
     if not message.by and not message.group:
         return session
     owner = message.group or str(session)
@@ -457,8 +458,8 @@ def client_of(session: int, message: Generate | Score) -> int:
 
 
 def _with_controller(message: Generate) -> Generate:
-    """The request with a controller, because healing the prompt needs a controller. A request
-    without a controller gets one that allows any text."""
+    """Returns a request with ``heal_prompt`` together with a controller, which applies the healing.
+    A request without a controller gets a controller that allows any text."""
     if message.controller:
         return message
     name = controller_of(message.controller, message.heal_prompt)

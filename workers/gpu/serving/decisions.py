@@ -43,8 +43,8 @@ class Decisions(NamedTuple):
     host: str
     """The machine id of the controller worker."""
     attempts: dict[int, int]
-    """By request that was started again and has its first decision in this message:
-    ``Start.attempt`` (``Result.attempts``)."""
+    """``Result.attempts``. For each request whose controller was restarted and whose first decision
+    is in this message: ``Start.attempt``."""
 
 
 class _RawResult(msgspec.Struct):
@@ -167,8 +167,8 @@ def options_of(one: StepResult, vocab: int) -> TokenOptions | None:
 def unders_along(
     one: StepResult, file: MaskFile | None, attachments: list[bytes], vocab: int
 ) -> list[Under]:
-    """The masks and biases of a decision after each token of the sequence's draft, up to the first
-    that is not valid."""
+    """The masks and biases that a decision has for the positions after the draft's tokens. The list
+    ends before the first mask or bias that is not valid."""
     found: list[Under] = []
     with contextlib.suppress(ControllerError):
         for place, bias_place in zip_longest(one.along, one.biases_along[: len(one.along)]):

@@ -11,8 +11,8 @@ from ....protocol.bodies import encode_body
 from .streams import Stream
 
 KEEP_S = 60.0
-"""Seconds for which an ended stream is stored, within the bounds below: enough for a broker that is
-down for up to 30 s to restart and to request the stream. An older stream is dropped when the next
+"""Seconds for which an ended stream is stored, within the bounds below. In this time, a broker that
+is down for up to 30 s can restart and request the stream. An older stream is dropped when the next
 stream ends."""
 MAX_STREAMS = 1024
 MAX_TOKENS = 65_536

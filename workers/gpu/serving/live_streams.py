@@ -136,8 +136,8 @@ class LiveStreams:
         new.setdefault(stream, []).append(output)
 
     def _begin(self, columns: TokenColumns, new: dict[Stream, list[Token]]) -> TokenColumns | None:
-        """Adds each sequence's first output from this worker to the new entries, because this
-        output has a span and so cannot be a row. Returns the other rows; None if no rows are
+        """Adds each sequence's first output from this worker to the new entries. This output has
+        the stream's ``span`` and so cannot be a row. Returns the other rows; None if no rows are
         left."""
         found = [(s, self._streams.get(s.request)) for s in columns.sequences]
         begun = {
@@ -221,7 +221,8 @@ class LiveStreams:
     def _messages(
         self, new: Mapping[Stream, list[Token]], recipients: Recipients | None
     ) -> list[tuple[Frames, int]]:
-        """The saved buffers of streams that end, then the tokens: one message for each broker."""
+        """The messages with their links: the saved buffers of streams that end, and then one
+        message with tokens for each broker."""
         messages: list[tuple[Frames, int]] = []
         by_link: defaultdict[int, TokenMessage] = defaultdict(TokenMessage)
         for stream, entries in new.items():

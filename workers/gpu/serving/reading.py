@@ -27,8 +27,8 @@ class Reading:
     commits: list[tuple[Order, int]] = field(default_factory=list)
     """The orders that wait for the weights to replace the old ones, each with its link."""
     committed: bool = False
-    """Whether the weights replace the old ones as soon as they have been read. The broker has then
-    made them the model's current weights."""
+    """Whether the broker has made these weights the model's current weights. If so, the weights
+    replace the old ones as soon as they have been read."""
     read: NewWeights | None = None
     link: int = -1
     """The link of ``prepare``."""
@@ -38,8 +38,8 @@ class Reading:
     """SHA-256 of the file that the operator sends or shares; empty for other weights."""
     shared: str = ""
     size: int = 0
-    """The name of the shared memory that has the file, and the size of the file in bytes. Without
-    shared memory, ``shared`` is empty."""
+    """``shared``: the name of the shared memory that has the file; empty without shared memory.
+    ``size``: the size of the file in bytes."""
     incoming: Incoming | None = None
     """The transfer over the bus; None if no transfer runs."""
     attempts: int = 0

@@ -1,9 +1,9 @@
 """Resumes a moved stream: derives its sequences from the entries that its client has received.
 
 A sequence without a controller resumes after its last token. A sequence with a controller resumes
-at its *resume point*: the latest of its last sampled token, its last scores or distribution, and
-its last fork that the client has received. The controller is replayed up to the resume point and
-then decides again. Entries that the controller repeats and the client already has are suppressed.
+at its *resume point*. This is the last entry that the client has received and that has a sampled
+token, scores, a distribution or a fork. The controller is replayed up to the resume point and then
+decides again. Entries that the controller repeats and the client already has are suppressed.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Resumed:
     tokens: list[int] = field(default_factory=list)
     """The tokens after the prompt, up to the resume point."""
     prompt: list[int] = field(default_factory=list)
-    """The prompt with which the sequence began anew before the resume point; empty if it has the
-    prompt of its request."""
+    """The prompt that replaced all tokens of the sequence before the resume point. Empty if the
+    sequence still has the prompt of its request."""
     num_drops: int = 0
     """Number of entries up to the resume point that dropped tokens."""
     given: Given = field(default_factory=Given)

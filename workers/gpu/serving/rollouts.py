@@ -258,7 +258,8 @@ class Rollouts:
             )
             self._begin(reading)
         elif reading.prepare is not None and reading.incoming is not None and weights:
-            # The broker that passed on the operator's weights was cut off from this worker.
+            # The broker that passed on the operator's weights was cut off from this worker, so the
+            # weights come from another worker.
             reading.weights = weights
             self._receive(reading)
         reading.mode, reading.committed, reading.weights = mode, True, weights
@@ -289,8 +290,8 @@ class Rollouts:
             self._read_soon(reading)
 
     def _receive(self, reading: Reading, turn: int = 0) -> None:
-        """Begins to receive weights from another worker. After a failed attempt, with ``turn``
-        above 0, the first part is requested later."""
+        """Begins to receive weights from another worker. If ``turn`` is above 0, an earlier attempt
+        has failed, and ``Incoming.ask_again`` requests the first part later."""
         fetch = FetchWeights(model=reading.model, weights=reading.weights, turn=turn)
         log.info("%s gets version %d from another worker", reading.model, reading.version)
         reading.received, reading.shared, reading.sha256 = None, "", ""
@@ -315,14 +316,14 @@ class Rollouts:
         reading.incoming.ask()
 
     def _read_soon(self, reading: Reading) -> None:
-        """Reads weights on the thread of this object."""
+        """Queues weights for the thread that reads weights, and starts this thread if needed."""
         self._wanted.put(reading)
         if self._reader is None:
             self._reader = threading.Thread(target=self._read_all, name="weights", daemon=True)
             self._reader.start()
 
     def _read_all(self) -> None:
-        """Reads weights, on a separate thread."""
+        """Reads the queued weights. Runs on a separate thread."""
         while True:
             reading = self._wanted.get()
             found: NewWeights | WeightsError

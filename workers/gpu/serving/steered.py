@@ -69,7 +69,7 @@ class Steered:
     """``Start.attempt`` of the last START. Messages that answer an earlier attempt may still
     arrive."""
     worker: int = 0
-    """The id of the controller worker that runs the controller; 0 until it has answered."""
+    """The id of the controller worker that runs the controller; 0 until its first decision."""
     same_machine: bool = False
     """Whether the controller worker is on this machine, so that the request uses its mask file."""
     file: MaskFile | None = None
@@ -89,11 +89,11 @@ class Steered:
     constrained: bool = False
     """Whether the controller is a built-in constraint."""
     text_ends: dict[int, ConstraintEnd] = field(default_factory=dict)
-    """Under a built-in constraint, by sequence: how the text ends, for the last output."""
+    """With a built-in constraint, by sequence: how the text ends, which the last output reports."""
     notes: dict[int, Notes] = field(default_factory=dict)
     """By sequence: the notes that are sent with the sequence's next token."""
     wakes: dict[int, int] = field(default_factory=dict)
-    """By sequence: number of wakes since its last sampled token."""
+    """By sequence: how often the sequence was woken since its last sampled token."""
     given: dict[int, Given] = field(default_factory=dict)
     """After the controller was restarted, by sequence: the outputs that the controller repeats and
     the client already has."""

@@ -96,13 +96,13 @@ class Steering:
         ``inf`` for suspended sequences, for sequences that wait for scores, and for forks that wait
         for logits."""
         self._forks: dict[Key, list[tuple[StepResult, Under]]] = {}
-        """By sequence that will fork when it has logits: the decision to fork, and the decisions to
-        apply after the fork."""
+        """For each sequence that will fork when it has logits: the decision to fork, and then the
+        decisions that are applied after the fork."""
         self._behind: dict[Key, Key] = {}
-        """For each sequence whose decision waits in ``_forks`` for another sequence to fork: that
-        other sequence."""
+        """For each sequence whose decision waits in ``_forks``: the sequence that must fork
+        first."""
         self._runs: dict[Key, Run] = {}
-        """The runs of sequences that sample without decisions, or with log-probabilities."""
+        """The current run of each sequence that has a run (``steered.Run``)."""
         self._early_forks: set[Key] = set()
         """While a RESULT is applied: the sequences whose forks do not need logits, because each
         resulting sequence then drops or appends tokens."""
@@ -306,9 +306,9 @@ class Steering:
         return ends
 
     def _samples_under_row(self, worker: int, one: StepResult) -> bool:
-        """Applies the most frequent decision on a fast path: to sample a sequence, which waits for
-        this decision, under a mask in the mask file. Returns False, and changes nothing, if the
-        decision or the request needs more work."""
+        """A fast path for the most frequent decision: to sample a token under a mask in the mask
+        file. Returns False, and changes nothing, if the decision or the request needs more work, or
+        if the sequence does not wait for a decision."""
         if one.row is None or not just_samples(one) or one.constraint is not None:
             return False
         if one.along or one.takes_drafts or one.biased or one.has_options or one.run > 1:
@@ -316,8 +316,8 @@ class Steering:
         return self._samples_in_row(worker, one.request, one.seq, one.row)
 
     def _samples_in_row(self, worker: int, request: int, seq: int, row: int) -> bool:
-        """Samples a sequence, which waits for its decision, under a mask in the mask file. Returns
-        False, and changes nothing, if the request needs more work."""
+        """Samples a sequence under a mask in the mask file. Returns False, and changes nothing, if
+        the request needs more work, or if the sequence does not wait for a decision."""
         steered = self._requests.get(request)
         if steered is None or steered.worker != worker:
             return False
@@ -429,8 +429,8 @@ class Steering:
             self._apply(engine, one, under)
 
     def _samples(self, engine: Engine, one: StepResult, under: Under) -> bool:
-        """Samples a sequence without other changes. Returns False, and changes nothing, if the
-        engine needs more than ``Engine.sample_under``."""
+        """Applies a decision that only samples. Returns False, and changes nothing, if
+        ``Engine.sample_under`` cannot apply the decision."""
         mask = under.mask if one.run == 1 else None
         if not engine.sample_under(one.request, one.seq, mask, under.bias, under.options):
             return False
@@ -438,7 +438,7 @@ class Steering:
         return True
 
     def _begin_run(self, engine: Engine, one: StepResult, under: Under) -> None:
-        """Begins the run of a decision that has one, or that asks for log-probabilities. Raises
+        """Begins a run if the decision has a run or asks for log-probabilities. Raises
         ControllerError if the mask of a run has the wrong size."""
         if one.run == 1 and not one.logprobs:
             return
@@ -462,8 +462,8 @@ class Steering:
         self._awaited.pop(key, None)
         if action not in ("fork", "stop", "error") and not steered.engine.alive(*key):
             # The sequence ended while the controller decided. The controller now waits for a token,
-            # a look, scores or a wake-up, so this STEP reports the end. Another decision follows a
-            # fork.
+            # an answer to its query, scores or a wake-up, so this STEP reports the end. After a
+            # fork, the controller sends another decision before it waits.
             self._send_step(steered.engine, steered.worker, [StepSequence(*key, [], "error")])
 
     def _changed(self, steered: Steered, one: StepResult) -> bool:

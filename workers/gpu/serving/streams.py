@@ -88,7 +88,8 @@ class Stream:
     """The name of the buffer that will contain prompt and tokens; None if no buffer is stored."""
     prompt: list[int] = field(default_factory=list)
     healed: int | None = None
-    """The token that was removed from the end of the prompt."""
+    """The token that ``heal_prompt`` removed from the end of the prompt; None without such a
+    token."""
     message: Generate | None = None
     """The request of a generation; None until it is passed to the engine."""
     usage: PromptUsage | None = None
@@ -248,8 +249,8 @@ class Stream:
         return found + plain[taken:]
 
     def missed(self, received: int) -> tuple[int, int]:
-        """The number of entries after the first ``received``, and how many of them, at the end, are
-        rows that the client accepts in columns."""
+        """The number of entries after the first ``received`` entries, and the number of rows at
+        their end that can be sent in columns."""
         num_rows = len(self.rows) // ROW.size
         missed = max(0, num_rows + len(self.entries) - received)
         if not self.takes_rows:
@@ -258,8 +259,8 @@ class Stream:
         return missed, min(missed, num_rows - last_entry)
 
     def _without(self, received: int) -> tuple[int, int]:
-        """Two counts among the first ``received`` entries: of the entries that are not rows, and of
-        the rows."""
+        """Counts the first ``received`` entries. Returns the number of entries that are not rows,
+        and the number of rows."""
         entries = self.entries
         others = bisect_left(range(len(entries)), received, key=lambda i: entries[i][0] + i)
         return others, received - others

@@ -102,7 +102,7 @@ class Incoming:
         self._asked_at = time.monotonic()
         self._logged = ""
         self.file = file
-        """The file, as far as it has arrived."""
+        """The file with the parts that have arrived; None until its size is known."""
 
     @property
     def weights(self) -> str:

@@ -112,8 +112,7 @@ class DraftModel:
     def draft(self, sequences: Items[Sequence], count: int) -> list[list[int]]:
         """Writes ``count`` draft tokens for each of these sequences. A draft ends before a token
         that the large model does not have. A draft is empty if the draft model has not computed the
-        sequence up to its end yet, if the sequence is too long, if no blocks are free, or if
-        drafting fails."""
+        whole sequence yet, the sequence is too long, no blocks are free, or drafting fails."""
         try:
             return self._draft(sequences, count)
         except Exception:
@@ -239,9 +238,9 @@ class DraftModel:
         return batch
 
     def _row(self, sequence: Sequence) -> Row:
-        """The sampling inputs of the large model's next token, except masks and other decisions of
-        a controller. If the vocabularies have different sizes, also without biases, penalties and
-        the minimum length."""
+        """The sampling inputs of the large model's next token, without masks and other decisions of
+        a controller. If the vocabularies have different sizes, biases, penalties and the minimum
+        length are left out too."""
         sampling = structs.replace(sequence.sampling, top_logprobs=0)
         if not self._same_vocabulary:
             sampling = structs.replace(sampling, logit_bias={}, repetition_penalty=1.0)

@@ -153,7 +153,7 @@ class Speculation:
         self, model: DraftModel, sequences: Iterable[Sequence], rows: int
     ) -> tuple[list[Sequence], int]:
         """The sequences for which the draft model writes drafts in a step of ``rows`` rows, and the
-        number of tokens of each draft, or 0."""
+        number of tokens of each draft; 0 if it writes no drafts."""
         if self._costs is None or not 0 < rows <= self._costs.max_sequences:
             return [], 0
         foreseen: list[Sequence] = []

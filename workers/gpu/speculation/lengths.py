@@ -21,8 +21,8 @@ MAX_DRAFT_TOKENS = 31
 """Maximum number of tokens of a draft. With the token before them, they fill a forward of 32
 tokens."""
 FADE = 0.9
-"""The factor by which each later observation reduces the weight of an observation of the same kind
-of draft (``kind_of``)."""
+"""The weight of an observation is multiplied by this factor for each later observation of the same
+kind of draft (``kind_of``)."""
 PRIOR = 2.0
 """The weight of an initial probability, as a number of observations."""
 FIRST_GUESSES = (0.4, 0.4, 0.6, 0.8, 0.9, 0.7)

@@ -7,9 +7,9 @@ match is the one with the most equal tokens before it. If fewer than ``LONGEST``
 the texts of the session's earlier requests are searched too (``earlier.py``). The idea is Saxena's
 (prompt lookup decoding, 2023).
 
-A sequence that copies an earlier text (its *source*) except at one place (a replaced name, a value
-of a record) often agrees with the source again soon after this place. So near the last match, one
-or two equal tokens are enough for a new match. The acceptance probability of a draft token is
+A sequence may copy an earlier text (its *source*) except at one place, such as a replaced name. It
+often agrees with the source again soon after this place. So near the last match, one or two equal
+tokens are enough for a new match. The acceptance probability of a draft token is
 estimated from the run before it: from how often consecutive places of this run are followed by the
 same token.
 """
@@ -23,8 +23,8 @@ from .lengths import MAX_DRAFT_TOKENS, PRIOR
 from .places import LONGEST, PLACES, SIZE, Index, Match, add_runs, followed_alike, longest
 
 NEAR = 12
-"""After the last match, a match of one or two tokens is searched for during the next ``NEAR``
-tokens of the sequence, in the next ``NEAR`` tokens of the source."""
+"""While the sequence generates this number of tokens after its last match, matches of one or two
+tokens are searched for. The search covers the same number of tokens of the source."""
 
 
 class PromptLookup:
@@ -58,7 +58,7 @@ class PromptLookup:
 
     def match(self) -> Match | None:
         """The longest earlier occurrence of the end of the text; the latest among equals. If the
-        last run does not occur earlier, a match near the last match (``NEAR``), or None."""
+        last run does not occur earlier, returns a match near the last match (``NEAR``), or None."""
         found = self._of_run()
         if found is None:
             return self._near()

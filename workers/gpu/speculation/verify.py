@@ -96,8 +96,8 @@ class Verifier:
             first += count
 
     def _take(self, sequence: Sequence, draft: Tokens[int], sampled: Sampled, first: int) -> None:
-        """Appends the sampled tokens up to and including the first that differs from the draft, or,
-        if none differs, the token after the draft."""
+        """Appends the sampled tokens up to and including the first token that differs from the
+        draft. If no token differs, the last appended token is the token after the draft."""
         drawn = sampled.tokens[first : first + len(draft) + 1]
         bad = {i - first for i in sampled.errors if first <= i <= first + len(draft)}
         accepted = 0

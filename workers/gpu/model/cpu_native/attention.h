@@ -178,7 +178,7 @@ INLINE void keep_scores(const Query *query, int64_t at, int64_t count, Vector sc
 
 /* The scores of all queries, which are ordered by position. Keys are transposed only for SCORED or
  * more queries, because transposing takes as long as computing the scores of a few queries. The
- * constant LANES is passed where possible, for which the compiler makes faster code. */
+ * constant LANES is passed where possible, because the compiler makes faster code for it. */
 static void score(const Kept *keys, const Query *queries, int64_t count, float scale) {
     int64_t first = queries[0].first, end = queries[count - 1].end, dim = keys->dim, some;
     Vector turned[dim + LANES], found[SCORED];
@@ -208,8 +208,8 @@ static void score(const Kept *keys, const Query *queries, int64_t count, float s
 }
 
 /* Adds the values at the positions first to end - 1, times their weights, to `found`, which has the
- * sums of `count` queries. Of each value, only `vectors` vectors from component `at` on are added.
- * If `lanes` is less than LANES, there is one vector, of which this number of lanes is read. */
+ * sums of `count` queries. Only `vectors` vectors of each value are added, from component `at` on.
+ * If `lanes` is less than LANES, `vectors` is 1, and only `lanes` components are added. */
 INLINE void weigh(const Kept *values, const Query *queries, int count, int64_t at, int vectors,
                   int64_t lanes, int64_t first, int64_t end, Vector *found) {
     Vector total[2 * MAX_QUERIES];
@@ -274,8 +274,8 @@ INLINE void weigh_some(const Kept *values, const Query *queries, int64_t count, 
         weigh_all(values, queries + q, 1, at, vectors, lanes);
 }
 
-/* The attention of the tokens of a run, for `heads` query heads of one key head, from number `head`
- * of this key head on. */
+/* The attention of the tokens of a run, for some query heads of one key head: `heads` heads,
+ * beginning with head number `head` among the query heads of this key head. */
 static void attend(const Attention *a, float *scores, int64_t run, int64_t kv_head, int64_t head,
                    int64_t heads) {
     const Layer *layer = a->layer;

@@ -1,8 +1,9 @@
 /* Products of rows with a matrix of weights, in float32.
  *
- * For any number of rows, the products that make up an output are added in the same order: first
- * those that are LANES apart, in each lane of a vector, then the lanes of this vector, two
- * neighbours at a time. So the bits of a row's result do not depend on the other rows. */
+ * For any number of rows, the products that make up an output are added in the same order. First,
+ * products that are LANES apart are added in one lane of a vector. Then the lanes of this vector
+ * are added, two neighbours at a time. So the bits of a row's result do not depend on the other
+ * rows. */
 
 #ifndef TOKENBUS_PRODUCTS_H
 #define TOKENBUS_PRODUCTS_H

@@ -1,10 +1,10 @@
 """Chooses the number of threads of a forward on a CPU by measuring steps.
 
 A step of few tokens has many short parallel regions. On an idle machine, two threads halve the time
-of each region. If the bus, a client or another worker uses one of the cores, each region waits for
-a thread that does not run, and a single thread is several times as fast. So for each step size,
-another number of threads is tried from time to time, and at once when steps get slower. A size
-without measurements starts with the number that was found for the nearest size.
+of each region. If another process uses one of the cores, each region waits for a thread that does
+not run, and a single thread is several times as fast. So for each step size, another number of
+threads is tried from time to time, and at once when steps get slower. A size without measurements
+starts with the number that was found for the nearest size.
 """
 
 from __future__ import annotations

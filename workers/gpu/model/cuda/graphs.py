@@ -223,8 +223,8 @@ class DecodeGraphs:
         return graph
 
     def _fill_trial(self, size: int) -> None:
-        """Writes ``size`` decodes whose only block is the spare block, each at another position as
-        far as the block has positions."""
+        """Writes ``size`` decodes whose only block is the spare block. Their positions differ if
+        the block has enough positions."""
         positions = np.arange(size) % self._block_size
         self._buffers.fill_numbers(positions, self._spare_slot + positions, positions + 1)
         self._buffers.fill_table(np.full(size, self._spare), 1, size, self._spare)

@@ -52,8 +52,9 @@ def fused_model(
 ) -> FusedDecoder:
     """The model as a FusedDecoder.
 
-    ``shapes`` and ``options``: by layer, the shapes of keys and values, and the options of the
-    attention. ``by_input``: store weights as ``[in, out]`` if that is faster (``stored_by_input``).
+    ``shapes`` and ``options``: for each layer, the shapes of keys and values, and the options of
+    the attention. ``by_input``: store weights as ``[in, out]`` if that is faster
+    (``stored_by_input``).
     Raises NotFusible.
     """
     if not type(model).__module__.startswith("transformers."):
@@ -173,8 +174,8 @@ def _head_norms(attention: Any, dim: int) -> HeadNorms | None:
 
 
 def fused_norm(module: Any) -> Function:
-    """The norm of a module in one operation; the module itself if the operation would not compute
-    the same."""
+    """Returns a norm that computes the result of ``module`` in one operation, or ``module`` itself
+    if the results differ."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(eps, float):
@@ -195,8 +196,9 @@ def fused_norm(module: Any) -> Function:
 
 
 def _joined(layers: list[Any], by_input: bool) -> Projection:
-    """Linear layers with the same input as one product. Their weights are copied into one matrix,
-    and become views of it. ``by_input``: store the matrix as ``[in, out]`` if that is faster."""
+    """Joins linear layers with the same input to one product. Their weights are copied into one
+    matrix, and become views of it. ``by_input``: store the matrix as ``[in, out]`` if that is
+    faster."""
     for layer in layers:
         if type(layer) is not torch.nn.Linear or type(layer.weight.data) is not torch.Tensor:
             raise NotFusible(f"its {type(layer).__name__} is not a plain linear layer")

@@ -23,11 +23,11 @@ PROBE_TOKENS = 4
 
 
 class _Rows(NamedTuple):
-    """The adapters of the rows of a linear module's input."""
+    """For each row of a linear module's input: the number of the row's adapter."""
 
     num_rows: int
     parts: Sequence[tuple[int, torch.Tensor | None]]
-    """The number of each adapter, with the indices of its rows; None stands for all rows."""
+    """Pairs of an adapter's number and the indices of its rows; None stands for all rows."""
 
 
 class Adapters:
@@ -40,10 +40,10 @@ class Adapters:
         self._hashes = {adapter.name: adapter.hash for adapter in adapters}
         self._numbers = {adapter.name: number for number, adapter in enumerate(adapters, 1)}
         self._active: tuple[_Rows, _Rows] | None = None
-        """The rows of the forward that is running: of all modules, and of the output layer. None
-        if the forward has no adapters."""
+        """The rows of the running forward: first those of the modules before the output layer,
+        then those of the output layer. None if the forward has no adapters."""
         self.num_bytes = 0
-        """Memory of all updates."""
+        """Size of all updates in memory, in bytes."""
         modules = dict(model.named_modules())
         updates: dict[str, dict[int, Update]] = {}
         for adapter in adapters:

@@ -53,9 +53,9 @@ def naming(adapter: str) -> Iterator[None]:
 
 
 class _Config(Struct):
-    """The fields of ``adapter_config.json`` that determine the updates. The modules are those of
-    the tensors, so ``target_modules`` and ``layers_to_transform`` are not read. ``fan_in_fan_out``
-    describes only weights into which the update is merged."""
+    """The fields of ``adapter_config.json`` that determine the updates. The names of the tensors
+    name the modules, so ``target_modules`` and ``layers_to_transform`` are not read.
+    ``fan_in_fan_out`` is not read, because updates are not merged into the weights."""
 
     r: Annotated[int, Meta(ge=1)]
     lora_alpha: float
@@ -90,7 +90,7 @@ class Adapter:
 
     name: str
     updates: Mapping[str, Update]
-    """By the path of a module within the model."""
+    """The update of each linear module, by the path of the module within the model."""
     hash: str
     """The first 32 hexadecimal digits of a SHA-256 of all updates."""
 

@@ -28,7 +28,8 @@ _NOTHING = torch.empty(())
 
 @dataclass(slots=True)
 class Group:
-    """Chunks of similar size, padded to a rectangle of ``batch`` rows of ``width`` tokens.
+    """Chunks of similar size, padded to a rectangle of ``batch`` rows of ``width`` tokens. A chunk
+    is the tokens of one sequence in a step.
 
     The chunks are the packed tokens ``[start, end)``. Chunks of one token need no padding.
     """

@@ -21,9 +21,9 @@ from .attention import NAME, NAME_COMPILED
 log = logging.getLogger(__name__)
 
 MAX_COMPILED_VARIANTS = 64
-"""Maximum number of compiled forms of one function; torch's default is 8. torch compiles separate
-forms for no row, one row and several rows of logits, for one token and several tokens, and for each
-class whose method has the same decorator."""
+"""Maximum number of compiled forms of one function; torch's default is 8. torch compiles a separate
+form for zero, one and several rows of logits, and for one and several tokens. If methods of several
+classes have the same decorator, each class also has separate forms."""
 
 
 class TransformersBackend(ForwardBackend):

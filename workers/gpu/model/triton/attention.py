@@ -1,9 +1,10 @@
 """Attention over the blocks of the KV cache by the Triton kernels: the tiles of a step, and the
 launches.
 
-A *tile* has some tokens of one chunk, each with all query heads of one key head. A chunk of at most
-``MAX_SHORT`` tokens (a decode, a draft) is short: if its tiles have many keys, these are split
-among several programs. The choice of the kernel for a chunk depends only on the chunk.
+A *chunk* is the tokens of one sequence in a step. A *tile* has some tokens of one chunk, each with
+all query heads of one key head. A chunk of at most ``MAX_SHORT`` tokens (a decode, a draft) is
+short: if its tiles have many keys, the keys are split among several programs. The choice of the
+kernel for a chunk depends only on the chunk.
 """
 
 from __future__ import annotations
@@ -138,8 +139,9 @@ def paged_attention(
     """Attention of ``query`` ``[num_tokens, heads, dim]`` over the blocks of a layer's keys and
     values, including the keys and values of the new tokens. Returns ``[num_tokens, heads, dim]``.
 
-    ``chunks``: the start of each chunk in ``query`` and the end of the last ``[N + 1]``, the number
-    of keys that each chunk attends to ``[N]``, and the block table ``[N, blocks]``; all int32.
+    ``chunks``: three int32 tensors. The first, ``[N + 1]``, has the start of each chunk in
+    ``query``, and the end of the last chunk. The second, ``[N]``, has the number of keys that each
+    chunk attends to. The third, ``[N, blocks]``, is the block table.
     ``max_programs``: maximum number of programs that share the keys of a tile. By default, the
     programs fill a GPU. The result does not depend on this number.
     """

@@ -2,8 +2,8 @@
 
 A tile has ``BLOCK_M`` rows: up to ``BLOCK_M // GROUP`` tokens of one chunk, each with the ``GROUP``
 query heads of one key head. Each key and value is therefore read once for all heads of its group. A
-loop iteration covers ``BLOCK_N`` keys. Rows of a tile do not mix, and the split of the keys follows
-from the tile's own positions, so a row's result does not depend on the rest of the batch.
+loop iteration covers ``BLOCK_N`` keys. Rows of a tile do not affect each other, and the split of
+the keys depends only on the tile's positions. So a row's result does not depend on the batch.
 
 The online softmax is from FlashAttention (Dao et al., 2022), and the split from Flash-Decoding.
 Exponentials have base 2.

@@ -42,8 +42,8 @@ class TritonDecoder:
         context: Any,
         attend: Attend,
     ) -> torch.Tensor:
-        """As ``FusedDecoder.forward``, except that ``attend`` must not write to the cache, because
-        the kernel of the rotary embedding does.
+        """Does the work of ``FusedDecoder.forward``. ``attend`` must not write to the cache,
+        because the kernel of the rotary embedding writes the keys and values.
 
         ``context`` has the ``cache`` and the ``slot_mapping`` of the new tokens.
         """

@@ -19,9 +19,9 @@ MAX_SPLITS = 16
 MIN_SPLIT = 256
 """Minimum number of keys of a part, except for the last part."""
 SHORT_ROWS = 16
-"""Number of rows of a tile of a short chunk: the minimum of ``tl.dot``."""
+"""Number of rows of a short chunk's tile: the minimum of ``tl.dot``."""
 LONG_ROWS = 128
-"""Number of rows of a tile of a long chunk."""
+"""Number of rows of a long chunk's tile."""
 DEEP, SHALLOW = 5, 2
 """Numbers of stages of the loop over keys. The first stages load the block table. With DEEP stages,
 two tiles of keys and values are in flight; with SHALLOW stages, one."""
