@@ -75,8 +75,8 @@ def decide_along(
     controller: Controller, host: Host, draft: Sequence[int], places: Sequence[Place]
 ) -> int:
     """Writes the decision after each token of a draft into ``places``; returns the number of
-    decisions that were written. The decisions end before the first token after which the controller
-    would do more than sample, or needs a bias for which the shared file has no room."""
+    decisions that were written. Stops before the first token after which the controller would do
+    more than sample. Also stops if the shared file has no room for a bias."""
     if isinstance(controller, TakesDrafts):
         return controller.masks_along(draft, [place.mask for place in places])
     written = 0

@@ -20,8 +20,9 @@ from typing import NamedTuple
 Job = Callable[[], None]
 
 MAX_IDLE = 1_024
-"""If the queue has this number of tenants, a new tenant makes the queue remove all tenants without
-jobs whose virtual time (``Turn.used_s``) is not later than the present virtual time."""
+"""If the queue has this number of tenants, it removes idle tenants before it adds a tenant. A
+tenant is idle if it has no jobs and its virtual time (``Turn.used_s``) is not later than the
+present virtual time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +56,8 @@ class Taken(NamedTuple):
 
 
 class FairJobs:
-    """Jobs by tenant. The jobs of one tenant begin in order of arrival. Thread-safe.
+    """The queued jobs of all tenants. The jobs of one tenant begin in order of arrival.
+    Thread-safe.
 
     The next job is from the tenant with the earliest virtual time, among the tenants whose jobs may
     begin. When a tenant without queued jobs queues a job, the tenant's virtual time becomes at

@@ -24,8 +24,8 @@ from .tokens.vocabulary import TokenizerVocabulary
 log = logging.getLogger(__name__)
 
 SLICE_S = 0.005
-"""Seconds for which a replay runs before it passes its thread to other requests that wait, or
-pauses because rounds are queued."""
+"""Seconds for which a replay runs without interruption. It then passes its thread to waiting
+requests, or pauses if rounds are queued."""
 PAUSE_S = 0.0005
 """Seconds for which a replay pauses after each slice if rounds are queued. Without the pause, the
 replay would keep Python's lock, which these rounds need."""
@@ -51,8 +51,8 @@ class FirstRounds:
         refuse: Callable[[str], None],
     ) -> None:
         """Begins a request, whose results go to ``pending``. ``error``: the reason why the request
-        has no vocabulary. ``refuse`` is called with a message, and the request has no results, if
-        its controller is unknown."""
+        has no vocabulary. If the request's controller is unknown, ``refuse`` is called with a
+        message, and the request has no results."""
         steps = self._steps(group, start, vocabulary, error, refuse)
         self._starts.submit([partial(self._run, pending, group, steps)], tenant=group.tenant)
 

@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator
 
 QUESTION_S = 0.0001
-"""Seconds that a question of a guest to the worker counts towards the limit of its call. The CPU
-time of a question is not counted, because a busy machine can triple it, and a call with several
-questions would then fail without a fault of its author. ``process.MAX_QUESTIONS`` bounds the
-questions too."""
+"""Seconds that each question of a guest to the worker, such as an access to a variable, counts
+towards the limit of the guest's call. The real CPU time of a question is not counted, because it
+can triple on a busy machine. A call with several questions would then fail without a fault of its
+author. ``process.MAX_QUESTIONS`` bounds the questions too."""
 
 
 class _ThisThread(threading.local):

@@ -80,8 +80,8 @@ class Variables(Protocol):
 
     def await_write(self, name: str, version: int = 1) -> Stored | None:
         """Like ``get``, but returns None if the variable's version is below ``version``. If the
-        sequence then suspends, changes of the request other than the write of this version do not
-        wake the sequence."""
+        sequence then suspends, only the write of this version wakes it. Other changes of the
+        request do not wake it."""
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
         """Writes a variable. If ``when_version_is`` is given, the variable is written only if it

@@ -39,8 +39,8 @@ class IdleQueue:
         self._groups: dict[str, deque[tuple[float, SequenceGroup]]] = {}
         """By tenant: groups and the times from which they may be woken, in ascending order."""
         self._turns: list[tuple[float, int, str]] = []
-        """A heap of (time of the next turn, tie-breaker, tenant) with each tenant that has
-        groups."""
+        """A heap of (time of the next turn, tie-breaker, tenant), with one element for each tenant
+        that has groups."""
         self._numbers = itertools.count()
         self._spent: dict[str, float] = {}
         """By tenant: the time at which its rounds so far would end at the average rate (the

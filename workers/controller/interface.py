@@ -60,7 +60,8 @@ class Action(IntEnum):
     The next post_process gets no tokens, and ``Host.distributions`` has the answer."""
     AGAIN = 11
     """In mid_process: call pre_process, without sampling or changing the tokens. Only scripts
-    return it: after a fork or a text, a script can suspend or fork only in pre_process."""
+    return this action, when they suspend or fork directly after a fork or a generated text. Both
+    are possible only in pre_process."""
 
 
 class Answer(NamedTuple):
@@ -95,8 +96,9 @@ class Answer(NamedTuple):
     pin_s: float = 0.0
     run: int = 1
     """With CONTINUE from mid_process: the maximum number of tokens that one post_process may
-    receive. With more than 1, every token is allowed, and the mask has the tokens that post_process
-    must receive at once. The worker may still call post_process for each token."""
+    receive. With more than 1, every token is allowed. The mask then has the tokens that end such a
+    run of tokens: post_process is called directly after one of them. The worker may still call
+    post_process for each token."""
     logprobs: bool = False
     """With CONTINUE from mid_process: whether ``Host.logprobs`` has the log-probabilities of the
     next tokens."""
@@ -177,8 +179,7 @@ class TakesDrafts(Controller, Protocol):
 
 @runtime_checkable
 class RunsAhead(Controller, Protocol):
-    """A controller of which a copy may run along drafts (``along.py``), if ``takes_drafts`` is
-    true."""
+    """A controller whose copy may run along drafts (``along.py``), if ``takes_drafts`` is true."""
 
     @property
     def takes_drafts(self) -> bool:

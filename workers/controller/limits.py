@@ -64,7 +64,7 @@ class Limits:
     @property
     def watched_round_s(self) -> float:
         """CPU time in seconds that the watchdog of guest processes allows for a round. This is the
-        maximum for all kinds of controllers: compiled modules and scripts."""
+        larger of the limits for compiled modules and for scripts."""
         return max(self.round_s, 3 * self.script_s)
 
     def max_text(self, call_s: float) -> int:

@@ -13,7 +13,7 @@ from .guest_clock import thread_cpu_s
 MAX_CONTROLLERS = 64
 """Maximum controllers that are counted separately; further controllers are counted together."""
 EVERY = 16
-"""CPU time is measured in one of this number of rounds, because each measurement takes a
+"""CPU time is measured only in every ``EVERY``-th round, because each measurement takes a
 microsecond."""
 WEIGHT = 0.1
 """The weight of one measured round in the moving average ``Meter._share``."""

@@ -22,8 +22,8 @@ from .sequence_group import Round, SequenceGroup
 log = logging.getLogger(__name__)
 
 FLUSH_S = 0.003
-"""Time after the beginning of the rounds from which finished results are sent without the results
-of unfinished rounds, in seconds."""
+"""Seconds after the beginning of the rounds. From this time on, finished results are sent without
+waiting for unfinished rounds."""
 WOKEN_FLUSH_S = 0.02
 """Like ``FLUSH_S``, for the rounds of the sequences that a request wakes. No forward waits for
 these rounds, and one forward of all these sequences takes less time than several forwards."""

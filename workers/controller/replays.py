@@ -231,7 +231,7 @@ class GroupReplay:
 
     def _settle(self, past: _Past) -> None:
         """Called when the replay of a sequence is complete or has failed: drops the sequence if it
-        had ended on the other worker."""
+        had ended before the replay."""
         sequence = past.sequence
         if past.replay.ended:
             self._drop(sequence)
@@ -261,7 +261,7 @@ class GroupReplay:
         kept.sort(key=lambda one: (one[0], one[1].seq))
         results = [result for _, result in kept]
         if results and results[0].constraint is None:
-            # The GPU worker learns from the first result whether the controller is a constraint.
+            # The first result reports to the GPU worker whether the controller is a constraint.
             past_of_first = self._pasts.get(results[0].seq)
             controller = past_of_first.sequence.controller if past_of_first is not None else None
             if isinstance(controller, Constraint):

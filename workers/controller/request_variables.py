@@ -1,9 +1,8 @@
 """The order of a request's operations on variables, and a copy of the variables.
 
-All controllers of a request run in one worker. The first worker of a request makes all of its
-operations, and its copy of the variables answers them without a wait. Each operation is then sent
-to the state worker with its place in the order (``Variable.place``), and the state worker confirms
-it.
+All controllers of a request run in one worker. The first worker that runs a request has a copy of
+the request's variables, which answers operations without a wait. Each operation is then sent to the
+state worker with its place in the order (``Variable.place``), and the state worker confirms it.
 
 A message that depends on an operation leaves the worker only after the state worker has confirmed
 this operation and all earlier ones: a RESULT, or the call of a tool (``when_confirmed``). So if the
@@ -13,8 +12,9 @@ Another worker may continue the request while this worker still runs, for exampl
 worker was suspended. The first new operation of the other worker changes the places. The state
 worker then refuses all operations of this worker, and the request ends here.
 
-Without the copy, each operation waits for the state worker. This is the case in every worker but
-the first, because two workers may run a request for a while, and if the copy becomes too large.
+A worker without a copy waits for the state worker in each operation. A worker drops the copy when
+the copy becomes too large. Later workers of a request never use a copy, because two workers may run
+the request for a while.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from .guest_memory import TenantMemory
 from .pool import waiting
 
 COPIED = frozenset(("get", "set", "append"))
-"""The operations that the copy can answer. The others depend on the client's inputs, or on other
-requests of the tenant."""
+"""The operations that the copy can answer. Other operations depend on the client's inputs, or on
+other requests of the tenant."""
 MAX_COPY_BYTES = 1024 * 1024
 """Maximum bytes of a copy, as ``StorageLimits`` counts them."""
 GRANT_BYTES = 64 * 1024
@@ -45,9 +45,9 @@ GRANT_BYTES = 64 * 1024
 MAX_UNCONFIRMED = 64
 """Maximum operations of a request that the state worker has not confirmed."""
 UNCONFIRMED_BYTES = 4 * 1024 * 1024
-"""The bytes that the unconfirmed operations of all requests of a worker share, by tenant. Beyond
-its share, a tenant waits for the confirmation of each operation. So its operations do not delay
-those of other tenants at the state worker."""
+"""Maximum bytes of the unconfirmed operations of all requests of a worker. Each tenant has a share
+of this number. A tenant that exceeds its share waits for the confirmation of each operation, so
+that its operations do not delay those of other tenants at the state worker."""
 OPERATION_BYTES = 4096
 """The bytes that are counted for an unconfirmed operation, in addition to its value."""
 
@@ -101,7 +101,7 @@ class RequestVariables:
         self._copy = VariableStorage()
         self._granted = 0
         self._others = 0
-        """Number of operations that the state worker has applied, and the copy has not."""
+        """Number of operations that the state worker has applied but the copy has not."""
         self.failure = ""
         """Why the request cannot continue in this worker; empty while it can."""
         self._closed = False
@@ -225,7 +225,8 @@ class RequestVariables:
         try:
             answer = self._state.perform(operation)
         except BaseException:
-            # The state worker may have stored its answer, and so the next place is unknown.
+            # The state worker may have applied the operation, so the place of the next operation is
+            # unknown.
             self._wait_from_now()
             raise
         self._others += not answer.repeated
@@ -244,7 +245,8 @@ class RequestVariables:
         return taken == size
 
     def _take(self, size: int) -> int:
-        """Takes bytes from the share of unconfirmed operations; returns 0 if it has too few."""
+        """Takes ``size`` bytes from the tenant's share of ``UNCONFIRMED_BYTES`` and returns
+        ``size``; returns 0 if fewer bytes are left."""
         if self._share is not None:
             try:
                 self._share.take(size)
@@ -294,7 +296,8 @@ class RequestVariables:
             raise ControllerError(Code.CONTROLLER_FAILED, self.failure)
 
     def _has_room(self) -> bool:
-        """Whether the copy may keep its size. Counts it towards the memory of the tenant."""
+        """Counts the copy's size towards the memory of the tenant; returns whether the copy
+        fits."""
         missing = self._copy.bytes - self._granted
         if self._copy.bytes > MAX_COPY_BYTES:
             return False

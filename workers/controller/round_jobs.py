@@ -33,8 +33,8 @@ from .sequence_group import Round, SequenceGroup
 log = logging.getLogger(__name__)
 
 SLOW_S = 0.0005
-"""Seconds. If a round of a sequence takes longer, a separate thread is woken for the sequence's
-next round."""
+"""If a round of a sequence takes longer than this time, in seconds, a separate thread is woken for
+the sequence's next round."""
 
 
 class Begun(NamedTuple):

@@ -77,7 +77,8 @@ class ControlledSequence:
     woken: bool = False
     """Whether the last round began with a wake-up."""
     awaits: int = 0
-    """``StepResult.awaits`` of the last result."""
+    """The number of the input that the sequence waits for since its last result, or 0
+    (``StepResult.awaits``)."""
     forks: int = 0
     """Number of forks that the sequence has made."""
     children: int = 0
@@ -132,8 +133,8 @@ sampling."""
 class Rounds:
     """Runs the rounds of the sequences of one request. Each call returns the results to send.
 
-    ``changes`` counts the changes in the request (tokens, writes, ends) that other sequences than
-    the given sequence have made.
+    ``changes`` returns, for a sequence, the number of changes (tokens, writes, ends) that other
+    sequences of the request have made.
     """
 
     def __init__(

@@ -2,14 +2,13 @@
 each sequence.
 
 A sequence waits for the model, runs a round, or is suspended. A suspended sequence is woken when
-another sequence of the request has written a variable, has finished or has run a round since
-the last pre_process of the suspended sequence began. A sequence that waits for a variable
+another sequence of the request writes a variable, finishes or runs a round. Such a change also
+counts if it comes during the pre_process that suspends. A sequence that waits for a variable
 (``ctx.wait_var``) is not woken by changes other than a write of this variable. If all sequences are
 suspended and no sequence is woken in this way, all are woken 10 ms or more later (``IdleGroups``).
 After ``Limits.idle_wakes`` such wake-ups in a row, or one if all sequences wait for variables, the
 request ends with `deadlock`. Only an input wakes a sequence that waits for an input. While a
-sequence waits for an input or for the answer of a tool, no sequence of the request is woken by
-time.
+sequence waits for an input or for the answer of a tool, the wake-ups after 10 ms do not happen.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ MAX_WAKES = 200
 as a multiple of the number of these sequences. A barrier needs one wake-up of each sequence by each
 other sequence."""
 MAX_ALONG = 16
-"""Maximum number of decisions along a draft."""
+"""Maximum number of tokens of a draft for which rounds run before the draft is verified."""
 SHARED_MEMORY = 16
 """The memory that all sequences of a request share, as a multiple of the memory limit of a single
 sequence."""
@@ -99,7 +98,7 @@ class SequenceGroup:
         self._ignore_eos = ignore_eos
         self._perform = perform
         self.meter = Meter()
-        """The meter of the request's controller."""
+        """Measures the work of the request's controller."""
         self.tenant = self.owner = ""
         """The request's tenant, and the owner of its guests. The worker sets both before the first
         round."""
@@ -127,7 +126,7 @@ class SequenceGroup:
         self._vocabulary: Vocabulary
         self._rows: MaskRows | None = None
         self._replay: GroupReplay | None = None
-        """The replay while it runs."""
+        """The replay of the controllers; None if no replay is running."""
         self._numbers = {0}
         """The numbers of all sequences so far."""
         self._changes = 0
@@ -227,7 +226,7 @@ class SequenceGroup:
     ) -> tuple[ControlledSequence, Round] | None:
         """The round of a sequence after the model has sampled ``tokens`` or computed ``scores``, or
         after the GPU worker has ended the sequence. Returns None if the sequence does not wait for
-        the model (or, if ``ended``, is not suspended either).
+        the model. With ``ended``, a suspended sequence also has a round.
 
         ``stop``: the stop string before which the text of an ended sequence ends; empty if no stop
         string ended the sequence. ``draft``: tokens that the GPU worker expects next.
@@ -313,7 +312,7 @@ class SequenceGroup:
     def begins_idle(self) -> bool:
         """Whether the caller must schedule a call of ``wake_idle``, because all sequences are
         suspended. Returns True only once before each ``wake_idle``."""
-        if not self._idle:  # The thread that sets it calls this method later.
+        if not self._idle:  # A thread that sets ``_idle`` calls this method afterwards.
             return False
         with self._lock:
             begins = self._idle and not (self._timed or self._closed)
@@ -345,8 +344,8 @@ class SequenceGroup:
             return ([], []) if self._closed else self._wake()
 
     def repeats(self, result: StepResult) -> bool:
-        """Whether a result suspends a woken sequence again, and has no tokens, logs, writes or
-        messages and no other ``awaits``. Such a result is not sent."""
+        """Whether a result only suspends a woken sequence again, with the ``awaits`` of its last
+        result. Such a result is not sent."""
         if result.action != "suspend" or self.inspect:
             return False
         if result.backtrack or result.ff_tokens or result.logs or result.storage:
@@ -449,10 +448,10 @@ class SequenceGroup:
         return [], []
 
     def _deadlock(self, waiting: Sequence[ControlledSequence]) -> str:
-        """Why the suspended sequences, which are all sequences of the request, are in a deadlock;
-        empty if they are woken again.
+        """Returns why ``waiting``, all sequences of the request, are in a deadlock. The result is
+        empty if the sequences are to be woken again.
 
-        Sequences that all wait for variables are woken once, and so read the variables again.
+        If all sequences wait for variables, they are woken once, to read the variables again.
         """
         if self._idle_wakes and all(s.variables.awaits_write for s in waiting):
             names = sorted({repr(s.variables.awaited_name) for s in waiting})
@@ -539,7 +538,7 @@ class SequenceGroup:
             )
 
     def _new_numbers(self, parent: ControlledSequence, lineages: Sequence[int]) -> list[int]:
-        """The numbers of new sequences of a parent."""
+        """Chooses the numbers of a parent's new sequences."""
         numbers = []
         for place, lineage in enumerate(lineages, parent.children + 1):
             number = number_of_fork(parent.seq, place, lineage, self._numbers)

@@ -168,7 +168,7 @@ class GroupTools:
         """``perform`` does an operation on a variable of the request. ``submit`` runs a function on
         a thread that may wait. ``answered`` is called when an answer was written into the record of
         its call, or could not be written. ``when_recorded`` calls a function when the state worker
-        has all operations so far."""
+        has confirmed all earlier operations."""
         self._calls = calls
         self._link = link
         self._perform = perform
@@ -182,7 +182,7 @@ class GroupTools:
 
     @property
     def waits(self) -> bool:
-        """Whether an answer of a tool is awaited, which will wake a sequence."""
+        """Whether a call has no answer yet. The answer will wake a sequence."""
         return bool(self._sent)
 
     def begin(self, variables: SequenceVariables, tool: str, arguments: bytes) -> str:

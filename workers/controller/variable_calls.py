@@ -27,9 +27,9 @@ from .pool import waiting
 AGAIN_S = 0.5
 """Time after which an operation without an answer is sent again, in seconds."""
 GIVE_UP_S = 120.0
-"""Maximum total wait of an operation, in seconds. A state worker or broker that was killed has been
-restarted by then. The default of ``move_wait_s``, the time for which a stream waits for a worker,
-has the same value."""
+"""Maximum total wait of an operation, in seconds. A state worker or broker that was killed is
+restarted within this time. The default of ``move_wait_s``, the time for which a stream waits for a
+worker, has the same value."""
 ROUND_BYTES = 128 * 1024
 """Maximum bytes that a sequence may write to variables in one round. The limit on the texts that a
 sequence sends in one round has the same value. The number is small because these bytes are also
@@ -77,9 +77,9 @@ class VariableCalls:
         self._post_later(frames, link)
 
     def send_again(self, now: float) -> None:
-        """Called often. Sends the operations of ``send`` again whose answers are overdue at
-        ``now``, a time of the monotonic clock. If one operation of a request is overdue, all of its
-        operations are sent again, in their order. After ``GIVE_UP_S``, an operation is answered
+        """Called often. Sends operations of ``send`` again if their answers are overdue at ``now``,
+        a time of the monotonic clock. If one operation of a request is overdue, all operations of
+        the request are sent again, in their order. After ``GIVE_UP_S``, an operation is answered
         with an error."""
         if not self._sent or now < self._next_check_s:
             return
@@ -197,7 +197,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Sent:
-    """An operation that nobody waits for. Times are of the monotonic clock, in seconds."""
+    """An operation of ``VariableCalls.send``. Times are of the monotonic clock, in seconds."""
 
     frames: list[bytes]
     answered: Callable[[VariableAnswer], None]
@@ -368,9 +368,9 @@ class SequenceVariables:
 
     def context(self, op: Literal["save", "open"], name: str, content: bytes = b"") -> bytes | None:
         """Saves or opens a context of the request's tenant; returns the content of an opened
-        context, or None if it does not exist. These operations have a lineage of their own, because
-        the controller worker makes them, and not the guest that repeats its operations in a new
-        process."""
+        context, or None if it does not exist. These operations have a separate lineage. The
+        controller worker makes them, so a guest that is replayed in a new process does not repeat
+        them."""
         self._contexts += 1
         lineage = _context_lineage(self.lineage)
         operation = Variable(self._request, lineage, self._contexts, op, name, content)

@@ -183,7 +183,8 @@ class ControllerWorker:
             self._bus.post, lambda frames, link: self._bus.post(frames, link, False)
         )
         self._unconfirmed = GuestMemory(UNCONFIRMED_BYTES)
-        """The operations on variables that the state worker has not confirmed, by tenant."""
+        """Counts the bytes of operations on variables that the state worker has not confirmed, for
+        each owner of guests."""
         self._tool_calls = ToolCalls(self._bus.post)
         self._records = Pool(2, "records", max_waiting=0)
         """Writes the answers of tools into variables."""
@@ -543,8 +544,8 @@ class ControllerWorker:
             self._pool.submit(jobs, tenant=group.tenant)
 
     def _fail(self, group: SequenceGroup) -> None:
-        """Ends a request here, because the state worker has refused an operation that was already
-        answered. Called on the bus thread, which must not wait for a group."""
+        """Ends a request here, because the state worker has refused an operation that this worker
+        has already answered. Called on the bus thread, which must not wait for a group."""
 
         def fail() -> None:
             with self._order:
@@ -579,8 +580,8 @@ class ControllerWorker:
     def _end(self, link: int, request: int) -> None:
         group = self._groups.pop((link, request), None)
         if group is not None:
-            # ``end`` is called first. After this call, the only result that may still be sent is
-            # one that is being sent now, and it precedes the results of a new START.
+            # ``end`` is called first, so that no further result is sent. A result that is being
+            # sent now precedes the results of a new START.
             group.end()
             if group.ordered is not None:
                 group.ordered.close()
@@ -598,9 +599,8 @@ class ControllerWorker:
         self._bus.post_to(gpu, [b"FETCH_TOKENIZER", encode_header(0, gpu), body])
 
     def _send_module(self, message: FromBus) -> None:
-        """Answers another controller worker that needs a module, if this machine has the module. A
-        query to all workers is answered without the bytes, a request to only this worker with
-        them."""
+        """Answers another controller worker that needs a module, if this machine has the module.
+        The answer has the module's bytes only if the request was sent to this worker alone."""
         try:
             asked: FetchModule = decode_as(FetchModule, message.body, "msgpack")
             wasm = self._store.own(asked.module) if self._store is not None else None
@@ -691,7 +691,7 @@ class ControllerWorker:
 
     @property
     def _num_waiting(self) -> int:
-        """The number of rounds that wait for the state worker, and of requests whose results do."""
+        """Number of rounds, and of requests with unsent results, that wait for the state worker."""
         holding = sum(
             group.ordered is not None and group.ordered.holds
             for group in list(self._groups.values())
@@ -715,7 +715,8 @@ class ControllerWorker:
 
 
 class _StateWorker:
-    """The state worker, for the operations of one request (``request_variables.StateWorker``)."""
+    """Sends the operations of one request to the state worker. Implements
+    ``request_variables.StateWorker``."""
 
     def __init__(
         self, calls: VariableCalls, bus: Bus, link: int, ended: Callable[[], bool]

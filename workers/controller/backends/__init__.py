@@ -1,1 +1,1 @@
-"""The built-in constraints, with two grammar backends: that of Tokenbus, and llguidance."""
+"""The built-in constraints. They use two grammar backends: Tokenbus's own and llguidance."""

@@ -67,7 +67,8 @@ class CombinationProgram:
         tables: Tables,
         others: Mapping[str, ConstraintProgram],
     ) -> None:
-        """``others``: the programs for parts that are not automata, by the kind of the part."""
+        """``others``: the programs for parts that are not compiled to automata, by the kind of the
+        part."""
         self._instances = instances
         self._tables = tables
         self._others = others

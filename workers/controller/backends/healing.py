@@ -22,8 +22,8 @@ from .structural.free_masks import TokenTable
 KEPT_TABLES = 4
 MAX_TRIED = 256
 """Maximum number of candidates for the first token that are tried in a copy of the constraint's
-controller. A candidate is tried if that part of its text that follows the removed text is not a
-single token. Further candidates of this kind are forbidden."""
+controller. Only a candidate whose text after the removed text is not a single token has to be
+tried. Further candidates of this kind are forbidden."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 

@@ -35,16 +35,17 @@ MAX_REASON = 4096
 """Maximum bytes of the error that a failing process sends, and that the worker logs."""
 CLOSED_MS = 1000
 """Interval, in milliseconds, at which a waiting thread of the worker checks whether the channel is
-closed. The eventfd alone is not sufficient, because a compromised process may read the notice that
-``close`` has written."""
+closed. The eventfd alone is not sufficient, because a compromised process may consume the notice
+that ``close`` has written."""
 QUICK_MS = 1
-"""Milliseconds that the worker waits for an answer before it frees the slot of its thread."""
+"""Milliseconds that a thread of the worker waits for an answer before it frees its slot in the
+pool."""
 
 _ONE = (1).to_bytes(8, "little")
 _PART = struct.Struct("<II")
 """The head of a part: its size, and whether further parts follow."""
 _CURRENT_AT = 64
-"""Offset in the head, in bytes, of the number of the item that the process is running."""
+"""Offset in the shared memory, in bytes, of the number of the item that the process is running."""
 
 
 class ChannelFiles(NamedTuple):

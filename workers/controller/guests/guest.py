@@ -59,7 +59,7 @@ SHARED_BIAS_BYTES = 4096
 otherwise in the message."""
 _NO_ROOM = memoryview(b"")
 SLOW_S = 0.0005
-"""Duration in seconds. If a round takes longer, the controller's next round gets a separate
+"""If a round takes longer than this time, in seconds, the controller's next round gets a separate
 thread."""
 
 
@@ -365,7 +365,7 @@ def _decide(seated: _Seated, rooms: tuple[memoryview, memoryview], outcome: Outc
     controller = seated.controller
     answer = controller.pre_process()
     pre = PreAnswer(int(answer.action), answer.count, list(answer.tokens))
-    if answer.action is not Action.CONTINUE:  # The usual answer has no values of the script.
+    if answer.action is not Action.CONTINUE:  # The script may have set its values.
         messages.encode_checked(pre)
     outcome.pre = pre
     alone = answer.action is Action.FORK and answer.count == 1

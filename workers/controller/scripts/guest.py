@@ -1,5 +1,5 @@
-"""The guests of scripts in JavaScript. A guest is an instance of the interpreter, which has the
-native ABI and has loaded a script."""
+"""Guests that run scripts in JavaScript. Each guest is an instance of QuickJS, which has the native
+ABI and loads one script."""
 
 from __future__ import annotations
 
@@ -32,10 +32,14 @@ SCORE = 6
 address of the texts as JSON: lists of token ids. The arguments of the next post_process are the
 log-probabilities, as the bits of float32 numbers."""
 BEGIN, SAVE, OPEN, LOOK, AGAIN = 7, 8, 9, 10, 11
-"""The results of mid_process if the sequence begins anew, if a context is saved or opened, or if
-the script reads the distribution of the next token. Words 8 and 9 have the prompt, a ``_Context``
-as JSON, or the number of tokens to report as JSON. After LOOK, the arguments of post_process are
-pairs of a token and the bits of its log-probability. After AGAIN, pre_process follows."""
+"""Results of mid_process, with an argument at the address in words 8 and 9.
+
+- BEGIN: the sequence begins again with the prompt in the argument.
+- SAVE, OPEN: a context is saved or opened. The argument is a ``_Context`` as JSON.
+- LOOK: the script reads the distribution of the next token. The argument is the number of tokens to
+  report, as JSON. Then the arguments of post_process are pairs of a token and the bits of its
+  log-probability.
+- AGAIN: the worker calls pre_process again. There is no argument."""
 SAMPLE_SCORED = 12
 """The result of mid_process if the next token is sampled and the script asks for its
 log-probability."""
@@ -62,7 +66,7 @@ _decode_context = msgspec.json.Decoder(_Context).decode
 
 
 class ScriptModule:
-    """The program of a script: each sequence has an instance of the interpreter."""
+    """Starts a script for each sequence, in a new instance of the interpreter."""
 
     def __init__(
         self, engine: wasmtime.Engine, module: wasmtime.Module, text: bytes | None

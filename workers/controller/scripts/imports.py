@@ -1,5 +1,5 @@
-"""The functions that QuickJS imports: the imports of every native module, and ``next_tokens``, a
-question about a constraint."""
+"""The functions that QuickJS imports: the imports of every native module, and ``next_tokens``,
+which returns the tokens that a constraint allows after a text."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ MAX_ARGUMENT_BYTES = 1024 * 1024
 MAX_ERROR_BYTES = 240
 """Maximum bytes of an error's text, because QuickJS cuts off longer texts."""
 QUESTION_BYTES = 65_536
-"""The cost of a question, as a number of copied bytes (``Guest.charge``)."""
+"""A call of ``next_tokens`` counts as much work as a copy of this number of bytes
+(``Guest.charge``)."""
 MAY_END, ENDS, REFUSED = 1, 2, 0x8000_0000
-"""The flags of the answer of ``next_tokens``."""
+"""Flags of the result of ``next_tokens``: the text may end, the text must end, or the constraint
+reports an error."""
 
 
 def _next_tokens(

@@ -1,4 +1,4 @@
-"""The programs of scripts by their language."""
+"""Chooses the class that runs a script, by the script's language."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .python_guest import PythonModule
 def script_module(
     engine: wasmtime.Engine, language: str, module: wasmtime.Module, text: bytes | None
 ) -> ScriptModule | PythonModule:
-    """The program of a script's guests. ``module``: the compiled interpreter. ``text``: the script;
-    None if the request's argument is the script."""
+    """Returns the program that starts a script for each sequence. ``module``: the compiled
+    interpreter. ``text``: the script; None if the request's argument is the script."""
     make = PythonModule if language == "python" else ScriptModule
     return make(engine, module, text)

@@ -3,8 +3,8 @@ AICI's classes ``RegexConstraint``, ``CfgConstraint``, ``SubStrConstraint`` and 
 ask such a question in each step.
 
 A question contains the constraint and the whole text. The answer depends on nothing else, so a
-replay and a fork get the same answers. The worker keeps the controllers of the last questions'
-constraints, so that a longer text need not be parsed from its beginning.
+replay and a fork get the same answers. The worker keeps the constraints of recent questions. If the
+text of the next question is a continuation, the constraint parses only the new tokens.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class ConstraintQuestions:
             self._spent_s += time.thread_time() - began_s
 
     def renew(self) -> None:
-        """Begins a new call of the script's controller, whose questions are counted anew."""
+        """Resets the number and the CPU time of questions, at each call of the script's
+        controller."""
         self._questions, self._spent_s = 0, 0.0
 
     def close(self) -> None:
@@ -79,8 +80,8 @@ class ConstraintQuestions:
         self._kept.clear()
 
     def _text(self, kind: str, argument: str, text: Sequence[int]) -> _Text:
-        """A constraint whose text is a prefix of ``text``: the kept constraint if possible,
-        otherwise a new one."""
+        """Returns the kept constraint if the text that it has parsed is a prefix of ``text``, or a
+        new constraint."""
         found = self._kept.pop((kind, argument), None)
         if found is None or not found.is_prefix_of(text):
             if found is not None:
@@ -100,7 +101,7 @@ class ConstraintQuestions:
 
 
 class _Text:
-    """A text under a constraint."""
+    """A constraint, and the text that it has parsed."""
 
     def __init__(self, constraint: Constraint, host: Host) -> None:
         self._constraint = constraint

@@ -45,7 +45,7 @@ TOKENS_READ = 256
 
 
 class PythonModule:
-    """The program of a script. Each sequence has a separate interpreter."""
+    """Starts a script for each sequence, in a new interpreter."""
 
     def __init__(
         self, engine: wasmtime.Engine, module: wasmtime.Module, text: bytes | None
@@ -54,10 +54,10 @@ class PythonModule:
         self._template = template_of(engine, module)
         self._text = text
         self._loaded: dict[str, Image] = {}
-        """The memory of an interpreter after it has loaded a library, by the library's text."""
+        """For the text of each library: the memory of an interpreter that has loaded it."""
 
     def start(self, host: Host) -> Controller:
-        """A controller with the script at its beginning."""
+        """Returns a controller that runs the script from its beginning."""
         text = host.arg if self._text is None else self._text
         script = text.decode("utf-8", "replace")
 
@@ -97,14 +97,14 @@ class PythonModule:
 
 
 class _Tokens(Transcript):
-    """The tokens of a script. Its questions and answers are not recorded, because forks do not
-    replay the script."""
+    """The tokens of a script's sequence. The script's calls are not recorded, because a fork does
+    not replay the script."""
 
     def add(self, question: Question, answer: object, error: ControllerError | None = None) -> None:
         """Does nothing."""
 
     def branch(self) -> _Tokens:
-        """The tokens of a fork."""
+        """Returns a copy for a fork."""
         copied = _Tokens()
         copied.tokens, copied.prompt_length = list(self.tokens), self.prompt_length
         return copied
@@ -119,12 +119,13 @@ class _Origin(NamedTuple):
 
 
 class PythonContext(Context):
-    """The context of a script in MicroPython. The script calls the methods of the context by their
-    names."""
+    """The context of a script in MicroPython. A call of the script has the name of a method of this
+    class."""
 
     calls: GuestCalls
     origin: _Origin | None = None
-    """The state of the script that this script was forked from. Set before the script begins."""
+    """The state of the script at the fork that created this sequence. It is set before the script
+    begins, and None without a fork."""
 
     @property
     def limits(self) -> Limits:
@@ -136,8 +137,8 @@ class PythonContext(Context):
         self._host.arg = b""
 
     async def run(self, template: Template, script: str, loaded: Callable[[], Image]) -> None:
-        """Runs the script: from its beginning, in an interpreter with the library ``loaded``, or in
-        a fork from the call that forks."""
+        """Runs the script from its beginning, in an interpreter with the memory that ``loaded``
+        returns. After a fork, the script continues from the call that forked."""
         session = self._session = PythonSession(
             template, Printed(self._host.log.write), self._host.memory
         )
@@ -155,7 +156,7 @@ class PythonContext(Context):
             session.close()
 
     def branch(self) -> _Origin:
-        """The state of the script for a fork."""
+        """Returns the state with which a fork continues the script."""
         return _Origin(self._session.image(), self._asked)
 
     async def _step_script(self, session: PythonSession, asked: Asked) -> Asked | None:
@@ -205,7 +206,7 @@ class PythonContext(Context):
         return json.dumps({"value": _plain(value)})
 
     def _read(self, name: str, given: list[Any]) -> Any:
-        """The result of a call that is answered at once."""
+        """Returns the result of a call that does not need the model or another worker."""
         vocabulary = self._host.vocabulary
         match name:
             case "prompt" | "tokens" | "seq":
@@ -239,7 +240,7 @@ class PythonContext(Context):
 
     def _text(self, tokens: list[int]) -> bytes:
         """The bytes of tokens. Raises ControllerError before the text becomes longer than an answer
-        to the script, because a script may name millions of long tokens."""
+        to the script may be, because a script may pass millions of long tokens."""
         text = bytearray()
         for at in range(0, len(tokens), TOKENS_READ):
             text += b"".join(map(self._host.vocabulary.token, tokens[at : at + TOKENS_READ]))
@@ -251,14 +252,14 @@ class PythonContext(Context):
         return bytes(text)
 
     def _next_tokens(self, kind: str, argument: str, text: list[int]) -> list[Any]:
-        """The answer to a question about a constraint."""
+        """The tokens that a constraint allows after ``text``."""
         questions = self._host.questions
         if questions is None:
             raise _wrong("this worker has no constraints")
         return list(questions.next_tokens(kind, argument, text))
 
     async def _step(self, name: str, *given: Any) -> Any:
-        """Waits for a step that the script decides itself."""
+        """Performs a step that the script decides itself, and returns its result."""
         return await self._ask(partial(step_of, self._host, name, given), name)
 
     async def _score(self, candidates: Any, **named: Any) -> list[Any]:
@@ -269,7 +270,7 @@ class PythonContext(Context):
         return await self.score(candidates, **named)
 
     def _short(self, call: str, text: Any) -> Any:
-        """A text to tokenize in a call; raises ControllerError if it is too long for a call."""
+        """Returns ``text``; raises ControllerError if it is too long to be tokenized in a call."""
         if not isinstance(text, str | bytes):
             raise _wrong(f"{call}(text) with {text!r}; expected text or bytes")
         size = len(text.encode() if isinstance(text, str) else text)
@@ -303,8 +304,8 @@ _SILENT = Printed(lambda data: None)
 
 
 class GuestCalls(AuthorCalls):
-    """The calls to the script of one sequence. Errors get no traceback here, because the
-    interpreter already describes the errors of its script."""
+    """The calls to the script of one sequence. Errors have no traceback, because the interpreter
+    already describes the errors of its script."""
 
     number = 0
     """Number of calls so far."""

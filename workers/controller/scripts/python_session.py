@@ -36,7 +36,7 @@ from ..wasm.wasi import MODULE, OK, WASI
 RESULT_BYTES = 256 * 1024
 """Maximum bytes of an answer to the script."""
 ASK_BYTES = 4096
-"""The cost of a call of the script, as a number of copied bytes (``Guest.charge``)."""
+"""A call of the script counts as much work as a copy of this number of bytes (``Guest.charge``)."""
 HEAP = b"heapsize=8m"
 MIN_BYTES = 9 * 1024 * 1024
 """Minimum bytes of memory of an interpreter whose heap has the size in ``HEAP``. With less memory,
@@ -55,17 +55,18 @@ while _text is not None:
 _coroutine = _turn = None
 gc.collect()
 _end()"""
-"""The program of every interpreter. In its first turn, it executes the library, which replaces
-``_turn``. A turn returns the next call that the script awaits; None if the script has ended."""
+"""The program of every interpreter. A call of ``_turn`` is a turn. The first turn executes the
+library, which replaces ``_turn``. Each later turn runs the script to its next awaited call, and
+returns this call; None if the script has ended."""
 ARGUMENTS = (b"micropython", b"-X", HEAP, b"-c", _MAIN)
 _HEAP_AT = 67392
-"""The address of four words about MicroPython's heap, in the module that ``engines`` pins. The
-words are the addresses of the heap's blocks and of their end, another number, and the number of the
-last block that is in use (``gc_last_used_block``)."""
+"""The address of four words about MicroPython's heap, in the version of MicroPython that
+``engines`` requires. The first two words are the addresses of the heap's blocks and of their end.
+The fourth word is the index of the last block in use (``gc_last_used_block``)."""
 _BLOCK_BYTES = 16
 
-# The files are read when this module is imported, in the zygote, because a guest process cannot
-# read files.
+# The files are read when this module is imported, which happens in the zygote (``launcher.py``). A
+# guest process cannot read files.
 _PARTS = {
     file.stem: file.read_text(encoding="utf-8")
     for file in (Path(__file__).parent / "micropython").glob("*.upy")
@@ -78,7 +79,7 @@ _NEEDS = {
     "aici": "aici",
     "tokenbus": "tokenbus",
 }
-"""The parts of the library that follow ``context``, in this order. A script needs a part if the
+"""Optional parts of the library, in their order after ``context``. A script needs a part if the
 part's pattern occurs in the script."""
 
 
@@ -103,8 +104,7 @@ class Printed:
         self.write = write
 
     def room(self, size: int) -> int:
-        """The number of bytes that are read from the guest's memory if the guest prints ``size``
-        bytes."""
+        """The number of bytes that the log accepts if the guest prints ``size`` bytes."""
         return size if size <= RESULT_BYTES else RESULT_BYTES
 
 
@@ -118,7 +118,7 @@ class Image(NamedTuple):
 
 
 class _Host:
-    """The services that WASI's functions use."""
+    """The state that WASI's functions use: the log for printed text."""
 
     def __init__(self, log: Printed) -> None:
         self.log = log
@@ -142,9 +142,9 @@ class PythonSession:
         self._cpu_s = 0.0
 
     def begin(self, limits: Limits, image: Image | None = None) -> Asked | None:
-        """Starts the interpreter, and runs it to its first call; ``resume`` then answers this call
-        with the text of the library. With ``image``, the interpreter has this memory in its first
-        call. Raises ControllerError if this fails."""
+        """Starts the interpreter, and runs it to its first call, which ``resume`` then answers with
+        the text of the library. With ``image``, the first answer instead continues from this
+        memory. Raises ControllerError if the interpreter fails."""
         if limits.memory_bytes < MIN_BYTES:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
@@ -170,7 +170,7 @@ class PythonSession:
         if the script has ended. Raises ControllerError if the script fails.
 
         ``limit_s``: the new limit on the script's CPU time, in seconds. If it is None, the present
-        limit still applies, and the CPU time of the answer, ``spent_s``, counts towards it.
+        limit still applies. ``spent_s``, the CPU time that the answer took, counts towards it.
         """
         if limit_s is not None:
             self.guest.renew(limit_s)
@@ -241,7 +241,8 @@ class PythonSession:
         return answer
 
     def _load(self, image: Image) -> None:
-        """Overwrites the memory. The blocks after those of the image are not used yet."""
+        """Overwrites the interpreter's memory with ``image``. Memory that is not in the image is
+        unused in both interpreters."""
         self.guest.grow_to(image.size)
         for address, content in image.parts:
             self.guest.write(address, content)

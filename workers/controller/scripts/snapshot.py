@@ -24,8 +24,8 @@ _CONSTANTS = {"i32": 0x41, "i64": 0x42}
 def with_memory(
     wasm: bytes, memory: memoryview, values: Mapping[int, int], without: set[str]
 ) -> bytes:
-    """The module with ``memory`` as its initial memory, and with ``values`` of its mutable globals,
-    by the numbers of the globals.
+    """Returns the module with ``memory`` as its initial memory, and ``values`` as the initial
+    values of its mutable globals. A key of ``values`` is the number of a global.
 
     The new module has neither a start function nor the exports in ``without``. The code must not
     use passive segments, because compiling the new module would fail.

@@ -24,8 +24,8 @@ IN_ARGUMENT = {
     "pyctrl-latest": "python",
     "gh:microsoft/aici/pyctrl": "python",
 }
-"""AICI's names of controllers that run the script in the request's argument, with the language of
-the script. A tag cannot have such a name."""
+"""AICI's names for the controllers that run the script in the request's argument, and the language
+of this script. A tag cannot have such a name."""
 
 
 class Source(NamedTuple):
@@ -70,13 +70,15 @@ _EXPECTED = {
     "javascript": "async function main(ctx) or class Main extends Controller, or call start(main)",
     "python": "async def main(ctx) or class Main(Controller), or call aici.start(...)",
 }
-"""The programs that a script may have, by language."""
+"""For each language: the ways in which a script can define its program, for errors."""
 
 
 def check_program(source: Source) -> None:
-    """Raises RequestError if a script cannot have a program: a script in Python neither defines nor
-    imports ``main`` or ``Main``, nor refers to AICI's ``start`` or ``test``. In other languages,
-    the text contains none of these names."""
+    """Raises RequestError if a script cannot have a program.
+
+    A script in Python must define or import ``main`` or ``Main``, or refer to AICI's ``start`` or
+    ``test``. In other languages, the text must contain one of these names.
+    """
     if source.language == "python":
         found = _has_program(source.text)
     else:

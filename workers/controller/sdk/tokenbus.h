@@ -75,9 +75,9 @@ __attribute__((weak)) tb_answer tb_post_process(const uint32_t *tokens, uint32_t
 
 enum { TB_INBOX_BYTES = 4096 };
 
-// The inbox is the memory into which the host writes the arguments of a call. This one is used
-// until tokenbus_grow replaces it. Both have four bytes more than the host may use, so that a 0
-// byte can follow the user's argument.
+// The inbox is the memory into which the host writes the arguments of a call. tb_first_inbox is
+// used until tokenbus_grow replaces it by a larger inbox. Each inbox has four bytes more than the
+// host may use, so that a 0 byte can follow the user's argument.
 static uint32_t tb_first_inbox[TB_INBOX_BYTES / 4 + 1];
 
 static inline uint32_t *tb_inbox(void) { return (uint32_t *)(uintptr_t)tb_block[TB_BLOCK_INBOX]; }
@@ -99,7 +99,7 @@ TB_EXPORT("tokenbus_grow") int32_t tb_export_grow(uint32_t bytes) {
 }
 
 // Writes an answer to the call block. `may` has a bit for each kind of answer that the call `call`
-// may return, and `choices` has their names for the error.
+// may return. `choices` has the names of these kinds, for the error.
 static inline int32_t tb_give(tb_answer answer, uint32_t may, const char *call,
                               const char *choices) {
     if (!(may >> answer.then & 1))

@@ -24,8 +24,8 @@ class LongestMatch:
         for token in self._number:
             lengths.setdefault(token[:2], set()).add(len(token))
         self._lengths = {start: sorted(found)[::-1] for start, found in lengths.items()}
-        """By the first two bytes of a token, or by its only byte: the lengths of the tokens that
-        begin with these bytes, in descending order."""
+        """The key is the first two bytes of a token, or its only byte. The value is the lengths of
+        the tokens that begin with the key, in descending order."""
         self.has_every_byte = all(bytes([byte]) in self._number for byte in range(256))
         """Whether each byte is a token."""
 

@@ -51,7 +51,7 @@ class Vocabularies:
         self._lock = threading.Lock()
         self._built: OrderedDict[_Key, TokenizerVocabulary] = OrderedDict()
         self._requested: dict[str, float] = {}
-        """By fingerprint: the time at which the tokenizer was last requested."""
+        """For each requested fingerprint: the time of the last request."""
         self._waiting: dict[str, list[_Waiting]] = {}
 
     def want(self, name: VocabularyName, gpu: int, ready: Ready) -> None:

@@ -159,7 +159,7 @@ class TokenTrie(NamedTuple):
     tokens: list[bytes]
     """The bytes of each token, from the offsets."""
     spelled: dict[int, bytes]
-    """By token, in the order of the nodes: the bytes on the path from the root to the token's
+    """For each token, in the order of the nodes: the bytes on the path from the root to the token's
     node."""
 
 

@@ -64,8 +64,8 @@ class TokenizerVocabulary:
         self.has_every_byte = self._longest_match.has_every_byte
         self.trie = encode_trie(self._tokens, self.eos)
         self._tokens_with: dict[int, bytes] = {}
-        """The results of ``tokens_with``. They are stored because each costs time, and a client
-        chooses the byte."""
+        """The result of ``tokens_with`` for each byte. Results are stored because they take time to
+        compute, and clients choose the bytes."""
 
     @classmethod
     def from_json(
@@ -149,9 +149,9 @@ class TokenizerVocabulary:
 
         ``bytes_of`` of the result is always the text. If the tokens of the model's tokenizer would
         give another text, the text is tokenized by longest match. Each byte that is not valid UTF-8
-        becomes a token of its own. ``check`` is called repeatedly, but not within the tokenizer,
-        and may raise to stop the call. Raises ControllerError if the vocabulary cannot represent
-        the text.
+        becomes a separate token. ``check`` is called repeatedly, but not within the tokenizer, and
+        may raise to stop the call. Raises ControllerError if the vocabulary cannot represent the
+        text.
         """
         try:
             return self._tokens_of(text.decode(), text, check)

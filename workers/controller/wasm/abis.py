@@ -40,7 +40,7 @@ IMPORTS: dict[Abi, dict[tuple[str, str], FunctionType]] = {
     "native": _types(NATIVE_FUNCTIONS),
     "aici": _types(AICI_FUNCTIONS),
 }
-"""The imports that a module of each ABI may have: by module and name, the type of the function."""
+"""For each ABI: the functions that a module may import, by module and name, with their types."""
 
 EXPORTS: dict[Abi, dict[str, FunctionType]] = {
     "native": {

@@ -1,7 +1,7 @@
 """The JSON of AICI's four calls: arguments for the guest, and the meaning of its results.
 
-Source: AICI's crate ``aici_abi``. If a result has another form, ControllerError is raised with the
-first bytes of the result.
+Source: AICI's crate ``aici_abi``. If a result has the wrong format, ControllerError is raised with
+the first bytes of the result.
 """
 
 from __future__ import annotations
@@ -172,16 +172,16 @@ def post_process_answer(result: bytes) -> Answer:
 
 
 def _decode_result(decoder: msgspec.json.Decoder[_T], data: bytes, what: str, right: str) -> _T:
-    """Decodes the result of a call. Raises ControllerError if the result has too many values, or
-    another form."""
+    """Decodes the result of a call. Raises ControllerError if the result has too many values or the
+    wrong format."""
     if len(data) > _SMALL_BYTES:
         _check_counts(data, what)
     return decode(decoder, data, what, right)
 
 
 def decode(decoder: msgspec.json.Decoder[_T], data: bytes, what: str, right: str) -> _T:
-    """Decodes a value from a guest. Raises ControllerError if the value has another form; the
-    message contains ``right``, which describes the expected form."""
+    """Decodes a value from a guest. Raises ControllerError if the value has the wrong format. The
+    message contains ``right``, which describes the expected format."""
     try:
         return decoder.decode(data)
     except RecursionError:

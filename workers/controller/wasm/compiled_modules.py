@@ -109,7 +109,7 @@ class CompiledModules:
         """Loads a module by its id. If no compiled form is stored, ``wasm`` is called with the id,
         and returns the module's bytes.
 
-        If too many modules are being compiled, the call waits up to ``TURN_S`` for one of them.
+        If too many modules are being compiled, the call waits up to ``TURN_S`` until one is done.
         """
         with self._lock:
             kept = self._kept.get(module)
@@ -177,9 +177,8 @@ class CompiledModules:
     def _compile(
         self, module: str, wasm: bytes, wait_s: float = 0.0, boots: bool = False
     ) -> tuple[Loaded, int]:
-        """Compiles a module, or checks a script. Waits up to ``wait_s`` seconds for other
-        compilations. ``boots``: whether the module is an interpreter, which ``compile_interpreter``
-        compiles."""
+        """Compiles a module, or checks a script. Waits up to ``wait_s`` seconds if too many modules
+        are being compiled. ``boots``: whether the module is an interpreter of scripts."""
         source = read_source(wasm) if is_script(wasm) else None
         interpreter = self.interpreter(source.language) if source is not None else None
         if not self._free_to_compile(wait_s):

@@ -48,8 +48,8 @@ def copy_tables(source: Guest, target: Guest) -> None:
 
 
 def names_by_address(guest: Guest) -> dict[int, str]:
-    """The names of a guest's exported functions, by the address that a reference to the function
-    contains. Empty if the guest's tables are not copied."""
+    """Maps the address in a reference to a function to the name under which the guest exports the
+    function. Empty if the guest's tables are not copied."""
     template = guest.template
     return {_to_raw(guest.context, guest.function(name)): name for name in template.functions}
 

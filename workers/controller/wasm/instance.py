@@ -170,14 +170,14 @@ class Template:
         """The names of the tables that are copied to a fork; empty if the module's code does not
         change tables."""
         self.functions = sorted(self.exports) if self.tables else []
-        """The names of the functions that may be in these tables."""
+        """The names of the functions that may be in the copied tables."""
 
 
 class Guest:
     """An instance of a template. Host functions receive ``host`` as their first argument.
 
-    Used by one thread at a time. A call that fails raises ControllerError. The guest must not be
-    called afterwards.
+    Used by one thread at a time. A call that fails raises ControllerError. After a failed call, the
+    guest must not be called again.
     """
 
     def __init__(
@@ -284,8 +284,8 @@ class Guest:
         return number
 
     def function_names(self) -> dict[int, str]:
-        """The names of the guest's exported functions, by the address that a reference to the
-        function contains. Empty if the guest's tables are not copied."""
+        """Maps the address in a reference to a function to the name under which the guest exports
+        the function. Empty if the guest's tables are not copied."""
         if self._function_names is None:
             self._function_names = names_by_address(self)
         return self._function_names
@@ -387,9 +387,9 @@ class Guest:
 
     def count(self) -> None:
         """Counts the guest's memory and ``host_bytes`` towards its tenant's share. Raises
-        ControllerError if the tenant exceeds its share. Called after ``init_prompt``, after each
-        ``mid_process`` and each suspension, and for a script in Python after each of its calls,
-        because the memory and ``host_bytes`` may have grown since the last time."""
+        ControllerError if the tenant exceeds its share. Called after calls that may have increased
+        these numbers: ``init_prompt``, each ``mid_process``, each suspension, and each call of a
+        script in Python."""
         if self._account is None:
             return
         size = _data_size(self._context, self._memory_at) + INSTANCE_BYTES + self.host_bytes

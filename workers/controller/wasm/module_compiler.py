@@ -168,8 +168,9 @@ def _run_apart(task: _Task) -> bytes:
 
 
 def _outcome(task: bytes) -> _Outcome:
-    """Sends an encoded task to an idle process, or to a new process if none is idle. Raises
-    TimeoutError after ``WALL_S``, and ServiceError if the process ends without an outcome."""
+    """Runs an encoded task in an idle process, or in a new process if none is idle, and returns the
+    outcome. Raises TimeoutError after ``WALL_S``, and ServiceError if the process ends without an
+    outcome."""
     with _idle_lock:
         process = _idle.pop() if _idle else None
     if process is None or process.poll() is not None:

@@ -32,8 +32,8 @@ SHOWN_CHARACTERS = 400
 COMPARED = 200
 COMPARED_CHARACTERS = 40
 """``COMPARED`` is the maximum number of tags that are compared with an unknown name, in order to
-name similar tags in the error. Longer tags than ``COMPARED_CHARACTERS`` are not compared. Both
-numbers are bounds because the comparison is slow."""
+name similar tags in the error. Tags longer than ``COMPARED_CHARACTERS`` are not compared. These
+limits exist because the comparison is slow."""
 
 _ID = re.compile(r"[0-9a-f]{64}")
 _PREFIX = re.compile(r"[0-9a-f]{8,63}")
@@ -75,7 +75,7 @@ class Table(Struct, omit_defaults=True):
     modules: dict[str, Entry] = {}
     tags: dict[str, str] = {}
     tagged: dict[str, Tagged] = {}
-    """By tag: when and by whom it was assigned."""
+    """For each tag: the time of its assignment, and who requested it."""
     version: int = 0
     """The version number that the state worker has given to this content of the table; 0 if the
     state worker does not have the table."""

@@ -115,7 +115,7 @@ class NativeController:
     """The controller of one sequence."""
 
     _shown_as = ""
-    """The name that errors of the guest have instead of the call's name, if it is not empty."""
+    """If this is not empty, errors of the guest contain it instead of the call's name."""
 
     def __init__(self, guest: Guest, host: Host, block: int, why_no_fork: str | None) -> None:
         guest.check(block, 64)
@@ -440,7 +440,7 @@ def _var_wait(
 
 
 def _given(state: NativeState, stored: Stored | None, into: int, most: int) -> int:
-    """Writes a variable's value; returns the value's size, or -1 without a variable."""
+    """Writes a variable's value; returns the value's size, or -1 if the variable does not exist."""
     if stored is None:
         return -1
     state.guest.charge(len(stored.value))

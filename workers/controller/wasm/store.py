@@ -352,8 +352,8 @@ class ModuleStore:
         raise _busy()
 
     def _finish(self, table: Table, had: set[str]) -> None:
-        """Saves a table that was replaced, and removes unused modules. ``had``: the modules in the
-        previous copy."""
+        """Saves ``table``, which the state worker has accepted, and removes unused modules.
+        ``had``: the modules in the previous copy."""
         try:
             if table.version:
                 self._copies.save(table)

@@ -27,7 +27,7 @@ class TableCopies:
         self._folder = folder
         self._lock = threading.Lock()
         self._last_read: OrderedDict[str, bytes] = OrderedDict()
-        """By tenant: the content of the tenant's file."""
+        """For each tenant: the content of its file when it was last read."""
 
     def read(self, tenant: str) -> Table:
         """The copy of a tenant's table; an empty table if the file does not exist. If the file

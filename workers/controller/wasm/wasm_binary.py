@@ -73,7 +73,7 @@ class Binary:
     types: list[FunctionType] = field(default_factory=list)
     imports: list[Import] = field(default_factory=list)
     functions: list[int] = field(default_factory=list)
-    """By function: the number of the function's type."""
+    """For each function: the number of its type."""
     tables: list[Size] = field(default_factory=list)
     memories: list[Size] = field(default_factory=list)
     globals: list[GlobalType] = field(default_factory=list)

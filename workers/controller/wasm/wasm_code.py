@@ -1,4 +1,4 @@
-"""Finds the instructions of a Wasm module that change state which a copy of an instance may lack.
+"""Finds the instructions of a Wasm module whose effects a copy of an instance may lack.
 
 A copy has the memory, the globals and, if the code changes them, the tables of functions. The host
 cannot read which passive segments an instance has dropped, so an instance of a module that drops

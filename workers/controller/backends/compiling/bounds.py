@@ -16,7 +16,7 @@ STACK_BYTES = 3 * 1024 * 1024
 worker's threads (``sandbox.HOST_STACK_BYTES``) are larger, so that each grammar that compiles in
 the process also compiles in the worker."""
 BLAME_SHARE = 0.25
-"""Maximum CPU time of the search for the part because of which a grammar was refused, as a share of
+"""Maximum CPU time of the search for the faulty part of a refused grammar, as a share of
 ``Bounds.cpu_s``."""
 
 

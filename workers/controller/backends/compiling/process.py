@@ -23,8 +23,8 @@ from .bounds import STACK_BYTES
 from .tasks import Done, Task
 
 SHARE = 0.75
-"""Share of a task's limit on CPU time after which the search for the shortest text that the grammar
-allows stops."""
+"""The search for a grammar's shortest text stops after this share of the task's limit on CPU
+time."""
 
 
 def _done(task: Task) -> Done:
@@ -59,8 +59,8 @@ def _done(task: Task) -> Done:
 def _serve() -> None:
     while (message := read(sys.stdin.buffer)) is not None:
         task = msgspec.msgpack.decode(message, type=Task)
-        # Tasks of the other kinds check themselves that they take at most ``cpu_s``. Their timer
-        # ends later, so that such a task can report its error before the kernel ends the process.
+        # A task of another kind checks its own CPU time. Its timer ends later than ``cpu_s``, so
+        # that the task can report its error before the kernel ends the process.
         spare = 0.0 if task.kind in ("llguidance", "shortest") else 0.3 + task.cpu_s / 4
         signal.setitimer(signal.ITIMER_PROF, task.cpu_s + spare)
         reply = msgspec.msgpack.encode(_done(task))

@@ -40,8 +40,8 @@ class Processes:
         self._idle: list[subprocess.Popen[bytes]] = []
 
     def check(self, grammar: str) -> None:
-        """Compiles an llguidance grammar in a process, for a vocabulary of bytes, and appends the
-        first tokens that the grammar allows to an empty text.
+        """Compiles an llguidance grammar in a process, for a vocabulary of bytes. Then appends to
+        an empty text the first tokens that the grammar allows.
 
         Raises RefusedGrammar if the grammar is not valid or exceeds the bounds; the reason names
         the faulty part of the grammar if this part is found. Raises UnavailableError if no process
@@ -56,9 +56,9 @@ class Processes:
         return self._done("shortest", grammar.encode()).shortest
 
     def run(self, kind: Kind, grammar: bytes) -> bytes:
-        """The tables of the automata that a task of this kind compiles, or the schema that it
-        rewrites. Raises the same errors as ``check``, with the reason of the compiler of this
-        kind."""
+        """Runs a task that compiles automata or rewrites a schema; returns their tables or the
+        rewritten schema. Raises the same errors as ``check``; the reason is the compiler's
+        message."""
         return self._done(kind, grammar).tables
 
     def close(self) -> None:

@@ -11,9 +11,9 @@ class Turns:
     """Grants up to ``slots`` turns at a time. A turn is the permission to compile one grammar.
     Thread-safe.
 
-    The tenants that wait get turns one after another. A tenant may have all slots but one, or the
-    only slot. Without this rule, a tenant's hundred grammars, each with the maximum CPU time, would
-    precede the grammar of another tenant. Requests without a tenant ("") may have all slots.
+    Waiting tenants get turns in round-robin order. If there are several slots, one tenant may use
+    all but one of them. Without this rule, a tenant's hundred expensive grammars would delay the
+    grammars of all other tenants. Requests without a tenant ("") may have all slots.
     """
 
     def __init__(self, slots: int) -> None:
@@ -21,8 +21,8 @@ class Turns:
         self._most = max(1, slots - 1)
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, deque[object]] = OrderedDict()
-        """The waiting requests by tenant, for tenants that have such requests. The tenant that gets
-        the next turn comes first."""
+        """The waiting requests of each tenant that has any. The tenant that gets the next turn
+        comes first."""
         self._granted: Counter[str] = Counter()
 
     def acquire(self, tenant: str, timeout_s: float) -> bool:

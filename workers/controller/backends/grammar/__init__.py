@@ -1,2 +1,2 @@
-"""The grammar backend of Tokenbus, for regular expressions, yacc grammars and combinations. Guests
-of one Wasm module (``grammars/guest``) compute the masks of all of them."""
+"""Tokenbus's own grammar backend, for regular expressions, yacc grammars and combinations. The Wasm
+module ``grammars/guest`` computes the masks."""

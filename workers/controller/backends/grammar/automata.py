@@ -22,7 +22,8 @@ QUICK_S = 0.02
 """Maximum CPU time of a compilation in the worker itself, in seconds. A longer compilation would
 keep Python's lock, which rounds need, for too long. Most patterns take a few milliseconds."""
 MAX_STATES = 65_000
-"""Maximum number of states of an automaton; the guest has 16 bits for the number of a state."""
+"""Maximum number of states of an automaton; the grammar guest stores a state's number in 16
+bits."""
 
 Maker = Callable[[bytes, float], bytes]
 """A function that compiles an argument to tables, within a number of seconds of CPU time."""
@@ -60,8 +61,8 @@ def quickly(make: Maker, arg: bytes) -> bytes | None:
     try:
         return make(arg, QUICK_S)
     except RequestError:
-        # The error may say that the time is over. A compiler stops before the end of its time,
-        # because it reserves a share for the search for the most expensive part of the argument.
+        # The error may be that the time is used up. A compiler stops before the end of its time,
+        # because it reserves a share for finding the most expensive part of the argument.
         if time.thread_time() - began > 0.7 * QUICK_S:
             return None
         raise

@@ -19,18 +19,19 @@ from .shared_instances import Shared
 SHOWN = 200
 """Maximum characters of the text so far in an error message."""
 SPARE = 8
-"""The text is *closed* (completed by appending its shortest end) when only this number of spare
-tokens is left, or a sixteenth of ``max_tokens`` if that is less. Tokens are spare if they are not
-needed to complete the text. If the model has a choice among tokens that lead to the end as quickly
-as the closing does, it chooses one of them instead."""
+"""The controller *closes* the text when only this number of spare tokens is left, or a sixteenth of
+``max_tokens`` if that is less. To close the text means to append its *closing*, a short text that
+completes it. Tokens are spare if ``max_tokens`` allows them in addition to the closing. If several
+tokens lead to an equally short end, the model samples one of them instead."""
 MAX_TRIED = 64
-"""If more tokens than this number are allowed where a text is closed, the model does not choose."""
+"""Maximum number of allowed tokens for which the controller computes a closing. If the grammar
+allows more tokens, the controller appends the closing at once."""
 MAX_SHORT_WAY = 32
-"""Maximum number of tokens of a closing for which the model may choose, because each allowed token
-is tried with its closing."""
+"""If a closing has more tokens than this, the controller appends the closing at once. Otherwise it
+first computes a closing for each allowed token, which takes longer for long closings."""
 LOOK_EVERY = 32
-"""Maximum number of tokens between two computations of the closing, a short text that would
-complete the text so far. Near the end of the text the interval is shorter (``_look_after``)."""
+"""Maximum number of tokens between two computations of the closing. Near the end of the text the
+interval is shorter (``_look_after``)."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -89,7 +90,7 @@ class GrammarController:
         )
 
     def _unclosed(self, flags: int) -> Answer:
-        """The answer of a round whose mask has tokens. ``flags``: those of the mask."""
+        """The answer if the mask allows at least one token. ``flags``: the flags of the mask."""
         if flags & FORCED:
             left = self._host.max_tokens - len(self._text)
             tokens = self._guest.forced(self._place)[: left - 1]
@@ -130,8 +131,9 @@ class GrammarController:
         return after
 
     def batch(self, token: int) -> tuple[Batch, int] | None:
-        """The grammar instance, and the sequence's number in it. None if the text ends with
-        ``token``, or if its closing must be computed after ``token``."""
+        """The grammar instance and the sequence's number in it, if the next round can run in a
+        batch. None if the text ends with ``token``, or if the closing must be computed after
+        ``token``."""
         length = len(self._text) + 1
         if self._closed or length >= self._check_at or length >= self._host.max_tokens:
             return None
@@ -175,8 +177,8 @@ class GrammarController:
 
     def _closing(self, mask: memoryview) -> Answer | None:
         """The answer that closes the text, if a later round might not be able to close it; else
-        None. If the model has a choice among tokens that lead to the end as quickly as the closing
-        does, the answer is their mask."""
+        None. If several tokens lead to an equally short end, the answer is a mask of these
+        tokens."""
         # The text and its closing may have one token fewer than ``max_tokens``, because token
         # number ``max_tokens`` ends a sequence even if its text is not complete.
         length, most = len(self._text), self._host.max_tokens
@@ -213,9 +215,11 @@ class GrammarController:
         return Answer(Action.SPLICE, backtrack=back, tokens=tokens)
 
     def _short_ways(self, mask: memoryview, takes: int) -> Answer | None:
-        """The answer of a round in which only tokens are allowed after which a closing takes fewer
-        than ``takes`` tokens. None, with an empty mask, if the text is to be closed: the grammar
-        allows more than ``MAX_TRIED`` tokens, or only one of several tokens is short enough."""
+        """Allows only tokens after which the closing has fewer than ``takes`` tokens.
+
+        Returns None, with an empty mask, if the closing is to be appended at once. This is the case
+        if the grammar allows more than ``MAX_TRIED`` tokens, or if fewer than two of several tokens
+        have such a closing."""
         flags = self._guest.mask(self._place, mask)
         bits = int.from_bytes(mask, "little")
         number = bits.bit_count()
@@ -238,7 +242,8 @@ class GrammarController:
         return _MASKED
 
     def _takes_after(self, token: int) -> float:
-        """The number of tokens of the closing after ``token``; ``inf`` if there is none."""
+        """The number of tokens of the closing after ``token``; ``inf`` if the text cannot be closed
+        then."""
         try:
             place = self._guest.fork(self._place)
         except ControllerError:  # The grammar instance has no room for another sequence.

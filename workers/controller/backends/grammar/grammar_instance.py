@@ -37,8 +37,8 @@ ANY: Final = 1
 """Flag of ``GrammarInstance.mask``: at least one token other than the end of the sequence is
 allowed."""
 FORCED: Final = 2
-"""Flag: only one byte can come next, the text is not complete, and one of the allowed tokens begins
-with each of the others."""
+"""Flag: only one byte can come next, the text is not complete, and every allowed token is a prefix
+of the longest allowed token."""
 COMPLETE: Final = 4
 """Flag: the text may end here."""
 SINGLE: Final = 8
@@ -60,7 +60,8 @@ SINGLE: Final = 8
 
 
 class _Caller:
-    """The object that the host function of the guest receives."""
+    """The first argument of the guest's host function ``fail``: it gives access to the guest's
+    memory."""
 
     guest: Guest
 
@@ -276,8 +277,8 @@ class GrammarInstance:
 
     @property
     def found(self) -> int:
-        """Number of masks that the guest has computed because its cache did not have them, since
-        the guest's memory was created."""
+        """Number of masks that the guest has computed since its memory was created. Masks from the
+        cache are not counted."""
         with self._lock:
             return 0 if self.dead else self._block[_FOUND]
 
@@ -351,7 +352,8 @@ class GrammarInstance:
         return min(len(draft), len(masks))
 
     def _alive(self) -> ctypes.Array[ctypes.c_uint32]:
-        """The shared block; raises ControllerError if the guest has failed."""
+        """The words through which host and guest exchange arguments and results. Raises
+        ControllerError if the guest has failed."""
         if self.dead:
             raise ControllerError(
                 Code.CONTROLLER_FAILED, "the grammar failed for another sequence; try again"

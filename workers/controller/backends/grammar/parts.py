@@ -33,7 +33,7 @@ MAX_WAYS = 32
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
 Start = Callable[[Part, Host], Constraint]
-"""Makes the controller of a part of a plan."""
+"""A function that makes the controller of one part of a plan."""
 
 
 @dataclass(slots=True)
@@ -223,8 +223,9 @@ class PartsController:
         return after
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """How the text ends in the first way in which the whole plan may end here; ``cut`` if there
-        is no such way. If ``stop`` is given, only the text before this stop string counts."""
+        """How the text ends, according to the first way in which the plan may end here; ``cut`` if
+        the plan may not end here. If ``stop`` is given, only the text before this stop string
+        counts."""
         if stop:
             return self._end_before(stop)
         if self._complete:

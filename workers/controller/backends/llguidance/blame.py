@@ -1,4 +1,4 @@
-"""Finds the part of a grammar because of which llguidance refuses the grammar.
+"""Finds the part of a grammar that makes llguidance refuse the grammar.
 
 The parts are compiled one by one, the largest first, each in a fork of this process with a short
 time limit. If a part fails in the same way as the whole grammar, the parts inside this part are
@@ -51,9 +51,8 @@ _RULE = re.compile(r"^([a-zA-Z_]\w*)(?:\[[^\]\n]*\])?(?:\.\d+)?\s*:", re.MULTILI
 
 
 def blamed(grammar: str, failed: str, cpu_s: float) -> str:
-    """Returns `` (in PART)``, where PART is the part because of which the grammar was refused with
-    the reason ``failed``. Empty if the search does not find such a part in ``cpu_s`` seconds of CPU
-    time."""
+    """Returns `` (in PART)``, where PART is the part that caused the refusal with the reason
+    ``failed``. Empty if the search does not find such a part in ``cpu_s`` seconds of CPU time."""
     search = _Search(failed, cpu_s)
     [given] = json.loads(grammar)["grammars"][:1] or [{}]
     if isinstance(given.get("json_schema"), dict):
@@ -162,8 +161,8 @@ def _json_grammar(schema: Schema) -> str:
 
 
 def _kind(reason: str) -> str:
-    """The kind of an outcome, by which outcomes are compared. Numbers in a reason depend on the
-    part, so each number becomes 0."""
+    """The kind of an outcome: its reason with each number replaced by 0, or ``_SUSPECTED``.
+    Outcomes are compared by their kinds, because the numbers in a reason depend on the part."""
     if reason in (TOO_DEEP, _SUSPECTED) or _TOO_MUCH.search(reason):
         return _SUSPECTED
     return re.sub(r"\d+", "0", reason)

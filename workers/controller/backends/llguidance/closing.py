@@ -24,17 +24,16 @@ that is less. Tokens are spare if they are not needed to complete the text. Unde
 values then end where they may, for example a string at the end of a word. Under a grammar that is
 not a schema, the text is then closed immediately."""
 LOOK_EVERY = 32
-"""Maximum number of tokens between two computations of a text's completion, if at most ``NEAR``
-spare tokens are left. In any case, the completion is computed again after a quarter of the spare
-tokens."""
+"""The completion of a text is computed again after a quarter of the spare tokens. If at most
+``NEAR`` spare tokens are left, it is computed again after at most ``LOOK_EVERY`` tokens."""
 NEAR = 512
 BYTES_OF_TOKEN = 2
-"""Assumed bytes of each token of a completion. The assumption replaces tokenizing the completion if
-the completion certainly fits."""
+"""Assumed bytes of each token of a completion. A completion that certainly fits is not tokenized.
+Its number of tokens is estimated with this assumption."""
 AMPLE = 256
-"""``Grammar.growth`` is computed before the first sampled token only if the shortest text leaves at
-most this number of the ``max_tokens``, and at most ``Grammar.max_growth`` of them. Otherwise it is
-computed after the first sampled token."""
+"""``Grammar.growth`` takes long to compute. It is computed before the first sampled token only if
+``max_tokens`` exceeds the shortest text by at most ``AMPLE`` and at most ``Grammar.max_growth``
+tokens. Otherwise it is computed after the first sampled token."""
 NEVER = 1 << 62
 
 
@@ -62,7 +61,7 @@ class Closing:
         self._spare = min(SPARE, host.max_tokens // 16)
         self._completion: Completion | None = None
         self._read = 0
-        """Number of tokens of the text that the completion has read."""
+        """Number of tokens of the text that were appended to ``_completion``."""
         self._tokenized: tuple[bytes, list[int]] = (b"", [])
         """The last tokenized completion, and its tokens."""
         self._last: tuple[int, bytes] | None = None
@@ -144,9 +143,9 @@ class Closing:
                     self.check_at = 0
 
     def ahead(self, draft: Sequence[int]) -> list[Words | None]:
-        """For each token of a draft, the set of tokens to which the mask after this token is
-        restricted; None if that mask is not restricted. The list ends before the first place where
-        the completion must be computed."""
+        """Returns, for each token of a draft, the set of tokens to which the next mask is
+        restricted, or None if the next mask is not restricted. The list ends before the first place
+        where the completion must be computed."""
         if self._item is None:
             return [None] * len(draft)
         restricted: list[Words | None] = []
@@ -375,8 +374,9 @@ class Closing:
             return self._read_on(text)
 
     def _read_on(self, text: Sequence[int]) -> bytes | None:
-        """Appends the new tokens of the text to ``_completion``, and returns the bytes that
-        complete the text; None if none are found. The caller holds the grammar's lock."""
+        """Appends the new tokens of the text to ``_completion``. Returns the bytes that complete
+        the text; None if the search does not find a completion. The caller holds the grammar's
+        lock."""
         completion = self._completion
         assert completion is not None
         appended = text[self._read :]

@@ -2,13 +2,13 @@
 bounded search over the grammar's masks.
 
 llguidance itself does not compute completions. The search uses a matcher of the same grammar over a
-vocabulary of the 256 bytes. A step of the search takes a microsecond.
+vocabulary of the 256 bytes. Visiting one state of the matcher takes a microsecond.
 
-The search finds the shortest way, in bytes, to the nearest place at which a closing bracket or the
-closing quote of a string is allowed. It appends the bytes of this way and the bracket or quote, and
-starts again, until the text may end. If a property's name may begin, the names that the schema
-requires are tried first. Every prefix that a grammar allows has a completion, so the search never
-backtracks.
+The search looks for the nearest *place* where a closing bracket or the closing quote of a string is
+allowed. The *way* to this place is the shortest sequence of bytes that leads there. The search
+appends the way and the bracket or quote, and starts again, until the text may end. If a property's
+name may begin, the names that the schema requires are tried first. Every prefix that a grammar
+allows has a completion, so the search never backtracks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ MAX_NEAR = 200
 """Maximum states that are visited on the way to one place. After this number, the search takes the
 best way found so far."""
 FEW_NEAR = 16
-"""After this many states within a string, matches of the schema's patterns are tried."""
+"""After visiting this many states on the way to one place, the search accepts any way, not only the
+shortest. In a string, it first tries matches of the schema's patterns."""
 FEW_BYTES = 20
 """If at most this many bytes may follow, each of them is tried."""
 FEW_BRANCHES = 4
@@ -204,8 +205,8 @@ class Completion:
 
     @property
     def free(self) -> bool:
-        """Whether the text may end here, and nearly any text may follow, as in the answer of a
-        model that may call a tool."""
+        """Whether the text may end here, and nearly any text may follow, for example free text
+        before an optional tool call."""
         return self._matcher.is_accepting() and _mask(self._matcher).bit_count() > FREE_BYTES
 
     def find(self, until: float = math.inf) -> bytes | None:
@@ -240,7 +241,7 @@ class _Way(NamedTuple):
 
     length: int
     others: int
-    """Number of bytes of the way before which other bytes were tried in the same state."""
+    """Number of bytes of the way that were not the first byte tried in their state."""
     repeats: int
     """Number of bytes of the way that lead to the same mask as a byte that was tried earlier in the
     same state."""
@@ -254,9 +255,9 @@ class _Way(NamedTuple):
     """The mask that allowed the last byte; 0 at the beginning."""
 
     def cost(self, near: bool) -> int:
-        """The search follows ways with a lower cost first. At first the length counts most, so that
-        the shortest way is found. If ``near`` is true, ``others`` counts most, so that some way is
-        found soon."""
+        """The cost of the way. The search follows the way with the lowest cost first. Normally the
+        length counts most, so that the shortest way is found. If ``near`` is true, ``others``
+        counts most, so that some way is found soon."""
         return self.length + (12 * self.others if near else 4 * self.repeats)
 
 

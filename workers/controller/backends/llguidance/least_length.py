@@ -143,10 +143,11 @@ class _Lengths:
         self._inside = inside
         self._active: set[int] = set()
         self._known: dict[int, tuple[Schema, int]] = {}
-        """By the id of the Python object of a schema: the schema, so that the id stays unique, and
-        its length. Only lengths that do not depend on the enclosing schemas are stored."""
+        """Maps the id of a schema's Python object to the schema and its length. The schema is
+        stored so that the id stays unique. Only lengths that do not depend on the enclosing schemas
+        are stored."""
         self._cycles = 0
-        """Number of times that a value that contains itself was visited."""
+        """Number of visits to values that contain themselves."""
         self._left = MAX_VALUES
         self.total = MAX_VALUES
         """Number of schemas that further calls of ``anew`` may visit."""

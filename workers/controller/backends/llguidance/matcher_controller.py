@@ -120,8 +120,8 @@ class MatcherController:
             if closed is not None:
                 return closed
             self._forced = True
-            # One token is left over, so that a round follows. If the text then does not fit in
-            # ``max_tokens``, that round closes the text.
+            # One token of ``max_tokens`` is left, so that another round follows. That round closes
+            # the text if ``max_tokens`` would otherwise cut it off.
             return Answer(Action.SPLICE, tokens=forced[: max(1, left - 1)])
         if bytes(mask) != self._grammar.tokens.only_end:
             return _MASKED

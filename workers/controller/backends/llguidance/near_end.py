@@ -28,14 +28,14 @@ MAX_STEPS = 60
 AT_ONCE = 2
 """Maximum searches for one mask."""
 NAMED = 3
-"""Number of tokens that are reserved in a property's name that may be any text. The name may need
-them to differ from the names in the schema."""
+"""Number of tokens that are reserved while a property's name is written, if the name may be any
+text. The name may need these tokens to differ from the names in the schema."""
 PATTERN = 8
 """Maximum number of tokens that are reserved in a string of any text that might have to match a
 pattern."""
 MANY = 256
-"""If a mask inside a string has more tokens than this, the string is not one of a list of names or
-values."""
+"""If a mask inside a string has more tokens than this, the schema does not limit the string to a
+list of names or values."""
 
 Tokenize = Callable[[bytes], Sequence[int] | None]
 
@@ -71,8 +71,9 @@ class NearEnd:
         """Restricts a mask. ``found``, whose tokens are ``tokens``, completes the text here, and
         ``spare`` more tokens are left. ``ending``: whether open values should end soon.
 
-        Inside a string of any text, returns the number of tokens by which the completion may grow
-        after a token of ``TokenSets.whole``, if ``spare`` is larger. Otherwise returns None.
+        Inside a string of any text, a token of ``TokenSets.whole`` lengthens the completion by at
+        most a known number of tokens. If ``spare`` is larger than this number, returns the number.
+        Otherwise returns None.
         """
         sets = self._sets
         self.rests = {}
@@ -134,8 +135,8 @@ class NearEnd:
         room: int,
         tokenize: Tokenize,
     ) -> list[int]:
-        """Other tokens after which a search found a completion of at most ``room`` tokens.
-        ``found`` has at least two tokens fewer than ``room``."""
+        """The tokens of ``others`` after which a known or newly found completion fits in ``room``
+        tokens. The caller ensures that ``found`` has at least two tokens fewer than ``room``."""
         text = self._sets.text
         fitting: list[int] = []
         digits = self._sets.digits

@@ -35,7 +35,7 @@ class Pattern:
         self._nearest: dict[int, int] = {
             state: -1 for state in range(1, automaton.num_states) if automaton.accepting[state]
         }
-        """The next byte, by state; -1 if a match may end there."""
+        """The next byte of a shortest match, by state; -1 if a match may end in this state."""
         before: dict[int, list[tuple[int, int]]] = {}
         seen = {automaton.classes[byte]: byte for byte in reversed(_WRITTEN)}
         for state in range(1, automaton.num_states):

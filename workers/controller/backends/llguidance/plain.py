@@ -30,7 +30,7 @@ MAX_LEVELS = 400
 kB of llguidance's stack."""
 MAX_NODES = 1_500
 """Maximum objects of a schema. The slowest schema is one object with this number of properties:
-llguidance compares each of them with each other one, which takes 0.2 s of CPU time."""
+llguidance compares the properties in pairs, which takes 0.2 s of CPU time."""
 MAX_COPIES = 500
 """Maximum number of alternatives that result from one intersection, and maximum number of objects
 in one intersection."""

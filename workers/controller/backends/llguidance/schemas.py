@@ -43,7 +43,8 @@ def implemented(text: str) -> str:
 
 
 def _parsed(text: str) -> object:
-    """The value of a JSON text; None for a long or a wrong text, whose error llguidance reports."""
+    """The value of a JSON text; None if the text is long or not valid JSON. llguidance then reports
+    the error."""
     try:
         return json.loads(text) if len(text) <= MAX_TEXT else None
     except (ValueError, RecursionError):

@@ -1,10 +1,10 @@
 """Computes the token masks of the parts of a structure that have no schema: free text and literal
 texts.
 
-In free text nearly all tokens are allowed. A *watched text* is forbidden, or begins or ends a part.
-A token may be forbidden only if it contains a watched text, or the rest of a watched text that has
-begun. Binary search in the sorted tokens finds these tokens. The automaton checks each of them byte
-by byte, and all other tokens are allowed.
+In free text nearly all tokens are allowed. A *watched text* is a text that is forbidden, or that
+begins or ends a part. A token may be forbidden only if it contains a watched text, or the rest of a
+watched text that has begun. Binary search in the sorted tokens finds these tokens. The structure's
+automaton checks each of them byte by byte. All other tokens are allowed.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class FreeMasks:
         return self._kept(self._forbidden, KEPT_FORBIDDEN, state, self._not_allowed)
 
     def forced(self, state: State) -> list[int]:
-        """The tokens with which each of the literal texts that may follow begins; empty if these
-        texts differ in the first token."""
+        """The tokens with which every literal text that may follow begins; empty if these texts
+        differ in the first token."""
         each = [self.table.of_literal(text) for text in self.rests(state)]
         if not each:
             return []
@@ -209,7 +209,8 @@ class FreeMasks:
         return self.follow(state, data).mode != "dead"
 
     def _suspects(self, state: State) -> Iterator[tuple[int, bytes]]:
-        """Tokens that may do something other than continue the free text, with their bytes."""
+        """Tokens that contain a watched text, or that may continue a watched text that has begun,
+        with their bytes."""
         table = self.table
         places: set[int] = set()
         for text in self.automaton.watched(state):
@@ -231,8 +232,8 @@ class FreeMasks:
         return self._of(places)
 
     def rests(self, state: State) -> list[bytes]:
-        """The literal texts that may follow: the rests of the beginnings of tags, or of the ends of
-        tags."""
+        """The literal texts that may follow: the remaining bytes of the beginnings of tags, or of
+        the ends of tags."""
         texts = self.automaton.ends if state.mode == "end" else self.automaton.begins
         return list(dict.fromkeys(texts[tag][state.at :] for tag in state.tags))
 

@@ -43,8 +43,8 @@ class StructuralController:
         self._state = self._automaton.start()
         self._inner: Constraint | None = None
         self._inner_mask = b""
-        """The mask of the value alone, at a place where the value or a tag in its place may begin;
-        otherwise empty."""
+        """The mask of the value alone, if the text is at a place where either the value or a tag
+        may begin; otherwise empty."""
         self._spent = 0
         """Number of tokens of the current part."""
         self._before: list[State] = []
@@ -54,7 +54,7 @@ class StructuralController:
         self._closed = False
         """Whether the JSON of a tag was completed because few of ``max_tokens`` were left."""
         self._settled: State | None = None
-        """The last state of free text whose mask was written; None before that."""
+        """The last state of free text whose mask was written; None before the first such mask."""
         self._settled_mask = b""
         """The mask of ``_settled``, including end-of-sequence tokens."""
         self._settled_until = 0
@@ -129,8 +129,8 @@ class StructuralController:
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Advances by the appended tokens; stops at an end-of-sequence token."""
         if backtrack:
-            # Only the controller of a value drops tokens, in order to complete its text. So all
-            # appended tokens belong to the value.
+            # Only the controller of a value drops tokens, in order to complete the value's text. So
+            # all appended tokens belong to the value.
             self._take_back(backtrack)
             assert self._inner is not None
             self._inner.post_process(tokens, backtrack)
@@ -185,8 +185,8 @@ class StructuralController:
         return state.mode == "text" and self._automaton.structure.phases[state.phase].text
 
     def _settle(self, state: State, mask: memoryview) -> None:
-        """Caches the mask of a state of free text. Most tokens do not change the state, and their
-        rounds only copy the cached mask."""
+        """Caches the mask of a state of free text. Most tokens do not change the state. The round
+        after such a token only copies the cached mask."""
         tag = self._automaton.structure.tags[state.tags[0]] if state.mode == "content" else None
         most = tag.max_tokens if tag is not None else None
         self._settled, self._settled_mask = state, bytes(mask)

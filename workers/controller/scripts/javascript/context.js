@@ -287,9 +287,9 @@ const context = {
   log,
 };
 
-// Makes a call of an unknown name of an object an error that names it. QuickJS's error is "not a
-// function". The error is thrown by the call and not by the access, whose line QuickJS does not know.
-// The language itself reads symbols, `then` and `toJSON`.
+// Makes calls of unknown methods of `object` throw an error with the method's name, because the
+// error of QuickJS is only "not a function". The call throws the error. The access does not throw,
+// because QuickJS does not know its line. The language itself reads symbols, `then` and `toJSON`.
 function name_unknown(object, name) {
   const names = Object.keys(object).join(", ");
   Object.setPrototypeOf(object, new Proxy(Object.prototype, {

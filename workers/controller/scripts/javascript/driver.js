@@ -6,8 +6,8 @@
 
 const STOP = 0, CONTINUE = 1, SUSPEND = 2, FORK = 3, SPLICE = 4, GENERATE = 5, SCORE = 6,
       BEGIN = 7, SAVE = 8, OPEN = 9, LOOK = 10, AGAIN = 11, SAMPLE_SCORED = 12;
-const REFUSED = 0xffffffff;  // the backtrack of a post whose tokens are the bytes of a reason
-const SCORED = 0xfffffffe;  // the backtrack of a post whose tokens precede their log-probabilities
+const REFUSED = 0xffffffff;  // as post's `backtrack`: the tokens are the bytes of an error's text
+const SCORED = 0xfffffffe;  // as post's `backtrack`: log-probabilities follow the tokens
 
 // The words of the call block.
 const VOCABULARY = 7, EOS = 12, MAX_TOKENS = 13;
@@ -40,7 +40,7 @@ class Operation {
   finished = false;
   answer = undefined;
   error = null;
-  place = "";  // the place of the call in the script, for a refusal
+  place = "";  // the place of the call in the script, for the error if the worker refuses the call
   pre() { return CONTINUE; }
   mid(group) { return null; }
   post(tokens, backtrack, logprobs) {}
@@ -77,7 +77,7 @@ class Append extends Operation {
 }
 
 // The worker generates a text under a constraint, and passes all tokens of the text to post. The
-// answer is {tokens, logprobs}, as that of GenerateAllowed.
+// answer is {tokens, logprobs}, as in GenerateAllowed.
 class Generate extends Operation {
   constructor(spec, bias) {
     super();
@@ -164,7 +164,7 @@ class UseContext extends Operation {
   }
 }
 
-// Generates tokens of a set. The text ends at `max` tokens, at a stop text or at the end of sequence.
+// Samples only tokens in `mask`, until the text has `max` tokens, contains a stop text or ends.
 class GenerateAllowed extends Operation {
   constructor(mask, bias, stops, max, scored) {
     super();
@@ -268,7 +268,8 @@ class CallTool extends Operation {
   }
 }
 
-// A step that an object decides with its methods (AICI's NextToken). The answer is its tokens.
+// One step, which an object decides with its methods, as in AICI's NextToken. The answer is the
+// tokens of the step.
 class Steps extends Operation {
   constructor(object) {
     super();
@@ -367,7 +368,7 @@ const decide = {
     }),
 };
 
-// The decision to continue with the script's next call in the same round, without a token.
+// A decision of midProcess: no token is sampled, and the script continues in the same round.
 const NOOP = new Decision(CONTINUE);
 
 const MAY = {

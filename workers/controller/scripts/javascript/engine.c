@@ -126,7 +126,7 @@ static JSValue array_of(const uint32_t *numbers, uint32_t n) {
     return array;
 }
 
-// The numbers of an array, which the caller frees; NULL with an exception pending.
+// Returns the numbers of an array, which the caller frees; NULL if an exception is pending.
 static uint32_t *numbers_of(JSValueConst array, uint32_t *n) {
     JSValue length = JS_GetPropertyStr(context, array, "length");
     if (JS_ToUint32(context, n, length)) return NULL;
@@ -208,7 +208,7 @@ NATIVE(js_tokenize) {
     return array;
 }
 
-// The bytes of tokens: all together, as an ArrayBuffer, or as a text.
+// The concatenated bytes of tokens, as a text or as an ArrayBuffer.
 static JSValue joined(JSValueConst array, bool as_text) {
     uint32_t n;
     uint32_t *tokens = numbers_of(array, &n);
@@ -375,7 +375,8 @@ NATIVE(js_jobs) {
     return JS_UNDEFINED;
 }
 
-// Answers: tokens, the number of sequences of a fork, dropped tokens, a mask, a bias, a generation.
+// Each of these functions writes a part of an answer to the call block: tokens, the number of
+// sequences of a fork, the number of dropped tokens, a mask, a bias, or JSON.
 
 NATIVE(js_tokens) {
     uint32_t n;

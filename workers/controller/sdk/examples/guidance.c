@@ -70,7 +70,8 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
     const tb_scored *top = (const tb_scored *)read.data;
     const uint32_t count = read.len / sizeof(tb_scored);
     tb_bias_clear(bias);
-    // Tokens that the guide has not written get the bias of the last token that it has written, 0.
+    // The least likely token that the guide has written, and all tokens that it has not written,
+    // get the bias 0.
     for (uint32_t i = 0; i < count; i++)
         tb_bias_set(bias, top[i].token,
                     (1 - scale) / scale * (top[i].logprob - top[count - 1].logprob));

@@ -10,7 +10,7 @@ The argument is a JSON object:
 - ``tries``: the maximum number of attempts (3)
 - ``tokens``: the maximum number of tokens of an attempt (80)
 
-Only the last attempt stays in the text; the earlier ones and the lessons are taken back.
+The program drops earlier attempts and the lessons, so only the last attempt stays in the text.
 """
 
 from tokenbus.workers.controller.python import Context

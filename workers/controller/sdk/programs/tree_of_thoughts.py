@@ -11,8 +11,8 @@ The argument is a JSON object, or empty:
 - ``keep``: the number of thoughts that are kept in each level (2)
 - ``tokens``: the maximum number of tokens of a thought and of the answer (40)
 
-Each thought is a sequence of its own, which shares the text before it with the others. The model
-rates each thought, and the rating is taken back. The sequences of other thoughts end.
+Each thought is a separate sequence. The model rates each thought, and the program then drops the
+text of the rating. The sequences of thoughts that are not kept end.
 """
 
 from tokenbus.workers.controller.python import Context
@@ -45,7 +45,7 @@ async def main(ctx: Context) -> None:
 
 
 async def rated(ctx: Context) -> str:
-    """The model's rating of the text so far, which is taken back."""
+    """Returns the model's rating of the text so far, and drops the text of the rating."""
     before = ctx.label()
     await ctx.fixed("(It is ")
     rating = await ctx.gen(choice=[f"{each} that this leads to the goal.)\n" for each in RATINGS])

@@ -21,7 +21,7 @@ import json
 from tokenbus.workers.controller.python import Context, Label
 
 EXPLORATION = 1.0
-"""The weight of lines that were tried rarely."""
+"""The weight of the bonus for lines that were tried rarely."""
 
 
 class Line:
@@ -35,7 +35,7 @@ class Line:
         self.sum: float = 0.0
 
     def promise(self) -> float:
-        """The upper bound of the line's rating: the mean, and more if the line was tried rarely."""
+        """The mean rating of the line, plus a bonus that is larger if the line was tried rarely."""
         root: float = self.path[-2].tries ** 0.5
         return (self.sum + EXPLORATION * root) / self.tries
 
@@ -73,7 +73,7 @@ async def main(ctx: Context) -> None:
 
 
 async def grow(ctx: Context, start: Label, depth: int) -> None:
-    """Generates lines when sequence 0 requests them. Each line is a sequence of its own."""
+    """Generates lines when sequence 0 requests them. Each line is generated in a new fork."""
     name, made, level = "", 0, 0
     while level < depth and await ctx.wait_var(f"next {name} {made}") == "line":
         made += 1

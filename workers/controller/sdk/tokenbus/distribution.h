@@ -11,8 +11,8 @@ typedef struct tb_scored {
     float logprob;
 } tb_scored;
 
-// Numbers of the distribution that the model computed for a token, before biases, penalties, the
-// mask and the temperature are applied.
+// The distribution that the model computed for a token, before biases, penalties, the mask and the
+// temperature are applied.
 typedef struct tb_distribution {
     float logprob;  // of the sampled token, as a natural logarithm; 0 after tb_look
     uint32_t rank;  // 1 plus the number of more likely tokens; 0 after tb_look
@@ -31,9 +31,9 @@ static inline void tb_query(uint32_t top, const uint32_t *tokens, uint32_t n) {
 }
 
 // mid_process: reads the distribution of the next token without sampling. The arguments are those
-// of tb_query. tb_post_process follows without tokens, and tb_distribution_get(0) has the answer. A
-// later tb_sample or tb_look of the sequence needs no further computation if the sequence neither
-// appends, drops nor suspends in between.
+// of tb_query. tb_post_process follows without tokens, and tb_distribution_get(0) has the answer.
+// The next tb_sample or tb_look does not run the model again, unless the sequence has appended or
+// dropped tokens or was suspended.
 static inline tb_answer tb_look(uint32_t top, const uint32_t *tokens, uint32_t n) {
     tb_host_query(top, tokens, n);
     return (tb_answer){.then = TB_LOOK};

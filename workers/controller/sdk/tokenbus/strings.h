@@ -235,8 +235,8 @@ static inline void tb_string_collapse(tb_recognizer *self) {
     for (uint32_t i = 0; i < stack->reading_count; i++) {
         tb_reading *reading = &stack->readings[i];
         *reading = stack->readings[first + i];
-        // Swaps the reading's state to the front, unless it is there, and updates the later
-        // readings of the two swapped states.
+        // Moves the reading's state to the states that are kept, unless it is already there. The
+        // two swapped states get new indexes, so later readings of these states are updated.
         if (reading->state < kept) continue;
         const uint32_t from = reading->state;
         const tb_string_state moved = stack->states[from];

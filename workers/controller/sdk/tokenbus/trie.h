@@ -98,8 +98,8 @@ static inline uint32_t tb_mask_count(const uint32_t *mask) {
 
 static tb_trie tb_loaded;
 
-// Ends the sequence with an error unless the nodes are a tree in preorder with the sizes and levels
-// that the walk relies on; sets the bit of each token in `seen`.
+// Ends the sequence with an error unless the nodes are a tree in preorder, with valid sizes and
+// levels. Sets the bit of each token in `seen`.
 static inline void tb_trie_check_nodes(tb_trie *trie, uint32_t *seen) {
     uint32_t end[TB_LONGEST_TOKEN + 1], parents[TB_LONGEST_TOKEN + 1], last[TB_LONGEST_TOKEN + 1];
     const uint32_t count = trie->node_count;
