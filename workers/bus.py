@@ -255,7 +255,7 @@ class Bus:
             self._inbox.put(messages)
 
     def lease_ended(self, link: int) -> None:
-        """Drops messages that have arrived for requests of the lease that has ended."""
+        """Drops the waiting messages for requests of an ended lease."""
         waiting: list[FromBus] = []
         with contextlib.suppress(Empty):
             while True:

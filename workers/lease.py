@@ -67,8 +67,8 @@ class Lease:
         """Handles a message from the broker. Returns whether the message concerns only the lease,
         and the answers to send.
 
-        The message must have at least three frames. A ``REGISTERED`` that answers the last REGISTER
-        is for the worker too. Raises RefusedError if the broker refuses the worker.
+        The message must have at least three frames. The worker must also handle a ``REGISTERED``
+        that answers the last REGISTER. Raises RefusedError if the broker refuses the worker.
         """
         self._received_at = now
         match frames[0]:
@@ -79,7 +79,7 @@ class Lease:
             case b"REGISTERED":
                 answer: Registered = decode_as(Registered, frames[2], "msgpack")
                 if answer.registration not in (0, self._registrations):
-                    # The granted lease has ended, because another REGISTER was sent since.
+                    # The granted lease has ended, because another REGISTER was sent later.
                     return True, []
                 self.registered = True
                 self.worker = answer.worker

@@ -53,8 +53,8 @@ def memory_limits(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Iterator[int]
         else:
             continue
         folder = PurePosixPath(path.lstrip("/"))
-        # In a container, the path may be one of the host's hierarchy. The folders of this path do
-        # not exist in the container, but the root of the mount does.
+        # In a container, the path may be a path in the host's hierarchy. The folders of this path
+        # do not exist in the container, but the root of the mount does.
         for each in (folder, *folder.parents):
             try:
                 text = (root / each / file).read_text().strip()

@@ -27,9 +27,9 @@ REQUEST_BYTES = 512
 VARIABLE_BYTES = 256
 ANSWER_BYTES = 256
 ERROR_BYTES = 512
-"""The bytes that are counted for a request, for a variable in addition to its name and value, and
-for a stored answer; and the maximum bytes of an error text. The figures are CPython's memory use,
-measured and rounded up."""
+"""``REQUEST_BYTES`` are counted for a request, ``VARIABLE_BYTES`` for a variable in addition to its
+name and value, and ``ANSWER_BYTES`` for a stored answer. These numbers are CPython's measured
+memory use, rounded up. ``ERROR_BYTES``: maximum bytes of an error text."""
 
 ENDED = 10_000
 """Number of ended requests that are remembered, so that an operation in transit when its request
@@ -39,9 +39,8 @@ ends does not recreate the request. Request ids are never reused."""
 class StorageLimits(Struct, frozen=True, kw_only=True):
     """Operations beyond these limits are refused. A request counts 512 bytes; each variable 256
     plus its name and value; each input 256 plus its text; each stored answer 256 plus its error
-    text. A replaced value still
-    counts, with 256 bytes more, while stored answers refer to the value. If several answers refer
-    to it, the value counts once."""
+    text. While stored answers refer to a replaced value, the value still counts, with 256 bytes
+    more. If several answers refer to the value, it counts once."""
 
     value_bytes: int = MIB
     """Maximum bytes of one value."""
@@ -58,7 +57,7 @@ class StorageLimits(Struct, frozen=True, kw_only=True):
 
 
 class SavedRequest(Struct, array_like=True):
-    """The complete state of one request, for the log."""
+    """The complete state of one request as it is stored in the log."""
 
     request: int
     values: list[bytes]
@@ -144,12 +143,12 @@ class VariableStorage:
         return held.bytes if held is not None else 0
 
     def num_answers(self, request: int) -> int:
-        """The number of operations of a request that were applied, apart from its inputs."""
+        """The number of operations of a request that were applied, not counting its inputs."""
         held = self._held.get(request)
         return len(held.answers) if held is not None else 0
 
     def answered(self, op: Variable) -> bool:
-        """Whether the operation was applied before; it then only gets the same answer again."""
+        """Whether the operation was applied before. If so, ``apply`` returns the stored answer."""
         held = self._held.get(op.request)
         if op.op == "give":
             return held is not None and op.count <= held.given
@@ -160,8 +159,8 @@ class VariableStorage:
         operation is not refused.
 
         An operation that is refused because all requests together exceed their limit may succeed if
-        it is repeated. All other refusals (of a name that is not valid, a value that is too long,
-        an ended request, or a request without room for another answer) are final. ``ahead``: the
+        it is repeated. All other refusals are final: the name is not valid, the value is too long,
+        the request has ended, or the request does not have room for another answer. ``ahead``: the
         ``cost`` of the operations that will be applied before ``op``.
         """
         limits = self.limits
@@ -193,8 +192,8 @@ class VariableStorage:
         return None
 
     def no_room(self, op: Variable) -> str | None:
-        """The error for an input that finds too many inputs waiting for its program; None if there
-        is room. The input may be sent again."""
+        """The error for an input if too many inputs already wait for its program; otherwise None.
+        The input may be sent again."""
         held = self._held.get(op.request) if op.op == "give" else None
         if held is None:
             return None
@@ -217,8 +216,8 @@ class VariableStorage:
 
         ``append`` creates a variable that does not exist. Versions count writes, from 1. A ``get``
         ignores ``when_version_is``. An operation that would exceed a limit changes nothing and is
-        answered with an ``error``. An operation with ``place`` that comes at another place is not
-        applied either.
+        answered with an ``error``. An operation with ``place`` is also answered with an ``error``
+        unless exactly ``place`` operations of its request were applied before.
         """
         name = (op.lineage, op.count)
         held = self._held.get(op.request)
@@ -337,7 +336,8 @@ class VariableStorage:
         return _Result(number, value, length)
 
     def _open(self, held: _Held, op: Variable) -> _Result:
-        """The answer with the context that ``op.value`` has (``DurableVariables``)."""
+        """The answer to an operation that opens a context. ``op.value`` is the content of the
+        context, which ``DurableVariables`` has added to the operation."""
         size = len(op.value)
         if not size:
             return _Result()

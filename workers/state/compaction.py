@@ -1,9 +1,9 @@
 """Compaction of the log: writes the current state to a new log, a part at a time.
 
-Operations continue meanwhile. Once the state of a request is saved in the new log, further
-operations of the request are written to both logs. Requests do not depend on each other, so each
-can be saved at a different time. Tables and contexts are saved first, as they were at the start.
-Tables and contexts that change meanwhile are saved again afterwards.
+Operations continue during the compaction. Once the state of a request is saved in the new log,
+further operations of the request are written to both logs. Requests do not depend on each other, so
+each can be saved at a different time. Tables and contexts are saved first, as they were at the
+start. Tables and contexts that change during the compaction are saved again afterwards.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ class Compaction:
     def also(self, records: Iterable[Record]) -> None:
         """Adds records that were written to the current log. Records of pending requests are left
         out, because ``save`` will write the state of these requests. Records of tables and contexts
-        wait until the earlier ones are saved. As many bytes are saved as begin to wait, so that the
-        waiting ones do not become more. Raises OSError if the new log cannot be written."""
+        wait until the earlier records are saved. For each record that begins to wait, at least as
+        many waiting bytes are saved, so that the queue does not grow. Raises OSError if the new log
+        cannot be written."""
         new = [record for record in records if record.request not in self.pending]
         if self._unsaved:
             waiting = [record for record in new if record.kind in (TABLE, CONTEXT)]

@@ -20,13 +20,13 @@ from .module_tables import ModuleTables
 MAX_CONTEXTS = 256
 """Maximum number of contexts of a tenant."""
 TENANT_BYTES = 16 * MIB
-"""Maximum bytes of a tenant's contexts and of its table of modules together."""
+"""Maximum bytes that the contexts and the table of modules of a tenant take together."""
 CONTEXT_BYTES = 256
 """The bytes that are counted for a context in addition to its name and content."""
 
 
 class SavedContext(Struct, array_like=True):
-    """A context, for the log."""
+    """A context as it is stored in the log."""
 
     tenant: str
     name: str
@@ -61,8 +61,9 @@ class Contexts:
         return None if found is None else found.content
 
     def refusal(self, context: SavedContext, quota: int | None) -> str | None:
-        """The error if a context has more bytes than its tenant may have, or than the tables leave
-        to contexts; otherwise None. ``quota``: the tenant's quota of bytes, if it has one."""
+        """The error if a context has more bytes than its tenant may have, or more bytes than the
+        tables leave for contexts; otherwise None. ``quota``: the tenant's quota of bytes, if it has
+        one."""
         most = self._max_bytes(context.tenant, quota)
         if context.size > most:
             return f"the context has {context.size} bytes; at most {most} are allowed"

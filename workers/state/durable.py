@@ -61,7 +61,7 @@ _tenant = msgpack.Decoder(tuple[int, str]).decode
 
 
 class Counts(NamedTuple):
-    """The amounts of stored data, for metrics."""
+    """The amounts of stored data, which metrics report."""
 
     requests: int
     variables: int
@@ -135,7 +135,7 @@ class DurableVariables:
         records: list[Record] = []
         saved: dict[tuple[str, str], SavedContext] = {}
         quotas: dict[str, int | None] = {}
-        """By tenant that saves a context: the tenant's quota of variables."""
+        """For each tenant that saves a context: the tenant's quota of bytes, if it has one."""
         ops = list(ops)
         with self._lock:
             keys = {op.request: self._shares.key(op.request) for op, _ in ops}
@@ -414,8 +414,8 @@ class DurableVariables:
         if error is not None:
             self._log.cut(size)
             if self._compaction is not None:
-                # The new log of the compaction also has the refused table. Because of the fault,
-                # another compaction begins.
+                # The new log of the compaction also has the refused table, so it is discarded. The
+                # log's fault then starts another compaction.
                 self._compaction.abandon()
                 self._compaction = None
         return error

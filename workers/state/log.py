@@ -46,10 +46,9 @@ class Record(NamedTuple):
 
     kind: bytes
     """``HEAD``: a ``Head``. ``OPERATION``: the body of a ``VARIABLE`` message. ``END``: the request
-    id, as msgpack. ``REQUEST``: a ``SavedRequest``. ``TABLE`` and ``CONTEXT``: a ``SavedTable`` or
-    a ``SavedContext``, which does not belong to a request.
-    ``TENANT``: a request and the key of its tenant, as msgpack; if the tenant has no key, there is
-    no such record."""
+    id, as msgpack. ``REQUEST``: a ``SavedRequest``. ``TABLE``: a ``SavedTable``. ``CONTEXT``: a
+    ``SavedContext``. Tables and contexts do not belong to a request. ``TENANT``: a request and the
+    key of its tenant, as msgpack. A request whose tenant has no key does not have this record."""
     request: int
     body: bytes
 

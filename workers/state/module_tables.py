@@ -26,7 +26,7 @@ PARTS = 8
 
 
 class SavedTable(Struct, array_like=True):
-    """A table, for the log."""
+    """A table as it is stored in the log."""
 
     tenant: str
     version: int

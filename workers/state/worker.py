@@ -44,8 +44,8 @@ ABSENT_S = 300.0
 """How long a request may be on its way from one broker to another, in seconds. The next broker may
 have to wait for a controller worker, and only then does an operation come over its link."""
 VARIABLES_PART, TABLES_PART = 8, 32
-"""Variables have at most 1/8 of the memory of this machine, and tables of modules 1/32. The log,
-which may be on a file system in memory, takes up to three times the bytes of both."""
+"""Variables take at most 1/8 of this machine's memory, and tables of modules take at most 1/32. The
+log may be on a file system in memory, and takes up to three times the bytes of both."""
 
 
 class _Name(Struct, array_like=True):
@@ -82,8 +82,8 @@ class StateWorker:
             request: set(every) for request in self._variables.requests
         }
         """By request: the links to the brokers that may have the request. These are the links over
-        which its operations came, or all links for a request that was restored from the log. A
-        request that has moved to another broker is also reported as ended by its first broker."""
+        which its operations came, or all links for a request that was restored from the log. If a
+        request moves to another broker, its first broker also reports it as ended."""
         self._absent: dict[int, float] = {}
         """Requests that no broker is known to have, each with the time at which this began, in
         seconds of the monotonic clock. The earliest time is first. An operation of such a request
@@ -140,8 +140,8 @@ class StateWorker:
                     self._end(end.requests, message.link, elsewhere=elsewhere)
                 elif message.type == b"REGISTERED":
                     answer: Registered = decode_as(Registered, message.body, "msgpack")
-                    # A broker that was suspended may not know yet that a request continues under
-                    # another broker.
+                    # A broker that was suspended may not have received the message that a request
+                    # continues at another broker.
                     self._end(answer.unknown, message.link, elsewhere=self._several)
                     self._bus.registered(answer, message.link)
                 else:

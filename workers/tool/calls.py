@@ -66,7 +66,8 @@ class Calls:
         """Calls that have been answered since the worker started."""
 
     def begin(self, message: FromBus) -> None:
-        """Handles CALL: begins the call, unless the call was begun before."""
+        """Handles CALL: begins the call. If the call is already running, does nothing. If its
+        answer is kept, sends the answer again."""
         call: Call = decode_as(Call, message.body, "msgpack")
         owner, name = (message.link, call.request), (call.lineage, call.count)
         if name in self._running.get(owner, ()):
