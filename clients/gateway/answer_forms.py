@@ -194,7 +194,7 @@ def structure_of(family: Family, wanted: Wanted) -> Structure:
 
 
 class _Building:
-    """Builds a structure for all families except gpt-oss. Its phases are the beginning, the answer
+    """Builds a structure for any family except gpt-oss. Its phases are the beginning, the answer
     after thinking, the part after a call, the end, and the empty line between thinking and a
     constrained text."""
 
@@ -260,8 +260,8 @@ class _Building:
 
     def _calls(self, before: str, whole: bool = False) -> list[int]:
         """Adds one tag for the calls of each function; returns the tags' indices. ``before``: the
-        text before the call. ``whole``: only the whole text before the arguments begins a call,
-        because a constrained text may begin with a part of it."""
+        text before the call. ``whole``: a call begins only where the whole text before its
+        arguments occurs. A constrained text may contain a part of that text."""
         family = self._family
         trigger = 0 if whole else len(family.trigger)
         if not whole and before == family.between:

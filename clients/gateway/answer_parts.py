@@ -18,8 +18,8 @@ class AnswerForm:
     """The structure of the answers to one request, and the model's special tokens."""
 
     def __init__(self, structure: Structure, special_tokens: dict[int, str]) -> None:
-        """``special_tokens``: the special tokens by id. The text of an entry does not contain
-        special tokens."""
+        """``special_tokens``: the special tokens by id, because the text of an entry does not
+        contain them."""
         self.automaton = Automaton(structure, special_tokens.values())
         self._marks = {
             number: special(name).decode("utf-8", "surrogateescape")

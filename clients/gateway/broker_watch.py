@@ -29,8 +29,9 @@ class BrokerWatch:
     calls ``lost`` with ``front`` and the reason, and begins a new session.
 
     The session ends if the broker answers that it does not have this session, or if the broker is
-    silent for ``expiry_s`` seconds (from its WELCOME). Before the first WELCOME, the session ends
-    after ``patience_s`` seconds of silence. ``key``: the CURVE key for the connection, or None.
+    silent for ``expiry_s`` seconds (a field of its WELCOME). Before the first WELCOME, the session
+    ends after ``patience_s`` seconds of silence. ``key``: the CURVE key for the connection, or
+    None.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class BrokerWatch:
         self._context = context
         self.front = front
         self.answers = True
-        """Whether the broker answers. False from the end of a session until the next WELCOME, and
-        otherwise True, also before the first session."""
+        """Whether the broker answers. True before the first session. False from the end of a
+        session until the next WELCOME."""
         self._patience_s = patience_s
         self._lost = lost
         self._key = key

@@ -28,7 +28,8 @@ clients."""
 assert BATCH_TEXTS <= MAX_INPUTS
 
 ANSWER_BYTES = 6
-"""Memory of an answer, in bytes for each byte of its vectors: the vectors, and their JSON text."""
+"""Bytes of memory that an answer occupies for each byte of its vectors. The answer consists of the
+vectors and their JSON text."""
 TURN_VECTORS = 8
 """Number of vectors that are scaled, compared or encoded before other requests have their turn."""
 
@@ -53,7 +54,7 @@ async def tokenized(
     model: ServedModel, field: str, texts: Sequence[str | list[int]], truncate: int | None = None
 ) -> Texts:
     """The token ids of some texts. If ``truncate`` is not None, only the first ``truncate`` tokens
-    of each text are kept, or as many as the model accepts if it is -1. Raises ApiError."""
+    of each text are kept; -1 keeps as many tokens as the model accepts. Raises ApiError."""
     if len(texts) > MAX_TEXTS:
         what = f"{field} has {len(texts)} texts; at most {MAX_TEXTS} are allowed"
         raise invalid_field(field, what)
@@ -161,7 +162,8 @@ async def similarities(pairs: Iterable[tuple[array[float], array[float]]]) -> li
 
 
 async def in_turns(given: Iterable[S], make: Callable[[S], T]) -> list[T]:
-    """The result of ``make`` for each vector or pair. Other requests run in between."""
+    """Calls ``make`` for each vector or pair; returns the results. Other requests run between the
+    calls."""
     made = []
     for number, one in enumerate(given, 1):
         made.append(make(one))

@@ -19,7 +19,8 @@ _STATUS: dict[str, int] = {
     Code.CONFLICT: 409,
     Code.MODEL_LOAD_FAILED: 502,
     Code.QUEUE_FULL: 503,
-    # The broker limits the gateway's session with this code. ``UserShares`` limits users (429).
+    # The broker sends this code if the gateway's session exceeds a limit. If a user exceeds a share
+    # (``UserShares``), the status is 429.
     Code.CLIENT_LIMIT: 503,
     Code.STORE_FAILED: 503,
     Code.NO_WORKER: 503,

@@ -57,8 +57,9 @@ class BoundedHttp(HttpToolsProtocol):
     _body_late: asyncio.TimerHandle | None = None
     """The timer that closes the connection if the body arrives too late."""
     _body_due = 0.0
-    """The time by which the rest of the body must have arrived, by the event loop's clock. Before
-    ``_body_late`` is set: the number of seconds by which received bytes extend this time."""
+    """The time by which the rest of the body must have arrived, by the event loop's clock. Until
+    ``_body_late`` is set, the value is a number of seconds: the extension for the bytes that have
+    arrived so far."""
     _in_body = False
     """Whether the headers of the current request are complete but its body is not."""
     _unread: asyncio.TimerHandle | None = None

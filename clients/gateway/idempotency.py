@@ -3,7 +3,8 @@ from its beginning.
 
 ``Idempotency-Key`` names a request of a user (draft-ietf-httpapi-idempotency-key-header). A named
 request has its own session at the broker. The session's token is computed from the key, the user
-and a secret of the gateways, and its stream ids from the path and the body.
+and a secret of the gateways. The ids of the session's streams are computed from the path and the
+body.
 
 A gateway that serves the repetition takes the session over and attaches to the stream. It does not
 need state from the first gateway. If a client sends the key of another user, the gateway
@@ -102,8 +103,8 @@ class NamedRequest:
         return int.from_bytes(self._derived(f"seed {call.base}")[:7], "big")
 
     def number_from(self, number: int) -> None:
-        """Sets the number of the next stream. A repeated request that leaves out streams thus gives
-        the same numbers to the others."""
+        """Sets the number of the next stream. A repeated request may skip streams, and gives the
+        same numbers to the remaining streams."""
         self._streams = number
 
     def client(self, make: Callable[[str], NamedClient]) -> NamedClient | None:
@@ -152,8 +153,8 @@ class NamedRequests:
 
     @cached_property
     def secret(self) -> bytes:
-        """The secret that the gateways of a system share. If the shared secret cannot be read, a
-        random secret of this process."""
+        """The secret that the gateways of a system share. If it cannot be read, this process uses a
+        random secret."""
         try:
             return _secret(self._settings)
         except OSError as error:

@@ -21,7 +21,7 @@ _LEFT = b"l"
 
 
 class Leaving:
-    """The serving process's means to make its parent exit."""
+    """Lets the serving process make its parent exit."""
 
     def __init__(self, pipe: int) -> None:
         """``pipe``: the write end of a pipe that the parent reads."""

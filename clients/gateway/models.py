@@ -241,7 +241,7 @@ class ModelTable:
             try:
                 tokenizer = await asyncio.to_thread(Tokenizer.from_str, files.json)
                 size = await asyncio.to_thread(lambda: size_of_tokenizer(json.loads(files.json)))
-            except Exception as error:  # The package raises no more specific exception.
+            except Exception as error:  # The package raises plain Exception.
                 what = f"the tokenizer of the model {name!r} cannot be read: {error}"
                 raise ServiceError(Code.MODEL_LOAD_FAILED, what[:MAX_REASON]) from None
             kept = self._tokenizers[fingerprint] = files, tokenizer, size

@@ -86,7 +86,8 @@ class OriginCheck:
 
     A browser sends the page's origin in ``Origin``. Pages of this gateway and of the ``allowed``
     origins (``*``: all) may send requests. Without API keys (``any_host`` is False), ``Host`` must
-    be a loopback name, so that a site cannot reach this gateway through the site's own DNS entry.
+    be a loopback name, so that a site cannot reach this gateway through the site's own DNS entry
+    (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str], any_host: bool) -> None:

@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 MAX_WEBSOCKET_BYTES = 24 * 1024 * 1024
-"""Maximum size of a WebSocket message. A controller module of 16 MiB fits in base64."""
+"""Maximum size of a WebSocket message in bytes. A controller module of 16 MiB fits, encoded in
+base64."""
 IDLE_MARGIN_S = 0.5
 """Additional time for which a draining gateway waits for idle connections, after the time in which
 uvicorn closes them (``timeout_keep_alive``), in seconds."""
@@ -159,8 +160,8 @@ class GatewayServer(uvicorn.Server):
         idle_s = min(self._drain_s, self.config.timeout_keep_alive + IDLE_MARGIN_S)
         waited_s = 0.0
         while not self.force_exit and waited_s < self._drain_s:
-            # The pause precedes the first check, because a connection that uvloop has accepted is
-            # not yet in ``connections``.
+            # The pause comes before the first check, because uvloop may have accepted connections
+            # that are not in ``connections`` yet.
             await asyncio.sleep(CHECK_S)
             waited_s = self._loop.time() - began
             if not self.server_state.connections:

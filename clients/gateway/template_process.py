@@ -55,8 +55,8 @@ class TemplateFault(Exception):
 
 
 class TemplateLimitFault(TemplateFault):
-    """A rendering exceeds a bound. After another TemplateFault, the gateway tries other
-    arrangements of the messages; after this error, it does not."""
+    """A rendering exceeds a bound. After this error, the gateway does not try other arrangements of
+    the messages, as it does after other TemplateFaults."""
 
 
 class _Generation(jinja2.ext.Extension):

@@ -42,8 +42,8 @@ class Templates:
 
     One process renders the models' templates. Another process renders the templates in requests,
     checks values against schemas and rewrites schemas. A slow template in a request therefore
-    delays only requests to the second process, and those of each other user by at most one
-    rendering. Each process is started for its first request.
+    delays only requests to the second process. It delays the requests of each other user by at most
+    one rendering. Each process is started for its first request.
     """
 
     def __init__(self, trust_requests: bool = False) -> None:
@@ -223,7 +223,7 @@ class RenderingProcess:
         if not self._users[user]:
             del self._users[user]
         if not asked.cancelled():
-            asked.exception()  # Retrieves the error, because the client may have disconnected.
+            asked.exception()  # Otherwise, asyncio logs errors for which no client waits.
 
     async def _in_turn(self, user: str, request: bytes) -> dict[str, Any]:
         async with self._turns.of(user):
@@ -254,7 +254,8 @@ class RenderingProcess:
                 else f"the rendering process ended with {ended}"
             ) from None
         except BaseException:
-            # The next request would otherwise receive the answer to this request.
+            # The process is ended. Otherwise the next request would receive the answer to this
+            # request.
             await self.end()
             raise
         found: dict[str, Any] = json.loads(answer)

@@ -79,7 +79,8 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         super().data_received(data)
 
     def _is_unread(self) -> bool:
-        """Whether the client has too many unread messages. If so, the gateway does not read."""
+        """Whether the client has not yet read most of the buffered messages. If so, the gateway
+        does not read from the client."""
         return not self.writable.is_set()
 
     def _count_control_frame(self) -> None:

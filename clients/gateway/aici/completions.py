@@ -84,7 +84,8 @@ class Choice(Fork):
 
 class CompletionUsage(Struct):
     """The cost of a request so far. The fields have OpenAI's names and AICI's meaning:
-    ``completion_tokens`` counts sampled tokens, and ``prompt_tokens`` computed tokens (``Usage``).
+    ``completion_tokens`` counts sampled tokens. ``prompt_tokens`` counts the tokens that the model
+    computed (``Usage``).
     """
 
     completion_tokens: int

@@ -22,7 +22,7 @@ SIGNATURE = "tokenbus"
 """The signature of all thinking blocks. Clients send back only thinking with a signature."""
 
 STOPPED: tuple[End, ...] = ("stop", "tool_calls")
-"""The ends of an answer that a stop sequence may have caused."""
+"""The values of ``End`` that a stop sequence may have caused."""
 
 
 class TextAnswer(Struct, tag="text", tag_field="type"):
@@ -181,7 +181,8 @@ class GrowingMessage:
             case "max_tool_turns":
                 return Ended("pause_turn", None)
             case "error":
-                # The client may send the calls that were made back, to continue the answer.
+                # To continue the answer, the client may send back the calls that the gateway has
+                # made.
                 return Ended("pause_turn" if self._turns.made else "end_turn", None)
         return Ended("end_turn", None)
 
@@ -196,7 +197,7 @@ class GrowingMessage:
         if not self._turns.end:
             return None
         receipt = self._turns.receipt()
-        # The blocks report the calls.
+        # The blocks report the calls, so the receipt does not.
         receipt.tool_calls = []
         return receipt if receipt != Receipt() else None
 

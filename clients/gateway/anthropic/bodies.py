@@ -93,7 +93,7 @@ class Tool(Body):
     """Required for a tool of the client."""
     description: str | None = None
     strict: bool | None = None
-    """Whether a schema with keywords that masks cannot enforce is refused."""
+    """Whether the request is refused if the schema has keywords that masks cannot enforce."""
     type: Literal["custom", "bus"] | None = None
 
 

@@ -175,8 +175,8 @@ async def _events(job: MessageJob) -> AsyncGenerator[bytes, None]:
 
 
 async def _pinged(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """The events after ``first`` too, with a ping after each ``PING_S`` seconds without an event,
-    and the error that ends them."""
+    """Yields ``first`` and then ``events``, and a ping after each ``PING_S`` seconds without an
+    event. If ``events`` raises an error, the last event reports this error."""
     reading: asyncio.Task[bytes | None] | None = None
     try:
         part: bytes | None = first

@@ -108,7 +108,8 @@ class _Running:
             controller=CALL_TOOL,
             controller_arg=msgspec.json.encode(call).decode(),
             max_tokens=1,
-            # If the client sent a failed request again, the tool would be called again.
+            # The client must not repeat this request after a failure, because a repetition would
+            # call the tool again.
             retry_s=0.0,
         )
 

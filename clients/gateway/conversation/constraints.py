@@ -14,7 +14,7 @@ from .made_calls import MadeCall
 Schema = dict[str, Any]
 KeywordState = Literal["enforced", "checked", "failed", "not checked"]
 _SCHEMA_FAULT = re.compile(r"structural: tags\[(\d+)\]\.schema: (?:json_schema: )?(.*)", re.DOTALL)
-"""Matches the error about the schema of a tag: the number of the tag, and the reason."""
+"""Matches an error about the schema of a tag. The groups are the tag's number and the reason."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Constraint:
     field: str
     """The field of the body that requested the constraint, for errors."""
     strict: bool = True
-    """Whether a schema with keywords that masks cannot enforce is refused. If not, the finished
-    answer is checked against these keywords."""
+    """Whether the request is refused if the schema has keywords that masks cannot enforce. If this
+    is false, the finished answer is checked against these keywords."""
 
     @property
     def options(self) -> GenerateOptions:
@@ -92,7 +92,8 @@ class Receipt(Struct, kw_only=True, omit_defaults=True):
     """``tool_calls`` as messages, if the answer also calls functions of the client. In its next
     request, the client sends these messages before the answer's message."""
     error: str = ""
-    """The error of this choice, if other choices did not fail or the gateway has called tools."""
+    """The error of this choice. If all choices fail and the gateway has not called tools, the whole
+    request fails instead."""
     code: str = ""
     """The code of ``error``."""
     exact: bool | None = None

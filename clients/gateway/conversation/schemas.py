@@ -31,7 +31,7 @@ NOT_ENFORCED = frozenset(
 )
 """Keywords that llguidance does not implement."""
 _OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
-"""Keywords whose value is an object of schemas."""
+"""Keywords whose value is an object with schemas as its values."""
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties", "additionalItems")
 MAX_DEPTH = 200
@@ -40,7 +40,7 @@ MAX_SCHEMA_BYTES = 256 * 1024
 """Maximum size of a checked schema as JSON, in bytes. For each value that is checked, the event
 loop sends the schema to another process, and serves no requests meanwhile."""
 MAX_CHECKED_BYTES = 16 * 1024 * 1024
-"""Maximum sum of the sizes of the schema and the value in all checks of a request, in bytes."""
+"""Maximum number of bytes of the schemas and values in all checks of a request together."""
 
 
 class Enforceable(NamedTuple):
@@ -82,15 +82,16 @@ def _part(schema: Any, left_out: dict[str, None], depth: int) -> Any:
 
 
 def _is_unknown(name: str, value: Any) -> bool:
-    """Whether llguidance does not implement the value of this keyword: a pattern or a format."""
+    """Whether ``value`` is a pattern or a format that llguidance does not implement. ``name``: the
+    keyword."""
     if name == "pattern":
         return isinstance(value, str) and LOOK_AROUND.search(value) is not None
     return name == "format" and isinstance(value, str) and value not in FORMATS
 
 
 def _without_one_of(schema: Schema, left_out: dict[str, None]) -> Schema:
-    """A schema with ``anyOf`` in place of ``oneOf``. Masks cannot enforce that only one alternative
-    matches."""
+    """Replaces ``oneOf`` in a schema by ``anyOf``, because masks cannot enforce that only one
+    alternative matches."""
     if "oneOf" not in schema:
         return schema
     left_out["oneOf"] = None
@@ -134,7 +135,7 @@ class Checks:
     """Checks the finished sequences of one request."""
 
     templates: Templates
-    """Checks the values. A gateway does this in a separate process, because a client's schema may
+    """Runs the checks. A gateway runs them in a separate process, because a client's schema may
     need much CPU time."""
     form: AnswerForm | None
     text: Checked | None = None

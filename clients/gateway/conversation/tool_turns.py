@@ -38,8 +38,8 @@ MAX_RESULT_BYTES = 4 * 1024 * 1024
 keeps the results until the answer ends."""
 
 STREAMS_PER_TURN = 64
-"""Number of stream numbers of a turn in a request with an idempotency key: one for the turn, and
-one for each of its calls."""
+"""Number of stream numbers that each turn of a request with an idempotency key reserves. The turn
+uses one of them, and each of its calls uses one."""
 
 End = Literal["", "stop", "length", "tool_calls", "max_tool_turns", "error"]
 """Why an answer ended. ``tool_calls``: the client has to make calls."""
@@ -52,7 +52,8 @@ class TurnStream(Protocol):
         """Yields entries as they arrive; raises ApiError."""
 
     def finished(self) -> list[list[GeneratedSequence]]:
-        """The sequence of the turn, in lists, after the stream has ended."""
+        """The sequences after the stream has ended, as ``Generations.finished`` returns them. A
+        turn has one prompt and one sequence."""
 
 
 @dataclass
@@ -233,7 +234,7 @@ class ToolTurns:
             found |= {call.id: call for call in await make_calls(self._gateway, turn.prepared, new)}
             made = [found[call.id] for call in own[:left]]
             for call, by in zip(made, own, strict=False):
-                # A recorded call without a result does not have the name of its tool.
+                # If a recorded call has no result, the record does not contain the tool's name.
                 call.name = by.name
             made += not_made(own[len(made) :], f"not called: max_tool_calls is {loop.max_calls}")
             self._num_made += len(own[:left])
@@ -241,7 +242,8 @@ class ToolTurns:
         return made
 
     async def _continues(self, turn: ModelTurn, made: Sequence[MadeCall]) -> bool:
-        """Begins the turn after the calls of ``turn``. Returns whether there is one."""
+        """Begins the next turn after the calls of ``turn``, unless the answer ends. Returns whether
+        a turn has begun."""
         if self.end != "tool_calls":
             return False
         size = sum(len(call.text.encode()) for call in made)
@@ -290,7 +292,7 @@ class ToolTurns:
         model = turn.prepared.model.name
         if (named := current_named.get()) is not None:
             named.number_from(len(self.turns) * STREAMS_PER_TURN)
-        # ``prepare`` has already reported, for the first turn, the fields that have no effect.
+        # The fields that have no effect were already reported when the first turn was prepared.
         prepared = await prepare(self._gateway, model, conversation, Ignored())
         # The prompts of all turns are kept until the answer ends.
         self._gateway.shares.take_bytes(ID_BYTES * len(prepared.ids))

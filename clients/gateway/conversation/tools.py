@@ -23,7 +23,7 @@ class Tool:
     parameters: Schema | None = None
     """The JSON schema of the arguments, or None if the function has no arguments."""
     strict: bool | None = None
-    """Whether a schema with keywords that masks cannot enforce is refused."""
+    """Whether the request is refused if the schema has keywords that masks cannot enforce."""
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,8 @@ def without(conversation: Conversation, begins: Sequence[int], count: int) -> Co
 
 
 def last_tokens(ids: list[int], count: int | None, context: int) -> list[int]:
-    """The last ``count`` tokens of a prompt, or all if ``count`` is None. If ``count`` is -1, the
-    context keeps room for one token after the prompt."""
+    """The last ``count`` tokens of a prompt; all tokens if ``count`` is None. The count -1 keeps as
+    many tokens as fit into the context together with one new token."""
     if count is None:
         return ids
     keep = context - 1 if count < 0 else count

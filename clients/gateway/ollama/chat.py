@@ -179,7 +179,7 @@ def _arguments(given: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def _ended(job: Job, line: OllamaAnswer, end: Token) -> OllamaAnswer:
-    """The last line: the reason of the end, and the counts and durations."""
+    """The last line: the reason for the end, the counts and the durations."""
     now = time.monotonic_ns()
     line.done = True
     line.done_reason = "length" if end.finish_reason == "length" else "stop"

@@ -9,8 +9,8 @@ LATEST = ":latest"
 
 
 async def served_name(gateway: Gateway, name: str) -> str:
-    """The name of the model that ``name`` means. This is ``name`` without ``:latest`` if a model is
-    loaded under that name and no model under ``name`` itself; otherwise ``name``."""
+    """The name under which the model ``name`` is served. If only ``name`` without ``:latest`` is
+    the name of a loaded model, that name is returned. Otherwise ``name`` is returned."""
     if not name.endswith(LATEST):
         return name
     loaded = await loaded_names(gateway)

@@ -152,7 +152,7 @@ class ChatChunks:
         fields = self._reports.of_entry(entry) if self._reports else None
         if not deltas and (logprobs or reason or receipt or fields):
             deltas = [Delta()]
-        # The first delta has the log-probabilities and the token's fields, and the last delta the
+        # The first delta has the log-probabilities and the token's fields. The last delta has the
         # finish reason and the receipt.
         last = len(deltas) - 1
         return b"".join(

@@ -71,7 +71,7 @@ class CompletionRequest(SampledRequest, kw_only=True):
     @property
     def prompts(self) -> list[Prompt]:
         """The prompts. Raises ApiError 400 if there are too many prompts, or if the list mixes
-        kinds."""
+        texts, token ids and lists."""
         given = self.prompt
         if isinstance(given, str):
             return [given]

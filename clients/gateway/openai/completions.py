@@ -60,7 +60,8 @@ class Job:
     model: ServedModel
     echoes: list[Echo]
     generations: Generations | None
-    """The streams of the request, or None if the request asks only for its prompts."""
+    """The streams of the request; None if ``max_tokens`` is 0, so that the answer has only the
+    prompts."""
     counter: Counter
     prompts: list[Prompt]
     """The prompts, as token ids if the answer repeats them."""
@@ -112,7 +113,7 @@ async def _prompts(
     """The prompts, and the parts of each prompt that its completions repeat."""
     prompts = body.prompts
     if body.truncate_prompt_tokens is not None:
-        # Each prompt keeps its last tokens.
+        # Only the last tokens of each prompt are kept.
         kept, context = body.truncate_prompt_tokens, model.info.context_length
         prompts = [last_tokens(one, kept, context) for one in await _tokenized(model, prompts)]
     echoes = [Echo() for _ in prompts]
@@ -192,8 +193,8 @@ async def _answer(job: Job) -> Completion:
 
 
 def _choices(job: Job, found: list[list[GeneratedSequence]] | None) -> list[CompletionChoice]:
-    """The choices of all prompts. ``found``: the sequences of each prompt; None if the request asks
-    only for the prompts."""
+    """The choices of all prompts. ``found``: the sequences of each prompt; None if the answer has
+    only the prompts."""
     body = job.body
     n = body.n or 1
     indexes = Indexes([n] * len(job.echoes))

@@ -81,7 +81,8 @@ class TextRequest(Body):
 
     # Fields that only Tokenbus has.
     controller: Name | None = None
-    """The program that controls the answer: a module id, a tag, or the name of a built-in."""
+    """The program that controls the answer: a module id, a tag, or the name of a built-in
+    controller."""
     controller_arg: str | dict[str, Any] | list[Any] | None = None
 
     @property

@@ -14,7 +14,7 @@ from .logprobs import UNLIKELY, bounded, compose
 
 
 class PromptLogprob(Struct):
-    """A token that the prompt has, or might have, at one position."""
+    """A token of the prompt, or an alternative to this token."""
 
     logprob: float
     rank: int | None

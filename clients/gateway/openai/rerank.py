@@ -66,8 +66,8 @@ class ScoreRequest(Body, kw_only=True):
     """The body of ``POST /score``."""
 
     text_1: str | TextList
-    """One text, which is compared with each text of ``text_2``; or as many texts as ``text_2`` has,
-    each of which is compared with the text at its place in ``text_2``."""
+    """A single text is compared with each text of ``text_2``. If there are several texts,
+    ``text_2`` must have the same number, and texts at the same index are compared."""
     text_2: str | TextList
     model: str = ""
     truncate_prompt_tokens: Truncation | None = None

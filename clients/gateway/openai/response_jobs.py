@@ -210,7 +210,7 @@ class ResponseJob:
         return "completed"
 
     def answer(self, status: ResponseStatus, error: Failure | None = None) -> ResponseAnswer:
-        """The response, as far as it is generated."""
+        """The response, as far as it has been generated."""
         body = self.body
         choice = body.tool_choice
         ended = status in ("completed", "incomplete", "failed")
@@ -342,7 +342,7 @@ def _usage(counter: Counter) -> ResponseUsage:
 def _receipt(job: ResponseJob) -> Receipt:
     if job.tool_turns is not None and job.last is not None:
         receipt = job.tool_turns.receipt()
-        # The items of the answer report the calls.
+        # The items of the answer report the calls, so the receipt does not.
         receipt.tool_calls = []
         return receipt
     receipt, constraint = job.output.receipt, job.prepared.constraint

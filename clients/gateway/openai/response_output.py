@@ -70,7 +70,8 @@ class Output:
 
     @property
     def called(self) -> bool:
-        """Whether the answer, or its last turn, has a call."""
+        """Whether the answer has a call. If the request has tools of the bus, only the last turn
+        counts."""
         return self._answer.called
 
     def begin_turn(self, prepared: Prepared) -> Answer:
@@ -184,7 +185,7 @@ class Output:
         yield self.event("response.custom_tool_call_input.done", **place, input=item.input)
 
     def _finish_bus_call(self, item: OutputBusCall, place: int) -> Iterator[bytes]:
-        """The events after the result of a call of the gateway."""
+        """The events that report the result of a call that the gateway has made."""
         kind = "completed" if item.status == "completed" else "failed"
         yield self.event(f"response.mcp_call.{kind}", item_id=item.id, output_index=place)
         yield self.event("response.output_item.done", output_index=place, item=item)
@@ -192,8 +193,8 @@ class Output:
     def _thought(self, text: str) -> Iterator[bytes]:
         if not self.growing or not isinstance(self.items[-1], OutputReasoning):
             yield from self._finish("completed")
-            # The item's first event does not have content. Some clients would store an empty text
-            # and send it in a later request.
+            # The item's first event must not have content, because some clients would store an
+            # empty text and send it in a later request.
             thought = OutputReasoning(new_id("rs_"), "in_progress", [])
             yield self._begin(thought)
             thought.content.append(ReasoningText(""))

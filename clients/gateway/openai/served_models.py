@@ -43,7 +43,7 @@ class ModelList(Struct):
 
 
 async def models(request: Request) -> Response:
-    """Answers with the loaded models, sorted by name, then with their further names, and then with
+    """Answers with the loaded models, sorted by name, followed by their further names and then by
     LoRA adapters. The chat page chooses the first model."""
     gateway = gateway_of(request)
     loaded = await _loaded(gateway)

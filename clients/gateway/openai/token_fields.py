@@ -20,7 +20,7 @@ class WeightSpan(Struct, omit_defaults=True):
     """The hash of the loaded weights (``Span.weights``)."""
     exact: str
     """The arithmetic, such as ``AVX512``, if the bits of the results do not depend on the batch;
-    empty if they may."""
+    otherwise empty."""
     version: int = 0
     """The number of the last update of the weights; left out before the first update."""
     kept_cache: bool = False
@@ -48,15 +48,16 @@ class TokenFields(Struct, kw_only=True):
     """Optional fields of a choice; unset if the request does not ask for them."""
 
     token_ids: list[int] | UnsetType = UNSET
-    """With ``return_token_ids``: the ids of the new tokens; in a chunk, of the chunk's tokens."""
+    """With ``return_token_ids``: the ids of the new tokens. A chunk has only the ids of its
+    tokens."""
     prompt_token_ids: list[int] | UnsetType = UNSET
     """With ``return_token_ids``: the token ids of the prompt. In a stream, only the first chunk of
     a choice has them."""
     processed_logprobs: list[float | None] | UnsetType = UNSET
     """The log-probability of each new token under the distribution that it was drawn from."""
     kept: list[int | list[int] | None] | UnsetType = UNSET
-    """For each new token, the ids of the candidates that it was drawn from. If more than 1,024
-    tokens or the whole vocabulary were candidates, the number of candidates instead."""
+    """For each new token, the ids of the candidates that it was drawn from. If the candidates are
+    more than 1,024 tokens or the whole vocabulary, the value is their number."""
     spans: list[WeightSpan] | UnsetType = UNSET
     """With ``return_token_ids``: how the tokens were computed. A chunk has a span only if the
     span begins with its token."""
@@ -66,7 +67,7 @@ class TokenFields(Struct, kw_only=True):
 
 
 class TokenReports:
-    """Makes those fields of choices that ``body`` requests."""
+    """Makes the ``TokenFields`` of choices, with the fields that ``body`` requests."""
 
     def __init__(self, body: Any) -> None:
         """``body``: a ``SampledRequest``."""

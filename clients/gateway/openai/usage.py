@@ -46,8 +46,8 @@ class Counter:
             self.completion += (entry.token is not None) - entry.backtrack
 
     def add_ids(self, count: int) -> None:
-        """Adds ``count`` token ids of the answer to ``alternatives``. 8 ids count as one, because
-        an id without text costs less."""
+        """Adds ``count`` token ids of the answer to ``alternatives``. Eight ids count as one
+        alternative, because an id without text costs less."""
         self.alternatives += count // 8
 
     def usage(self) -> Usage:

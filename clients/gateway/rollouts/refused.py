@@ -1,4 +1,4 @@
-"""Requests of SGLang's and vLLM's trainers that are always refused. The error has the alternative.
+"""Requests of SGLang's and vLLM's trainers that are always refused. The error names an alternative.
 
 Tensors in these requests are pickles, which can run code when they are read. The gateway never
 reads them.

@@ -1,10 +1,10 @@
 """Decides whether an HTTP request comes from the operator.
 
 If the gateway requires API keys, the API key must be the operator's: it was made by ``tokenbus
-api-key NAME --operator``, or its tenant is the operator's key of the bus. Otherwise the setting
-``operator_over_http`` must be on, and the request must not have the header ``Origin``, which
-browsers send for pages. Only this module uses the gateway's session that may send the operator's
-messages.
+api-key NAME --operator``, or it belongs to a tenant whose CURVE key is the operator's. Otherwise
+the setting ``operator_over_http`` must be on, and the request must not have the header ``Origin``,
+which browsers send for pages. Only this module uses the gateway's session that may send the
+operator's messages.
 """
 
 from __future__ import annotations

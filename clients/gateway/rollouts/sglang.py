@@ -91,7 +91,8 @@ async def _update(request: Request, operator: AsyncOperator, body: DiskBody) -> 
 
 async def _without_streams(request: Request, operator: AsyncOperator, body: DiskBody) -> Rollout:
     """Aborts the live streams, and updates the weights. New streams wait until the update ends."""
-    _ = body.version  # A wrong version must not abort streams.
+    # The version is checked first, because a request with a wrong version must not abort streams.
+    _ = body.version
     async with _aborted(request, operator, named(request, body)) as paused:
         done = await _update(request, operator, body)
     done.streams += paused.streams
@@ -108,7 +109,8 @@ async def _aborted(
     try:
         paused = await accepted(operator.pause(model, mode="abort", timeout_s=timeout_s))
     except TokenbusError:
-        # A pause has begun if only the workers did not answer in time.
+        # The error may mean only that the workers did not answer in time. The model is then paused,
+        # and must be resumed.
         for begun in await paused_models(request):
             if begun not in before and model in ("", begun):
                 with suppress(TokenbusError):

@@ -54,8 +54,8 @@ class MetaInfo(Struct, kw_only=True):
     output_processed_logprobs: list[float | None] | UnsetType = UNSET
     """The log-probability of each new token under the distribution that it was drawn from."""
     output_kept: list[int | list[int] | None] | UnsetType = UNSET
-    """For each new token, the ids of the candidates that it was drawn from. If more than 1,024
-    tokens or the whole vocabulary were candidates, the number of candidates instead."""
+    """For each new token, the ids of the candidates that it was drawn from. If the candidates are
+    more than 1,024 tokens or the whole vocabulary, the value is their number."""
     tokenbus: Receipt | UnsetType = UNSET
     """The receipt of an ended sequence."""
 

@@ -33,8 +33,8 @@ from .bodies import GenerateRequest, Prompt, SamplingParams
 
 GROWTH = 16
 """Each event of a stream repeats the whole answer so far. To bound the size of the stream, an event
-follows only when the answer has ended, or has grown by more than its length in the last event
-divided by this number."""
+is sent only when the answer has ended or has grown enough: by more than the answer's length in the
+last event divided by this number."""
 FIELDS = {
     "max_tokens": "sampling_params.max_new_tokens",
     "min_tokens": "sampling_params.min_new_tokens",
