@@ -155,8 +155,8 @@ class AsyncClient(BaseClient):
     async def status(
         self, *, streams: bool = False, metrics: bool = False, timeout_s: float = ASK_S
     ) -> Status:
-        """Workers, sessions and queues. ``streams`` adds the live streams that this client may see,
-        and ``metrics`` the counters and histograms."""
+        """Returns the broker's workers, sessions and queues. ``streams`` adds the live streams that
+        this client may see, and ``metrics`` adds the counters and histograms."""
         answer = await self.ask(status_call(timeout_s, streams, metrics))
         assert isinstance(answer.status, Status)
         return answer.status

@@ -152,15 +152,15 @@ class Call:
     received: int = 0
     """Number of entries that arrived in this attempt."""
     repeats: int = 0
-    """Number of the next entries that the client has already received. The answer to ATTACH
-    determines this number."""
+    """Number of further entries that will arrive although the client has already received them. The
+    answer to ATTACH determines this number."""
     moves: int = 0
     """Last known number of times that the stream of this attempt has moved to another worker."""
     inputs: list[SentInput] = field(default_factory=list)
     """All inputs of the stream, in order."""
     input_at: float | None = None
-    """The time at which the first input that is not stored is sent again; None if it was not
-    sent."""
+    """The time at which the client sends the first unconfirmed input again; None if this input was
+    not sent."""
     seen_messages: dict[int, int] = field(default_factory=dict)
     """Number of messages of the program that all attempts together have delivered, by sequence."""
     counted_messages: dict[int, int] = field(default_factory=dict)
@@ -186,8 +186,8 @@ class Call:
     @property
     def resends_unknown(self) -> bool:
         """Whether the client sends the request again if no worker has reported the stream, even if
-        ``retry_s`` is 0. In this case the broker was restarted before it read the request, or the
-        broker and the workers of the request were lost."""
+        ``retry_s`` is 0. A stream that no worker has reported was lost: the broker was restarted
+        before it read the request, or the broker and the workers of the request were lost."""
         if self.base is not None and not self.tries:
             return True
         return isinstance(self.message, Generate | Score) and self.received == 0
@@ -207,7 +207,8 @@ class Call:
 
     def is_new(self, entry: Token) -> bool:
         """Counts an entry. Returns False if an earlier attempt has already delivered the entry, or
-        if the entry is a report (``Token.is_report``) without a new message."""
+        if the entry is a report (``Token.is_report``) with neither a new message nor ``waiting``.
+        """
         if entry.finish_reason is not None:
             self.ends_again.add(entry.seq)
         self.received += 1

@@ -106,7 +106,7 @@ class Client(BaseClient):
         tool_choice: str | Mapping[str, Any] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Chat:
-        """The answer to a conversation, whose ``messages`` and ``tools`` are OpenAI's.
+        """Begins the answer to a conversation. ``messages`` and ``tools`` have OpenAI's form.
 
         The options are those of ``generate``; the default of ``max_tokens`` is the rest of the
         context. ``tool_choice``: ``none``, ``auto``, ``required``, or a function in OpenAI's form.

@@ -117,8 +117,8 @@ class Connection:
 
 
 class _ClientPeer:
-    """The peer that the connection's thread calls (``transport.dealer.Peer``). This class runs the
-    commands that the client's threads have submitted."""
+    """Handles the callbacks of the connection's thread (``transport.dealer.Peer``), and runs the
+    commands that other threads have submitted."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class _ClientPeer:
         self._hand_on()
 
     def outgoing(self, now: float) -> Iterator[Frames]:
-        """The messages that submitted commands and expired timers cause."""
+        """Runs the submitted commands and the due timers; yields the messages to send."""
         session = self._session
         while self._commands:
             self._commands.popleft()(session, now)

@@ -35,8 +35,8 @@ START_S = 300.0
 END_S = 40.0
 """Maximum time of the system's stop, in seconds."""
 FRONT_PORTS = range(20_000, 26_000)
-"""Ports of the broker. Outgoing connections use higher ports, so that they cannot take one of these
-ports."""
+"""Ports of the broker. The operating system gives higher ports to outgoing connections, so these
+ports stay free."""
 HTTP_PORTS = range(26_000, 32_000)
 """Ports of the gateway."""
 

@@ -1,5 +1,5 @@
-"""Delivers each row of a TOKEN message in columns to the *call* of its stream. A call is one
-request of this client (``calls.py``).
+"""Delivers the rows of TOKEN messages in columns (``protocol/columns.py``). Each row goes to the
+*call* of its stream. A call is one request of this client (``calls.py``).
 
 The calls are looked up again only if a message has other sequences than the previous message, or
 after a call has ended or has sent ATTACH.
@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
 
 Delivery = list[Step | tuple[Call, Sequence[Event]]]
-"""Events to be delivered to the readers of their calls."""
+"""Events for the readers of calls: steps, and calls with their events."""
 
 
 def hand_out(delivery: Delivery) -> None:

@@ -80,7 +80,7 @@ class Operator:
     ) -> Rollout:
         """Like ``update_weights``, but sends the weights over the bus. ``weights``: the content of
         a safetensors file, for example of ``safetensors.torch.save``, or the path of such a file on
-        this machine. It must not change meanwhile."""
+        this machine. The file must not change during this call."""
         with opened(weights) as content:
             update = self._client.begin(file_call(content, model, version, mode, timeout_s))
             for offset, part in content.parts():
@@ -96,7 +96,7 @@ class Operator:
         mode: UpdateMode = "recompute",
         timeout_s: float = DRAIN_S,
     ) -> Rollout:
-        """Like ``update_weights``, but the weights are in shared memory of POSIX with this name, as
+        """Like ``update_weights``, but the weights are in POSIX shared memory with this name, as
         one safetensors file. This program and all workers of the model must run on one machine. The
         memory may be removed after this call."""
         with opened(SHARED / name) as content:

@@ -1,4 +1,5 @@
-"""The options of a client's methods, and the functions that make calls from them."""
+"""The options of a client's methods, and the functions that convert the options to calls. A call is
+one request of the client (``calls.py``)."""
 
 from __future__ import annotations
 
@@ -127,7 +128,8 @@ class GenerateOptions(RequestOptions, total=False):
     save: str
     """Name of a buffer in which the broker stores the prompt and the output."""
     controller: str
-    """The controller: a module id, a tag, the name of a built-in, or a served ``MODULE:NAME``."""
+    """The controller: a module id, a tag, the name of a built-in controller, or a served
+    ``MODULE:NAME``."""
     controller_arg: str | dict[str, Any] | list[Any]
     """The argument of the controller. A text is sent unchanged, a list or a dict as JSON. Requires
     ``controller``."""
@@ -145,8 +147,8 @@ class GenerateOptions(RequestOptions, total=False):
 
 
 def generate_call(prompt: Prompt, options: GenerateOptions) -> Call:
-    """The call of a GENERATE. Raises TypeError if an option is unknown, and RequestError if the
-    client finds that an option is not valid.
+    """Makes the call for a GENERATE. Raises TypeError if an option is unknown, and RequestError if
+    the client finds that an option is not valid.
 
     A sampled request without a seed receives a seed here, so that a retry generates the same
     tokens.
@@ -172,7 +174,7 @@ def generate_call(prompt: Prompt, options: GenerateOptions) -> Call:
 
 
 def score_call(prompt: Prompt, scored: Prompt, options: ScoreOptions) -> Call:
-    """The call of a SCORE."""
+    """Makes the call for a SCORE."""
     given: dict[str, Any] = dict(options)
     timing = _timing(given)
     _check_names(given, Score)
@@ -186,7 +188,7 @@ def score_call(prompt: Prompt, scored: Prompt, options: ScoreOptions) -> Call:
 
 
 def embed_call(inputs: Sequence[Sequence[int]], options: EmbedOptions) -> Call:
-    """The call of an EMBED."""
+    """Makes the call for an EMBED."""
     given: dict[str, Any] = dict(options)
     timing = _timing(given)
     _check_names(given, Embed)
@@ -206,13 +208,13 @@ def _check_names(given: dict[str, Any], message: type[msgspec.Struct]) -> None:
 
 
 def model_info_call(model: str, timeout_s: float) -> Call:
-    """The call of a MODEL_INFO. The answer arrives after the model is loaded."""
+    """Makes the call for a MODEL_INFO. The answer arrives after the model is loaded."""
     message = ModelInfoRequest(stream_id=0, model=model)
     return Call(b"MODEL_INFO", message, timeout_s=timeout_s, retry_s=timeout_s)
 
 
 def tokenizer_call(model: str, timeout_s: float) -> Call:
-    """The call of a TOKENIZER. The answer arrives after the model is loaded."""
+    """Makes the call for a TOKENIZER. The answer arrives after the model is loaded."""
     message = ModelTokenizerRequest(stream_id=0, model=model)
     return Call(b"TOKENIZER", message, timeout_s=timeout_s, retry_s=timeout_s)
 
@@ -220,32 +222,32 @@ def tokenizer_call(model: str, timeout_s: float) -> Call:
 def status_call(
     timeout_s: float, streams: bool = False, metrics: bool = False, tools: Sequence[str] = ()
 ) -> Call:
-    """The call of a STATUS."""
+    """Makes the call for a STATUS."""
     message = StatusRequest(stream_id=0, streams=streams, metrics=metrics, tools=list(tools))
     return Call(b"STATUS", message, timeout_s=timeout_s)
 
 
 def drain_call(worker: str, timeout_s: float) -> Call:
-    """The call of a DRAIN."""
+    """Makes the call for a DRAIN."""
     return Call(b"DRAIN", DrainWorker(stream_id=0, worker=worker), timeout_s=timeout_s)
 
 
 def pause_call(model: str, mode: PauseMode, timeout_s: float) -> Call:
-    """The call of a PAUSE."""
+    """Makes the call for a PAUSE."""
     message = PauseModel(stream_id=0, model=model, mode=mode)
     return Call(b"PAUSE", message, timeout_s=timeout_s)
 
 
 def resume_call(model: str, timeout_s: float) -> Call:
-    """The call of a RESUME."""
+    """Makes the call for a RESUME."""
     return Call(b"RESUME", ResumeModel(stream_id=0, model=model), timeout_s=timeout_s)
 
 
 def update_call(
     folder: str | Path, model: str, version: int, mode: UpdateMode, timeout_s: float
 ) -> Call:
-    """The call of an UPDATE_WEIGHTS. ``timeout_s``: seconds that the workers have to read the
-    weights. The call itself has twice this time."""
+    """Makes the call for an UPDATE_WEIGHTS. ``timeout_s``: seconds that the workers have to read
+    the weights. The call times out after twice this time."""
     message = UpdateWeights(
         stream_id=0,
         folder=str(folder),
@@ -265,8 +267,8 @@ def file_call(
     timeout_s: float,
     shared: str = "",
 ) -> Call:
-    """The call of an UPDATE_WEIGHTS whose weights are sent over the bus, or are in the shared
-    memory ``shared``."""
+    """Makes the call for an UPDATE_WEIGHTS whose weights are sent over the bus, or are in the
+    shared memory ``shared``."""
     message = UpdateWeights(
         stream_id=0,
         shared=shared,
@@ -281,23 +283,23 @@ def file_call(
 
 
 def part_call(weights: WeightsContent, offset: int, part: bytes, timeout_s: float) -> Call:
-    """The call of a WEIGHTS."""
+    """Makes the call for a WEIGHTS."""
     message = SendWeights(stream_id=0, sha256=weights.sha256, offset=offset)
     return Call(b"WEIGHTS", message, (part,), timeout_s=timeout_s)
 
 
 def rollout_of(answer: Msg) -> Rollout:
-    """The result in the answer to a PAUSE, RESUME or UPDATE_WEIGHTS."""
+    """Returns the result in the answer to a PAUSE, RESUME or UPDATE_WEIGHTS."""
     return msgspec.convert(answer.result, Rollout)
 
 
 def drained_requests(answer: Msg) -> int:
-    """The number of requests that the worker had, from the answer to a DRAIN."""
+    """Returns the number of requests that a drained worker had, from the answer to the DRAIN."""
     return int(answer.result["requests"])
 
 
 def buffer_call(name: str, content: Prompt | None, timeout_s: float) -> Call:
-    """The call of a BUFFER. If ``content`` is None, the call deletes the buffer."""
+    """Makes the call for a BUFFER. If ``content`` is None, the call deletes the buffer."""
     if content is None:
         return Call(b"BUFFER", Buffer(name=name), timeout_s=timeout_s)
     if isinstance(content, str):
@@ -306,8 +308,8 @@ def buffer_call(name: str, content: Prompt | None, timeout_s: float) -> Call:
 
 
 def upload_call(wasm: bytes | Path, tag: str | None, timeout_s: float, by: str = "") -> Call:
-    """The call of an UPLOAD. Raises OSError if the file cannot be read, and RequestError if the
-    module is too large."""
+    """Makes the call for an UPLOAD. Raises OSError if the file cannot be read, and RequestError if
+    the module is too large."""
     content = wasm if isinstance(wasm, bytes) else Path(wasm).read_bytes()
     if (too_large := module_too_large(len(content))) is not None:
         raise too_large
@@ -315,18 +317,18 @@ def upload_call(wasm: bytes | Path, tag: str | None, timeout_s: float, by: str =
 
 
 def tag_call(module: str, tags: Sequence[str], timeout_s: float, by: str = "") -> Call:
-    """The call of a TAG."""
+    """Makes the call for a TAG."""
     message = Tag(stream_id=0, module=module, tags=list(tags), by=by)
     return _store_call(b"TAG", message, timeout_s)
 
 
 def tags_call(timeout_s: float) -> Call:
-    """The call of a TAGS."""
+    """Makes the call for a TAGS."""
     return _store_call(b"TAGS", Tags(stream_id=0), timeout_s)
 
 
 def delete_call(name: str, timeout_s: float) -> Call:
-    """The call of a DELETE."""
+    """Makes the call for a DELETE."""
     return _store_call(b"DELETE", Delete(stream_id=0, module=name), timeout_s)
 
 
@@ -346,14 +348,14 @@ def _store_call(
     timeout_s: float,
     attachments: tuple[bytes, ...] = (),
 ) -> Call:
-    """A call to the module store. A repeated call has no further effect, so each call may be sent
-    again."""
+    """Makes a call for the module store. A repeated call has no further effect, so each call may be
+    sent again."""
     return Call(message_type, message, attachments, timeout_s=timeout_s, retry_s=STORE_RETRY_S)
 
 
 def _timing(given: dict[str, Any]) -> dict[str, Any]:
-    """Removes and returns the options that the client itself uses. Raises RequestError if a
-    duration is not valid. The broker checks ``timeout_s``."""
+    """Removes the options that the client itself uses from ``given``, and returns them. Raises
+    RequestError if a duration is not valid. The broker checks ``timeout_s``."""
     given.pop("on_system", None)
     stall_s = given.pop("stall_s", None)
     if stall_s is not None:
@@ -376,7 +378,8 @@ def _check_seconds(
 
 
 def _prompt(prompt: Prompt) -> tuple[str | None, tuple[bytes, ...]]:
-    """A prompt as the field ``prompt`` (text), or as an attachment with 4 bytes per token."""
+    """Encodes a prompt: a text as the field ``prompt``, token ids as an attachment with 4 bytes per
+    token."""
     if not isinstance(prompt, str):
         return None, (_packed(prompt),)
     return _checked(prompt, "$.prompt"), ()

@@ -55,12 +55,12 @@ log = logging.getLogger(__name__)
 HELLO_AGAIN_S = 5.0
 """Seconds without an answer to HELLO after which a new connection is opened."""
 BACK_OFF_S = (0.1, 2.0)
-"""The pause before another attempt, in seconds, if the broker does not name a pause: the first
-value, doubled for each earlier attempt, and at most the second value."""
+"""The shortest and the longest pause before another attempt, in seconds, if the broker does not set
+the pause. The pause doubles with each attempt."""
 LOOK_S = 0.25
 """Interval between checks of the deadlines, in seconds."""
 HINT_S = 3.0
-"""Seconds without a broker after which a warning is logged if calls wait."""
+"""If calls wait, a warning is logged after this number of seconds without a broker."""
 GRACE_S = 1.0
 """Seconds after the timeout of a request until the client ends the request itself. Normally the
 broker has already ended the request."""
@@ -75,7 +75,7 @@ request."""
 MAX_TRY = (1 << TRY_BITS) - 1
 
 MESSAGES = {**SERVER_MESSAGES, b"TOKEN": TokenBody}
-"""The body of each message type of the broker."""
+"""The struct of the body, for each message type that the broker sends."""
 
 
 class ClientSession:
@@ -90,8 +90,8 @@ class ClientSession:
     """The capabilities in the HELLO of the session."""
 
     def __init__(self, front: str, patience_s: float, now: float, token: str | None = None) -> None:
-        """``token``: the token of a named session. This client opens the session, or takes it over
-        with its streams from another client."""
+        """``token``: the token that the session should have. Such a session is *named*: this client
+        opens it, or takes it over with its streams from another client that has the token."""
         self._front = front
         self._several = len(separate(front)) > 1
         self._patience_s = patience_s
@@ -231,8 +231,8 @@ class ClientSession:
             call.input_at = None
             self._next_input(call, now)
         elif sent.reported or answer.code in (Code.NO_WORKER, Code.UNKNOWN_STREAM):
-            # If the broker does not know the stream, its answer to the request of the stream
-            # follows.
+            # UNKNOWN_STREAM is not reported here. The broker also answers the request of the
+            # stream, and the end of the stream fails the input.
             call.input_at = now + (answer.retry_after_s or INPUT_AGAIN_S)
         else:
             error = error_for(answer.code, answer.message, retry_after_s=answer.retry_after_s)
@@ -607,7 +607,7 @@ def no_broker(front: str) -> str:
     if front == Settings().front:
         return f"no broker answers at {front}; start a system with: tokenbus up"
     what = f"no broker answers at {front}; is that the address of a running system?"
-    # A system with several addresses needs more flags than --front.
+    # ``--front`` alone does not start a system with several addresses.
     return what if "," in front else f"{what} Start one with: tokenbus up --front {front}"
 
 
@@ -616,7 +616,7 @@ def _buffer_name(call: Call) -> str:
 
 
 def _in_flight(call: Call) -> SentInput:
-    """The input that an ERROR about an INPUT of this call refuses."""
+    """The input of this call that an ERROR for an INPUT refers to."""
     return next((sent for sent in call.inputs if not sent.stored), call.inputs[-1])
 
 

@@ -69,9 +69,9 @@ class _Reader:
 
     @property
     def waiting(self) -> bool:
-        """Whether the program waits for an input (``ctx.receive``) that was not sent yet, as far as
-        the stream has been read. False if a worker is of an earlier release, which does not report
-        this."""
+        """Whether the program waits for an input (``ctx.receive``) that was not sent yet, according
+        to the entries that have been read. False if a worker is of an earlier release, which does
+        not report that a program waits."""
         running = (one for one in self.sequences if one.finish_reason is None)
         return not self._finished and any(one.waiting > self.num_inputs for one in running)
 
@@ -165,7 +165,7 @@ class Stream(_Reader):
     """The tokens of one request, as they arrive.
 
     Iterate over the stream to read its ``Token`` entries. Each entry is read once: a second loop
-    begins where the first loop was left. ``text``, ``tokens`` and ``wait`` read the rest of the
+    continues where the first loop stopped. ``text``, ``tokens`` and ``wait`` read the rest of the
     stream. ``sequences`` contains the entries that have been read.
 
     The request is cancelled if, before the end of the stream, the stream is closed, its ``with``

@@ -1,8 +1,8 @@
 """Adds request ids and trace contexts to a client's requests, and creates the client's spans.
 
-A span is created if the program has set up OpenTelemetry. A program that does not import
-OpenTelemetry's package does not load it through this module either. Names follow OpenTelemetry's
-semantic conventions for generative AI.
+A span is created if the program has set up OpenTelemetry. This module uses OpenTelemetry only if
+the program has already imported it. Names follow OpenTelemetry's semantic conventions for
+generative AI.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ class ClientSpan:
 
 
 def identify(message: Generate | Score) -> ClientSpan | None:
-    """Adds the request id of ``origin`` and a trace context to a request. The trace context is that
-    of a new span if the program uses OpenTelemetry, otherwise that of ``origin``. Returns the new
-    span; None if no span is recorded, or if the request already had a trace context."""
+    """Adds the request id of ``origin`` and a trace context to a request. If the program uses
+    OpenTelemetry, the trace context belongs to a new span; otherwise it is copied from ``origin``.
+    Returns the new span; None if no span is recorded, or if the request already had a trace
+    context."""
     given = origin.get()
     if given is not None and not message.request_id:
         message.request_id = given.request_id

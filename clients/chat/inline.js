@@ -27,7 +27,7 @@ export function appendInline(parent, text) {
   parent.append(...frames[0].nodes);
 }
 
-/** Handles the mark at `start`; returns the place after it. */
+/** Handles the mark at `start`; returns the index after the mark. */
 function take(text, start, mark, frames, missing) {
   const end = start + mark.length;
   const { nodes } = frames.at(-1);
@@ -80,7 +80,7 @@ function open(frames, mark) {
   else frames.push({ mark, nodes: [] });
 }
 
-/** Turns the frames from number `from` into text in the frame before them. */
+/** Turns marks without an end into text: those of the frames from index `from` on. */
 function unfold(frames, from) {
   while (frames.length > from) {
     const { mark, nodes } = frames.pop();

@@ -152,7 +152,7 @@ function list(kind, lines, depth) {
   return el(kind === "ordered" ? "ol" : "ul", attributes, ...made);
 }
 
-/** The content of an item. Its first paragraph has no element of its own in a list without gaps. */
+/** The content of a list item. In a list without blank lines, the first paragraph gets no `p` element. */
 function contentOf(elements, loose) {
   const [first, ...others] = elements;
   if (loose || first?.tagName !== "P") return elements;

@@ -200,7 +200,7 @@ def wait_notice(settings: Settings) -> None:
     sys.stdout.flush()
 
 
-# --- a worker of one's own ------------------------------------------------------------------------
+# --- a worker for Python controllers --------------------------------------------------------------
 
 
 def _serve(args: argparse.Namespace, settings: Settings) -> int:

@@ -1,4 +1,5 @@
-"""``tokenbus controller run``: generates under the controller of a file or a name."""
+"""``tokenbus controller run``: generates text under a controller, which is given as a file or by
+its name."""
 
 from __future__ import annotations
 
@@ -32,10 +33,11 @@ from .texts import Texts, exit_code
 DEFAULT_PROMPT = "\n"
 """The default prompt: a line break, because a prompt must not be empty."""
 STORED_S = 10.0
-"""Maximum time in seconds for which an interrupted run waits until its module is stored."""
+"""Maximum time in seconds that an interrupted run waits for the upload of its module to end."""
 
 _LEASE = re.compile(r"run-[0-9a-f]{16}")
-"""Pattern of the tags that keep the module of a file in the store during a run."""
+"""Matches the tag that a run adds to its module, so that the store keeps the module during the
+run."""
 
 
 def try_controller(args: argparse.Namespace, settings: Settings) -> int:
@@ -78,8 +80,8 @@ def try_controller(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _report_text(arg: str) -> None:
-    """Reports an argument of a script that may be meant as a JSON object but is not valid JSON on
-    stderr, because the script gets this argument as text."""
+    """Prints a warning on stderr if a script's argument begins like a JSON object but is not valid
+    JSON. The script then gets the argument as text."""
     if not arg.lstrip().startswith("{"):
         return
     try:
@@ -93,8 +95,8 @@ def _report_text(arg: str) -> None:
 
 
 def _report_unfinished(stream: Stream) -> None:
-    """Reports each sequence that reached the maximum number of tokens on stderr, because its
-    program may not have finished."""
+    """Prints a warning on stderr for each sequence that reached the maximum number of tokens. The
+    program of such a sequence may not have finished."""
     for sequence in stream.sequences:
         if sequence.finish_reason == "length":
             print(
@@ -105,8 +107,8 @@ def _report_unfinished(stream: Stream) -> None:
 
 
 def _with_suffixes(error: TokenbusError, program: str) -> TokenbusError:
-    """Returns ``error``. If the controller is unknown and ``program`` may be meant as a file, the
-    message of the returned error also lists the suffixes of files."""
+    """Returns ``error``. If the controller is unknown and ``program`` looks like a file name, the
+    returned error's message also lists the valid file suffixes."""
     unknown = error.code == Code.UNKNOWN_CONTROLLER
     if not unknown or ":" in program or not Path(program).suffix:
         return error
@@ -119,8 +121,8 @@ def _lent(client: Client, wasm: bytes) -> Iterator[str]:
     """Stores a module for the ``with`` block and yields its id. The module is deleted afterwards
     unless it was stored before.
 
-    Each run adds its own tag to the module, so that only the last of several runs of a file deletes
-    the module. A module that has a tag of another kind is not deleted.
+    Each run adds a tag ``run-…`` to the module, so that only the last of several parallel runs
+    deletes the module. A module with any other tag is not deleted.
     """
     module = hashlib.sha256(wasm).hexdigest()
     before = _tags(client, module)
@@ -129,8 +131,8 @@ def _lent(client: Client, wasm: bytes) -> Iterator[str]:
         return
     lease = f"run-{secrets.token_hex(8)}"
     with interrupted():
-        # Cancelling an upload does not stop it, so an interrupted upload continues on its thread,
-        # and the module is deleted when it is stored.
+        # An upload cannot be cancelled. If the run is interrupted during the upload, the upload
+        # continues on its thread, and the stored module is then deleted.
         stored: Future[StoredModule] = Future()
 
         def upload() -> None:

@@ -1,4 +1,4 @@
-"""The dialogue of a command with the program of its stream: messages and inputs."""
+"""Prints the messages of a stream's program, and sends lines of standard input to the program."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from .exits import report
 from .line_pipe import READ_BYTES, Line, split_lines
 
 AGAIN_S = 0.5
-"""Time after which an input is sent again, in seconds, if the broker does not name another time."""
+"""Seconds after which a refused input is sent again, if the broker's error has no
+``retry_after_s``."""
 
 
 class Dialogue:
-    """Prints the messages of a program on stderr.
+    """Prints the messages of a stream's program on stderr, and sends inputs to the program.
 
     After the first message, or when the program waits for an input, a thread begins to send each
     line of standard input to the program as an input, except if ``with_inputs`` is false.
@@ -31,14 +32,15 @@ class Dialogue:
         self._stream = stream
         self._sends_inputs = with_inputs
         self._without_more = not with_inputs
-        """Whether no further input will be sent. The thread of the inputs sets this flag before it
-        reads ``_awaited``, and the reader of the stream sets ``_awaited`` before it reads this
-        flag."""
+        """Whether no further input will be sent. The thread that sends the inputs sets this flag,
+        and then reads ``_awaited``. The thread that reads the stream sets ``_awaited``, and then
+        reads this flag."""
         self._refused: deque[TokenbusError] = deque(maxlen=1)
-        """The error of the last line if it was refused as an input, until the error is reported.
-        If the program waits for an input at the end of the lines, this error is the reason."""
+        """The error of the last input that was refused, until the error is reported. If standard
+        input ends and the program still waits for an input, ``entries`` raises this error."""
         self._awaited = 0
-        """If all sequences wait for an input: the lowest number of these inputs. Otherwise 0."""
+        """The lowest number of the inputs that the sequences wait for; 0 if any sequence does not
+        wait for an input."""
         self._with_inputs = with_inputs
 
     def entries(self) -> Iterator[Token]:
@@ -52,7 +54,7 @@ class Dialogue:
                 if self._without_more:
                     self._close_if_starved()
         except RuntimeError:
-            # The thread of the inputs has closed the stream.
+            # The thread that sends the inputs has closed the stream.
             if not self._starved:
                 raise
         if self._starved:
@@ -62,8 +64,8 @@ class Dialogue:
         self._report_refused()
 
     def show(self, entry: Token, line_begun: bool) -> None:
-        """Prints the messages of an entry. ``line_begun``: whether the last printed line has not
-        ended."""
+        """Prints the messages of an entry. ``line_begun``: whether the last printed line is
+        incomplete."""
         for message in entry.messages:
             before = "\n" if line_begun else ""
             line_begun = False
@@ -112,8 +114,8 @@ class Dialogue:
             report(self._refused.pop())
 
     def _send(self, line: Line) -> TokenbusError | None:
-        """Sends an input; sends it again while too many inputs wait for the program. Returns the
-        error of an input that is refused, unless the stream has ended."""
+        """Sends an input, and repeats this while too many inputs wait for the program. Returns the
+        error if the input is refused; None if the input is accepted or the stream has ended."""
         if line.size > MAX_INPUT_BYTES:
             what = f"the input has {line.size} bytes; at most {MAX_INPUT_BYTES} are allowed"
             return RequestError(Code.TOO_LARGE, what)
@@ -123,6 +125,6 @@ class Dialogue:
                 return None
             except TokenbusError as error:
                 if error.code != Code.QUEUE_FULL:
-                    # UNKNOWN_STREAM is the code if the stream has ended.
+                    # UNKNOWN_STREAM means that the stream has ended.
                     return None if error.code == Code.UNKNOWN_STREAM else error
                 time.sleep(error.retry_after_s or AGAIN_S)

@@ -13,14 +13,15 @@ from ...protocol.errors import (
 
 OK = 0
 FAILED = 1
-"""An internal error, a process of the system failed, or a check has a negative result, such as a
-text that the grammar refuses."""
+"""An internal error occurred, a process of the system failed, or a check has a negative result. For
+example, the grammar refuses the text."""
 WRONG_USAGE = 2
 """A flag, a variable or a file is not valid."""
 UNAVAILABLE = 3
 """The broker or a worker is missing, or a queue is full; the same command may succeed later."""
 REFUSED = 4
-"""The request is not valid, or failed for a reason without another code, such as its controller."""
+"""The request is not valid, or failed for a reason that has no other exit code, such as an error of
+its controller."""
 TIMED_OUT = 5
 INTERRUPTED = 130
 """The command was interrupted by Ctrl-C."""

@@ -1,4 +1,5 @@
-"""``tokenbus grammar allowed``: shows one token mask, the tokens that may follow a text."""
+"""``tokenbus grammar allowed``: shows one token mask, which contains the tokens that may follow a
+text."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ CELLS = (80, 100, 140)
 unknown, and the maximum."""
 BAR_CELLS = 10
 ALLOWED_SHARE = 0.6
-"""Fraction of the space for examples that allowed tokens get; forbidden tokens get the rest."""
+"""Fraction of the space for examples that is used for allowed tokens. The rest is used for
+forbidden tokens."""
 
 
 class _Found(NamedTuple):
@@ -132,12 +134,12 @@ SIGN = "a sign"
 BEYOND = "a letter beyond ASCII"
 BYTES = "another byte"
 AFTER_WHITE = "  after white space"
-"""Label of a row of tokens that begin with white space and continue with the kind of character of
-the row above."""
+"""Label of a row of tokens that begin with white space. The next character of these tokens is of
+the kind that the row above shows."""
 
 _Kind = tuple[str, bool]
-"""The kind of a token's first character after white space, and whether white space precedes this
-character. A token of white space alone has ``WHITE`` and False."""
+"""The kind of a token's first character that is not white space, and whether white space precedes
+this character. The kind is ``(WHITE, False)`` if the token contains only white space."""
 _WHITE_BYTES = b" \t\r\n\f\v"
 
 
@@ -206,9 +208,9 @@ def _examples(vocabulary: TokenizerVocabulary, tokens: Sequence[int], cells: int
 
 
 def _varied(vocabulary: TokenizerVocabulary, tokens: Sequence[int]) -> Iterable[int]:
-    """First a token for each first character after white space, then the other tokens. Each group
-    keeps the order of ``tokens``, which is the order of ids. In most tokenizers, low ids belong to
-    frequent tokens."""
+    """Yields ``tokens`` in an order in which the first ones differ: first one token for each
+    initial character (after white space), then all others. Both parts keep the order of ``tokens``.
+    This is the order of ids, and in most tokenizers low ids belong to frequent tokens."""
     seen = set()
     later: list[int] = []
     for token in tokens:

@@ -79,8 +79,8 @@ def check(args: argparse.Namespace) -> int:
 
 
 def _read_input(name: str) -> tuple[str, bytes]:
-    """The name of an input for messages, and the bytes of the input; ``-`` is standard input.
-    Raises FileFault if the file cannot be read."""
+    """Reads an input; ``-`` is standard input. Returns its name, as messages show it, and its
+    bytes. Raises FileFault if the file cannot be read."""
     if name == "-":
         return STDIN, sys.stdin.buffer.read()
     try:
@@ -150,9 +150,9 @@ def _fields(step: MaskStep, vocabulary: TokenizerVocabulary, lines: Lines) -> di
 
 
 def _compare(last: MaskStep, wrong_at: int | None, vocabulary: TokenizerVocabulary) -> None:
-    """Raises ServiceError if only one of the grammar backend and the reference
-    (``Language.wrong_at``) accepts an input, or if they stop at different places. ``last``: the
-    last step of the grammar backend."""
+    """Raises ServiceError if the grammar backend and the reference disagree about an input: one
+    accepts it and the other does not, or they stop at different places. ``last``: the last step of
+    the grammar backend. ``wrong_at``: the result of the reference (``Language.wrong_at``)."""
     guest = f"stops at the token at byte {last.offset}"
     if last.allowed:
         agree, guest = wrong_at is None, "accepts the text"

@@ -22,7 +22,7 @@ QUOTAS = {
     "variable_bytes": "bytes of variables of all live requests",
     "sandbox_ms_per_minute": "milliseconds of CPU time for controllers in a minute",
 }
-"""The quotas of a client, and the quantity that each bounds."""
+"""Maps each quota of a client to a description of the quantity that it bounds."""
 
 
 def add_command(subparsers: Subparsers) -> None:

@@ -31,8 +31,8 @@ SUFFIXES = (".y", ".rx")
 """Suffixes of the files of grammars and of regular expressions."""
 END = "the end of the text"
 EXCLUDED = 10
-"""If a set of characters lacks at most this number of printable ASCII characters, its description
-lists the missing characters."""
+"""If at most this number of printable ASCII characters are missing from a set, the set's
+description lists the missing characters."""
 
 _PRINTED = range(0x20, 0x7F)
 
@@ -75,7 +75,7 @@ class Language(Protocol):
 
 
 def library_sources() -> list[Source]:
-    """All grammars and regular expressions of the library, as in their files."""
+    """The sources of all grammars and regular expressions of the library."""
     found = [(name, kind) for kind in ("y", "rx") for name in library.names(kind)]
     return [_of_library(name, kind) for name, kind in found]
 
@@ -175,8 +175,8 @@ class _Grammar:
     @property
     def sizes(self) -> dict[str, int]:
         grammar = self._compilation.grammar
-        # The terminal for the end of the text, and the rule for the whole text with its
-        # alternative, are not counted, because the grammar's file does not contain them.
+        # The grammar's file does not contain the terminal for the end of the text, nor the rule for
+        # the whole text. These two symbols and the rule's alternative are not counted.
         return {
             "terminals": grammar.num_terminals - 1,
             "rules": grammar.num_nonterminals - 1,
@@ -203,7 +203,7 @@ class _Grammar:
 
 
 class _Regex:
-    """A regular expression, in a file of the form that ``joined`` reads."""
+    """A regular expression. ``joined`` reads its file."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -243,9 +243,9 @@ class _Regex:
 
 
 def joined(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """The pattern in a file, and the line and column of each of its characters and of its end. The
-    blanks at both ends of each line are removed, and the lines are joined. Lines that begin with
-    ``#`` are left out."""
+    """Reads the pattern in the text of a file. Returns the pattern, and the line and column of each
+    of its characters and of its end. Lines are stripped and joined. Lines that begin with ``#`` are
+    left out."""
     pattern, places = "", [(1, 1)]
     for number, line in enumerate(text.splitlines(), 1):
         kept = line.strip()
@@ -257,8 +257,8 @@ def joined(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def _characters(allowed: set[int]) -> Iterable[str]:
-    """Descriptions of the characters that may begin with the bytes in ``allowed``, as ranges, or as
-    all characters except a few."""
+    """Describes the characters that may begin with the bytes in ``allowed``: as ranges, or as all
+    characters except a few."""
     beyond = any(byte >= 0xC2 for byte in allowed)
     printed = [byte for byte in _PRINTED if byte in allowed]
     if len(printed) >= len(_PRINTED) - EXCLUDED:
@@ -279,7 +279,8 @@ def _characters(allowed: set[int]) -> Iterable[str]:
 
 
 def _runs(numbers: list[int]) -> Iterable[tuple[int, int]]:
-    """Sorted numbers as ranges, split where digits, upper case and lower case end."""
+    """Combines sorted character codes into ranges. A range does not mix digits, upper case, lower
+    case and other characters."""
     first = 0
     for place, number in enumerate(numbers):
         last = place + 1 == len(numbers)
@@ -294,6 +295,6 @@ def _kind(byte: int) -> int:
 
 
 def _quoted(character: str) -> str:
-    """A character in quotes, as in the names of keywords."""
+    """A character in quotes, in the form in which grammars name keywords."""
     escaped = character.encode("unicode_escape").decode()
     return "'\"'" if character == '"' else f'"{escaped}"'

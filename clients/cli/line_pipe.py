@@ -27,8 +27,8 @@ READ_BYTES = 65_536
 PING_S = 1.0
 """Interval between PINGs to the broker, in seconds."""
 OWN_PING, LAST_PING = 2**62, 2**62 + 1
-"""The numbers of this program's own PINGs, which check the broker during the run and after the last
-input line. Their PONGs are not printed."""
+"""Numbers of the PINGs that this program sends itself: during the run, and after the last input
+line. Their PONGs are not printed."""
 
 
 class _Named(Struct):
@@ -56,8 +56,8 @@ class _Pong(Struct):
 
 
 class LinePipe:
-    """Sends the lines of standard input to the broker at ``front``, and prints the broker's
-    messages.
+    """Sends the lines of standard input to the broker at the address ``front``, and prints the
+    broker's messages.
 
     ``timeout_s``: the time after which a broker that does not answer counts as lost. ``key``: the
     key for the connection, or None. Raises AddressError if ``front`` is not a valid address.
@@ -131,8 +131,8 @@ class LinePipe:
         await self._dealer.send(frames)
 
     def _is_for_the_user(self, frames: Frames) -> bool:
-        """Whether a message is printed. If the message ends a stream, removes the stream from
-        ``_live``."""
+        """Returns whether a message is printed. If the message ends a stream, removes the stream
+        from ``_live``."""
         match frames[0]:
             case b"TOKEN":
                 for entry in decode_as(list[_Entry], frames[1], "json"):
@@ -155,10 +155,10 @@ class LinePipe:
 
 
 class Line(NamedTuple):
-    """A line of input without its end."""
+    """A line of input without its line break."""
 
     data: bytes
-    """The bytes of the line; only the first bytes of a line that is too long."""
+    """The bytes of the line. If the line is too long, only its first bytes are kept."""
     size: int
     """Number of bytes of the whole line."""
 
@@ -167,7 +167,8 @@ class _InputLines:
     """Reads the lines of standard input on a thread, because an event loop can watch a pipe but not
     a file.
 
-    The thread reads the file descriptor: if it waited in ``sys.stdin``, the process could not end.
+    The thread reads the file descriptor. If the thread waited in ``sys.stdin``, the process could
+    not exit.
     """
 
     def __init__(self) -> None:

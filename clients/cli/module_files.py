@@ -113,7 +113,8 @@ def _compiled(source: Path) -> bytes:
         out = Path(folder) / "out.wasm"
         flags = [*C_FLAGS.split(), *WARNINGS.split(), *include]
         command = python_command("ziglang", "cc", *flags, str(source), "-o", str(out))
-        # The compiler does not repeat the warnings of a cached result, so the cache is new.
+        # The compiler does not repeat the warnings of a cached result, so each compilation has a
+        # new cache.
         fresh = os.environ | {"ZIG_LOCAL_CACHE_DIR": f"{folder}/cache"}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=fresh)
         if done.returncode:

@@ -134,7 +134,7 @@ def _wait_until_ready(supervisor: Supervisor, watcher: Watcher) -> None:
     deadline = time.monotonic() + START_S
     while not watcher.look().ready:
         for exited in supervisor.exits():
-            if exited.code is not None:  # A process that a signal killed is restarted.
+            if exited.code is not None:  # None: a signal killed the process, which is restarted.
                 why = supervisor.run_dir.last_line(exited.name)
                 why = why or f"its exit code is {exited.code}"
                 raise SystemFault(f"{exited.name} failed: {why}")

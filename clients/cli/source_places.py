@@ -7,14 +7,14 @@ from bisect import bisect_right
 from rich.cells import cell_len
 
 SHOWN = 100
-"""Maximum number of characters that are shown of a line."""
+"""Maximum number of characters of a line that are shown."""
 _BEFORE = 60
 """Number of shown characters before the caret, in a line that is cut on both sides."""
 _INDENT = "    "
 
 
 class Lines:
-    """The lines of a text. Lines and columns count from 1, columns in characters."""
+    """The lines of a text. Lines and columns are numbered from 1. A column is a character."""
 
     def __init__(self, text: bytes) -> None:
         self._text = text
@@ -36,8 +36,8 @@ class Lines:
         return line, len(before.decode(errors="replace")) + 1
 
     def pointed(self, line: int, column: int) -> str:
-        """The line ``line`` and a caret below its column ``column``, each after a line end. The
-        result is empty for an empty line. Long lines are cut."""
+        """Shows the line ``line``, and a caret below its column ``column``. A line break precedes
+        both. Returns an empty text for an empty line. Long lines are cut."""
         start = self._starts[line - 1]
         end = self._starts[line] if line < len(self._starts) else len(self._text)
         shown = printable(self._text[start:end].decode(errors="replace").rstrip("\r\n"))

@@ -66,14 +66,15 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def absence_lines(status: Status) -> list[str]:
-    """A line if workers are registered, but none of them is a GPU worker."""
+    """Returns one line if workers are registered, but none of them is a GPU worker. Otherwise
+    returns no lines."""
     if not status.workers or any(worker.role == "gpu" for worker in status.workers):
         return []
     return ["no GPU worker is registered"]
 
 
 def isolation_lines(status: Status) -> list[str]:
-    """Lines about the layers of isolation that the guests of each controller worker lack."""
+    """One line for each controller worker whose guests run without some layers of isolation."""
     return [
         f"{worker.name}: guests lack {'; '.join(worker.missing_layers)}"
         for worker in status.workers
@@ -82,8 +83,7 @@ def isolation_lines(status: Status) -> list[str]:
 
 
 def path_lines(status: Status) -> list[str]:
-    """Lines about how each GPU worker computes each of its models, and which fast paths are
-    missing."""
+    """Lines that show how each GPU worker computes its models, and which fast paths are missing."""
     lines = []
     for worker in status.workers:
         for model, path in worker.paths.items():

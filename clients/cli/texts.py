@@ -43,7 +43,7 @@ class Texts:
         self._live = LiveText()
         self._dialogue = Dialogue(stream, with_inputs=with_inputs)
         self._line_begun = False
-        """Whether the last printed line has not ended."""
+        """Whether the last printed line is incomplete."""
 
     def follow(self) -> None:
         """Reads the stream to its end."""
@@ -74,7 +74,8 @@ class Texts:
 
 
 def print_completed(stream: Stream, notices: Notices) -> None:
-    """Prints each of several independent sequences when the sequence has ended."""
+    """Prints each sequence of a stream when the sequence has ended, because several growing texts
+    cannot be printed at the same time."""
     for entry in stream:
         notices.clear()
         if entry.finish_reason is not None:

@@ -90,9 +90,9 @@ def _pieces(spec: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def _eos(folder: Path | None, spec: dict[str, Any]) -> list[int]:
-    """The end-of-sequence tokens, from the first of these files that has any: the generation
-    configuration, the model's configuration, the tokenizer's configuration. The GPU worker uses the
-    same order."""
+    """The end-of-sequence tokens. They come from the first file that has them: the generation
+    configuration, the model's configuration, or the tokenizer's configuration. The GPU worker uses
+    the same order."""
     found = _configured(folder, "eos_token_id")
     if found is not None:
         return found if isinstance(found, list) else [found]
@@ -117,7 +117,8 @@ def _setting(folder: Path | None, file: str) -> dict[str, Any]:
 
 
 def _tekken(spec: dict[str, Any], fingerprint: str) -> TokenizerVocabulary:
-    """The vocabulary of Mistral's tekken.json: special tokens first, then tokens by rank."""
+    """The vocabulary of Mistral's tekken.json: special tokens first, then the other tokens in the
+    order of their ranks."""
     config = spec["config"]
     special = config["default_num_special_tokens"]
     size = config["default_vocab_size"]
@@ -132,8 +133,9 @@ def _tekken(spec: dict[str, Any], fingerprint: str) -> TokenizerVocabulary:
 
 
 def _byte_level_bpe(tokens: Sequence[bytes], first: int, pattern: str) -> Tokenizer:
-    """A tokenizer from tokens by rank, as in tiktoken: each step merges the two neighbours whose
-    merged token has the lowest rank. ``first`` is the id of rank 0."""
+    """Makes a tokenizer like tiktoken's from ``tokens``, which are sorted by rank. Each step of an
+    encoding merges the two neighbours whose merged token has the lowest rank. ``first`` is the id
+    of rank 0."""
     rank = {token: number for number, token in enumerate(tokens)}
     written = [_in_letters(token) for token in tokens]
     merges: list[tuple[str, str]] = []
@@ -156,8 +158,8 @@ def _byte_level_bpe(tokens: Sequence[bytes], first: int, pattern: str) -> Tokeni
 
 
 def _letters() -> dict[int, str]:
-    """The letters that GPT-2 writes for bytes, as a table for ``str.translate``. Bytes that GPT-2
-    writes as the character with the same number are left out."""
+    """A table for ``str.translate`` that maps bytes to the characters by which GPT-2's vocabulary
+    represents them. A byte is left out if its character has the byte's own number."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in shown]
     return {byte: chr(0x100 + place) for place, byte in enumerate(others)}

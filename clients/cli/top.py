@@ -29,7 +29,7 @@ MAX_STREAMS = 20
 """Maximum number of streams in a picture. The number of further streams is printed below."""
 
 MAX_CELL = 40
-"""Maximum width of a cell, in characters, of a column that a narrow terminal may drop."""
+"""Maximum width, in characters, of the cells of a column that a narrow terminal may drop."""
 
 FILE_WIDTH = 200
 """Width of a picture, in characters, if stdout is not a terminal."""
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
 
 class FittedTable:
-    """A table without the columns that its terminal has no room for."""
+    """A table that omits columns if the terminal is too narrow for all of them."""
 
     def __init__(self, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
         self._columns = columns
@@ -130,7 +130,8 @@ class FittedTable:
             width = MAX_CELL if column.drop else None
             table.add_column(column.name, justify=justify, max_width=width, no_wrap=True)
         for row in self._rows:
-            # The names come from clients: they are not markup, and may contain control characters.
+            # Names come from clients. They may contain control characters, and must not be parsed
+            # as markup.
             table.add_row(*(Text(printable(row[index])) for index in shown))
         yield table
 

@@ -1,8 +1,8 @@
 """Erases the types of a script in TypeScript, so that the rest is JavaScript.
 
-Types are replaced with spaces and line breaks are kept. So each line and column of the JavaScript
-is that of the TypeScript, and errors need no source map. Source: Bloomberg's ts-blank-space. The
-parser is tree-sitter's grammar of TypeScript.
+Types are replaced with spaces and line breaks are kept. So the rest of the script keeps its lines
+and columns, and errors need no source map. Source: Bloomberg's ts-blank-space. The parser is
+tree-sitter's grammar of TypeScript.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ _STATEMENTS = frozenset(
         "public_field_definition",
     }
 )
-"""The node types of statements, and of members of a class, that a line break may end."""
+"""Types of the nodes (statements and class members) that may end at a line break without a
+semicolon."""
 _NOT_ERASABLE = {
     "enum_declaration": "an enum; expected a const object",
     "internal_module": "a namespace with values; expected a const object",
@@ -66,8 +67,8 @@ _NOT_ERASABLE = {
     "import_alias": "an import alias; expected const",
     "import_require_clause": "import … = require(…); expected import … from",
 }
-"""Constructs that have an effect when a script runs, and that JavaScript does not have, with the
-text of the error."""
+"""Constructs that JavaScript does not have and that have an effect at run time. The values are the
+texts of the errors."""
 _BREAKS = b"\r\n"
 
 
@@ -164,7 +165,8 @@ class _Eraser:
         if b"[" in (line.strip()[:1] for line in erased.splitlines()[1:]):
             raise _fault(node, "a type before a line with [; expected a semicolon")
         self._blank(keyword.start_byte, node.end_byte)
-        # tree-sitter takes a parenthesis on the next line as a call, which TypeScript does not.
+        # If the next line begins with a parenthesis, tree-sitter parses a call, but TypeScript
+        # parses a new statement.
         calls = parent is not None and parent.type == "call_expression"
         if _ends_statement(node) or (calls and parent is not None and parent.children[0] == node):
             self.made[keyword.start_byte] = ord(";")

@@ -44,8 +44,8 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(None, f"{name}: unknown value {value!r}{remedy}")
 
     def _check_order(self, args: Sequence[str]) -> None:
-        """Exits with an error if the command is missing, or if a flag that this parser does not
-        have precedes the command."""
+        """Exits with an error if the command is missing, or if an unknown flag precedes the
+        command."""
         flag = args[0].split("=")[0] if args else ""
         if args and (not flag.startswith("-") or flag in self._option_string_actions):
             return

@@ -64,7 +64,8 @@ class Scaling:
 
 
 def _since(before: float | None, holds: bool, now: float) -> float | None:
-    """The time since which a condition holds; None if it does not hold."""
+    """The time at which a condition began to hold; None if it does not hold. ``before``: the
+    previous result."""
     if not holds:
         return None
     return now if before is None else before

@@ -32,8 +32,8 @@ export class Composer extends EventTarget {
   #uploads = 0;
   #connection;
   /**
-   * The prompt and the request of `replay`. The request is sent if the prompt is unchanged and no
-   * controller is chosen.
+   * The prompt and the request of the last call of `replay`. If the prompt is unchanged and no
+   * controller is chosen, the form sends this request.
    */
   #replayed = null;
 

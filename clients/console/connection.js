@@ -89,8 +89,9 @@ export class Connection extends EventTarget {
 
   /**
    * Begins a stream. `receiver` has `entries(list)`, `notice(system)` and `failed(fault)`. The last
-   * entry reports the end. Returns `cancel()` and `input(number, text)`, which sends an input to the
-   * program of the stream; its promise is rejected with a RequestFault if the input is refused.
+   * entry reports the end. Returns the functions `cancel()` and `input(number, text)`. `input`
+   * sends an input to the program of the stream. It returns a promise, which is rejected with a
+   * RequestFault if the input is refused.
    */
   stream(type, fields, receiver) {
     const id = ++this.#lastId;

@@ -23,8 +23,8 @@ export class Dialogue {
   }
 
   /**
-   * Begins the dialogue of a stream. `send(number, text)` sends the input with this number, from 1;
-   * its promise is rejected with a RequestFault if the input is refused.
+   * Begins the dialogue of a stream. `send(number, text)` sends an input; numbers begin at 1. It
+   * returns a promise, which is rejected with a RequestFault if the input is refused.
    */
   begin(send) {
     this.#send = send;

@@ -4,7 +4,7 @@ import { el } from "./dom.js";
 
 /**
  * An editor inside `host`. `id` is the id of the text area. `fault` and `hint` are the ids of the
- * elements that describe it.
+ * elements that describe the text area.
  */
 export class Editor {
   #gutter = el("div.gutter", { "aria-hidden": "true" });
@@ -74,7 +74,7 @@ export class Editor {
 
 function marked(text, { start, end }) {
   const inside = text.slice(start, end).split("\n", 1)[0];
-  // At the end of a line or of the text, a space is marked, because a character is missing.
+  // At the end of a line or of the text, no character can be marked, so a space is added.
   const shown = inside || " ";
   return [text.slice(0, start), el("mark", {}, shown), text.slice(start + inside.length)];
 }

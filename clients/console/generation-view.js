@@ -12,13 +12,13 @@ import { Steps } from "./steps.js";
 import { Vocabulary } from "./vocabulary.js";
 
 const MIN_WIDTH = 240; // Minimum width of the tree of forks, in pixels.
-const DRAW_SHARE = 3; // A drawing is followed by a pause of this many times its duration.
+const DRAW_SHARE = 3; // The pause after a drawing, as a multiple of the drawing's duration.
 
 /** Events: `running` (detail: whether a generation is running), `fault` (detail: the error). */
 export class GenerationView extends EventTarget {
   #connection;
   #generation = null;
-  /** The drawn generation, which is the last one that was not refused. */
+  /** The generation on display: the last one that was not refused. */
   #shown = null;
   #cancel = null;
   #models = new Map();
@@ -179,7 +179,10 @@ export class GenerationView extends EventTarget {
     this.#draw();
   }
 
-  /** Draws soon. A slow drawing is repeated less often, so that the page remains usable. */
+  /**
+   * Schedules a drawing. If drawing is slow, it happens less often, so that the page remains
+   * usable.
+   */
   #update() {
     this.#timer ||= setTimeout(() => {
       requestAnimationFrame((began) => {

@@ -4,7 +4,7 @@
 export class Item {
   /** Set when a splice drops the token. */
   taken = false;
-  /** Set for a token of the parent that a splice of the fork dropped. */
+  /** Set if the token was inherited from the parent before a splice of this sequence dropped it. */
   inherited = false;
 
   constructor(entry) {
@@ -28,13 +28,15 @@ export class Item {
     return cut.reduce((sum, { logprob }) => sum + Math.exp(logprob), 0);
   }
 
-  /** Whether the controller appended the token, so that it was not sampled. */
+  /** Whether the controller appended the token. Such a token was not sampled. */
   get appended() {
     return this.logprob === null;
   }
 }
 
-/** A sequence with its own tokens in order of arrival, including tokens that were taken back. */
+/**
+ * A sequence. `items` are its tokens in order of arrival, including tokens that a splice dropped.
+ */
 export class Sequence {
   items = [];
   finish = null;
@@ -42,11 +44,11 @@ export class Sequence {
   constraint = null;
   splices = [];
   writes = [];
-  /** Number of its own tokens that the sequence took back. */
+  /** Number of the sequence's own tokens that a splice dropped. */
   takenBack = 0;
   /**
-   * The sequence whose controller appended the tokens of this one, for example as the best of
-   * several.
+   * The sequence to which a controller appended all tokens of this sequence, for example because
+   * this sequence was the best of several.
    */
   chosenBy = null;
   /** The ids of the last consecutive tokens that the controller appended. */
@@ -65,12 +67,14 @@ export class Sequence {
     return this.kept.length;
   }
 
-  /** Number of current tokens that were not inherited from the parent. */
+  /** Number of tokens in `kept` that were not inherited from the parent. */
   get own() {
     return this.kept.length - this.inherited;
   }
 
-  /** Drops the last `n` tokens. Dropped tokens of the parent are shown as taken back here. */
+  /**
+   * Drops the last `n` tokens. Copies of dropped tokens that were inherited are added to `items`.
+   */
   takeBack(n) {
     const dropped = this.kept.splice(Math.max(0, this.kept.length - n), n);
     const own = new Set(this.items);
@@ -96,7 +100,7 @@ export class Sequence {
   }
 
   /**
-   * Whether `run` has all tokens of the sequence after its fork. The last of them may be missing.
+   * Whether `run` has all tokens of the sequence after its fork, or all but the last one.
    */
   hasWritten(run) {
     const own = this.kept.slice(this.inherited);
@@ -105,7 +109,7 @@ export class Sequence {
   }
 }
 
-/** A generation. Times are of `performance.now()`, in milliseconds. */
+/** A generation. Times come from `performance.now()`, in milliseconds. */
 export class Generation {
   sequences = new Map();
   logs = [];
@@ -129,7 +133,7 @@ export class Generation {
     return !this.running && [...this.sequences.values()].every((s) => s.error);
   }
 
-  /** Number of tokens that were taken back. */
+  /** Number of tokens that splices dropped. */
   get takenBack() {
     return [...this.sequences.values()].reduce((sum, s) => sum + s.takenBack, 0);
   }

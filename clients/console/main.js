@@ -43,7 +43,9 @@ connection.addEventListener("state", ({ detail: state }) => {
 
 let explained = false;
 
-/** Generates again, only once, the answer of the chat page that this page's address names. */
+/**
+ * If this page's address names an answer of the chat page, generates that answer again, only once.
+ */
 async function explain() {
   if (explained) return;
   explained = true;

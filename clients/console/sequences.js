@@ -170,7 +170,10 @@ function writesText(writes) {
   return each.join("  ");
 }
 
-/** Creates the element of a token. A token that was taken back is a `del` without line breaks. */
+/**
+ * Creates the element of a token. A token that a splice dropped becomes a `del` without line
+ * breaks.
+ */
 function tokenSpan(item, at, vocabSize) {
   const span = el(item.taken ? "del.token" : "span.token", { "data-at": at });
   item.text.split("\n").forEach((line, i) => {

@@ -129,7 +129,10 @@ function allowedOf(item, vocabSize) {
   return item.allowed === null ? null : allowedShare(item.allowed, vocabSize);
 }
 
-/** The height of a step's column, 0 to 1, without masks; null if the token was not sampled. */
+/**
+ * The height of a step's column, 0 to 1, in a chart without masks; null if the token was not
+ * sampled.
+ */
 function surpriseOf(item) {
   return item.appended ? null : surprise(item);
 }

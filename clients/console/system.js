@@ -94,7 +94,7 @@ const FACTS = {
   ],
 };
 
-/** The attention backend and the graphs of a model, and the reasons of missing fast paths. */
+/** The attention backend and the graphs of a model, and the reasons why fast paths are missing. */
 function pathFacts({ attention, graphs, fallbacks = [] }) {
   const how = graphs ? `${attention}, ${count(graphs)} CUDA graphs` : attention;
   return [how ?? "", ...fallbacks.map((why) => `slower than possible: ${why}`)];

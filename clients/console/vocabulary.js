@@ -55,7 +55,9 @@ function decoderOf(spec) {
   };
 }
 
-/** The byte of each character in GPT-2's alphabet. Printable bytes have their own character. */
+/**
+ * Maps each character of GPT-2's alphabet to its byte. A printable byte is represented by itself.
+ */
 function byteCharacters() {
   const prints = (b) => (b > 0x20 && b < 0x7f) || (b > 0xa0 && b < 0xad) || (b > 0xad && b < 0x100);
   let next = 0x100;

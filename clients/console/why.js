@@ -8,7 +8,7 @@ const FORM = /^#why=(\w+)\.(\w+)$/;
 
 /**
  * The prompt's text and the `GENERATE` of the answer that the page's address names; null if the
- * address does not name an answer. Throws an Error with plain words.
+ * address does not name an answer. Throws an Error whose message is written for the user.
  */
 export async function requestedAnswer() {
   const named = FORM.exec(location.hash);

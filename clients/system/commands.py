@@ -409,14 +409,14 @@ def _port_dir(port: int) -> str:
 
 
 def example(settings: Settings) -> str:
-    """A shell command for another terminal that generates text with the system of these
-    settings."""
+    """A shell command that generates text with the system of these settings, for the user to enter
+    in another terminal."""
     front = settings.front_endpoint
     where = "" if front == Settings().front else f" --front {shlex.quote(front)}"
     found = shutil.which("tokenbus")
     program = "tokenbus" if found else str(Path(sys.executable).parent / "tokenbus")
     key = KeyFolder(settings.keys_folder).own("client")
-    # Programs find the key of the default folder without a setting.
+    # Programs find a key in the default folder without a setting.
     elsewhere = key.exists() and key != KeyFolder(Settings().keys_folder).own("client")
     with_key = f"TOKENBUS_KEY={shlex.quote(os.path.abspath(key))} " if elsewhere else ""
     return f"{with_key}{program} generate 'def add(a, b):'{where}"

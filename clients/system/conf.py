@@ -12,10 +12,10 @@ import msgspec
 from ...protocol.settings import Settings
 
 CONF = Path(__file__).parent.parent / "supervisord.conf"
-"""The packaged file. In a checkout it is a link to ``supervisord.conf`` at the top level."""
+"""The packaged ``supervisord.conf``. In a checkout, it is a link to the file at the top level."""
 RUN_DIR = "%(here)s/run"
-"""The run directory in the packaged file. ``Supervisor.start`` writes the derived file into the run
-directory itself, so ``%(here)s`` replaces this text."""
+"""The run directory as the packaged file names it. ``configuration`` replaces this text by
+``%(here)s``, because ``Supervisor.start`` writes the derived file into the run directory."""
 GPU_WORKER, CLUSTER = "tokenbus.workers.gpu", "tokenbus.clients.cluster"
 """The modules of the GPU worker and of the process that manages workers in a Ray cluster."""
 STOP_MARGIN_S = 10
@@ -23,7 +23,8 @@ STOP_MARGIN_S = 10
 
 
 def configuration(settings: Settings, python: str) -> RawConfigParser:
-    """The packaged file with these settings. ``python`` is the interpreter that runs Tokenbus."""
+    """The packaged ``supervisord.conf``, changed as these settings require. ``python`` is the
+    interpreter that runs Tokenbus."""
     conf = RawConfigParser()
     conf.read_string(CONF.read_text(encoding="utf-8"))
     # All processes inherit the settings from the environment, so this option is not needed.
@@ -72,7 +73,8 @@ def _place_workers_in_ray(conf: RawConfigParser) -> None:
 
 
 def _several_brokers(conf: RawConfigParser, number: int) -> None:
-    """Gives each of several brokers its number, a name and a log."""
+    """Makes supervisord start ``number`` brokers, each with its number as an argument, and with its
+    own process name and log file."""
     broker = conf["program:broker"]
     broker["numprocs"] = str(number)
     broker["process_name"] = "%(program_name)s-%(process_num)d"

@@ -51,8 +51,8 @@ def end_system(settings: Settings) -> int:
                 FAILED,
             )
         if not alive(pid):
-            # supervisord does not stop a replaced gateway that still finishes its streams. The
-            # broker has ended, so this gateway need not continue.
+            # supervisord does not stop a gateway that was replaced and still finishes its
+            # streams. This gateway can be ended, because the broker has ended.
             end_leftovers(run_dir, STOP_MARGIN_S)
         time.sleep(0.05)
     print(f"ended {', '.join(names)} in {run_dir.path}")
@@ -60,8 +60,8 @@ def end_system(settings: Settings) -> int:
 
 
 def _shut_down(supervisor: int, started: list[int]) -> None:
-    """Does the same as ``Control.shutdown`` with signals, for a supervisord that does not accept
-    commands."""
+    """Stops the system with signals, for a supervisord that does not accept commands. The effect is
+    the same as that of ``Control.shutdown``."""
     modules = {BROKER.encode(), CLUSTER.encode()}
     send([pid for pid in started if modules & set(arguments(pid))], signal.SIGUSR1)
     send([supervisor], signal.SIGTERM)

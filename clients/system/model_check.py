@@ -91,7 +91,8 @@ def _check_adapters(settings: Settings) -> None:
 
 
 def _check_quantize(settings: Settings) -> None:
-    """Raises SystemFault if the workers cannot quantize with the other settings."""
+    """Raises SystemFault if other settings contradict ``quantize``, or if torchao is not
+    installed."""
     if settings.compile or settings.tp > 1:
         other = "compile" if settings.compile else "tp"
         raise SystemFault(

@@ -16,18 +16,19 @@ from .supervisor import Control, ProcessState
 from .watch import Watcher
 
 READY_S = 600.0
-"""Maximum time for the start of a worker's successor, in seconds. The successor may load a model.
-The time for the end of the replaced process is added."""
+"""Maximum time for the start of a worker's successor, in seconds, not counting the time in which
+the replaced process ends. The successor may load a model."""
 OTHERS_READY_S = 120.0
-"""Maximum time for the start of a broker's or a gateway's successor, in seconds. The time for the
-end of the replaced process is added."""
+"""Maximum time for the start of a broker's or a gateway's successor, in seconds, not counting the
+time in which the replaced process ends."""
 ANSWER_S = 10.0
 """Maximum time until the broker answers, in seconds. Without an answer, no process is replaced."""
 LOOK_EVERY_S = 0.1
 GROUPS = ("broker", "state-worker", "controller-worker", "gpu-worker", "tool-worker", "gateway")
 """The groups of processes in the order of their replacement. Processes of other groups follow."""
 LINGERS = "--lingers"
-"""The flag of a gateway that finishes its streams after SIGUSR2, while its successor serves."""
+"""The command-line flag with which a gateway handles SIGUSR2: the gateway finishes its streams
+while its successor serves."""
 
 
 def roll(settings: Settings) -> int:
@@ -81,7 +82,7 @@ def _unreachable(run_dir: RunDir) -> SystemFault:
 
 
 def _check_broker(watcher: Watcher, processes: list[ProcessState], settings: Settings) -> None:
-    """Raises SystemFault if the system has brokers, of which none answers."""
+    """Raises SystemFault if the system has brokers but none of them answers."""
     if settings.join or not any(process.group == "broker" for process in processes):
         return
     deadline = time.monotonic() + ANSWER_S

@@ -35,8 +35,9 @@ START_S = 20.0
 ANSWER_S = 10.0
 """Maximum time until a running supervisord answers a command, in seconds."""
 EXITED = re.compile(r"exited: (\S+) \((?:exit status (\d+)|terminated by ([^;]+));")
-"""A line in supervisord's log. supervisord's XML-RPC interface does not report the exit code of a
-process that exits within ``startsecs``, nor the signal that killed a process."""
+"""Matches a line about the end of a process in supervisord's log. The log is read because
+supervisord's XML-RPC interface does not report the exit code of a process that exits within
+``startsecs``, nor the signal that killed a process."""
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,8 @@ def check_address(front: str, has_keys: bool = False) -> None:
 
 def check_http(settings: Settings) -> None:
     """Raises SystemFault if the gateways could not listen on the address in the setting ``http``,
-    if other machines could send requests without API keys, or if a file does not exist."""
+    or if other machines could send requests without API keys. Also raises SystemFault if the file
+    of API keys or of TLS does not exist."""
     if settings.http == "none":
         return
     try:
@@ -200,7 +201,7 @@ def _check_loopback(setting: str, address: str, host: str) -> None:
 
 def _check_path(path: str) -> None:
     """Raises SystemFault if a process listens on the Unix socket ``path``, or if a connection to
-    ``path`` fails for another reason than a missing listener. ZeroMQ would replace the socket
+    ``path`` fails for any reason except a missing listener. ZeroMQ would replace such a socket
     without an error."""
     try:
         with socket.socket(socket.AF_UNIX) as probe:
@@ -250,10 +251,10 @@ def _fault(
 ) -> SystemFault | None:
     """The fault because of which the system cannot continue, or None.
 
-    Until all processes have been ready once (``was_ready``), each exit with a code is a fault.
-    Later, only the exit code 2 is a fault, because supervisord restarts processes with other codes.
-    A death by a signal is not a fault. A process that supervisord has given up is always a fault,
-    unless it is a tool worker.
+    Until all processes have been ready once (``was_ready``), each exit with an exit code is a
+    fault. Later, only the exit code 2 is a fault, because supervisord restarts processes with other
+    codes. A death by a signal is not a fault. A process that supervisord has given up is always a
+    fault. For a tool worker, neither a later exit code 2 nor being given up is a fault.
     """
     for exited in exits:
         name, code = exited.name, exited.code

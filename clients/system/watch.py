@@ -78,7 +78,8 @@ class Watcher:
         self._has_answered = False
         """Whether a broker has answered since this object was created. ``look`` sets this flag."""
         self._registered: set[int] = set()
-        """The process ids of the workers that a status of the broker has contained."""
+        """The process ids of all workers that have been registered at some time, according to the
+        broker's status."""
         self.ending = False
         """Whether the system is stopping. The owner of this object sets this flag. The load is then
         ``ending``, even if the broker does not answer."""
@@ -143,8 +144,8 @@ class Watcher:
 
     def _answers(self, process: ProcessState, status: Status) -> bool:
         """Whether the broker in ``process`` answers, and has at least as many workers as
-        ``status``. If the system has several brokers, ``status`` may be the answer of another
-        broker. Otherwise ``status`` is the answer of this broker."""
+        ``status``, the answer of some broker of the system. If the system has only one broker,
+        ``status`` is its answer, so the result is True."""
         number = process.name.removeprefix("broker").removeprefix("-")
         if not number:
             return True
@@ -204,12 +205,12 @@ class Watcher:
 
 
 def is_optional(name: str) -> bool:
-    """Whether the system continues without the process of this name: a tool worker."""
+    """Whether a process is a tool worker. The system continues without tool workers."""
     return name.startswith("tool-worker-")
 
 
 def shortened(names: Sequence[str]) -> str:
-    """The first names of a list, and the number of the others."""
+    """The first ``MAX_SHOWN`` names of a list, and the number of the remaining names."""
     more = len(names) - MAX_SHOWN
     return ", ".join(names[:MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
@@ -222,8 +223,8 @@ def _stands_by(process: ProcessState, workers: Sequence[WorkerStatus], host: str
 
 
 def _serves(worker: WorkerStatus, on_demand: bool) -> bool:
-    """Whether the worker is ready, and has loaded a model or loads models on demand if its role is
-    ``gpu``."""
+    """Whether the worker is ready. A GPU worker must also have loaded a model, or load models on
+    demand."""
     loaded = worker.role != "gpu" or bool(worker.models) or on_demand
     return worker.state == "ready" and loaded
 

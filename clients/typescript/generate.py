@@ -219,8 +219,8 @@ def _reader(struct: StructType) -> str:
 
 
 def _reading(kind: Type) -> str | None:
-    """The expression that reads the value ``{}`` of this type; None if the value is used
-    unchanged."""
+    """A TypeScript expression that converts a received value of this type. ``{}`` in the expression
+    stands for the value. None if the value is used unchanged."""
     match kind:
         case StructType():
             return f"read{_name(kind)}({{}})"
@@ -326,8 +326,8 @@ def _number(value: float) -> str:
 
 
 def _bounds(kind: Type) -> str:
-    """The sentence with the bounds of a number or of the length of a list or a text, or about the
-    encoding of bytes; empty without bounds."""
+    """A sentence about the bounds of a number or of a length, or about the encoding of bytes; empty
+    if the type has neither."""
     match kind:
         case IntType() | FloatType():
             bounds = (

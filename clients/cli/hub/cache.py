@@ -23,11 +23,11 @@ class CachedModel:
     refs: tuple[str, ...]
     """The branches and tags that refer to the commit."""
     size: int
-    """Size of its files in bytes, including files that other revisions share."""
+    """Size of the revision's files in bytes, including files that other revisions share."""
     folder: Path
 
     def is_named(self, name: HubName) -> bool:
-        """Whether a name of a model means this revision."""
+        """Whether ``name`` refers to this revision."""
         revision = name.revision or MAIN
         return self.repository == name.repository and (
             revision in self.refs or self.commit == revision
@@ -38,7 +38,7 @@ class CachedModel:
 
 
 class Cache:
-    """The models in the cache of huggingface_hub, as of now."""
+    """A snapshot of the models in the cache of huggingface_hub."""
 
     def __init__(self, folder: Path) -> None:
         """``folder``: the folder of the cache, which need not exist."""
@@ -49,18 +49,19 @@ class Cache:
         except (CacheNotFound, ValueError):
             pass
         self.models = self._models()
-        """The models, by name."""
+        """The models, sorted by name."""
 
     @property
     def faults(self) -> list[str]:
-        """A line for each folder of the cache that cannot be read, for example after a download
-        that ended before its first file."""
+        """One line for each folder of the cache that cannot be read. For example, a download may
+        have been interrupted before its first file was complete."""
         return [str(warning) for warning in self._scanned.warnings] if self._scanned else []
 
     def of(self, name: HubName) -> list[CachedModel]:
-        """The revisions that a name means: with a revision, the branch, the tag or the commit, of
-        which the first digits suffice; otherwise all revisions of the model. Raises HubFault if the
-        cache does not have any."""
+        """The cached revisions that ``name`` refers to. If the name has a revision, this is a
+        branch, a tag, or the first digits of a commit. Otherwise all revisions of the model are
+        returned. Raises HubFault if the cache has no such revision, or several commits with these
+        digits."""
         found = [model for model in self.models if model.repository == name.repository]
         if name.revision:
             exact = [model for model in found if model.is_named(name)]

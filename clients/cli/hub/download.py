@@ -26,17 +26,18 @@ from .faults import HubFault, check_endpoint, explained
 
 WEIGHTS = ".safetensors"
 OTHERS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
-"""The configuration, the tokenizer, the chat template, and the code that
-``--trust-remote-code`` runs."""
+"""Patterns of the downloaded files other than weights: the configuration, the tokenizer, the chat
+template, and the code that ``--trust-remote-code`` runs."""
 FOLDERS = ("1_Pooling", "additional_chat_templates")
 """The folders of a repository that a worker reads."""
 COPY = "consolidated"
-"""The beginning of the names of a second copy of the weights, in Mistral's own format."""
+"""Prefix of the names of files that are not downloaded: a second copy of the weights in Mistral's
+own format."""
 
 
 @dataclass(frozen=True)
 class Download:
-    """The files of a model that are missing in the cache."""
+    """A model to download, with the number of its files that are missing in the cache."""
 
     name: HubName
     commit: str
@@ -68,7 +69,8 @@ class Hub:
             paths = [item.path for item in tree if isinstance(item, RepoFile)]
         files = wanted(name, paths)
         with explained(name, self.endpoint), _without_progress():
-            # The commit as the revision leaves the branches and tags of the cache as they are.
+            # With a commit as the revision, huggingface_hub does not change the branches and tags
+            # in the cache.
             plan = snapshot_download(
                 name.repository,
                 revision=commit,
@@ -83,8 +85,8 @@ class Hub:
     def download(self, wanted: Download) -> Path:
         """Downloads the missing files; returns the folder of the model in the cache.
 
-        A broken connection is resumed where it broke. Raises HubFault if the disk does not have
-        room for the files, and if the hub cannot be reached again.
+        If the connection breaks, the download continues where it stopped. Raises HubFault if the
+        disk does not have room for the files, or if the hub cannot be reached again.
         """
         self._check_room(wanted)
         name = wanted.name
@@ -100,7 +102,8 @@ class Hub:
         with explained(name, self.endpoint), nullcontext() if shows else _without_progress():
             folder = download(revision=wanted.commit)
             if name.revision != wanted.commit:
-                # The branch or tag refers to the commit only now, when all files are there.
+                # The cached branch or tag is updated to the commit only now, when all files are
+                # complete.
                 download(revision=name.revision or None)
         return Path(folder)
 
@@ -128,8 +131,8 @@ def _without_progress() -> Iterator[None]:
 
 
 def wanted(name: HubName, paths: Collection[str]) -> list[str]:
-    """The files of a repository that a worker needs to load the model. Raises HubFault if there are
-    no weights that it can load."""
+    """The files of a repository that a worker needs to load the model. Raises HubFault if the
+    repository does not have weights that a worker can load."""
     if name.file:
         found = [path for path in paths if path == name.file]
         if not found:
@@ -144,7 +147,8 @@ def wanted(name: HubName, paths: Collection[str]) -> list[str]:
 
 
 def _ggufs(paths: Collection[str]) -> str:
-    """A part of an error: the GGUF files of a repository, which can be pulled one by one."""
+    """A part of an error message. It lists the GGUF files of a repository, because each of them can
+    be pulled on its own."""
     files = sorted(path for path in paths if path.endswith(GGUF))
     if not files:
         return "a worker loads only safetensors and GGUF files"

@@ -50,7 +50,8 @@ def check_endpoint(endpoint: str) -> None:
 
 @contextmanager
 def explained(name: HubName, endpoint: str) -> Iterator[None]:
-    """Raises HubFault for the errors of huggingface_hub in the block. ``endpoint``: the hub."""
+    """Converts errors of huggingface_hub in the ``with`` block to HubFault. ``endpoint``: the hub's
+    address."""
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     # The base class of all errors of the HTTP library that huggingface_hub uses.
@@ -58,7 +59,8 @@ def explained(name: HubName, endpoint: str) -> Iterator[None]:
     try:
         yield
     except LocalEntryNotFoundError as error:
-        # If a request fails, huggingface_hub looks for a copy in the cache, and then raises this.
+        # huggingface_hub raises this error if a request fails and the cache does not have a copy
+        # either.
         cause = error.__cause__
         raise _fault(cause if isinstance(cause, Exception) else error, name, endpoint) from error
     except (http_error, OSError, ValueError) as error:

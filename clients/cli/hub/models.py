@@ -88,7 +88,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
 def listed(cache: Cache, served: Served) -> list[Listed]:
     """The models in the cache, and after them the served models that are not in the cache."""
-    # A client does not load modules of workers.
+    # Imported only here, because importing a command must not import modules of workers.
     from ....workers.gpu import embedded
 
     lines = []

@@ -39,7 +39,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
-    """Removes the revisions that a name means."""
+    """Removes the revisions that a name refers to."""
     check_installed()
     from huggingface_hub import constants
 

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class Served:
-    """The loaded models of the workers of a system; none if no system runs."""
+    """The models that a system's GPU workers have loaded; empty if no system runs."""
 
     def __init__(self, settings: Settings) -> None:
-        """Raises TokenbusError if a system runs and does not answer."""
+        """Raises TokenbusError if a system runs but does not answer."""
         self.by_model: dict[str, list[str]] = {}
-        """The names of the workers that serve a model, by the model."""
+        """Maps the name of each served model to the names of its workers."""
         self.broker_runs = any(map(listens, separate(settings.front_endpoint)))
         if not self.broker_runs:
             return
@@ -40,7 +40,7 @@ class Served:
 
 
 def _is(name: str, model: CachedModel) -> bool:
-    """Whether the name under which a model is served means a revision in the cache."""
+    """Whether ``name``, under which a model is served, refers to the cached revision ``model``."""
     if Path(name).is_relative_to(model.folder):
         return True
     try:

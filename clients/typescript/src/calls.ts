@@ -85,13 +85,13 @@ export class Call {
   resendAt: number | null = null;
   /** Number of entries that arrived in this attempt. */
   received = 0;
-  /** Number of the next entries that repeat received entries, according to the answer to ATTACH. */
+  /** Number of next entries that were already received; known from the answer to ATTACH. */
   repeats = 0;
   /** Last known number of times that the stream of this attempt has moved. */
   moves = 0;
   /** All inputs of the stream, in order. */
   readonly inputs: SentInput[] = [];
-  /** When the first input that is not stored is sent again; null if this input was not sent yet. */
+  /** When the oldest input that is not stored is sent again; null if it was not sent yet. */
   inputAt: number | null = null;
   /** Number of messages of the program that all attempts together have delivered, by sequence. */
   readonly #seenMessages = new Map<number, number>();
@@ -119,9 +119,9 @@ export class Call {
   }
 
   /**
-   * Whether the client waits for a worker to report the stream after a restart of the broker. If no
-   * entry of the stream was received, the client sends the request again instead, unless `retryS`
-   * is 0.
+   * Whether the client, after a restart of the broker, waits until a worker reports the stream.
+   * Otherwise the client sends the request again. The client waits only if it has received an
+   * entry of the stream, or if `retryS` is 0.
    */
   get mayBeLive(): boolean {
     const { type } = this.request;
@@ -187,9 +187,9 @@ export class Call {
   }
 
   /**
-   * Counts the end of a sequence. Returns the entry with `live` as the reader sees it: without the
-   * sequences that are live in this attempt although an earlier attempt has delivered their end. The
-   * order in which sequences end differs between attempts.
+   * Counts the end of a sequence, and returns the entry with a corrected `live`. Sequences may end
+   * in another order than in an earlier attempt. So `live` must not count sequences whose end an
+   * earlier attempt has delivered, even if they are still live in this attempt.
    */
   ended(entry: Token, isNew: boolean): Token {
     this.#endsAgain.add(entry.seq);
@@ -203,7 +203,7 @@ export class Call {
   }
 }
 
-/** Whether an entry has only messages, logs or writes of a program, or reports that it waits. */
+/** Whether an entry only has a program's messages, logs or writes, or says that it waits. */
 function isReport(entry: Token): boolean {
   const changes = entry.token !== null || entry.backtrack > 0 || entry.prompt.length > 0;
   const read = entry.scores.length > 0 || entry.distribution !== null;

@@ -1,7 +1,7 @@
 /**
- * Reads the security mechanism of a broker from the greeting of ZMTP (RFC 37). A broker that requires
- * keys usually closes the connection of a client without a key before it has sent its own mechanism.
- * ZeroMQ then reports no reason.
+ * Reads the security mechanism of a broker from the greeting of ZMTP (RFC 37). If a client without
+ * a key connects to a broker that requires keys, the broker usually closes the connection before it
+ * sends its mechanism. ZeroMQ then reports no reason.
  */
 
 import { connect } from "node:net";

@@ -137,8 +137,8 @@ export interface Hello {
    */
   readonly session?: string | null | undefined;
   /**
-   * Begin a session with the token in `session` if the broker has no session with this token, under
-   * any key. The token is then a secret of 32 hexadecimal digits that the client has chosen.
+   * Begin a session with the token in `session`, unless the broker has a session with this token
+   * under any key. The token is then a secret of 32 hexadecimal digits that the client has chosen.
    * Default: false.
    */
   readonly begin?: boolean | undefined;
@@ -219,9 +219,10 @@ export interface Generate {
    */
   readonly frequency_penalty?: number | undefined;
   /**
-   * Determines the random numbers, in every batch. If the logits of two equal requests with the
-   * same seed have the same bits (`Span.exact`), both get the same tokens. If null, the seed is
-   * derived from the broker's number of the request. At least 0, at most 9223372036854775807.
+   * Determines the random numbers, which do not depend on the batch. If the logits of two equal
+   * requests with the same seed have the same bits (`Span.exact`), both get the same tokens. If
+   * null, the seed is derived from the broker's number of the request. At least 0, at most
+   * 9223372036854775807.
    */
   readonly seed?: number | null | undefined;
   /**
@@ -271,8 +272,9 @@ export interface Generate {
    */
   readonly text?: boolean | undefined;
   /**
-   * The tag or the id of a module, the first characters of the id (at least 8), or the name of a
-   * built-in constraint or of another controller of the controller workers. At most 256 in length.
+   * The controller: the tag or the id of a module, or the name of a built-in constraint or of
+   * another controller of the controller workers. The first characters of an id (at least 8) are
+   * sufficient. At most 256 in length.
    */
   readonly controller?: string | null | undefined;
   /** The argument of the controller. A text is passed unchanged, any other value as JSON. */
@@ -390,7 +392,8 @@ export interface Input {
 }
 
 /**
- * `BUFFER`: store a part of prompts in the session under a name, which requests give in `buffers`.
+ * `BUFFER`: store a part of prompts in the session under a name. Requests that use the part have
+ * this name in `buffers`.
  *
  * The message has at most one of `tokens`, `text` and attachment 0 (u32 ids). Without any of these,
  * the buffer is deleted.
@@ -592,13 +595,13 @@ export interface UpdateWeights {
   /** At least 0, at most 9223372036854775807. */
   readonly stream_id: number;
   /**
-   * The folder of the safetensors files, an absolute path on the workers' machines that their
-   * setting `allow` admits. At most 4096 in length.
+   * The absolute path of the folder of the safetensors files on the workers' machines. The workers'
+   * setting `allow` must admit the path. At most 4096 in length.
    */
   readonly folder?: string | undefined;
   /**
-   * The name of the shared memory that begins with the file, as for `shm_open`. At most 255 in
-   * length.
+   * The name of the shared memory object, as for `shm_open`. The object begins with the file. At
+   * most 255 in length.
    */
   readonly shared?: string | undefined;
   /** Number of bytes of the file. At least 0. Default: 0. */
@@ -630,7 +633,7 @@ export interface UpdateWeights {
  * `WEIGHTS`: the next part of the file of an UPDATE_WEIGHTS. The bytes are attachment 0.
  *
  * The answer, a `MSG` with `{"sent": number}` as its result, comes when the broker has passed the
- * part to all workers that read the weights. It has the number of bytes that were passed so far.
+ * part to all workers that read the weights. `sent` is the number of bytes that were passed so far.
  * Only the operator may send WEIGHTS.
  */
 export interface SendWeights {
@@ -793,7 +796,7 @@ export interface Span {
   readonly weights: string;
   /**
    * The arithmetic of the forwards, such as `AVX512`, if the bits of a sequence's logits and log-
-   * probabilities do not depend on the batch; empty if they may. If this field is not empty, equal
+   * probabilities do not depend on the batch; otherwise empty. If this field is not empty, equal
    * sequences get equal bits in spans with equal fields.
    */
   readonly exact: string;
@@ -892,8 +895,8 @@ export interface Token {
   /** Number of tokens to remove from the end of the sequence before `token` is appended. */
   readonly backtrack: number;
   /**
-   * The prompt with which the sequence begins anew. It replaces the sequence's former prompt;
-   * `backtrack` counts all tokens after that prompt.
+   * The prompt with which the sequence begins anew. It replaces the sequence's former prompt.
+   * `backtrack` is then the number of all tokens after the former prompt.
    */
   readonly prompt: readonly number[];
   readonly logs: string;
@@ -926,8 +929,9 @@ export interface Token {
   readonly span: Span | null;
   /**
    * In the last entry of a sequence: whether each step of its stream so far was exact with the same
-   * arithmetic, including the steps at earlier workers of the stream. The bits of the sequence's
-   * logits and log-probabilities then do not depend on batches, chunks, drafts, forks and moves.
+   * arithmetic (`Span.exact`), including the steps at earlier workers of the stream. The bits of
+   * the sequence's logits and log-probabilities then do not depend on batches, chunks, drafts,
+   * forks and moves.
    */
   readonly exact: boolean | null;
   /** In the first entry of a stream: the number of tokens of its prompt, including its buffers. */
@@ -961,8 +965,8 @@ export interface Token {
    */
   readonly wakes: number;
   /**
-   * The scores of the texts that the program of the stream has scored after the sequence, for
-   * replays of the controller.
+   * The scores of the texts that the program of the stream has scored as continuations of the
+   * sequence, for replays of the controller.
    */
   readonly scores: readonly (readonly number[])[];
 }
@@ -1036,8 +1040,8 @@ export function readToken(
 }
 
 /**
- * How a GPU worker has quantized the weights of a model, and the loss, measured on a text of the
- * worker when the model was loaded.
+ * How a GPU worker has quantized the weights of a model, and the loss of the quantization. The
+ * worker measured the loss on a text of its own when it loaded the model.
  */
 export interface Quantized {
   /** `int8` or `int4`. */
@@ -1045,8 +1049,8 @@ export interface Quantized {
   /** The memory that the weights no longer take, in bytes. */
   readonly saved_bytes: number;
   /**
-   * The mean Kullback-Leibler divergence of the next token's distribution from that before the
-   * quantization, in nats.
+   * The mean Kullback-Leibler divergence of the next token's distribution from the distribution
+   * before the quantization, in nats.
    */
   readonly divergence: number;
   /** The perplexity of the text. */
@@ -1143,9 +1147,9 @@ export interface ModelInfo {
    */
   readonly sampling: number;
   readonly path: ForwardPath;
-  /** The model of a LoRA adapter; empty for a model. */
+  /** For a LoRA adapter: the name of the model that it adapts. Otherwise empty. */
   readonly parent: string;
-  /** The hash of a LoRA adapter; empty for a model. */
+  /** For a LoRA adapter: its hash. Otherwise empty. */
   readonly adapter: string;
 }
 

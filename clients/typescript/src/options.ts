@@ -49,7 +49,7 @@ export function checkOptions(options: object, known: ReadonlySet<string>): void 
   }
 }
 
-/** The keys of an object that has each key of `T`. */
+/** The names of all fields of `T`. The compiler checks that `keys` has every field. */
 function named<T>(keys: Readonly<Record<keyof T, true>>): readonly string[] {
   return Object.keys(keys);
 }

@@ -27,7 +27,7 @@ export interface AskOptions {
 export interface StreamOptions extends AskOptions {
   /** Time without a message after which the request is sent again. */
   readonly stall_s?: number | undefined;
-  /** Seconds in which the request is sent again after a full queue or a lost worker. Default: 30. */
+  /** Seconds for which the request is repeated if a queue is full or a worker is lost; default 30. */
   readonly retry_s?: number | undefined;
   /** Called with each notice: loading, queued, retrying. */
   readonly on_system?: ((notice: System) => void) | undefined;
@@ -64,7 +64,7 @@ const RETRY_S = 30;
 const ASK_S = 30;
 /** Default time that an upload waits, in seconds. A large module takes long to compile. */
 const UPLOAD_S = 120;
-/** Time during which store requests are sent again if no worker is available, in seconds. */
+/** Seconds for which a request to the store of modules is repeated if no worker is available. */
 const STORE_RETRY_S = 10;
 
 /** The call of a GENERATE. A sampled request receives a seed, so that a retry has the same tokens. */
@@ -126,13 +126,13 @@ export function uploadCall(wasm: Uint8Array, options: UploadOptions): Call {
   return checkedCall({ type: "UPLOAD", body, data: wasm }, storing(options, UPLOAD_S));
 }
 
-/** The call of a store request other than an upload. Store requests are idempotent. */
+/** The call of a request to the store of modules, except uploads. These calls are idempotent. */
 export function storeCall(request: Request, options: AskOptions): Call {
   checkOptions(options, ASK_OPTIONS);
   return checkedCall(request, storing(options, ASK_S));
 }
 
-/** The call of a request whose answer may have to wait until a model is loaded. */
+/** The call of a request that the service answers only after it has loaded the model. */
 export function modelCall(request: Request, options: AskOptions): Call {
   const timing = asking(options);
   return checkedCall(request, { ...timing, retryS: timing.timeoutS });

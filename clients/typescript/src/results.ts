@@ -36,7 +36,7 @@ export class GeneratedSequence {
   /** Number of prompt tokens that were in the worker's prefix cache. */
   cached_tokens = 0;
 
-  /** The likeliest tokens at each position; null: only the token itself. */
+  /** The likeliest tokens at each position; null if only the token itself is known. */
   readonly #top_logprobs: (Readonly<Record<string, number>> | null)[] = [];
 
   constructor(

@@ -52,7 +52,7 @@ export class Session {
   readonly #calls = new Map<number, Call>();
   /** Calls that wait for WELCOME or for their `resendAt` before they are sent. */
   readonly #waiting = new Map<number, Call>();
-  /** Unanswered BUFFER calls, by the number of the PING that follows each. */
+  /** Unanswered BUFFER calls, by the number of the PING that is sent after the BUFFER. */
   readonly #barriers = new Map<number, Call>();
   /** The buffers of the session, which are sent again to a new session. */
   readonly #buffers = new Map<string, Outgoing>();
@@ -207,7 +207,7 @@ export class Session {
       answer.code === "no_worker" ||
       answer.code === "unknown_stream"
     ) {
-      // If the broker does not know the stream, it still answers the stream's request.
+      // If the broker does not know the stream, the answer to the stream's request ends the call.
       call.inputAt = now + (answer.retry_after_s ?? INPUT_AGAIN_S);
     } else {
       const { retry_after_s } = answer;
@@ -376,7 +376,7 @@ export class Session {
     const sent = [...this.#calls.values()].filter((call) => call.sent);
     if (!welcome.resumed) this.outgoing.push(...this.#buffers.values());
     const live = new Set(welcome.resumed || welcome.recovering ? welcome.streams : []);
-    // The CANCEL of these streams was lost with the connection.
+    // The broker did not receive the CANCEL of these streams, because the connection was lost.
     const cancelled = [...live].filter((number) => !this.#calls.has(number));
     const lost = new ConnectionLostError(
       "connection_lost",
@@ -454,7 +454,8 @@ export class Session {
     if (call === undefined) return;
     call.heard = now;
     if (msg.attached !== undefined) {
-      // The answer to an ATTACH of an earlier connection may arrive first on this connection.
+      // The answer to an ATTACH that an earlier connection sent may arrive first. So `repeats` is
+      // computed from each answer.
       call.repeats = Math.max(0, call.received - msg.attached);
       call.attaching = false;
       call.moves = msg.moves;

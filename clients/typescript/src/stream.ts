@@ -50,8 +50,9 @@ export class TokenStream implements AsyncIterableIterator<Token> {
   }
 
   /**
-   * Whether the program waits for an input (`ctx.receive`) that was not sent yet, as far as the
-   * stream has been read. False if a worker is of an earlier release, which does not report this.
+   * Whether the program waits for an input (`ctx.receive`) that was not sent yet, according to the
+   * entries that have been read. False if a worker is of an earlier release, which does not report
+   * that a program waits.
    */
   get waiting(): boolean {
     const running = this.sequences.filter((one) => one.finish_reason === null);

@@ -76,8 +76,8 @@ function received(data: unknown): Received[] {
 }
 
 /**
- * The error if the gateway has refused the connection with an HTTP status of 4xx. A page cannot
- * read the status, so its calls wait for the broker as long as `patienceS`.
+ * The error of calls if the gateway has refused the connection with an HTTP status of 4xx. A page
+ * cannot read the status, so the calls of a page wait for the broker for `patienceS`.
  */
 function refusal(reason: string): RequestError | undefined {
   const [, status] = /Unexpected server response: (4\d\d)/.exec(reason) ?? [];
