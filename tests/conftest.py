@@ -25,7 +25,7 @@ from .processes import Bus, Gateway
 
 
 def pytest_configure() -> None:
-    """Checks the starts of processes (``starts.py``), and makes sure that Ctrl-C interrupts this
+    """Makes unmarked tests fail if they start processes (``starts.py``). Lets Ctrl-C interrupt this
     process. A shell without job control starts background processes so that they ignore Ctrl-C, and
     the child processes inherit this."""
     # While test modules are imported, the garbage collector is off, because imported modules stay
@@ -37,7 +37,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """From here on, the garbage collector examines only objects that are made later."""
+    """Turns the garbage collector on, and excludes all objects that exist now."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -49,7 +49,7 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With ``make test-quick``, a file whose tests all start processes is not imported."""
+    """With ``make test-quick``, skips the import of files whose tests all start processes."""
     quick = config.getoption("markexpr") == "not process"
     if quick and collection_path.suffix == ".py":
         return "\npytestmark = pytest.mark.process\n" in collection_path.read_text() or None
@@ -111,7 +111,7 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """All systems of this run share the compiled forms of modules."""
+    """Makes all systems of this run share the compiled forms of modules."""
     base = tmp_path_factory.getbasetemp()
     compiled = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
     compiled.mkdir(mode=0o700, exist_ok=True)
@@ -120,11 +120,11 @@ def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session")
 def processes() -> None:
-    """Used by fixtures that start processes, so that tests with these fixtures are marked."""
+    """Marks tests that start processes: fixtures that start processes use this fixture."""
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the places where the last bits of a kernel's results decided between two tokens."""
+    """Prints the ties: the positions at which rounding in a kernel decided between two tokens."""
     shapes = sys.modules.get("tests.workers.gpu.shapes")
     if shapes is not None:
         terminalreporter.write_line(f"tokens that differed by a tie of logits: {len(shapes.ties)}")

@@ -70,7 +70,7 @@ def serve(orders: socket.socket) -> Order | None:
     In a forked process, returns the order. In the server, returns None after the last order.
     """
     running: dict[int, tuple[int, int]] = {}
-    """By the descriptor of a running process: the process's id, and the pipe for its return
+    """For each running process, by its descriptor: the process's id, and the pipe for its return
     code."""
     with selectors.DefaultSelector() as selector:
         selector.register(orders, selectors.EVENT_READ)

@@ -6,7 +6,7 @@ process that has only imported modules (``fork_server.py``). Each fork has its o
 folder, log, sockets and threads, runs the usual ``main``, and can be killed by its id. Each process
 of tests has a separate server for each module.
 
-A process is started without a fork if ``IMPORTS`` does not have its module, or if it has another
+A process is started without a fork if its module is not in ``IMPORTS``, or if it uses another
 interpreter or several threads of torch. On a machine with CUDA, which does not work after a fork,
 no process is forked. A fork's environment may differ from the server's only in the variables of
 ``OWN``, because libraries read the other variables when they are imported. Tests of ``tokenbus

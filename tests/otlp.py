@@ -54,7 +54,7 @@ class Receiver:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def of(self, trace_id: str) -> dict[str, Received]:
-        """The spans of a trace by their ``service``; of several spans of a service, the last."""
+        """The last span of each ``service`` in a trace."""
         return {span.service: span for span in list(self.spans) if span.trace_id == trace_id}
 
     def _take(self, request: ExportTraceServiceRequest) -> None:

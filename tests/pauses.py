@@ -1,8 +1,8 @@
 """Runs a command, and stops random processes of the command, each for a random time.
 
-Use: ``python -m tests.pauses make test``, or ``make test-paused``. If any process may be stopped at
-any moment, all orders of events that are possible on a slow or busy machine occur sooner. So a test
-that relies on one order fails sooner. The log has the time and the length of each stop. A test that
+Use: ``python -m tests.pauses make test``, or ``make test-paused``. Stops lead to orders of
+events that otherwise occur only on a slow or busy machine. So a test that relies on one order fails
+sooner. The log has the time and the length of each stop. A test that
 itself stops a process can fail, because this program may continue that process.
 """
 
@@ -55,8 +55,8 @@ def pause(mark: str, rng: random.Random, options: argparse.Namespace, command: l
                     _send(process, signal.SIGCONT)
                     del ends[process]
                 found = [p for p in processes(mark) if p not in ends]
-                # Another process is stopped only if fewer than ``at_once`` processes are stopped,
-                # and more run than are stopped.
+                # Stops another process only if the number of stopped processes is below ``at_once``
+                # and below the number of running processes.
                 room = len(ends) < min(options.at_once, len(found))
                 if room and rng.random() < options.share:
                     process, seconds = rng.choice(found), options.longest * rng.random() ** 2
@@ -79,7 +79,7 @@ def _send(process: psutil.Process, number: signal.Signals) -> None:
 
 
 def main() -> int:
-    """Runs the command of the arguments; returns its exit code."""
+    """Runs the command that the arguments give; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--longest", type=float, default=2.5, help="longest pause, in seconds")

@@ -66,8 +66,8 @@ _ports: set[int] = set()
 _port_locks = os.open(
     Path(tempfile.gettempdir(), f"tokenbus-test-ports-{os.getuid()}"), os.O_RDWR | os.O_CREAT, 0o600
 )
-"""The descriptor of a file. For each port that a test process uses, it locks the byte at this
-offset until the process ends."""
+"""The descriptor of a file whose locks reserve ports. A test process that uses a port locks the
+byte at the port's number until the process ends."""
 
 
 compiled: Path | None = None

@@ -160,7 +160,7 @@ def check_conversation(prompts: Sequence[str], *, thinking: bool = True) -> None
 
 def check_turns(prompt: str, thinking: bool = True) -> None:
     """Checks that a prompt has all questions in order, except the interrupted question, which may
-    be missing. Each of the others must be followed by thinking (if ``thinking`` is true), a call
+    be missing. Each other question must be followed by thinking (if ``thinking`` is true), a call
     and the call's result."""
     text = plain(prompt, thinking)
     place = 0

@@ -1,6 +1,5 @@
-"""``timeout_s`` applies to a request wherever the request is: in the queue, at its worker, between
-workers, or at a restarted broker. (The effect of the CANCEL at a worker is tested with the
-workers.)"""
+"""``timeout_s`` applies to a request in the queue, at its worker, between workers, and at a
+restarted broker. (The tests of workers cover the effect of a CANCEL.)"""
 
 from __future__ import annotations
 
@@ -77,7 +76,7 @@ def test_while_it_is_queued(bench: Bench) -> None:
 
 
 def test_while_its_worker_loads_prefills_decodes_or_waits_for_a_decision(bench: Bench) -> None:
-    """The broker cancels a request in the same way, whatever its worker does."""
+    """The broker cancels a request in the same way in each of these cases."""
     bench.worker("a")
     begin(bench)
     bench.pass_time(LIMIT_S - 0.5)

@@ -1,4 +1,4 @@
-"""Each request ends for its client exactly once, whenever the client's connections are lost."""
+"""Each request ends for its client exactly once, even if the client's connections are lost."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_an_acknowledgement_applies_only_to_what_its_own_connection_was_sent(
     bench.tokens("a", begun(bench), entry(5, reason="stop"), final=True)
     ping(bench, name="c")
     assert back(bench, token) == [1]
-    # The client has not seen the end: this connection's first PONG comes before its ATTACH.
+    # The client has not received the end, because it sends its first PING before its ATTACH.
     ping(bench, ack=ping(bench))
     assert [k for k, _ in attach(bench, received=0)] == ["MSG", "TOKEN"]
     # The client has not acknowledged an end on this connection either, so the end is kept.

@@ -168,8 +168,8 @@ def test_a_part_of_a_tick_that_fails_does_not_keep_the_others_from_running(bench
     broken.remove = fail_once(broken.remove)  # type: ignore[method-assign]
     bench.pass_time(1.5)
     assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
-    # Ending the lease of one of the two silent workers fails; the other worker is lost
-    # nevertheless.
+    # Ending the lease of one of the two silent workers fails. The lease of the other worker still
+    # ends.
     bench.pass_time(5.0)
     assert len(bench.broker.state.workers) == 1
     assert bench.broker.state.counters.internal_errors == 1

@@ -155,7 +155,7 @@ def test_the_room_in_the_queue_is_shared_by_keys() -> None:
 def test_a_session_leaves_room_to_the_others_of_its_key() -> None:
     bench = keyed(max_queued=32)
     ask(bench, "ann 0", 1, ANN)
-    # A key has at most 14 of 28 places, and one session of the key half of these.
+    # A key has at most 14 of 28 places, and one session of the key has half of these.
     assert [ask(bench, "ann 0", 2 + n, ANN) for n in range(9)].count("") == 7
     assert ask(bench, "ann 1", 1, ANN) == ""
 

@@ -73,7 +73,8 @@ def test_messages_are_void_until_the_order_to_drop_is_confirmed() -> None:
     fences = Fences()
     fence = fences.add(1, 7, 1)
     fence.void = fences.asked([fence], 1.0)
-    # Meanwhile, the client has come from another broker, so a second fence is added.
+    # In the meantime, the client has connected to another broker and come back, so a second fence
+    # is added.
     fences.add(1, 7, 1)
     assert fences.is_void(1)
     fences.answered(NO_SESSION, 0.0)

@@ -212,7 +212,7 @@ def test_a_revocation_ends_live_streams_with_one_error_each(broker: KeyedBroker)
             with pytest.raises(RequestError, match="was revoked") as caught:
                 stream.wait()
             assert caught.value.code == "not_allowed"
-        # The error is that of the session, or that of the handshake of a new connection.
+        # The error comes from the session, or from the handshake of a new connection.
         with pytest.raises(RequestError, match=r"(was|is) revoked") as caught:
             bad.status(timeout_s=100)
         # The worker gets a CANCEL for both streams, and the stream of the other client continues.

@@ -100,7 +100,7 @@ def test_a_change_is_reported_under_the_same_lease() -> None:
 
 
 def test_a_change_that_is_reported_after_the_lease_has_ended_loses_no_request() -> None:
-    """The worker was silent for longer than a lease. Its next message is the update of its
+    """The worker was silent for longer than a lease lasts. Its next message is the update of its
     registration."""
     bench = Bench(expiry_s=5.0)
     worker = begun(bench)

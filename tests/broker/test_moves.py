@@ -631,8 +631,8 @@ def test_workers_that_were_silent_already_put_no_request_in_quarantine() -> None
 
 
 def test_the_silence_of_a_worker_that_registers_again_counts_against_no_request() -> None:
-    """The silent worker's process was stopped and has not died, so the request must kill three more
-    workers."""
+    """The silent worker's process was stopped and has not died, so its loss does not count. The
+    request is quarantined only after the deaths of three other processes."""
     bench = Bench()
     bench.worker("a", process=1)
     begun(bench, "a", 1)

@@ -129,8 +129,8 @@ def test_a_worker_that_drains_or_hangs_leaves_its_name(bench: Bench, state: str)
 
 
 def test_a_request_that_kills_containers_of_one_name_and_pid_is_quarantined(bench: Bench) -> None:
-    """Each container's process has pid 1. Only its random number shows that it is another process,
-    and that the earlier one has died."""
+    """Each container's process has pid 1. Only the random number of the next process shows that the
+    earlier process has died."""
     for process, peer in enumerate("abd", 1):
         register(bench, peer, process)
         if peer == "a":

@@ -50,7 +50,7 @@ def test_one_client_cannot_fill_the_queue_for_the_others() -> None:
     assert fill(bench, "greedy", 1) == []
     refused = fill(bench, "greedy", 60, first=2)
     # The queue has 70 places for requests of this priority. The client gets half of them, and each
-    # new client still gets one.
+    # new client still gets one place.
     assert refused == ["client_limit"] * 25
     for name in "bcdefghij":
         assert fill(bench, name, 1) == []
@@ -108,8 +108,8 @@ def test_shares_always_leave_room_and_never_exceed_it(
         elif fits_share(own[client], total, most):
             own[client] += 1
         assert sum(own.values()) <= most
-        # If one client has all taken places, it has left about as many places free, so a new client
-        # gets a place.
+        # If a single client has all of the taken places, about the same number of places are free,
+        # so a new client gets a place.
         if most > 13 and max(own.values()) == sum(own.values()):
             assert fits_share(own[6], sum(own.values()), most)
 

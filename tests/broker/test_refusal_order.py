@@ -1,5 +1,5 @@
-"""The reason for a refused connection, for each order in which the broker's mechanism, its refusal
-and the end of the connection may arrive."""
+"""A client gets the reason for a refused connection. The broker's security mechanism, its refusal
+and the end of the connection may arrive in any order."""
 
 from __future__ import annotations
 

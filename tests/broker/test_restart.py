@@ -319,9 +319,9 @@ def reconnect(world: World, gpu: GpuWorker) -> None:
 
 def sent_twice(world: World, gpu: GpuWorker, by_another: bool) -> None:
     """After a restart of the broker, a worker that was cut off registers again with its stream,
-    while the stream's client is not connected. The broker requests the JOURNAL, and then sends the
-    request to this worker, which handles only the first of these messages. ``by_another``: whether
-    another worker has run the stream meanwhile."""
+    while the stream's client is not connected. The broker requests the JOURNAL, and then sends
+    GENERATE to this worker. The worker has not handled the GENERATE yet. ``by_another``: whether
+    another worker has run the stream in the meantime."""
     world.kill()
     world.start()
     world.pass_time(2.0, gpu)

@@ -45,7 +45,7 @@ def bench() -> Bench:
 
 
 def hello(bench: Bench, client: str = "c", token: str = TOKEN, **more: Any) -> dict[str, Any]:
-    """A client comes from another broker and sends HELLO; returns the WELCOME."""
+    """Sends the HELLO of a client whose session began at another broker; returns the WELCOME."""
     said = {"session": token, "elsewhere": True, "capabilities": ["recover"], **more}
     [(kind, welcome)] = bench.client(client, "HELLO", said)
     assert kind == "WELCOME"
@@ -115,8 +115,8 @@ def test_a_stream_goes_on_at_the_worker_that_has_it(bench: Bench) -> None:
 
 
 def test_an_attach_that_waits_for_the_report_is_answered_from_it(bench: Bench) -> None:
-    """The client uses the form of the worker's entries, so the broker does not send the ATTACH to
-    the worker."""
+    """The client uses the encoding in which the worker reported the entries, so the broker answers
+    the ATTACH itself."""
     hello(bench, encodings=["msgpack"])
     attach(bench, 1)
     journal(bench, "a", 3)
@@ -143,8 +143,9 @@ def test_an_attach_that_comes_when_the_stream_is_there_already_is_passed_on(benc
 
 
 def test_a_client_whose_streams_another_broker_has_claimed_gets_them_back(bench: Bench) -> None:
-    """The other broker was stopped when the client came here. It claimed the streams again when the
-    workers registered there. Without a new claim, the client would wait here forever."""
+    """The other broker was stopped when the client connected to this broker. The other broker
+    claimed the streams again when the workers registered there. Without a new claim of this broker,
+    the client would wait forever."""
     hello(bench, encodings=["msgpack"])
     journal(bench, "a", 3)
     claimed(bench, "a", "b")
@@ -273,7 +274,8 @@ def test_a_session_that_comes_back_gets_what_the_workers_have_now(bench: Bench) 
     again = hello(bench, "c", welcome["session"])
     assert "streams" not in again
     assert kinds(bench, "a") == ["CLAIM"]
-    # Until the worker handles the CLAIM, it sends tokens. They are sent again after the JOURNAL.
+    # Until the worker handles the CLAIM, it sends tokens, which do not reach the client. The
+    # worker's answer to the ATTACH contains them again.
     bench.tokens("a", header, entry(2))
     assert bench.to_client("c") == []
     journal(bench, "a", 3, request=header.request, session=header.address)
@@ -286,8 +288,8 @@ def test_a_session_that_comes_back_gets_what_the_workers_have_now(bench: Bench) 
 
 
 def test_a_session_of_this_connection_is_not_claimed(bench: Bench) -> None:
-    """The session began on this connection, so it was never at another broker, whatever the HELLO
-    says."""
+    """The session began on this connection, so it was never at another broker, even if the HELLO
+    has the flag ``elsewhere``."""
     [(_, welcome)] = bench.client("c", "HELLO", {"capabilities": ["recover"]})
     bench.client("c", "GENERATE", generate(1))
     [(_, header)] = bench.to_worker("a")

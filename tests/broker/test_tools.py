@@ -132,7 +132,7 @@ def test_the_calls_of_a_lost_worker_fail(bench: ToolBench) -> None:
 def test_a_call_waits_for_the_return_of_the_last_worker_of_its_tool(
     bench: ToolBench, leaves: str
 ) -> None:
-    """The running call of the worker fails, and calls of all its tools that come later wait."""
+    """The running call of the worker fails. Later calls of all of the worker's tools wait."""
     request = bench.begun()
     if leaves == "dies":
         bench.call(request, "search", count=9)
@@ -177,7 +177,7 @@ def test_one_client_leaves_waiting_places_for_others(bench: ToolBench) -> None:
 
 
 def test_one_user_of_a_gateway_leaves_waiting_places_for_its_other_users(bench: ToolBench) -> None:
-    """The gateway may have half of the waiting places, and a user half of these."""
+    """The gateway may have half of the waiting places, and a user may have half of these."""
     request, other = bench.begun(by="ann"), bench.begun(2, by="ben")
     bench.sent += bench.broker.on_gone(Side.BACK, peer_of("t2"), bench.now)
     for count in range(1, MAX_WAITING + 1):

@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def close_calls(log: str) -> Counter[int]:
-    """The number of close calls of each seed, from the log of such a worker."""
+    """The number of close calls of each seed, from the log of a worker that ``main`` ran. In a
+    close call, the noise has changed the chosen token."""
     lines = log.splitlines()
     return Counter(int(s.rpartition(" ")[2]) for s in lines if s.startswith(CLOSE_CALL))
 

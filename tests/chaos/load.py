@@ -69,9 +69,10 @@ class Load:
         self.progress: dict[str, float] = {}
         """The time of the last entry of each running request."""
         self._streaming: dict[str, AsyncClient] = {}
-        """By name of a running bus stream: its client."""
+        """The client of each running stream of the bus, by the name of the stream's request."""
         self._cut_off: set[str] = set()
-        """Running bus streams whose client's broker has received a blow since their last entry."""
+        """Running streams of the bus that have not received an entry since the last blow to their
+        client's broker."""
 
     async def outcome(self, number: int, workload: Workload) -> Outcome:
         """Runs one request to its end."""

@@ -71,8 +71,8 @@ def outcome_of(sequences: Sequence[GeneratedSequence]) -> Outcome:
 def outcome_of_events(lines: Iterable[str]) -> Outcome:
     """The outcome of a stream of server-sent events, without its ids and times.
 
-    Chunks of a choice without log-probabilities are joined, because texts that arrive together have
-    one chunk. Chunks with log-probabilities must be equal one by one.
+    Chunks of a choice without log-probabilities are joined, because the gateway sends texts that
+    arrive together in one chunk. Chunks with log-probabilities must be equal one by one.
     """
     made = Outcome()
     choices: dict[int, list[dict[str, Any]]] = defaultdict(list)
@@ -114,7 +114,7 @@ def _likely(top: dict[int, float]) -> list[float]:
 
 
 def _numbers(value: Any) -> list[float]:
-    """Replaces the fractional numbers in a JSON value by 0.0; returns the earlier numbers."""
+    """Replaces the fractional numbers in a JSON value by 0.0; returns the replaced numbers."""
     found: list[float] = []
     pairs = list(value.items() if isinstance(value, dict) else enumerate(value or []))
     for key, inner in pairs:

@@ -44,7 +44,7 @@ SETTINGS: dict[str, object] = {
 
 
 GUESTS = ("guest", "zygote")
-"""The kinds of processes that are not restarted here, but by their controller worker."""
+"""The kinds of guest processes. A controller worker restarts them, not this module."""
 
 
 class Slot:
@@ -184,7 +184,7 @@ class System:
         return [slot for slot in self.slots if slot.kind == kind]
 
     def name_of(self, worker: str) -> str:
-        """The slot of a worker, from its name at the broker, which ends with the process id."""
+        """The slot of a worker. The worker's name at the broker ends with its process id."""
         pid = int(worker.rpartition("-")[2])
         return next((slot.name for slot in self.slots if pid in slot.pids), worker)
 

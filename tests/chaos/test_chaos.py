@@ -15,12 +15,12 @@ from .system import running
 pytestmark = pytest.mark.process
 
 SEED = 55
-"""A seed whose first blows hit every kind of process, including a broker and workers of all
-roles."""
+"""A seed with which the first signals hit every kind of process, including a broker and workers of
+all roles."""
 BLOWS = 12
 SECONDS = 60.0
-"""Seconds with blows. A busy machine has fewer blows, because each blow waits until all streams
-have continued."""
+"""Duration of the run with signals, in seconds. On a busy machine fewer signals are sent, because
+each signal waits until all streams have continued."""
 
 
 @pytest.mark.timeout(1800)

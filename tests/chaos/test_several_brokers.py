@@ -14,10 +14,10 @@ from .system import running
 pytestmark = pytest.mark.process
 
 SEED = 3
-"""A seed whose blows hit both brokers."""
+"""A seed with which both brokers are killed."""
 BLOWS = 3
 EVERY_S = 4.0
-"""Seconds between blows. A broker starts in less time on most machines, so that one broker always
+"""Seconds between two kills. On most machines, a broker restarts in less time, so one broker always
 runs."""
 REQUESTS = "^(greedy|sampled|several|buffer|score|regex|best_of-1|backtrack|barrier|tree) [01]$"
 """Pattern of the names of plain, constrained, controlled and forked requests."""

@@ -1,7 +1,7 @@
 """Requests of every kind, at least one hundred in all. Their outcomes do not depend on races.
 
-The requests avoid events that would depend on a race: the order of appends to a variable, the
-number of attempts of a compare-and-set, and the number of times that a suspended sequence is woken.
+The outcome must not depend on the order of appends to a variable, on the number of attempts of a
+compare-and-set, or on the number of times that a suspended sequence is woken.
 
 The last bits of logits depend on the shape of the batch, and could decide between two equally
 likely tokens. The requests avoid such places (``close_calls.py``).
@@ -21,8 +21,8 @@ from ..workers.controller.wasm.aici_guests import compile_rust, puppet
 from ..workers.controller.wasm.guests import SDK, compile_guest
 
 VARIANTS: dict[str, int] = {}
-"""By request, if its tokens would depend on the last bits: a number that changes the prompt and the
-seed."""
+"""For requests whose tokens would depend on the last bits of logits: a number that changes the
+prompt and the seed."""
 
 Door = Literal["bus", "score", "completions", "chat"]
 GUESTS = Path(__file__).parent / "guests"
@@ -96,7 +96,8 @@ def modules() -> dict[str, bytes]:
     try:
         found["rust"] = compile_rust("choice")
     except pytest.skip.Exception:
-        # Without Rust for WASI, this module is left out. The puppet has the same interface.
+        # Without Rust for WASI, this module is left out. The module ``puppet`` has the same
+        # interface.
         found["rust"] = b""
     return {tag: wasm for tag, wasm in found.items() if wasm}
 

@@ -26,7 +26,7 @@ STEP = st.tuples(
     st.sampled_from([KEYS, KEYS, KEYS[2:], KEYS[1::2]]),
     st.sampled_from([None, None, None, 0, 1]),
 )
-"""A TOKEN message: the sequences that get a token, and the call whose tokens have text, or None."""
+"""A TOKEN message: the sequences that get a token, and the call whose tokens have text, if any."""
 OTHER = st.tuples(
     st.sampled_from(["end", "lost", "resume", "resume", "cancel", "time", "fail"]),
     st.integers(0, CALLS - 1),
@@ -43,7 +43,7 @@ STORIES: list[list[tuple[str, Any, Any]]] = [
     [ALL, ALL, ("fail", 1, 0), ALL, ("time", 0, 3), ALL, ALL, ALL, ("end", 1, 0)],
     [ALL, ALL, ("step", KEYS, 1), ALL, ("time", 0, 2), ("resume", 0, 0), ALL, ("end", 1, 0), ALL],
 ]
-"""Stories that have failed in the past, or that test special cases."""
+"""Sequences of events that have failed in the past, or that test special cases."""
 
 
 def test_the_same_events_in_these_stories() -> None:
@@ -83,7 +83,7 @@ def test_columns_that_are_not_valid_are_dropped() -> None:
     assert len(world.events[0]) == 1
 
 
-# --- what a stream makes of rows ------------------------------------------------------------------
+# --- rows as entries of a stream ------------------------------------------------------------------
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.booleans()), max_size=30))
@@ -149,7 +149,7 @@ def test_a_blocking_stream_that_is_read_to_its_end_shows_how_far_it_is() -> None
     found: list[Any] = []
     reader = threading.Thread(target=lambda: found.extend(stream.wait()))
     reader.start()
-    while not stream._to_end:  # Until the other thread waits in ``stream.wait()``.
+    while not stream._to_end:  # Wait until the other thread is in ``stream.wait()``.
         pass
     arrive(call, 0, 3)
     assert stream.sequences[0].tokens == [0, 1, 2]

@@ -34,7 +34,7 @@ def test_a_module_is_uploaded_named_and_run_from_the_command_line(
     steered: Bus, tmp_path: Path
 ) -> None:
     file = tmp_path / "logs.wasm"
-    file.write_bytes(LOGS + b"\0\2\1x")  # An empty custom section makes it another module.
+    file.write_bytes(LOGS + b"\0\2\1x")  # An empty custom section changes the hash.
     done = tokenbus(steered, "upload", str(file), "--tag", "cli")
     module = done.stdout.split()[0]
     assert (done.returncode, done.stderr, len(module)) == (0, "", 64)

@@ -42,8 +42,8 @@ tb_answer tb_post_process(const uint32_t *tokens, uint32_t n, uint32_t backtrack
     return tb_go_on();
 }
 """
-"""A program that receives no input. After each input, it may be woken for more than a minute before
-it ends with `deadlock`."""
+"""A program that suspends and receives no input. It ends with `deadlock` when no input has arrived
+for more than a minute."""
 FIRST = b"""
 async def main(ctx):
     i = await ctx.fork(2)
@@ -179,7 +179,7 @@ def test_a_script_that_sends_something_else_than_text_fails(client: Client) -> N
         client.generate("Hello.", controller=stored.module).wait()
 
 
-# --- the doors ------------------------------------------------------------------------------------
+# --- the interfaces -------------------------------------------------------------------------------
 
 
 class Run:

@@ -94,8 +94,8 @@ class LocalPod:
         return path
 
     def _places(self, container: Object) -> dict[str, Path]:
-        """The folders of a container's mounts, by path in the container. A mount within another one
-        is a link in the folder of the other."""
+        """The folders of a container's mounts, by path in the container. If a mount is inside
+        another mount, the outer mount's folder has a link to the inner mount's folder."""
         places = {m["mountPath"]: self._volume(m["name"]) for m in container["volumeMounts"]}
         for path, place in places.items():
             parent, _, name = path.rpartition("/")

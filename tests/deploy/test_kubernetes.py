@@ -207,7 +207,7 @@ def test_services_budgets_and_policies_select_the_pods_that_they_are_for(overlay
         spec, component = found["spec"], found["metadata"]["labels"].get(COMPONENT)
         selector = spec.get("podSelector", spec.get("selector"))
         if found["kind"] != "Service":
-            if component is None:  # The object for all workers.
+            if component is None:  # This object selects all workers.
                 (expression,) = selector["matchExpressions"]
                 assert set(expression["values"]) == set(templates) - {"broker", "gateway"}
                 continue

@@ -26,8 +26,8 @@ PATIENCE_S = 300.0
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A folder of keys, and a folder with a tenant's key, which is also for the file of API
-    keys."""
+    """A folder of keys, and a folder with a tenant's key. The second folder will also have the file
+    of API keys."""
     folder = tmp_path_factory.mktemp("keys")
     keys, http = folder / "keys", folder / "http"
     http.mkdir()

@@ -3,7 +3,8 @@
 libFuzzer (atheris) makes the inputs, and keeps those that reach new code. The function ``corpus``
 of a target makes the first corpus. The corpus grows in ``build/fuzz/TARGET``, where failing inputs
 are written too. At intervals and at the end, a line of JSON reports the number of inputs and their
-rate. It also has the peak size of the process, and its growth since the first tenth of the inputs.
+rate. The line also has the peak memory of the process, and the growth of its memory since the first
+tenth of the inputs.
 With ``--fast``, inputs are mutations of the first corpus and of the grown corpus, and the code is
 not instrumented.
 """

@@ -47,7 +47,8 @@ def test_a_key_that_is_not_base64_is_no_internal_error(password: bytes) -> None:
 
 
 def test_a_connection_is_one_worker_whatever_names_it_registers_with() -> None:
-    """Before the fix, the lease of the first worker never ended, and its streams waited forever."""
+    """Before the fix, the second REGISTER added a worker. The first worker's lease never ended, and
+    its streams waited forever."""
     bench = Bench()
     bench.worker("a")
     register = {"role": "gpu", "version": 1, "pid": 1, "host": "h", "capacity": 2}

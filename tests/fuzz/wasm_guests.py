@@ -42,9 +42,9 @@ VOCABULARY = TokenizerVocabulary.from_tokens([*(bytes([i]) for i in range(256)),
 SCRIPT = 4096
 """The address of the script in the guest's memory."""
 RECORD = 36
-"""Bytes of a record of the script: the number of a function, and eight arguments."""
+"""Size of a record of the script in bytes: the number of a function, and eight arguments."""
 RESULTS = 256
-"""The address at which the guest's functions find their results."""
+"""The address from which the guest's exports load the values that they return."""
 BLOCK = 512
 """The address of the call block of the native ABI. Texts in JSON follow this block."""
 MAX_CALLS = 24

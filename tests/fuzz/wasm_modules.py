@@ -1,4 +1,4 @@
-"""Uploaded modules as a fuzz target: they are read, examined, and rewritten as before
+"""Uploaded modules as a fuzz target: the worker's code reads, examines and rewrites them, as before
 compilation."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PARTS = (
 
 
 def modules() -> Iterator[bytes]:
-    """Modules of each ABI, each with one of ``_PARTS``, an empty module, and bytes that are not a
+    """A module for each ABI and each of ``_PARTS``, an empty module, and bytes that are not a
     module."""
     for abi in ("native", "aici"):
         calls = "".join(

@@ -1,4 +1,4 @@
-"""A small Earley recognizer and canonical LR(1), with which the compiled tables are compared.
+"""An Earley recognizer and a test for LR(1), with which tests compare the compiled tables.
 
 Both follow the textbook, and share no code with the compiler of grammars.
 """

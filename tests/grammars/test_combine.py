@@ -1,6 +1,6 @@
 """A combination of automata accepts exactly the texts that its parts form.
 
-Its table is the table of the equivalent pattern.
+Its table equals the table of the pattern that accepts the same texts.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def test_a_text_that_stops_is_of_the_part_and_ends_with_its_first_stop(
     try:
         automaton = stop_at(compile_regex(pattern), stop)
     except CombinationError:
-        # The only possible error is that no text of the part ends with its first stop.
+        # The only possible error: no text of the part has its first stop at its end.
         assert not wanted
         return
     assert taken(automaton) == wanted

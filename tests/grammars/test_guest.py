@@ -1,4 +1,4 @@
-"""The compiled guest engine."""
+"""If the grammar backend is not compiled, the error names the command that compiles it."""
 
 from __future__ import annotations
 

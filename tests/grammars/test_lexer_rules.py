@@ -220,7 +220,7 @@ def test_a_wrong_lexer_directive_is_refused(text: str, column: int, message: str
     assert (caught.value.message, caught.value.column) == (message, column)
 
 
-# --- a grammar of C as AICI's are written ---------------------------------------------------------
+# --- a C grammar in the style of AICI -------------------------------------------------------------
 
 
 def test_a_grammar_of_c_that_needs_both_rules_takes_a_c_file() -> None:

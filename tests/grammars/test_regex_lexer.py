@@ -1,5 +1,5 @@
-"""A lexer's automaton has, for each text, the lexemes that match, the preferred lexeme, and the
-lexemes that the text or a continuation of it can become."""
+"""After each text, a lexer's automaton reports the lexemes that match, the preferred lexeme, and
+the lexemes that the text or a continuation of the text can become."""
 
 from __future__ import annotations
 

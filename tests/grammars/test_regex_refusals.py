@@ -103,7 +103,7 @@ EXPLOSIONS = [
 @pytest.mark.parametrize(("pattern", "part", "position"), EXPLOSIONS)
 def test_what_grows_too_large_is_named(pattern: str, part: str, position: int) -> None:
     with pytest.raises(RegexError) as error:
-        compile_regex(pattern, max_seconds=600)  # The limit on states applies before this limit.
+        compile_regex(pattern, max_seconds=600)  # The limit on states is reached sooner.
     assert part in error.value.message
     assert error.value.position == position
 

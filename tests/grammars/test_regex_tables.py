@@ -1,4 +1,4 @@
-"""The table of a pattern has as few states as possible, and reading a binary form checks it."""
+"""The table of a pattern has as few states as possible, and the reader of tables checks them."""
 
 from __future__ import annotations
 

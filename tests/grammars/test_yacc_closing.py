@@ -1,5 +1,5 @@
-"""The rests of a parser state are the terminals that complete its unfinished rules at the lowest
-cost."""
+"""For each parser state, ``rests`` has the terminals that complete the state's unfinished rules at
+the lowest cost."""
 
 from __future__ import annotations
 

@@ -109,7 +109,8 @@ def test_a_grammar_with_too_large_tables_is_refused() -> None:
 
 
 def test_a_grammar_whose_states_explode_is_refused() -> None:
-    # Only the last lexeme shows which way was taken, so a state has the set of all possible ways.
+    # Only the last lexeme shows which rule `w0`, `w1`, … the text follows. So a state contains the
+    # set of all rules that are still possible.
     ways = 40
     rules = [f"s: {' | '.join(f'w{i}' for i in range(ways))};"]
     for i in range(ways):

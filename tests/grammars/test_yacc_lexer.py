@@ -116,8 +116,8 @@ def test_keywords_go_before_regexes_wherever_they_stand() -> None:
 
 
 def test_the_longest_match_goes_back_one_byte_and_no_further() -> None:
-    # AICI's lexer goes back at most one byte. In `1..`, it is dead only after the second dot, and
-    # `1` ends two bytes before.
+    # AICI's lexer goes back at most one byte. In `1..`, only the second dot shows that the number
+    # has no fraction. The number `1` ends two bytes earlier.
     grammar = compile_grammar(r'%start s %% s: N | N ".." N; N: "/[0-9]+(\.[0-9]+)?/";').grammar
     assert check_text(grammar, b"1.5..2") is None
     refusal = check_text(grammar, b"1..2")

@@ -32,7 +32,7 @@ def splice(drop: int, *tokens: int, count: int | None = None) -> str:
 
 
 def answer(name: str, tries: str, says: str, **calls: str) -> Attack:
-    """An attack by an answer that the host refuses with a text that matches ``says``."""
+    """An attack by an answer that the host refuses. The error must match ``says``."""
     return Attack(name, tries, fails(says), partial(guest, **calls))
 
 

@@ -22,7 +22,7 @@ from .attack import ENDS, TIMEOUT, Attack, Expected, fails, refused
 PAGE = 4096
 WHOLE = 64 * 1024 * 1024
 FORK = "(if (i32.eq (global.get $round) (i32.const 1)) (then {} (return (i32.const 3))))"
-"""Code that forks in the first round, after the code in place of ``{}``."""
+"""Code that forks in the first round. ``{}`` is replaced by code that runs before the fork."""
 
 
 def touch(first: str, step: str) -> str:

@@ -25,7 +25,7 @@ from .binary import MARKER, repeated
 MANY = 4
 """Number of requests of an attack that sends several requests at the same time."""
 WHOLE = 64 * 1024 * 1024
-"""Bytes of the largest memory of a guest."""
+"""Maximum size of a guest's memory in bytes."""
 FILL = f"(memory.fill (i32.const 65536) (i32.const 1) (i32.const {WHOLE - 65536}))"
 COPY = f"(memory.copy (i32.const 65536) (i32.const 65537) (i32.const {WHOLE - 65537}))"
 TOKENIZE = "(drop {})".format(call("tokenize", 65_536, 1_048_576, 0, 0))

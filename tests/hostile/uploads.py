@@ -61,7 +61,7 @@ def exports(count: int) -> str:
 
 
 def upload(name: str, tries: str, says: str, wasm: object, *codes: str) -> Attack:
-    """An attack by a module whose upload is refused with a text that matches ``says``."""
+    """An attack by a module whose upload is refused. The error must match ``says``."""
     made = wasm if callable(wasm) else lambda: wasm
     return Attack(name, tries, refused(says, *codes), made)  # type: ignore[arg-type]
 

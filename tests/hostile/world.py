@@ -141,7 +141,7 @@ class HostileWorld:
         return outcomes[0]
 
     def problems(self) -> list[str]:
-        """The harm that the attacks so far have done to others."""
+        """The harm that the attacks have done so far: ended processes, open descriptors, memory."""
         found = []
         for pid in self._others - self.processes():
             log = (self.bus.folder / "controller.log").read_text().splitlines()

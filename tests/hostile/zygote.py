@@ -1,4 +1,4 @@
-"""The zygote of guest processes that can be taken over: see ``takeovers.py``."""
+"""The zygote, which forks guest processes that can be taken over: see ``takeovers.py``."""
 
 from __future__ import annotations
 

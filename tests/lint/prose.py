@@ -84,7 +84,7 @@ def of_docstring(text: str) -> list[str]:
 
 
 def docstrings(source: str) -> list[str]:
-    """Every string that is a statement: of modules, classes, functions and attributes."""
+    """Every string that is a statement: docstrings of modules, classes, functions, attributes."""
     return [
         node.value.value
         for node in ast.walk(ast.parse(source))

@@ -9,8 +9,9 @@ has a wrong, missing or repeated token, or ends twice or never. A run also fails
 tables disagree (``tests/broker/invariants.py``), or if a table still has an ended stream.
 
 Two reductions shorten the search, which remains exhaustive. A failure of a worker or of the client
-has the same effect after each turn of other processes, so it is tried only once between two turns
-of this process. Failures of different processes at the same turn are tried in one order only.
+has the same effect before and after the turns of other processes. So the search tries it only once
+between two turns of the failing process. Failures of different processes at the same turn are tried
+in one order only.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ class Run:
 
     def _turns_of(self, process: str) -> Iterator[None]:
         """Handles one message from the process to each broker, then one message from each broker to
-        the process, then one step of a worker; yields after each."""
+        the process, then one step of a worker; yields after each of these."""
         one: Client | Worker
         one = self._client if process == "client" else self._workers[int(process)]
         if isinstance(one, Worker) and one.gone:

@@ -118,7 +118,7 @@ def test_a_stream_that_a_worker_has_lost_meanwhile_is_continued_from_what_was_ro
     run(world, 1.0)
     worker.pipe.cut = True
     run(world, 20.0)
-    # The worker is between its REGISTER and the broker's answer.
+    # The worker has reported the stream in its REGISTER, but has dropped the stream meanwhile.
     [(number, stream)] = worker.streams.items()
     worker._registration()
     worker.streams.clear()

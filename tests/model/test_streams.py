@@ -18,7 +18,7 @@ from .world import World
 STEPS = 40
 SETTINGS = {"session_grace_s": 30.0, "move_wait_s": 1e6, "recover_s": 8.0}
 LOST = st.integers(0, 3)
-"""Number of messages that a connection loses when it ends: the last ones."""
+"""Number of the last messages of a connection that are lost when the connection ends."""
 INDEX = st.integers(0, 7)
 
 

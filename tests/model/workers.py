@@ -117,7 +117,7 @@ class Stream:
 
     @property
     def form(self) -> int:
-        """The form of bodies that the stream's client uses."""
+        """The flags in the header that give the encoding of bodies for the stream's client."""
         return self.header.flags & FORM
 
 
@@ -296,7 +296,7 @@ class GpuWorker(Worker):
         self._begin(message)
 
     def _claim(self, session: int, link: int) -> None:
-        """Handles a CLAIM: the client of a session has come to the broker of this link."""
+        """Handles a CLAIM: the client of a session has connected to the broker of this link."""
         released: dict[int, list[int]] = {}
         for number, stream in self._reported().items():
             if stream.header.address != session:

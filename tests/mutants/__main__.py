@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = ("tests/broker", "tests/model")
 """The folders whose tests run. Tests that start processes are left out."""
 LEFT_OUT = "tests/broker/test_lifecycle.py::test_the_docs_have_the_diagram_of_the_table"
-"""This test fails after any change of the table, whether or not the change is a fault."""
+"""This test fails after any change of the transitions, whether or not the change is a fault."""
 TIMEOUT_S = 900
 _RUN = """
 import sys

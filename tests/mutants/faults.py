@@ -1,5 +1,5 @@
 """The seeded faults. Each changes one place in the life cycle of requests, in the journal and the
-kept ends, or in the rules that decide which worker has a stream."""
+stored ends of streams, or in the rules that decide which worker has a stream."""
 
 from __future__ import annotations
 

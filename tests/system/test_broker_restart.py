@@ -70,8 +70,8 @@ class Download:
         self._thread.start()
 
     def content(self) -> tuple[str, list[str], list[str]]:
-        """The completion's text, joined because its division into events depends on time; its
-        finish reasons; and the data of all events without choices."""
+        """The completion's text, its finish reasons, and the data of all events without choices.
+        The text is joined, because its division into events depends on time."""
         self._thread.join(300.0)
         text, reasons, others = "", [], []
         for line in self._lines:
@@ -99,7 +99,7 @@ class Download:
 
 
 def begin(client: Client, seed: int) -> list[Stream]:
-    """A stream of each kind."""
+    """Begins a stream of each kind."""
     return [
         client.generate(f"import {kind}", seed=seed, retry_s=0, **options)
         for kind, options in KINDS.items()

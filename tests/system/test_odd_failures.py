@@ -179,8 +179,8 @@ def test_a_broker_that_stands_still_loses_nothing(system: System) -> None:
 def test_a_deleted_run_directory_is_made_again(system: System) -> None:
     folder = system.bus.folder
     with system.undisturbed():
-        # The folder is renamed first, because the processes make its parts again while it is
-        # deleted.
+        # The folder is renamed before it is deleted, because the processes create missing files
+        # again.
         gone = folder.with_name(folder.name + "-gone")
         folder.rename(gone)
         shutil.rmtree(gone)

@@ -94,7 +94,7 @@ def test_a_system_without_controller_workers_refuses_requests_that_need_one_and_
     ) as process:
         os.close(theirs)
         down: subprocess.Popen[bytes] | None = None
-        with suppress(OSError):  # The terminal has no writer any more.
+        with suppress(OSError):  # Reading fails when all writers have ended.
             while written := os.read(ours, 65536):
                 output += written
                 if down is None and b"try:" in output:

@@ -1,4 +1,4 @@
-"""The file by which probes see that a process works: who touches it, when, and its content."""
+"""A process writes and touches a file by which probes see that the process works."""
 
 from __future__ import annotations
 

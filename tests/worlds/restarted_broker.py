@@ -76,8 +76,8 @@ class GpuWorker(Peer):
         super().__init__(world, name, Side.BACK)
         self.role = role
         self.drops = True
-        """Whether the worker drops requests and answers CLAIMs when the broker requests it. A busy
-        worker does so later."""
+        """Whether the worker immediately drops requests and answers CLAIMs as the broker requests.
+        A busy worker does so later."""
         self.running: dict[int, Running] = {}
         self.lease = Lease(self._registration, lambda _: Heartbeat(), world.now)
         self.out = self.lease.connected(world.now)

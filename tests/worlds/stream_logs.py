@@ -25,7 +25,7 @@ class World:
         self.json = [self.rng.random() < 0.5 for _ in range(sessions)]
         self.wanted: dict[int, list[Token]] = {}
         self.live: dict[tuple[int, int], int] = {}
-        """By index of the session and stream: the request of the live stream."""
+        """The request of each live stream, by the session's index and the stream's id."""
 
     def turn(self, request: int) -> None:
         """Runs one random event."""

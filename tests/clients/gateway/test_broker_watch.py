@@ -1,6 +1,6 @@
-"""Before a gateway forwards a WebSocket's messages, it has a session that watches its broker.
+"""Before a gateway forwards a WebSocket's messages, it opens a session that watches the broker.
 
-A socket of the test takes the place of the broker.
+In the tests, a ROUTER socket replaces the broker.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BOUND_S = 120.0
 
 
 class Broker:
-    """A ROUTER socket in place of a broker. The test reads its messages and sends the answers."""
+    """A ROUTER socket that replaces a broker. The test reads the messages and sends the answers."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.socket = context.socket(zmq.ROUTER)

@@ -70,7 +70,8 @@ def test_an_answer_has_the_call_and_continues_with_the_result(api: openai.OpenAI
 
 
 def test_the_next_request_has_the_prompt_of_the_last_turn(api: openai.OpenAI) -> None:
-    """The conversation, sent again or continued by its id, is rendered as between the turns."""
+    """The prompt of a conversation has the same tokens if the gateway continues with a second turn,
+    if the client sends the conversation again, and if the client continues it by its id."""
     given = {"extra_body": {"max_tool_turns": 1}, "tool_choice": named("chat_numbers")}
     answer = asked(api, "chat_numbers", **given)
     assert answer.incomplete_details.reason == "max_tool_turns"

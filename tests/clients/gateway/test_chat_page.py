@@ -508,7 +508,7 @@ def test_an_answer_opens_in_the_console_with_the_same_tokens(
     console = opening.value
     expect(console.locator("#progress")).to_contain_text("finished: 12 tokens")
     expect(console.locator("#prompt")).to_have_value(re.compile(r"User: def add"))
-    # The console shows a sign for each newline.
+    # The console shows the sign \u21b5 for each newline.
     text = (console.locator("#sequences .text").text_content() or "").replace("\u21b5", "")
     assert shown.strip() in text
     assert chat.problems == []

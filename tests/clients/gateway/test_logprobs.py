@@ -28,7 +28,7 @@ SEQUENCE = GeneratedSequence(
 
 
 class Model:
-    """A model whose tokens have their numbers as texts."""
+    """A model in which the text of each token is its token id in decimal."""
 
     def text_of(self, token: int) -> str:
         return str(token)

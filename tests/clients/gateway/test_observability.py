@@ -171,7 +171,7 @@ def test_the_scrape_has_the_format_that_is_asked_for(door: Gateway) -> None:
 
 def test_a_status_without_metrics_carries_none(observed: Bus) -> None:
     with observed.client() as client:
-        # A worker's first heartbeat has its metrics.
+        # A worker sends metrics in its heartbeats.
         until(lambda: any(w.metrics for w in client.status(metrics=True).workers), 300.0, "metrics")
         plain: Status = client.status()
     assert not any(worker.metrics for worker in plain.workers)

@@ -402,7 +402,7 @@ def test_a_client_that_leaves_cancels_its_generation(
 
 
 def request(gateway: Gateway, body: dict[str, Any]) -> socket.socket:
-    """A new connection. ``body`` was sent to ``/v1/completions``, and no answer was read."""
+    """Opens a connection, and sends ``body`` to ``/v1/completions``. Does not read the answer."""
     host, _, port = gateway.url.removeprefix("http://").rpartition(":")
     connection = socket.create_connection((host, int(port)), timeout=300)
     data = json.dumps(body).encode()

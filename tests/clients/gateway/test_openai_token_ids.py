@@ -1,4 +1,4 @@
-"""Token ids, both kinds of log-probabilities, candidates and spans in the OpenAI interface."""
+"""The OpenAI interface reports token ids, both kinds of log-probabilities, candidates and spans."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def wanted(client: Client, prompt: list[int], **options: Any) -> list[GeneratedS
 
 
 def check(choice: dict[str, Any], sequence: GeneratedSequence) -> None:
-    """Fails if the tokens or the reports of a choice differ from those of a sequence."""
+    """Fails if the tokens or the additional fields of a choice differ from those of a sequence."""
     assert choice["token_ids"] == sequence.tokens
     assert choice["processed_logprobs"] == sequence.processed_logprobs
     assert choice["kept"] == sequence.kept

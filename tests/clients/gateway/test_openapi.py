@@ -44,7 +44,7 @@ FEW = {
 }
 """Maximum values of fields that cost time. Other tests check large values."""
 REST = -1
-"""As a maximum number of tokens, this value stands for the rest of the context."""
+"""The maximum number of tokens that means the rest of the context."""
 
 LIMITS = {
     "/v1/chat/completions": "max_tokens",
@@ -70,7 +70,7 @@ CONTRADICTORY = {
     "chat_template",
     "continue_final_message",
 }
-"""Fields that are refused with most values, or together with others."""
+"""Fields that are refused with most values, or in combination with other fields."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The gateway arranges messages of agents for templates that refuse the order of the messages."""
+"""If a chat template refuses the order of an agent's messages, the gateway rearranges them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def turn(role: Any, text: str) -> Turn:
 
 
 def rendered(template: str, turns: list[Turn]) -> list[str]:
-    """The renderings of the arrangements that the template accepts."""
+    """Renders all arrangements of the turns. Leaves out those that the template refuses."""
     found = []
     for arranged in arrangements(turns):
         try:

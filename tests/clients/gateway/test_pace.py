@@ -1,6 +1,6 @@
 """Clients that disconnect in the middle of a stream or stop reading it do not delay other clients.
 
-A stepped GPU worker sends the tokens, so that the tests determine their order.
+The GPU worker sends a token only when a test calls ``step``, so that the order of events is known.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Request:
 
     @cached_property
     def answer(self) -> HTTPResponse:
-        """The answer. The first access waits until it has begun."""
+        """The HTTP response. The first access waits for its status and headers."""
         return self._connection.getresponse()
 
     def events(self) -> Iterator[Any]:
@@ -170,7 +170,7 @@ def test_a_client_that_does_not_read_ends_its_own_stream_and_delays_no_other(
     other.leave()
 
 
-# --- too many of them -----------------------------------------------------------------------------
+# --- too many clients -----------------------------------------------------------------------------
 
 
 def test_beyond_the_most_connections_only_probes_are_answered(

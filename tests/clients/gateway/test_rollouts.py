@@ -43,11 +43,11 @@ async def main(ctx):
     await ctx.receive()
     await ctx.gen()
 """
-"""A program whose sequences wait for an input at the position that its argument names."""
+"""A program whose argument is a number of tokens, after which each sequence waits for an input."""
 
 
 class Trainer:
-    """A bus with two workers, and two gateways whose users may be the operator."""
+    """A bus with two GPU workers, and two gateways that accept the operator's requests."""
 
     def __init__(self, bus: Bus, folder: Path) -> None:
         self.bus = bus
@@ -61,7 +61,7 @@ class Trainer:
         """A gateway with two API keys of one holder: an ordinary key and an operator's key."""
 
     def weights(self, seed: int) -> str:
-        """The path of a folder with other weights. The workers may read this folder."""
+        """Writes other weights to a folder that the workers may read; returns the folder's path."""
         return write_embedded(self.folder / "weights" / str(seed), seed)
 
     @property

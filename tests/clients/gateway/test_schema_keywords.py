@@ -39,7 +39,7 @@ PLACES = {
 NAMES: dict[str, Any] = {**PLACES, "propertyNames": {"minLength": 3}}
 """Masks enforce ``propertyNames``."""
 OTHER: dict[str, Any] = {**PLACES, "not": {"patternProperties": {"^p": {"const": "Rome"}}}}
-"""Masks do not enforce this ``not``; the only value that they allow matches the schema."""
+"""Masks do not enforce ``not``. The only value that the masks allow matches the schema."""
 NEVER: dict[str, Any] = {**PLACES, "not": {"patternProperties": {"^p": {"const": "Bern"}}}}
 """The only value that the masks allow does not match the schema."""
 
@@ -117,7 +117,7 @@ def test_the_process_does_not_keep_the_patterns_of_its_clients() -> None:
 
 
 def test_references_to_other_places_are_not_opened(tmp_path: Path) -> None:
-    """A file takes the place of a URL, because by default jsonschema opens both."""
+    """The reference is to a file instead of a URL. By default, jsonschema opens both."""
     path = tmp_path / "schema.json"
     path.write_text('{"type": "integer"}')
     schema = {"not": {"$ref": path.as_uri()}}

@@ -1,4 +1,4 @@
-"""``/v1/models`` lists models whose tokenizer cannot be read, and further names of a model."""
+"""``/v1/models`` lists models whose tokenizer cannot be read, and additional names of models."""
 
 from __future__ import annotations
 

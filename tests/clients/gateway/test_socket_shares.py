@@ -1,4 +1,7 @@
-"""A WebSocket has the share, turns and priorities of its user. It cannot choose the user."""
+"""Limits, turns and priorities of a user also apply to the user's WebSockets.
+
+The gateway identifies the user. A client cannot choose another user.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ def post(
 
 
 def refusal(ws: ClientConnection) -> dict[str, Any]:
-    """The next error, in the form for a client that has not sent HELLO."""
+    """The next error, as a client receives it that has not sent HELLO: a list with one entry."""
     [entry] = json.loads(str(ws.recv(WAIT_S)).partition(" ")[2])
     assert isinstance(entry, dict)
     return entry

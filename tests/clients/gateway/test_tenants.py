@@ -26,7 +26,7 @@ WAIT_S = 120.0
 def tenants(
     processes: None, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[tuple[Gateway, Worker, dict[str, tuple[str, str]]]]:
-    """A gateway, a controller worker, and the API key and the tenant's public key of each name.
+    """A gateway, a controller worker, and for each name an API key and its tenant's public key.
 
     The names ``own``, ``trainer`` and ``operator`` have the gateway's public key.
     """

@@ -1,6 +1,7 @@
-"""uvicorn still has the internals that the gateway overrides or uses, although they may change.
+"""The installed uvicorn has the internals that the gateway overrides or uses.
 
-If a release changes one of them, check the gateway's code before pyproject.toml allows the release.
+A release of uvicorn may change them. Then check the gateway's code before pyproject.toml allows
+the release.
 """
 
 from __future__ import annotations

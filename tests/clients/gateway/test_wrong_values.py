@@ -76,8 +76,8 @@ def test_a_wrong_value_is_refused_with_the_valid_values(
 
 
 def test_a_wrong_text_is_not_read_as_the_path_of_the_value() -> None:
-    # Formerly, this text was read as a path. Each step took some microseconds, so a body of 16 MiB
-    # took half a minute.
+    # An earlier version read this text as a path. Each name in the path took some microseconds, so
+    # a body of 16 MiB took half a minute.
     text = f" - at `$.{'a.' * 250_000}a`"
     body = {"messages": [{"role": text, "content": "x"}]}
     with pytest.raises(ApiError) as caught:

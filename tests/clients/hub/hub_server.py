@@ -24,11 +24,11 @@ class Repository:
     commits: dict[str, Mapping[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
     token: str = ""
-    """The token that may read the model; empty for a public model."""
+    """The access token that requests for the model must have; empty for a public model."""
     is_gated: bool = False
     """Whether only the list of files is public."""
     claimed_sizes: dict[str, int] = field(default_factory=dict)
-    """Sizes of files that the hub claims."""
+    """File sizes that the hub reports instead of the real sizes."""
 
     def publish(self, files: Mapping[str, bytes], branch: str = "main") -> str:
         """Adds a commit with these files; returns its hash."""
@@ -54,7 +54,7 @@ class HubServer:
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.cuts: dict[str, int] = {}
-        """By file: the number of bytes after which the next download of the file is cut."""
+        """For each file: the number of bytes after which the file's next download is cut."""
         self.broken: set[str] = set()
         """Files whose downloads fail."""
         self.requests: list[Asked] = []
@@ -116,7 +116,7 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
             elif file is not None:
                 self._file(repository, commit, file[3])
-            elif match[2] == "tree" and match[4]:  # a folder; the models here have no such folders
+            elif match[2] == "tree" and match[4]:  # Models of this hub have no folders.
                 self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
             elif match[2] == "tree":
                 self._json(

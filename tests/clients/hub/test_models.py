@@ -31,7 +31,7 @@ POOLING = json.dumps({"pooling_mode_mean_tokens": True}).encode()
 
 @pytest.fixture
 def away() -> list[str]:
-    """The flags of a command that finds no running system."""
+    """Flags with which a command does not find a running system."""
     return ["--front", f"tcp://127.0.0.1:{free_port()}"]
 
 
@@ -46,7 +46,7 @@ def two(hub: HubServer, cache: Path) -> tuple[str, str]:
 
 
 def listed(capsys: pytest.CaptureFixture[str], flags: list[str]) -> dict[str, dict[str, Any]]:
-    """The lines of ``tokenbus models``, by the commits and the names of models."""
+    """The lines of ``tokenbus models --json``, by commit, or by name if a model has no commit."""
     capsys.readouterr()
     assert main(["models", "--json", *flags]) == OK
     lines = json.loads(capsys.readouterr().out)

@@ -167,8 +167,8 @@ class Run:
 
 
 def says(*texts: str) -> Choose:
-    """Samples the bytes of ``texts[seq]`` one by one, and then the end. If the mask forbids this
-    token, the first allowed token is sampled."""
+    """Samples the bytes of ``texts[seq]`` one by one, and then the end. If the mask forbids the
+    next token, the first allowed token is sampled."""
     rest = [iter(text.encode()) for text in texts]
 
     def choose(seq: int, _tokens: list[int], may: set[int]) -> int:

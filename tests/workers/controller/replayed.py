@@ -42,17 +42,17 @@ class Life:
     """The mask of each sampling; None: no mask."""
     logs: str = ""
     storage: list[Any] = field(default_factory=list)
-    """``logs`` and ``storage``: the logs and writes that tokens have carried."""
+    """``logs`` and ``storage``: the logs and writes in the entries that were sent."""
     noted_logs: str = ""
     noted_storage: list[Any] = field(default_factory=list)
-    """``noted_logs`` and ``noted_storage``: the logs and writes after the last of these tokens."""
+    """``noted_logs`` and ``noted_storage``: the logs and writes that the next entry will have."""
     carried: tuple[int, int] = (0, 0)
     """The lengths of ``logs`` and ``storage`` when the last token was sampled."""
     given: tuple[int, int] = (0, 0)
     """The lengths of the logs and of the writes that the replayed controller repeats."""
     suspended: bool = False
     resume: Life | None = None
-    """The state at the resume point."""
+    """The state at the resume point: after the last sampled token or fork."""
 
     def carry(self) -> None:
         self.logs += self.noted_logs
@@ -60,8 +60,8 @@ class Life:
         self.noted_logs, self.noted_storage = "", []
 
     def mark(self) -> None:
-        """Makes the current state the resume point, without the noted logs and writes, because no
-        token has carried them."""
+        """Makes the current state the resume point. Leaves out the noted logs and writes, because
+        no entry has them yet."""
         resume = copy.deepcopy(self, {id(self.resume): None})
         resume.noted_logs, resume.noted_storage = "", []
         self.resume = resume

@@ -135,8 +135,8 @@ class Slow(Controller):
 
 
 class Gated(Controller):
-    """Makes as many decisions as the file that its argument names has bytes, and waits for more
-    bytes."""
+    """Makes one decision for each byte of the file that its argument names. Waits until the file
+    has more bytes."""
 
     def __init__(self) -> None:
         self.rounds = 0

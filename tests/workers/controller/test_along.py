@@ -1,4 +1,4 @@
-"""A copy of a controller runs along a draft, and decides for each of its tokens."""
+"""A copy of a controller makes a decision for each token of a draft."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ DRAFT = [11, 12, 13, 14]
 
 
 class Counting(Controller):
-    """Samples with a bias for the token id after that of the last token, and counts its calls of
-    mid_process."""
+    """Samples with a bias for the token whose id is one above the last token's id. Counts the calls
+    of mid_process."""
 
     takes_drafts = True
 

@@ -212,7 +212,7 @@ def _runs(pool: Pool, event: threading.Event) -> None:
 
 
 class Gates:
-    """Waits of jobs. A thread ends the waits in random order."""
+    """Lets jobs wait. A thread ends the waits in random order."""
 
     def __init__(self, seed: int) -> None:
         self._closed: list[threading.Event] = []
@@ -223,7 +223,8 @@ class Gates:
         threading.Thread(target=self._open, daemon=True).start()
 
     def wait(self) -> None:
-        """Waits as for another process. If too many jobs wait, the method returns at once."""
+        """Waits like a job that waits for another process. Returns at once if too many jobs
+        wait."""
         gate = threading.Event()
         with self._lock:
             self._closed.append(gate)
@@ -253,7 +254,8 @@ class Load:
         self._pool.submit(jobs, hands, tenant)
 
     def job(self, waits: int, slow: bool, more: str | None) -> None:
-        """``more``: the tenant for which the job submits another job."""
+        """Waits ``waits`` times. If ``slow``, takes CPU time. Submits another job for the tenant
+        ``more``."""
         for _ in range(waits):
             self._gates.wait()
         if slow:

@@ -1,5 +1,5 @@
 """A request's operations on variables are answered from a copy, in the order in which the state
-worker applies them. What depends on an operation is sent after its confirmation."""
+worker applies them. Messages that depend on an operation are sent after its confirmation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class State:
     storage: VariableStorage = field(default_factory=VariableStorage)
     sent: deque[tuple[Variable, Callable[[VariableAnswer], None]]] = field(default_factory=deque)
     waited: list[Variable] = field(default_factory=list)
-    """The operations of ``perform``."""
+    """The operations that ``perform`` has received."""
     delivers: bool = False
     """Whether ``flush`` delivers the operations."""
     flushed: bool = False
@@ -267,7 +267,7 @@ def test_a_refused_operation_raises_at_once() -> None:
 def test_an_operation_that_the_copy_cannot_do_follows_the_others(op: Op) -> None:
     state, variables, sequence = begun()
     sequence.do("set", "x", b"1")
-    state.delivers = True  # As soon as the operation waits for the others.
+    state.delivers = True  # From now on, ``flush`` delivers operations.
     sequence.do(op, "" if op == "take" else "c", b"")
     assert [operation.op for operation in state.waited] == ["set", op]
     sequence.do("set", "x", b"2")
@@ -362,7 +362,7 @@ def test_beyond_the_share_of_its_tenant_each_operation_waits_for_its_confirmatio
     variables = RequestVariables(state, unconfirmed=shares.of("ann"))
     sequence = Sequence(variables)
     sequence.do("get", "x")
-    for _ in range(4):  # A tenant may take as much as it leaves free.
+    for _ in range(4):  # A single tenant may use half of the memory.
         sequence.do("append", "x", b"")
     assert len(state.sent) == 4
     assert not state.flushed
@@ -581,7 +581,7 @@ def test_all_operations_of_a_request_are_sent_again_in_their_order() -> None:
     calls._sent[0, 2, 0, 1].at_s += 10  # This operation is not overdue.
     calls.send_again(first + AGAIN_S)
     assert posted == [(1, 1, 3), (1, 2, 3)]
-    # A refusal for a temporary reason leaves the operation to be sent again.
+    # After a refusal for a temporary reason, the operation is sent again.
     again = VariableAnswer(1, 0, 1, error="the disk is full", again=True)
     calls.on_answer(msgspec.msgpack.encode(again), 3)
     assert not answers

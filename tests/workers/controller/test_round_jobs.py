@@ -1,5 +1,4 @@
-"""Rounds in a batch have the results that they have alone, and no round is lost if another
-fails."""
+"""Rounds have the same results in a batch as alone, and no round is lost if another round fails."""
 
 from __future__ import annotations
 

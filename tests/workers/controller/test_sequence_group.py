@@ -670,7 +670,7 @@ def test_quick_jobs_go_one_after_another_and_slow_ones_do_not_hold_them_up() -> 
     for _ in range(4):
         while not over.acquire(timeout=0.01):
             pool.help()
-    # The order may differ, because a thread that others help may still continue with its jobs.
+    # The order may differ, because several threads run the jobs.
     assert sorted(done) == [1, 2, 3, 4]
     assert pool.busy
     gate.set()

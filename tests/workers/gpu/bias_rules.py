@@ -1,5 +1,5 @@
-"""Controllers in C, Python and for AICI that follow the same rule of biases, masks, splices and
-forks, and the logits that the rule gives."""
+"""A rule of biases, masks, splices and forks, and controllers in C, in Python and for AICI that
+follow it. Tests compute the expected logits from the rule."""
 
 from __future__ import annotations
 
@@ -174,8 +174,8 @@ tb_answer tb_post_process(const uint32_t *tokens, uint32_t n, uint32_t backtrack
 
 
 class ByLength(Rule):
-    """A rule whose decisions depend only on the length, for a controller that is a script of lines.
-    Its masks allow one token."""
+    """A rule whose decisions depend only on the length, for the AICI guest ``puppet.c``. Its masks
+    allow one token."""
 
     def bias(self, length: int, last: int, seq: int) -> dict[int, float] | None:
         return super().bias(length, 0, 0)

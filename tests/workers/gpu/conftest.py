@@ -15,7 +15,8 @@ def embedded() -> LoadedModel:
 
 @pytest.fixture
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets an idle worker not wait for messages, because these tests call it turn by turn."""
+    """Makes an idle worker's turn end without a wait, because these tests run its turns one by
+    one."""
     monkeypatch.setattr(worker, "IDLE_S", 0.0)
 
 

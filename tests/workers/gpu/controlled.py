@@ -35,7 +35,8 @@ class Controllers:
 
     ``storage``: a state worker's variables, which remain when this object or the GPU worker is
     replaced. ``program`` makes the controllers; None: they are scripts. ``shared``: whether both
-    workers are on one machine. ``runs``: whether results may have runs.
+    workers are on one machine. ``runs``: whether results may have runs
+    (``StepResult.run``).
     """
 
     def __init__(
@@ -156,8 +157,8 @@ class Controllers:
 
 
 class Workers:
-    """A GPU worker, which ``loop`` runs, and a controller worker, which run in turn. ``how``:
-    further arguments of ``Controllers``."""
+    """A GPU worker (``loop``) and a controller worker, whose turns alternate. ``how``: further
+    arguments of ``Controllers``."""
 
     def __init__(self, loop: Loop, storage: VariableStorage, rng: Random, **how: Any) -> None:
         self.loop = loop

@@ -99,7 +99,7 @@ class Cuda:
         """Called at the beginning of each capture."""
 
     def malloc(self) -> None:
-        """An allocation by the calling thread. It breaks a capture of this thread, and in mode
+        """Allocates memory on the calling thread. This breaks a capture of the thread, and in mode
         ``global`` a capture of any thread."""
         capture = self.capturing
         if capture is not None and (

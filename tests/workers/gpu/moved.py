@@ -64,9 +64,9 @@ def transcript(messages: Sequence[list[Token]]) -> bytes:
 
 
 def merged(messages: list[list[Token]]) -> list[list[Token]]:
-    """The entries in the form in which they are compared. The logs and writes of entries that were
-    not sampled move to the next sampled entry of the sequence, or to its last entry, because their
-    division among entries depends on time."""
+    """The entries in the form in which they are compared. Logs and writes of entries that were not
+    sampled move to the next sampled entry of the sequence, or to its last entry. Their division
+    among entries depends on time."""
     found = msgspec.msgpack.decode(
         msgspec.msgpack.encode([e for m in messages for e in m]), type=list[Token]
     )
@@ -221,8 +221,8 @@ def plain(entry: Token) -> Token:
 
 
 def near(one: dict[int, float], other: dict[int, float]) -> None:
-    """Fails unless the log-probabilities agree. If the least likely tokens are nearly equal, each
-    side may have another one of them."""
+    """Fails unless the log-probabilities agree. If the least likely tokens are nearly tied, the
+    two reports may have different tokens."""
     for token in one.keys() & other.keys():
         assert one[token] == pytest.approx(other[token], abs=1e-4)
     rest = [*(one.keys() - other.keys()), *(other.keys() - one.keys())]

@@ -95,7 +95,7 @@ def _own(model: Any) -> str:
 
 @torch.inference_mode()
 def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
-    """The tokens of a greedy ``model.generate`` that no token ends."""
+    """The tokens of a greedy ``model.generate`` without an end-of-sequence token."""
     model.set_attn_implementation(_own(model))
     model.generation_config.eos_token_id = None
     out = model.generate(

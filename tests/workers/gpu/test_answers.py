@@ -34,7 +34,7 @@ def shared(processes: None) -> Iterator[InProcess]:
 
 @pytest.fixture
 def running(shared: InProcess) -> Iterator[InProcess]:
-    """A worker. Fails if the worker does not serve after the test, or keeps requests."""
+    """A worker. Fails if, after the test, the worker does not serve or still has requests."""
     yield shared
     assert shared.alive
     with shared.bus.client() as client:
@@ -45,8 +45,8 @@ def running(shared: InProcess) -> Iterator[InProcess]:
 def fails_once(
     monkeypatch: pytest.MonkeyPatch, name: str, *, after: bool = False, requests: int = 0
 ) -> None:
-    """Makes a method of the engine raise an exception once, before or after its work, at the first
-    call while the engine has at least ``requests`` requests."""
+    """Makes a method of the engine raise an exception once: at the first call while the engine has
+    at least ``requests`` requests. ``after``: whether the method does its work before it raises."""
     real = getattr(Engine, name)
 
     def failing(self: Engine, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,8 @@
 """A worker receives a request that it still has. The later attempt replaces the earlier one.
 
-In each of these orders of events, a request once had two sequences. Both were sampled in one step,
-and the end of the second raised KeyError, which ended every stream of the model.
+Most tests repeat an order of events in which an earlier version ran two sequences of one request.
+Both were sampled in one step. The end of the second raised KeyError, which ended every stream of
+the model.
 """
 
 from __future__ import annotations

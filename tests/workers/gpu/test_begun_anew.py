@@ -1,4 +1,4 @@
-"""A sequence that begins anew with another prompt or a context: it has the tokens of a request with
+"""A sequence that begins anew with another prompt or a context has the tokens of a request with
 this prompt, also after a move."""
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_a_prompt_that_is_not_valid_ends_the_sequence(embedded: LoadedModel) -> 
 
 
 async def spawns(ctx: Context) -> None:
-    """The new sequence spawns another one. The original sequence continues."""
+    """Spawns a sequence, which spawns another one. The original sequence continues."""
     await ctx.gen(max_tokens=3)
     if await ctx.spawn(OTHER):
         await ctx.fixed("insert")

@@ -99,7 +99,8 @@ def check_entries(messages: Sequence[list[Token]], rule: Rule, asked: Asked) -> 
 
 
 def check_token(entry: Token, before: list[int], drops: int, rule: Rule, asked: Asked) -> None:
-    """``drops``: how often the sequence has dropped tokens."""
+    """Fails if the entry is wrong after the tokens ``before``. ``drops``: how often the sequence
+    has dropped tokens."""
     seed = asked.sampling.seed or 0
     tokens, sampling = [*asked.prompt, *before], asked.sampling
     state = (len(before), tokens[-1], entry.seq)

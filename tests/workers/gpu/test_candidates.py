@@ -1,4 +1,4 @@
-"""If a request asks for it, each token has a report of the distribution from which it was drawn."""
+"""At the client's request, each token has a report of the distribution from which it was drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With torch.compile every stream is the same: with steps that overlap or run in turn, with drafts,
+"""Every stream is the same with torch.compile and without: with overlapping steps, with drafts,
 under controllers, and after a move to another worker."""
 
 from __future__ import annotations

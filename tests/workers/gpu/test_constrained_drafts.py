@@ -197,8 +197,8 @@ def test_what_the_controller_worker_does_not_answer_for_is_not_verified(
 def test_a_controller_that_takes_no_drafts_gets_none(
     tmp_path: Path, embedded: LoadedModel, constraints: Constraints
 ) -> None:
-    # The combination is not regular because of this part. Regular parts would be one automaton,
-    # which takes drafts.
+    # Because of the JSON schema, the combination is not compiled to an automaton. An automaton
+    # would take drafts.
     parts = ["[['Ada', 36], ", {"json_schema": SCHEMA}]
     combination = {"controller": "combination", "controller_arg": json.dumps({"sequence": parts})}
     body = {"prompt": PROMPT, "max_tokens": 12} | combination

@@ -243,7 +243,7 @@ def test_a_controller_that_waits_after_its_sequence_has_ended_receives_the_end(
     bench: Bench, action: str
 ) -> None:
     """Otherwise the controller would wait until the whole request ends, and no sequence of the
-    request would be woken by time."""
+    request would be woken after a time."""
     end_undecided(bench)
     bench.updates = [one for one in bench.updates if one.seq == 1]
     before = len(bench.steps)

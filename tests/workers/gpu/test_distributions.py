@@ -1,5 +1,5 @@
-"""The answers to queries of controllers equal those by brute force. Overrides change the sampling
-of their tokens. A moved stream replays the same numbers."""
+"""The answers to queries of controllers equal those by brute force. An override changes the
+sampling of the next token. A moved stream replays the same numbers."""
 
 from __future__ import annotations
 

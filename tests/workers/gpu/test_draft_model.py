@@ -132,7 +132,7 @@ def test_splices_forks_and_moves_with_a_draft_model(llama: LoadedModel, draft: L
 
 @pytest.mark.parametrize("blocks", [9, 40])
 def test_streams_are_the_same_where_blocks_run_out(llama: LoadedModel, blocks: int) -> None:
-    """The blocks of the draft model run out, or those of both models."""
+    """Either only the draft model's blocks run out, or the blocks of both models."""
     found = []
     size = 16 * 2 * 2 * 8 * 4 * 3
     for way in WAYS:

@@ -60,7 +60,7 @@ class Sent:
     def pooled(
         self, loaded: LoadedModel, texts: Sequence[list[int]], poolings: list[Pooling]
     ) -> torch.Tensor:
-        """Calls ``pooled``, and advances the clock by the time of its tokens."""
+        """Calls the real ``pooled``, and advances the clock by the time of the batch's tokens."""
         self.batches.append(list(texts))
         self.now += self.token_s * len(texts) * max(map(len, texts))
         return pooled(loaded, texts, poolings)
@@ -258,7 +258,7 @@ def test_a_vector_does_not_depend_on_the_padding(loaded: LoadedModel) -> None:
 
 
 def test_embeddings_wait_for_a_forward_that_overlaps_with_them() -> None:
-    """The forward of transformers' modules uses the attention that pooling changes."""
+    """Pooling changes the attention setting that the forward of transformers' modules uses."""
     loaded = load_model(embedded.NAME, device="cpu")
     loaded.decoder = None
 

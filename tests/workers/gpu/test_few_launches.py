@@ -1,5 +1,5 @@
-"""On devices, the sampler takes a path with few launches. It draws the same tokens as the path for
-CPUs."""
+"""On a GPU, the sampler takes a path with few launches. This path draws the same tokens as the path
+for CPUs."""
 
 from __future__ import annotations
 

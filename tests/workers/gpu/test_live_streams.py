@@ -187,8 +187,8 @@ def play(
     with_text: Set[int] = frozenset(),
     reporting: Set[int] = frozenset(),
 ) -> None:
-    """Sends steps. The outputs of at most one request, which the number of the step chooses, and
-    first tokens are entries; all others are rows. If the number is low, the chosen request ends."""
+    """Sends steps. In each step, the outputs of the request ``number % 8`` and first tokens are
+    entries; all other outputs are rows. If the number is below 8, this request ends."""
     batch = Batch(with_text, reporting)
     over: set[int] = set()
     for keys, number in steps:

@@ -1,5 +1,5 @@
-"""``gen`` of a script returns the log-probabilities of the sampled tokens, which are those that
-``score`` computes for the same tokens: in each language, and in both runtimes of Python."""
+"""``gen`` of a script returns the log-probabilities of the sampled tokens. ``score`` computes the
+same values. The tests run scripts in each language, and in both runtimes of Python."""
 
 from __future__ import annotations
 

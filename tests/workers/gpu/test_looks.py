@@ -1,5 +1,5 @@
-"""Controllers read the distribution of the next token without sampling. Forks and splices compute
-only tokens whose keys and values are missing."""
+"""In a *look*, a controller reads the distribution of the next token without sampling. Forks and
+splices compute only tokens whose keys and values are missing."""
 
 from __future__ import annotations
 

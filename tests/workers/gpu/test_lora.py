@@ -39,8 +39,8 @@ GREEDY = Sampling(max_tokens=12, ignore_eos=True)
 
 @dataclass
 class World:
-    """A model with two adapters, and by the name of each adapter the model that it is merged
-    into."""
+    """A model with two adapters. ``merged`` has for each adapter's name a model into which the
+    adapter is merged."""
 
     loaded: LoadedModel
     merged: dict[str, Any] = field(default_factory=dict)

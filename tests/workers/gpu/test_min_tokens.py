@@ -1,4 +1,4 @@
-"""With ``min_tokens``, no sequence ends earlier, whatever path of the engine runs."""
+"""No sequence ends before it has ``min_tokens`` tokens, whichever path of the engine runs."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_logits_are_those_of_torch(both: Both) -> None:
     assert both.difference((long, 60)) < 1e-3
     for _ in range(7):
         assert both.decode(long, short, other) < 1e-3
-    # One sequence has a draft after its last token, the other has none.
+    # Only one of the two sequences has a draft after its last token.
     long.tokens.append(3)
     short.tokens.append(4)
     assert both.difference((long, 1, [7, 8, 9]), (short, 1)) < 1e-3

@@ -116,7 +116,7 @@ def test_tokens_of_little_probability_are_drawn_as_often_as_that() -> None:
     found[77] = 0
     expected = (size - 1) * little * count
     assert abs(int(found.sum()) - expected) < 4 * math.sqrt(expected)
-    # Their positions in the row make no difference.
+    # The position of a token in the row makes no difference.
     parts = found.unflatten(0, (64, 64))
     for sums in (parts.sum(0), parts.sum(1)):
         assert abs(deviation(sums, torch.ones(64))) < 4

@@ -1,5 +1,5 @@
-"""A sequence that drops tokens then draws with other random numbers. They are the same in every run
-and at every worker."""
+"""After a sequence has dropped tokens, it draws with other random numbers, which are the same in
+every run and at every worker."""
 
 from __future__ import annotations
 

@@ -111,8 +111,8 @@ TWICE = [
     [["log", "aa"], ["fork", [[*WAITS, ["log", "b"], ["fork", [[["log", "z"]], []]]], OTHER]]],
     [["fork", [[["splice", 0, [40]], ["fork", [[*WAITS, ["log", "z"]], []]]], OTHER]]],
 ]
-"""Scripts that log before a fork, after which a sequence is suspended, and scripts whose forks
-follow each other without entries between them."""
+"""Scripts that log and fork, and then suspend a sequence. Some of them fork again without an entry
+between the forks."""
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -1,4 +1,5 @@
-"""Runs: texts without a constraint, of which a controller does not see each token."""
+"""In a run, a sequence without a constraint samples several tokens before the next STEP
+(``StepResult.run``)."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_the_scores_are_those_of_a_score_and_the_sequence_continues_unchanged(
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_all_texts_share_the_blocks_of_the_sequence(embedded: LoadedModel, begun: bool) -> None:
-    """Also if the prompt has not been computed yet."""
+    """Also tests texts that arrive before the prompt has been computed."""
     engine = CountingEngine(embedded, EngineConfig(kv_cache_bytes=2**23))
     prompt = tokens_of(embedded, PROMPT)
     engine.add(1, prompt, Sampling(max_tokens=9, ignore_eos=True))
@@ -184,7 +184,8 @@ def test_texts_that_cannot_be_scored_are_refused(
 
 
 async def chooses(ctx: Context) -> None:
-    """Three times: scores texts, in two sequences, and writes the likeliest."""
+    """Forks into two sequences. Each sequence scores texts and writes the likeliest one, three
+    times."""
     i = await ctx.fork(2)
     for texts in ([" a", " b", "\n"], [" return", f" {i}"], ["x" * 20, "y"]):
         scores = await ctx.score(texts)

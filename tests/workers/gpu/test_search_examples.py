@@ -163,7 +163,7 @@ def test_contrastive_sampling_replaces_tokens_where_the_model_is_uncertain(
     run = Generated(tmp_path, embedded, made, arg, **options)
     prompt = embedded.tokenizer.encode(PROMPT)
     kept = 0
-    # The last token, by the length limit, cannot be replaced.
+    # The token at the length limit cannot be replaced.
     for (text, seen, token), (after, _, _) in itertools.pairwise(run.before):
         best = token
         if seen.entropy > bound:

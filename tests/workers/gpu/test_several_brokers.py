@@ -262,7 +262,7 @@ def test_the_claims_of_a_lease_that_has_ended_are_dropped(
     loop.turn()
     assert reported(loop) == []
     assert bodies(loop, b"CLAIMED", Claimed, 0) == [Claimed(session=103)]
-    # The broker of each stream can end it again.
+    # Each stream can be ended by its own broker again.
     assert all(stream.claimed_by is None for stream in loop.worker._streams)
 
 

@@ -1,4 +1,4 @@
-"""The chosen number of threads is the fastest one, whatever else the machine does."""
+"""The fastest number of threads is chosen, even if other processes use the machine's cores."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def all_threads() -> Iterator[int]:
 def run(
     chooser: ThreadChooser, steps: int, seconds: Callable[[int], float], num_tokens: int = 1
 ) -> list[int]:
-    """The numbers of threads of ``steps`` forwards. The time of each forward is
-    ``seconds(threads)``."""
+    """Simulates ``steps`` forwards, each of which takes ``seconds(threads)``; returns their numbers
+    of threads."""
     used = []
     for _ in range(steps):
         threads = chooser.choose(num_tokens)

@@ -175,7 +175,7 @@ def test_weights_with_another_hash_are_not_used(
     receiver.generate(9, max_tokens=2)
     part, content = parts(peer, asked(receiver)[-1])
     changed = bytearray(content[0])
-    changed[-1] ^= 1  # The last bits of an element, which is still finite.
+    changed[-1] ^= 1  # The changed numbers are still finite.
     changed[-4] ^= 1
     deliver(receiver, part, [bytes(changed)])
     monkeypatch.setattr(weights_exchange, "AGAIN_S", 1e9)

@@ -264,7 +264,7 @@ def test_token_ids_that_cannot_fit_are_refused_before_they_are_read(
     slow: tuple[Loop, SlowTokenizer],
 ) -> None:
     loop, _ = slow
-    # The last token id is incomplete, which only reading it would show.
+    # The last token id is incomplete. This error would only be found by reading the ids.
     body = {"model": "m", "stream_id": 1}
     ids = bytes(4 * 1_000_000 + 1)
     loop.give(b"GENERATE", msgspec.json.encode(body), 1, 101, attachments=[ids])

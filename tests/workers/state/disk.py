@@ -33,8 +33,7 @@ class _File:
     durable: bytes = b""
 
     def sync(self, fails: bool) -> None:
-        """Writes the bytes after ``size`` to the disk. If the sync fails, zeros are in their
-        place."""
+        """Writes the bytes after ``size`` to the disk. If the sync fails, writes zeros instead."""
         now = os.pread(self.pinned, 1 << 30, 0)
         self.size = min(self.size, len(now))
         new = now[self.size :]
@@ -104,7 +103,7 @@ class Disk:
 
 @contextmanager
 def disk_of(folder: Path) -> Iterator[Disk]:
-    """Simulates the disk of this existing folder while the block runs."""
+    """Simulates the disk of an existing folder while the block runs."""
     disk = Disk(folder)
     synchronize: dict[str, Any] = {name: getattr(os, name) for name in ("fsync", "fdatasync")}
     rename, write = os.rename, os.write

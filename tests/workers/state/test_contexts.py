@@ -61,7 +61,7 @@ def test_operations_of_one_burst_follow_each_other(variables: DurableVariables) 
 
 
 def test_a_repeated_operation_gets_its_first_answer(tmp_path: Path) -> None:
-    """Also after a restart of the state worker, and after the context has changed."""
+    """The first answer is also repeated after a restart, and after the context has changed."""
     for restart in range(3):
         variables = DurableVariables(tmp_path / "state")
         try:

@@ -181,7 +181,8 @@ def stepped(folder: Path, ops: list[Variable]) -> Steps:
 
 
 def assert_only_the_tail_is_lost(folder: Path, steps: Steps, whole: int) -> None:
-    """``whole``: the number of first bytes of the log that are undamaged."""
+    """Fails if the log has lost an operation within its first ``whole`` bytes, which are
+    undamaged."""
     done = sum(size <= whole for size in steps.sizes) - 1
     with opened(folder) as variables:
         assert held(variables) == steps.counts[done]

@@ -1,8 +1,8 @@
 """Parsers of other projects, which read a model's answers for comparison.
 
 They are the parsers that SGLang uses for each family of models; openai-harmony, with the vocabulary
-of gpt-oss; and transformers' parser of responses. The latter takes a template that describes a
-family's answers. The template of Hermes is from transformers.
+of gpt-oss; and transformers' parser of responses. transformers' parser takes a template that
+describes a family's answers. The template of Hermes is from transformers.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Answer(NamedTuple):
 
 
 def references(answer: Answer, functions: Sequence[Function]) -> Iterator[tuple[str, Read]]:
-    """The name of each parser for the answer's family, and the answer as it has read it."""
+    """The name of each parser for the answer's family, and the answer as this parser reads it."""
     if answer.family == "harmony":
         yield "openai-harmony", _harmony(answer)
     for parser in SGLANG.get(answer.family, []):

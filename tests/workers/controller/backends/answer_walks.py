@@ -57,8 +57,8 @@ SPECIAL_NAMES = {
 
 
 def vocabulary_for(family: str, structure: Structure) -> TokenizerVocabulary:
-    """Tokens of single bytes, of markers and of their pieces, alone and with texts that may come
-    before or after them."""
+    """A vocabulary of single bytes, markers, pieces of markers, and words. Some tokens also have
+    text before or after a marker."""
     names = SPECIAL_NAMES.get(family, [])
     tokens = [*BYTES]
     for tag in structure.tags:

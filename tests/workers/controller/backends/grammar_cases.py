@@ -253,9 +253,9 @@ def written(
 
 @st.composite
 def grammar_cases(draw: st.DrawFn) -> Case:
-    """Small grammars that hypothesis draws. Their keywords and regular expressions begin with and
-    contain one another. Cases have SKIP or not, and either rule set of the lexer. Grammars with
-    conflicts are excluded, because an Earley parser does not resolve conflicts."""
+    """Small grammars that hypothesis draws. A keyword or regular expression often begins with
+    another one or contains it. A case may have SKIP, and has one of the lexer's two rule sets.
+    Grammars with conflicts are excluded, because an Earley parser does not resolve conflicts."""
     letters = draw(st.sampled_from(["ab ", "ab\n", "a\n ", "a\u00e9 "]))
     depth, token = (4, 4) if "\n" not in letters else (4, 3)
     declared = draw(st.booleans())

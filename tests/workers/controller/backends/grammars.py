@@ -148,8 +148,9 @@ def walk(guest: GrammarInstance, oracle: Oracle, most: int = 150) -> int:
 
 
 def check_forced(guest: GrammarInstance, oracle: Oracle, place: int, text: bytes) -> None:
-    """Fails unless the forced tokens write only text that must follow, and each is allowed after
-    those before it. Also fails if a longer token that begins with the forced text can follow."""
+    """Fails unless the forced tokens write only text that must follow, and each token is allowed
+    after the tokens before it. Also fails if a longer token that begins with the forced text can
+    follow."""
     vocabulary, reference = oracle.case.vocabulary, oracle.case.reference
     must = oracle.forced(text)
     tokens = guest.forced(place)

@@ -1,4 +1,5 @@
-"""A text is closed in time: few tokens complete it, and streams end with a complete text."""
+"""A text is closed, with few tokens, before its tokens run out. So streams end with a complete
+text."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.process
 
 BOUND_S = 120.0
 SMALL = Bounds(cpu_s=1.0)
-"""A bomb that is refused for another reason needs at most a sixth of this CPU time."""
+"""A low limit of CPU time. Bombs that are refused for another reason need at most a sixth of it."""
 
 
 @pytest.fixture(scope="module")

@@ -68,8 +68,8 @@ def constraints() -> Iterator[Constraints]:
 
 
 def follow(stream: Stream, text: str) -> int:
-    """Writes a text. Tokens that are not forced are those of the tokenizer. Returns the number of
-    forced tokens."""
+    """Writes a text. If no token is forced, takes the next token from the tokenizer. Returns the
+    number of forced tokens."""
     rest, forced = text.encode(), 0
     while rest:
         answer = stream.mid()

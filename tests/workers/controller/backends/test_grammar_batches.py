@@ -1,5 +1,5 @@
-"""The rounds of a grammar decide alike in a batch and separately. A stream that moves to another
-worker gets the same tokens, although other rounds run in batches there."""
+"""The rounds of a grammar make the same decisions in a batch as alone. A stream that moves to
+another worker gets the same tokens, although other rounds run in batches there."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def compare(
     max_tokens: int,
     choose: Callable[[list[int]], int],
 ) -> list[int]:
-    """Fails unless both sides decide alike until the text ends. Returns ``Side.batched``."""
+    """Fails unless the decisions with and without batches are equal until the text ends. Returns
+    ``Side.batched``."""
     shared = INSTANCES.get(tables, vocabulary)
     # The first side caches the masks, which a round in a batch needs.
     sides = [Side(shared, max_tokens, batches=batches) for batches in (False, True)]

@@ -88,7 +88,7 @@ def test_a_language_of_brackets_names_and_comments_has_exact_masks(declared: boo
 def test_lexemes_that_differ_in_length_and_begin_with_newlines_have_exact_masks(
     declared: bool,
 ) -> None:
-    """As in AICI's C grammar: a directive begins with the newline before it. The terminal of type
+    """As in AICI's C grammar, a directive begins with the newline before it. The terminal of type
     names comes after the terminal of names, which matches type names too."""
     rules = {"S": [("S", "n", "e"), ("S", "t", "e"), ("n", "e"), ("t", "e")]}
     lexemes = {

@@ -192,7 +192,7 @@ def test_forced_tokens_stop_before_the_first_that_a_longer_token_could_begin_wit
     tokens += [b"x", b"y"]
     with closing(guest_of(raw_vocabulary(tokens), compile_regex("xyabc[de]").to_bytes())) as guest:
         place = guest.start()
-        # After ``xy``, the model chooses: ``abcd`` is also a possible beginning.
+        # After ``xy``, no token is forced, because ``ab`` and ``abcd`` are allowed.
         assert guest.forced(place) == [10, 11]
     without = [*tokens[:8], b"", *tokens[9:]]
     with closing(guest_of(raw_vocabulary(without), compile_regex("xyabc[de]").to_bytes())) as guest:

@@ -65,7 +65,7 @@ class Text:
             assert self.reference.read(written) == len(written)
 
     def allowed(self) -> Set[int]:
-        """The allowed tokens. Fails unless they are all tokens whose bytes the reference accepts,
+        """The allowed tokens. Fails unless these are exactly the tokens that the reference accepts,
         and the end of the text if the text is complete."""
         flags, tokens = look(self.guest, self.place)
         complete = self.reference.complete

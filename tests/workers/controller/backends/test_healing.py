@@ -148,7 +148,7 @@ def test_a_real_tokenizers_word_is_whole(constraints: Constraints) -> None:
         while same < len(prompt) and prompt[same] == whole[same]:
             same += 1
         if same != len(prompt) - 1:
-            continue  # The cut is between two tokens, or more than the last token differs.
+            continue  # Only the last token of the prompt may differ.
         tried += 1
         healed = Healed(constraints, "structural", FREE, on, prompt[-1], 20)
         may = healed.allowed()
@@ -172,7 +172,7 @@ def test_a_fork_of_a_healed_sequence_goes_its_own_way(constraints: Constraints) 
 
 
 class Own:
-    """A controller that is not a built-in constraint, and its own program."""
+    """A program that is also its own controller. It is not a built-in constraint."""
 
     closed = False
 

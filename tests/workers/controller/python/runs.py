@@ -39,7 +39,7 @@ def tokens_of(text: str) -> list[int]:
 
 
 def variable_calls() -> VariableCalls:
-    """A worker's calls of variables. The storage of a state worker answers them."""
+    """A worker's operations on variables. The storage of a state worker answers them."""
     storage = VariableStorage()
 
     def post(frames: list[bytes], link: int) -> None:

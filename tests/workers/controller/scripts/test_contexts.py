@@ -173,7 +173,7 @@ def test_a_wrong_argument_is_an_error(kind: str, state: State, call: str, error:
 
 @KINDS
 def test_a_program_goes_on_from_its_own_context(kind: str, state: State) -> None:
-    """Save and open in one round, and once more after a fork."""
+    """The script forks. Each sequence saves a context, continues, and opens its context again."""
     run = state.play(
         kind,
         {

@@ -61,7 +61,7 @@ def client(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def run(client: Client, name: str, arg: dict[str, Any], **options: Any) -> list[GeneratedSequence]:
-    """The sequences of a program, all of which end without an error."""
+    """Runs a program; returns its sequences. Fails if one of them ends with an error."""
     path = SDK / f"programs/{name}.py"
     module = client.upload_controller(marked_script(Path(path).read_bytes(), "python")).module
     given: dict[str, Any] = {"max_tokens": 600, "temperature": 0.8, "seed": 7, **options}

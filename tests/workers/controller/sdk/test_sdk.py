@@ -81,8 +81,8 @@ rules = st.dictionaries(
 
 
 def readings(rules: Rules, accepting: set[int], text: bytes) -> set[tuple[int, bytes]]:
-    """The ways to read a text, without those after which no text can follow. Each has a state, and
-    the bytes of a string that has begun."""
+    """The possible readings of a text, except those that no text can follow. A reading is a state
+    and the bytes of a string that has begun."""
     live = accepting | {state for state, _ in rules}
     found = {(0, b"")} & {(state, b"") for state in live}
     for byte in text:

@@ -1,4 +1,4 @@
-"""Queries and overrides of C guests: what they request, what they read, and which are refused."""
+"""Queries and overrides of C guests: the requests, the answers, and the refusals."""
 
 from __future__ import annotations
 

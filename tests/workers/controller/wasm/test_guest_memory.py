@@ -38,7 +38,7 @@ class Worker:
     engine: wasmtime.Engine
 
     def begin(self, wasm: bytes, tenant: str = "anna") -> tuple[SequenceGroup, list[StepResult]]:
-        """The group of a new request, and the results of its first round."""
+        """Starts a request; returns its group and the results of its first round."""
         module = wasmtime.Module(self.engine, with_exported_globals(wasm))
         group = SequenceGroup(1, 9, LIMITS, b"", 100, True, VariableStorage().apply)
         group.memory = self.memory.of(tenant)
@@ -116,7 +116,7 @@ def test_what_the_host_keeps_for_an_aici_guest_is_counted_while_it_is_kept(worke
 
 
 def test_forks_are_counted_each(worker: Worker) -> None:
-    for _ in range(3):  # From the second time on, spare instances are used.
+    for _ in range(3):  # Later iterations reuse spare instances.
         group, results = worker.begin(guest(pre=FORK_ONCE))
         assert [r.action for r in results] == ["fork", *["sample"] * 4]
         assert worker.memory.used == 4 * SMALL

@@ -176,7 +176,7 @@ def test_changes_of_others_that_concern_no_tag_of_it_do_not_disturb_a_change(
     machines.before_write += [
         lambda: two.tag("anna", name, ["x"]),
         lambda: two.tag("anna", name, ["y"]),
-        # This change assigns the same tag as the tested one.
+        # This change assigns the same tag as the change under test.
         lambda: two.tag("anna", name, ["z"]),
     ]
     assert one.tag("anna", name, ["z"]).tags == ["t", "x", "y", "z"]
@@ -192,7 +192,7 @@ def test_other_bytes_than_the_id_says_are_refused_and_another_machine_is_chosen(
 
     def tamper(machine: int, wasm: bytes) -> bytes:
         if not bad:
-            bad.append(machine)  # The machine that is asked first.
+            bad.append(machine)  # Only the first machine sends wrong bytes.
         return module(9) if machine in bad else wasm
 
     machines.tamper = tamper

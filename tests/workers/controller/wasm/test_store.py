@@ -1,5 +1,5 @@
-"""The store of modules: by tenant, shared by several processes, with compiled forms that are
-checked."""
+"""The store of modules has a table for each tenant, is shared by several processes, and checks
+compiled forms."""
 
 from __future__ import annotations
 
@@ -379,7 +379,7 @@ def slow_module(loops: int) -> bytes:
         body += b"\x03\x40\x20" + a + b"\x41\x01\x6a\x21" + b + b"\x20" + c + b"\x0d\x00\x0b"
     body += b"\x0b"
     wasm = module(more="(func)")
-    # The last function, in the middle of the code section, is the empty one.
+    # ``body`` replaces the body of the empty function.
     at = wasm.index(b"\x02\x00\x0b")
     section = wasm.rindex(b"\x0a", 0, at)
     size = wasm[section + 1]
@@ -561,7 +561,7 @@ def test_another_stack_limit_is_another_engine_of_the_same_modules(
 
 
 def run(engine: wasmtime.Engine, module: wasmtime.Module) -> int:
-    """The result of a module's first export."""
+    """Calls the export ``tokenbus_abi_v1`` of a module; returns the result."""
     instance_store = wasmtime.Store(engine)
     instance_store.set_epoch_deadline(10)
     exports = wasmtime.Instance(instance_store, module, []).exports(instance_store)

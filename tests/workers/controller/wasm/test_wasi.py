@@ -50,7 +50,7 @@ class State:
 
 
 def run(engine: wasmtime.Engine, name: str, *arguments: int) -> tuple[int, bytes]:
-    """The result of a call, and the 24 bytes at ``AT`` after it."""
+    """Calls a function of WASI; returns its result, and the 24 bytes at ``AT`` after the call."""
     module = wasmtime.Module(engine, bytes(wasmtime.wat2wasm(called(name, *arguments))))
     state = State()
     guest = state.guest = Guest(Template(make_linker(engine, WASI), module, engine), state, LIMITS)

@@ -1,9 +1,9 @@
-"""A CUDA device of fake tensors: they have shapes, data types and a device, but no data.
+"""A CUDA device of fake tensors, which have shapes, data types and a device, but no data.
 
 Real steps of a large model run on it without a GPU and without the model's memory. The launches of
 a step are counted, and an operation that makes the host wait for the device is a fault. A CPU build
-of torch cannot index or copy CUDA tensors from Python, so these methods are replaced by the
-operations that they call.
+of torch cannot index or copy CUDA tensors from Python. So the methods that index or copy are
+replaced by the operations that they call.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Device(TorchDispatchMode):
         """Bytes that were copied from the host."""
         self.faults: list[str] = []
         self._arriving: dict[int, torch.Tensor] = {}
-        """By id: the results of copies to the host that may not have arrived. The host may use
-        them after it has waited for an event."""
+        """The results of copies to the host that may not have arrived, by id. The host may use them
+        after it has waited for an event."""
         self._capturing = False
 
     @contextmanager
@@ -108,7 +108,7 @@ class Device(TorchDispatchMode):
     def _check_copy(
         self, name: str, function: Any, args: Any, kwargs: Any, inputs: Any, made: Any
     ) -> None:
-        """A copy between host and device must not block, and a capture must not contain one."""
+        """Notes a fault if a copy between host and device blocks, or if it is part of a capture."""
         between = name.startswith("aten.copy_") and args[0].device != args[1].device
         if name.startswith(("aten.to.", "aten._to_copy")):
             between = inputs[0].device != made[0].device

@@ -1,5 +1,5 @@
-"""Steps of a model of the shape of Llama 3 8B on a CUDA device of fake tensors: the number of
-launches, and that no operation waits for the device.
+"""Steps of a model of the shape of Llama 3 8B on a CUDA device of fake tensors. The tests count
+launches, and check that no operation waits for the device.
 
 A budget is the largest number of launches of a step: kernels and copies outside of its graph, and
 the replay of the graph.
@@ -187,7 +187,7 @@ def test_a_draft_model_waits_for_nothing_but_its_tokens(
     engine = Engine(loaded, EngineConfig(**config), draft_model=loaded)  # type: ignore[arg-type]
     drafts = engine._speculation._model
     assert drafts is not None
-    # The draft model here is as large as the model itself. This cost is that of a small model.
+    # The draft model here is the large model itself, so its cost is set to that of a small model.
     drafts.forward_cost = 0.01
     rng = random.Random(3)
     for number in range(4):

@@ -1,8 +1,8 @@
 """Hostile guests in a whole system: each ends with a clear error, and other streams are unaffected.
 
-While a hostile guest runs, so does a stream with a well-behaved controller in the same controller
-worker. This stream continues, and has the tokens that it has alone. ``benchmarks/isolation.py``
-measures how much slower its steps become.
+While a hostile guest runs, the same controller worker also serves a stream with a well-behaved
+controller. This stream continues, and has the same tokens as a stream that runs alone.
+``benchmarks/isolation.py`` measures how much slower its steps become.
 """
 
 from __future__ import annotations

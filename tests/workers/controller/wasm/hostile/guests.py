@@ -117,5 +117,5 @@ COUNTS = guest(
       (i32.store8 (i32.const {FREE + 1}) {call("var_get", 512, 4, FREE + 8, 1024, 0)})
       {call("log", FREE, 2)}"""
 )
-"""A guest that appends a byte to a variable in each round, and logs two bytes: the lowest byte of
-the new version, and that of the variable's length."""
+"""A guest that appends a byte to a variable in each round. It logs two bytes: the lowest bytes of
+the variable's new version and new length."""
