@@ -1,6 +1,6 @@
 """Compiles the C sources when the package is built.
 
-They are the grammar guest, the console's examples and the interpreter of scripts, as Wasm. On
+The grammar guest, the console's examples and the interpreter of scripts are compiled to Wasm. On
 Linux, the GPU worker's native forward for few tokens is compiled for this machine's architecture.
 """
 
@@ -28,9 +28,11 @@ EXAMPLES = ["backtrack", "best_of"]
 SCRIPTS = Path("workers", "controller", "scripts")
 QUICKJS = "quickjs==1.19.4"
 QUICKJS_SHA256 = "1205953abc24ff757f4a795304d5d61e4bf1e555c9ef6ec96a132d4b95535484"
-"""The sources of QuickJS are in the source distribution of this package of PyPI."""
+"""The hash of the package's source distribution on PyPI, which contains the C sources of
+QuickJS."""
 QUICKJS_SOURCES = ["quickjs.c", "cutils.c", "libregexp.c", "libunicode.c", "libbf.c"]
-# EMSCRIPTEN leaves out atomics. WASI's libc has one rounding mode.
+# -DEMSCRIPTEN makes QuickJS leave out atomics. WASI's libc has only one rounding mode, so the
+# others are defined as 0.
 QUICKJS_FLAGS = [
     "-target",
     "wasm32-wasi",
@@ -48,8 +50,8 @@ NATIVE_SOURCES = [str(NATIVE / name) for name in ("decode.c", "functions.c", "ro
 NATIVE_FLAGS = ["-O3", "-g0", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden"]
 NATIVE_FLAGS += ["-fno-math-errno", "-ffp-contract=off"]
 PROCESSORS = {"x86_64": ["x86_64_v3", "x86_64_v4"], "aarch64": ["generic"]}
-"""The processors of each architecture for which a library is compiled. The worker loads the library
-for its processor, if it exists."""
+"""The processors for which a library is compiled, by architecture. The worker loads the library for
+its own processor, if this library exists."""
 
 
 class BuildNative(build_py):
@@ -92,13 +94,14 @@ def _build_javascript(to: Path) -> None:
 
 
 def _mark(inputs: bytes) -> bytes:
-    """A custom section that names the inputs of a compiled module."""
+    """Returns a custom section with the hash of the inputs from which a module was compiled."""
     content = b"\x04made" + hashlib.sha256(inputs).digest()
     return bytes([0, len(content)]) + content
 
 
 def _download(requirement: str, sha256: str, folder: Path) -> Path:
-    """The unpacked source distribution of a package. pip checks its hash."""
+    """Downloads the source distribution of a package and returns the unpacked folder. pip checks
+    the hash of the download."""
     listed = folder / "requirements.txt"
     listed.write_text(f"{requirement} --hash=sha256:{sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
