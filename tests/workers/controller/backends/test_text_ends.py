@@ -125,6 +125,14 @@ def test_the_log_of_a_complete_value_does_not_say_that_it_was_closed(client: Cli
     assert sequence.logs == "the text was ended here, where it is complete: max_tokens is 6\n"
 
 
+@pytest.mark.parametrize("max_tokens", [4, 5])
+def test_the_log_of_a_value_that_cannot_continue_does_not_name_max_tokens(
+    client: Client, max_tokens: int
+) -> None:
+    sequence = ended(client, "regex", "[0-9]{3}", max_tokens=max_tokens)
+    assert (sequence.constraint, sequence.logs) == ("complete", "")
+
+
 def first_token(client: Client, text: str) -> int:
     ids: list[int] = Tokenizer.from_str(client.tokenizer().json).encode(text).ids
     return ids[-1]

@@ -207,12 +207,21 @@ class GrammarController:
         tokens = self._host.vocabulary.tokenize(text)
         back = length - at
         self._closed = True
-        self._log(closing_line(len(tokens), back, most))
-        if not tokens and not back:
+        ended = not tokens and not back
+        if not ended or self._continues(mask):
+            self._log(closing_line(len(tokens), back, most))
+        if ended:
             self._end = "complete"
             return interface.COMPLETE
         self._end = "closed"
         return Answer(Action.SPLICE, backtrack=back, tokens=tokens)
+
+    def _continues(self, mask: memoryview) -> bool:
+        """Whether another token than an end-of-sequence token may follow. Overwrites the mask."""
+        self._guest.mask(self._place, mask)
+        for token in self._host.vocabulary.eos_ids:
+            mask[token >> 3] &= ~(1 << (token & 7)) & 0xFF
+        return any(mask)
 
     def _short_ways(self, mask: memoryview, takes: int) -> Answer | None:
         """Allows only tokens after which the closing has fewer than ``takes`` tokens.
