@@ -514,7 +514,7 @@ export class Session {
     const remedy =
       this.address === DEFAULT_FRONT
         ? "start a system with: tokenbus up"
-        : "is that the address of a running system?";
+        : `is that the address of a running system? Start one with: tokenbus up --front ${this.address}`;
     return `no broker answers at ${this.address}${reason}; ${remedy}`;
   }
 }
