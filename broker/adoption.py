@@ -74,7 +74,8 @@ class Adoption:
         self._claims = Claims(state)
         self._returns = Returns(state, dispatcher)
         self._variables: dict[int, list[int]] = {}
-        """By state worker: the requests whose variables the worker stored when it registered."""
+        """By state worker: the requests of which the worker had variables when the worker
+        registered."""
 
     def open(self) -> bool:
         """Whether workers may still report requests for adoption."""

@@ -54,9 +54,10 @@ class Answers:
         return bool(self._waiting)
 
     def begin(self, session: Session, end: End, received: Sequence[int]) -> None:
-        """Begins to answer ATTACHes to a stored end. ``received``: ``Attach.received`` of each
-        ATTACH. The stream's entries follow only the answer to the last ATTACH, without the first
-        ``received`` entries. They replace an incomplete earlier answer."""
+        """Begins to answer ATTACHes to a stream whose end is stored. ``received``:
+        ``Attach.received`` of each ATTACH. The stream's entries follow only the answer to the last
+        ATTACH, without the first ``received`` entries. The new answer replaces an incomplete
+        earlier answer."""
         if session.peer is None or not received:
             return
         if end.stored:

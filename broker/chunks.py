@@ -22,7 +22,7 @@ CHUNK_BYTES = 64 * 1024
 PART_BYTES = 4096
 """Bodies are not joined to an element of ``Chunk.parts`` that has reached this size."""
 NUMBER_BYTES = 8
-"""Bytes of the number of a body."""
+"""Number of bytes that the number of a body takes."""
 LARGE_BYTES = 512
 """Bodies whose average size is more than this number of bytes are not joined."""
 MSGPACK = b"\x80"

@@ -120,7 +120,8 @@ class Connections:
         self._events.setsockopt(zmq.RCVHWM, 0)
         self._events.connect(address)
         self.fd = int(self._events.getsockopt(zmq.FD))
-        """A descriptor that is readable when ``look`` must be called."""
+        """A descriptor that becomes readable when libzmq has reported events, so that ``look`` must
+        be called."""
 
     def __iter__(self) -> Iterator[Connection]:
         """The open connections."""
@@ -150,8 +151,8 @@ class Connections:
             self.closed()
 
     def meet(self, peer: bytes, user: str, fd: int) -> Connection | None:
-        """Finds the connection of a message, if the previous message with the same routing id had
-        another ``User-Id``.
+        """Finds the connection of a message whose ``User-Id`` differs from that of the previous
+        message with the same routing id.
 
         The new connection is shut if its peer chose the id of another connection, or if its key has
         too many connections. The message is then dropped, and the result is None.

@@ -57,7 +57,8 @@ class Controllers:
         return False
 
     def _may_register(self, error: TokenbusError) -> bool:
-        """Whether ``choose`` may have raised this error because a worker has not registered yet."""
+        """Whether the cause of this error, which ``choose`` has raised, may be that a worker has
+        not registered yet."""
         return self._state.recovery.awaits_workers(error, self._state.now)
 
     def choose(self, name: str, served_as: str = "") -> Worker:
@@ -248,8 +249,8 @@ class Controllers:
         return not (_MODULE_ID.fullmatch(name) or any(name in w.patterns for w in workers))
 
     def start_waiting(self) -> None:
-        """Starts every waiting controller for which a worker has a place now. Call it when workers
-        have changed or time has passed. It looks at every START that waits."""
+        """Starts every waiting controller for which a worker has a place now. Call this method when
+        workers have changed or time has passed. The method examines every START that waits."""
         for waiting in self._waiting:
             request = waiting.request
             if self._is_held(request):

@@ -286,8 +286,8 @@ class Broker:
 
     def stepped_since(self, then: float) -> bool:
         """Whether each worker with requests has begun a step after the time ``then``, as its
-        heartbeats report. A worker that had received a signal by then has sent DRAIN before this
-        step."""
+        heartbeats report. If so, each worker that had received a signal by then has sent its DRAIN,
+        because a worker sends DRAIN before its next step."""
         workers = self.state.workers.values()
         return all(worker.stepped_at > then for worker in workers if worker.requests)
 

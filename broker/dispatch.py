@@ -29,8 +29,8 @@ from .worker import Loss, Worker
 log = logging.getLogger(__name__)
 
 CANCEL_GRACE_S = 10.0
-"""Seconds in which a worker must end a cancelled request; then the broker ends the request
-itself."""
+"""Seconds in which a worker must end a cancelled request. After this time, the broker ends the
+request itself."""
 
 MAX_ENDED = 250
 """Maximum number of requests that one tick ends for the same reason. The next tick follows soon and

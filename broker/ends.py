@@ -2,7 +2,7 @@
 
 An end is the last entry of a stream, an ERROR or a MSG. The broker may notice late that a
 connection has failed, so an end that it sends may be lost. The broker stores each end until the
-client acknowledges the end or attaches to it, or until the end expires.
+client acknowledges the end or attaches to the stream, or until the end expires.
 """
 
 from __future__ import annotations

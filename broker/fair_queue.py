@@ -26,8 +26,9 @@ class FairQueue:
     another session waits for at most one of them. Likewise, the requests of a key with a thousand
     sessions delay the first request of another key by one turn.
 
-    The users (``RoutingFields.by``) of a session, such as a gateway's, share the turns of the
-    session likewise. The sessions of a group (``RoutingFields.group``) count as one session.
+    The users (``RoutingFields.by``) of a session, for example of a gateway's session, share the
+    turns of the session in the same way. The sessions of a group (``RoutingFields.group``) count as
+    one session.
     """
 
     def __init__(self) -> None:

@@ -65,9 +65,9 @@ class Leases:
         """Whether another round of heartbeats starts as soon as the current round is complete."""
         self._walked = float("inf")
         self._silent_since = float("inf")
-        """The earliest ``last_seen`` of all workers, by the last complete walk over the workers.
-        ``_walked`` is the earliest ``last_seen`` in the current walk so far. A walk takes several
-        ticks."""
+        """The earliest ``last_seen`` that the last complete walk over all workers found.
+        ``_walked`` is the earliest ``last_seen`` that the current walk has found so far. A walk
+        takes several ticks."""
         self._asked: dict[bytes, float] = {}
         """By connection without a worker: the time at which the broker last requested a
         registration. The broker requests at most one registration in ``heartbeat_s``, because each

@@ -42,7 +42,7 @@ class Moves:
 
     def sent(self, request: Request, before: bytes = b"", *, back: bool = False) -> None:
         """Records that a request goes to a worker. From now on, the log of the request's session
-        stores the entries that the request needs to move.
+        stores the request's entries, without which the request cannot move.
 
         If the broker does not store journals, the request's frames are dropped. ``before``: the
         entries that were routed earlier, as a body of TOKEN. ``back``: the request returns to its

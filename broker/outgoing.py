@@ -55,8 +55,8 @@ class Outgoings(list[Outgoing]):
         bodies may be added."""
 
     def append(self, message: Outgoing) -> None:
-        """Adds a message. Later bodies are not added to TOKENs before this message, so that they
-        cannot overtake it."""
+        """Adds a message. A later body is not added to a TOKEN that precedes this message, because
+        the body would overtake the message."""
         self._open.clear()
         super().append(message)
 

@@ -138,8 +138,8 @@ class Placement:
 
     @staticmethod
     def fits(request: Request, worker: Worker) -> bool:
-        """Whether a request may continue at a worker, because the worker has the same model as far
-        as is known."""
+        """Whether a request may continue at a worker: the worker has the same model, or its model
+        is not known to differ."""
         began_with = request.began_with
         if began_with is None:
             return True

@@ -91,8 +91,8 @@ class Pool:
                 del self._levels[rank]
 
     def rank(self, worker: Worker) -> Rank:
-        """The rank of a worker; lower ranks are preferred. Workers that have the model loaded come
-        first, then the least filled ones."""
+        """The rank of a worker; lower ranks are preferred. Workers that have loaded the model
+        precede all others. Among these and among the others, less filled workers come first."""
         return bool(self._model) and self._model not in worker.models, worker.fill
 
     def least_loaded(self) -> Worker | None:

@@ -1,8 +1,8 @@
 """Stores the recently routed TOKENs of all sessions in one buffer, in the order of their arrival.
 
 A message has the bodies of many sessions. A copy of the whole message into this buffer takes 0.4
-µs. Adding each of eight bodies to its session's log takes ten times as long, because these
-writes touch new memory.
+µs. Adding eight bodies to the logs of their sessions takes ten times as long, because these writes
+touch new memory.
 
 Most streams end while their bodies are in the buffer, and bodies that no live stream needs are
 dropped unread. The other bodies are distributed to the logs, oldest first: some of them at each
@@ -71,11 +71,11 @@ class Segment:
         memory."""
         self.large: dict[int, tuple[Sequence[int], Sequence[bytes]]] = {}
         """The sessions and the bodies of each message that is stored outside the memory. The key is
-        the number of messages before it in this segment."""
+        the number of messages that precede the message in this segment."""
 
     @property
     def next(self) -> int:
-        """The number of the message after this segment."""
+        """The number of the first message after this segment."""
         return self.first + len(self.ends)
 
     @property
@@ -161,8 +161,8 @@ class Recent:
     # --- requests -------------------------------------------------------------------------------
 
     def begin(self, log: StreamLog) -> int:
-        """Records that a request of a log begins with the next message. Returns the number of
-        the segment's first message, for ``end``."""
+        """Records that a request of a log begins with the next message. Returns the number of the
+        first message of the current segment, which ``end`` needs later."""
         self.logs[log.session] = log
         segment = self._segments[-1].first
         self._begun[segment] = self._begun.get(segment, 0) + 1
@@ -284,8 +284,8 @@ class Recent:
         self._touched.clear()
 
     def _read(self, segment: Segment, most: int) -> int:
-        """Distributes about ``most`` bodies of a segment, oldest first. Returns the amount of work
-        in bodies. Parsing a layout of n bodies counts as n bodies."""
+        """Distributes about ``most`` bodies of a segment, oldest first. Returns the amount of work,
+        counted in bodies. Parsing a layout of n bodies counts as n bodies."""
         memory, ends = self._memory, segment.ends
         done = 0
         while done < most and segment.read < len(ends):
@@ -320,8 +320,8 @@ class Recent:
         return done
 
     def _deliver(self, session: int, number: int, bodies: list[bytes]) -> None:
-        """Adds the bodies of consecutive messages to the log of a session, except the bodies
-        that precede all requests of the log. ``number``: the number of the first message."""
+        """Adds the bodies of consecutive messages to the log of a session, unless all these
+        messages precede the requests of the log. ``number``: the number of the first message."""
         log = self.logs.get(session)
         if log is None or number + len(bodies) <= log.first:
             return
@@ -331,7 +331,7 @@ class Recent:
         log.numbers += range(number, number + len(bodies))
 
     def _drop_first(self) -> None:
-        """Drops the rest of the first segment."""
+        """Frees the first segment without reading its remaining messages."""
         segment = self._segments.popleft()
         self.size -= segment.size
         self._free.append(segment.part)

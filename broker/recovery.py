@@ -60,8 +60,8 @@ class Recovery:
         return now >= self.until
 
     def awaits_workers(self, error: TokenbusError, now: float) -> bool:
-        """Whether a request that would be refused with ``error`` waits instead, because a worker
-        that serves it may still register.
+        """Whether a request waits instead of being refused with ``error``. It waits as long as a
+        worker that serves the request may still register.
 
         After an earlier run, such requests wait until ``recover_s`` after the broker's start. After
         the loss of the last worker that served something, they wait for ``expiry_s``. If nothing

@@ -77,13 +77,14 @@ class RoutingFields(Struct, kw_only=True, gc=False):
 
 @dataclass(slots=True)
 class Interruption:
-    """The loss of a request's worker, while the request waits for another worker."""
+    """The record of the loss of a request's worker. It exists while the request waits for another
+    worker."""
 
     left: str
     """The name of the lost worker."""
     process: int
-    """The number of the lost worker's process if the stream may continue there after the process
-    registers again, else 0."""
+    """The number of the lost worker's process if the stream may continue in this process after the
+    process registers again, else 0."""
     why: str
     at: float
     """The time of the lost worker's last message, in seconds."""
@@ -169,8 +170,9 @@ class Request:
     deaths: int = 0
     """Number of consecutive workers that died before they sent a new token of the request."""
     cancelled: CancelReason | None = None
-    """Why the request was cancelled; None if it was not. Its worker has received a CANCEL. If the
-    worker has not ended the request at ``deadline``, the broker ends it."""
+    """Why the request was cancelled; None if it was not cancelled. The worker of a cancelled
+    request has received a CANCEL. If the worker has not ended the request at ``deadline``, the
+    broker ends the request."""
     error: str | None = None
     """The message of the error with which the broker ended the request, if any."""
 
@@ -224,8 +226,8 @@ class Request:
 
     @property
     def movable(self) -> bool:
-        """Whether the request can continue at another worker, because the broker stores its frames
-        and entries."""
+        """Whether the request can continue at another worker. To continue a request, the broker
+        must store the request's frames and entries."""
         return bool(self.frames)
 
     @property

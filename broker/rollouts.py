@@ -286,7 +286,8 @@ class Rollouts:
         self._out.to_session(one.session, b"MSG", Msg(stream_id=one.stream_id, result=one.result))
 
     def _pass_on(self, one: _Running, upload: Upload) -> None:
-        """Passes the waiting part to the workers, if all workers have requested it."""
+        """Passes the part of the weights that waits at the broker to the workers, if all workers
+        have requested this part."""
         if not upload.part or not one.awaited.keys() <= upload.ready:
             return
         for worker in one.awaited.values():

@@ -59,8 +59,8 @@ QUIET_S, MAX_QUIET_S = 0.1, 1.0
 READ_REST_S = 0.5
 """Maximum seconds for which a leaving broker reads messages that have already arrived."""
 SIGNALLED_S = 0.25
-"""Seconds that a leaving broker waits after its own signal, so that its workers receive their
-signals too. If all programs are restarted together, these workers are about to drain."""
+"""Seconds that a leaving broker waits after its own signal. If all programs are restarted together,
+the broker's workers receive their signals within this time, and then drain."""
 DEADLINES_EVERY_S = 0.005
 """Minimum seconds between two checks of deadlines by timer. Each tick checks deadlines too."""
 RETRY_S = (0.001, 0.05)

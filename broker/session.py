@@ -193,7 +193,8 @@ class SessionTable:
         self.detach(session)
 
     def claim(self, session: Session, token: str, key: str) -> None:
-        """Assigns a session that workers have reported to its client, which has connected."""
+        """Records the token and the key of a session whose client has now connected. Workers had
+        reported the session without them."""
         self._remove_key(session)
         session.token, session.key = token, key
         self._add_key(session)

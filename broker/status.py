@@ -125,7 +125,7 @@ def add_metrics(status: Status, state: BrokerState) -> None:
 
 
 def check_lists(session: Session, shown: Iterable[Session], now: float) -> None:
-    """Charges a list of the streams of the sessions ``shown`` to the key of a session. If the
+    """Charges the key of ``session`` for a list of the streams of the sessions ``shown``. If the
     session carries users, the session itself is charged, because its users share a key.
 
     Raises UnavailableError if more than ``MAX_LISTED_S`` is charged already. Without this bound, a

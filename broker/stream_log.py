@@ -5,9 +5,9 @@ Another worker can continue a stream from its request and these bodies, which ar
 stream. The broker decodes the bodies only if it needs their entries: for a move, for an ATTACH, or
 to judge a suspect (``quarantine.py``).
 
-Each end has a position on the connection on which it was sent. A client with the capability ``ack``
-acknowledges positions with PING. An end that was sent on an earlier connection, or was not sent,
-waits for the client's ATTACH or CANCEL.
+The ends that are sent on a connection are numbered; the number of an end is its *position*. A
+client with the capability ``ack`` acknowledges positions with PING. An end that was sent on an
+earlier connection, or was not sent, waits for the client's ATTACH or CANCEL.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Answer:
 
     end: End
     skip: int
-    """Number of entries that the client already has, and that were not read from the log yet."""
+    """Number of entries that are still to be read from the log but not sent, because the client
+    already has them."""
 
     def sends_next(self, log: StreamLog) -> bool:
         """Counts the next entry that was read; returns whether it is sent to the client."""

@@ -1,10 +1,10 @@
 """Handles the calls of tools: checks whether a client's program may make a call, chooses the tool
 worker, and records the end of the call.
 
-A program's controller worker sends CALL. The broker passes the call to a tool worker, and the tool
-worker's answer to the controller worker that runs the program at that time. A call that was passed
-to a tool worker is never passed to another tool worker. If the last worker of a tool drains or was
-lost a moment ago, new calls of the tool wait for a worker that serves the tool.
+A program's controller worker sends CALL. The broker passes the call to a tool worker. It passes the
+answer to the controller worker that runs the program when the answer arrives. A call that was
+passed to a tool worker is never passed to another tool worker. If the last worker of a tool drains
+or was lost a moment ago, new calls of the tool wait for a worker that serves the tool.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ class Tools:
         self._out.append(Outgoing(Side.BACK, passed.worker.peer, (b"CALL", sent_by, body), True))
 
     def _is_awaited(self, error: TokenbusError) -> bool:
-        """Whether a call that would be refused with ``error`` waits instead, because a worker that
-        serves its tool may register."""
+        """Whether a call waits instead of being refused with ``error``. It waits as long as a
+        worker that serves the call's tool may register."""
         if error.code != Code.NO_WORKER:
             return False
         settles = self._state.recovery.settles(self._state.now)
@@ -298,5 +298,6 @@ class Tools:
 
 
 def _owner(request: Request) -> str:
-    """The client to which the calls of a request count: its key or, without a key, its session."""
+    """The client whose limits bound the calls of a request: its key or, without a key, its
+    session."""
     return request.session.key or str(request.session.id)

@@ -102,8 +102,9 @@ class Unfinished:
         self._judge()
 
     def _judge(self) -> None:
-        """Compares the unfinished messages with their bounds, the smallest first. So if the
-        messages of a key exceed the key's bound together, the largest ones are found."""
+        """Compares the unfinished messages with their bounds, in ascending order of size. So if the
+        messages of a key together exceed the key's bound, the largest of these messages are
+        found."""
         totals = Counter[str]()
         for connection, unfinished in sorted(self._open.items(), key=lambda item: item[1]):
             ended = connection.spoke and connection.counted is None
@@ -148,8 +149,9 @@ class Unfinished:
         return not bounded_by_bytes and self._grown - connection.grown > MAX_GROWTH_BYTES
 
     def _accuse(self, connection: Connection, unfinished: int) -> None:
-        """Shuts a connection above a bound, but only when all messages that had arrived by the time
-        of the excess have been taken. Until then, the excess may consist of complete messages."""
+        """Shuts a connection above a bound, but only when all messages that had arrived before the
+        excess was found have been taken. Until then, the excess may consist of complete
+        messages."""
         now = self._rounds, self._connections.taken
         accused = self._accused.setdefault(connection, now)
         if accused is None or not self._has_passed(connection, *accused):

@@ -1,8 +1,8 @@
 """Bounds the bytes of large answers that clients may not have read.
 
 The broker cannot see how many messages in a client's ZeroMQ pipe are unread. The pipe is bounded in
-messages and not in bytes, and 256 tokenizers of 10 MB are gigabytes. So the last messages to a
-connection count as unread, as many as its pipe can hold.
+messages and not in bytes, and 256 tokenizers of 10 MB are gigabytes. So the broker assumes that the
+pipe is full: the last ``PIPE_MESSAGES`` messages to a connection count as unread.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class Waiting:
         return [self._by_id[request] for _, _, request in self._in_order[:number]]
 
     def lost_before(self, then: float, number: int) -> list[Request]:
-        """The requests that lost their worker before ``then``, among the ``number`` requests that
-        lost theirs first."""
+        """Up to ``number`` requests that lost their worker before the time ``then``, the earliest
+        loss first."""
         first = islice(self, number)
         return [r for r in first if r.interruption is not None and r.interruption.since < then]
 

@@ -1,5 +1,5 @@
-"""Calls of tools that wait for a tool worker: the last worker that served the tool drains or was
-lost, and may register again. A waiting call was not passed to a tool worker."""
+"""Calls of tools that wait for a tool worker, because the last worker that served the tool drains
+or was lost, and may register again. A waiting call was not passed to a tool worker."""
 
 from __future__ import annotations
 

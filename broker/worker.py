@@ -100,8 +100,8 @@ class Worker:
         self.beyond.add(request.id)
 
     def leaves_with(self, other: Worker) -> bool:
-        """Whether this worker leaves together with ``other``, because the system on their host
-        ends."""
+        """Whether this worker leaves together with ``other``: both are on the same host, and the
+        whole system on this host is about to end."""
         return other.system_ends and self.host == other.host
 
     def serves(self, model: str) -> bool:
@@ -113,9 +113,9 @@ class Worker:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more request fits, in addition to those of this broker and of other brokers.
-        Requests above the capacity are not counted, so that queued requests get each place that
-        becomes free."""
+        """Whether the worker has room for one more request, in addition to its requests of this
+        broker and of other brokers. Requests above the capacity are not counted, so that queued
+        requests get each place that becomes free."""
         beyond = len(self.beyond & self.requests.keys()) if self.beyond else 0
         return self._num_requests - beyond < self.capacity
 
