@@ -55,8 +55,8 @@ def carrier(
 ) -> Carrier:
     """Connects ``peer`` to the broker at ``address``; ``name`` is the name of the thread.
 
-    ``linger_ms`` is how long an orderly close continues to send, in milliseconds. ``packed``:
-    whether messages on a socket are packed, as between broker and workers
+    ``linger_ms``: maximum time, in milliseconds, for which ``close`` sends the remaining messages.
+    ``packed``: whether messages on a socket are packed, as between broker and workers
     (``protocol/packing.py``). ``key``: the key with which a socket connects, if any. Raises
     AddressError if the address is not valid.
     """

@@ -76,9 +76,9 @@ accepts an address without a host, to which it never connects."""
 MAX_PATH_BYTES = 107
 """Maximum number of bytes of the path of a Unix socket."""
 CLOSED_OFTEN = 3
-"""Number of connections in a row that a broker with keys closes during the handshake, without a
-reason, before the dealer reports that the key file is for another broker. A stopping broker closes
-one or two connections in this way."""
+"""If a broker with keys closes this number of connections in a row during the handshake, without a
+reason, the dealer reports that the key file is for another broker. A stopping broker closes one or
+two connections in this way."""
 
 
 class AddressError(ValueError):
@@ -346,7 +346,7 @@ class Dealer:
         os.set_blocking(self._wake_r, False)
         os.set_blocking(self._wake_w, False)
         self._turn = threading.Lock()
-        """Held by the thread that uses the socket."""
+        """A lock that a thread holds while it uses the socket."""
         self._socket: zmq.Socket[bytes] | None = None
         """The socket if other threads may send on it, else None."""
         self._closing = False

@@ -1,8 +1,8 @@
 """Reads the security mechanism of a broker from the greeting of ZMTP (RFC 37).
 
-A broker that requires another mechanism than its peer usually closes the connection before it has
-sent its own mechanism. libzmq's monitor then reports no reason. ``mechanism_of`` does not send a
-mechanism, so the broker sends its whole greeting.
+If a broker and its peer require different mechanisms, the broker usually closes the connection
+before it has sent its own mechanism. libzmq's monitor then reports no reason. ``mechanism_of`` does
+not send a mechanism, so the broker sends its whole greeting.
 """
 
 from __future__ import annotations
