@@ -16,8 +16,8 @@ _TOKEN = re.compile("[0-9a-f]{32}")
 def new_boot() -> int:
     """The number of one run of a broker: 31 random bits.
 
-    The number is random and not the time: if the clock were set back, a time could repeat the
-    number of an earlier run.
+    The number is not derived from the time, because it could then repeat after the clock was set
+    back.
     """
     return secrets.randbits(31)
 

@@ -98,8 +98,8 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     must have the key with which the session began."""
     begin: bool = False
     """Begin a session with the token in ``session``, unless the broker has a session with this
-    token under any key. The token is then a secret of 32 hexadecimal digits that the client has
-    chosen."""
+    token under any key. With this flag, the token is a secret of 32 hexadecimal digits that the
+    client has chosen."""
     elsewhere: bool = False
     """Whether the session may have used another broker since its last connection to this broker.
     The broker then asks the workers for the session's live streams, and the client sends its
@@ -126,8 +126,8 @@ class Generate(Sampling, kw_only=True, omit_defaults=True):
     """Chosen by the client, unique among the live streams of its session."""
     model: ModelName = ""
     """The name of the model; if empty, the default model. The default model is the one that all
-    workers have as their default. If their defaults differ, it is the embedded model, if that is
-    one of them."""
+    workers have as their default. If their defaults differ and the embedded model is one of them,
+    the embedded model is the default model."""
     prompt: list[TokenId] | str | None = None
     """Token ids, or text that the worker tokenizes. If None, attachment 0 has the ids, u32 each.
     Without a prompt and an attachment, the prompt consists of the buffers."""

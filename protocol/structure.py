@@ -66,8 +66,7 @@ class Phase(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
     text: bool = False
     """Whether free text may follow."""
     controller: str = ""
-    """The built-in constraint that applies instead of free text, to the whole rest of the
-    answer."""
+    """The built-in constraint that determines the rest of the answer, instead of free text."""
     arg: str | dict[str, Any] | list[Any] | None = None
     """The argument of the built-in constraint, as in ``controller_arg``."""
     tags: list[int] = []
@@ -256,8 +255,8 @@ class Automaton:
 
     def shortest_end(self, tag: int) -> bytes:
         """The shortest literal text from the end of a tag's content to a possible end of the
-        answer. If the text reaches a phase in which no tag without content may begin, the text ends
-        there."""
+        answer. In each phase on the way, the text has the shortest tag without content. The text
+        stops at a phase in which no such tag may begin."""
         text, number = self.ends[tag], self.structure.tags[tag].then
         for _ in self.structure.phases:
             phase = self.structure.phases[number]
@@ -465,8 +464,7 @@ class Reader:
             self._give(pieces, before, held - marked)
 
     def _marker(self, before: State, after: State) -> int:
-        """The number of bytes at the end of the held bytes that do not belong to the previous
-        part."""
+        """The number of trailing bytes of ``_held`` that do not belong to the previous part."""
         if before.mode == "content":
             json = self._automaton.holds_json(before)
             return 0 if json else len(self._automaton.ends[after.last])

@@ -124,9 +124,9 @@ class Registered(Struct, kw_only=True, omit_defaults=True):
     unknown: list[Id] = []
     """Reported live requests that the broker does not know; the worker drops them."""
     wanted: list[Id] = []
-    """Reported live requests that continue at this broker: a restarted broker adopts them, or the
-    broker was waiting for this worker to return. The worker sends a JOURNAL for each, before any
-    further message about the request."""
+    """Reported live requests that continue at this broker, because the broker was restarted and
+    adopts them, or because it was waiting for this worker to return. The worker sends a JOURNAL for
+    each, before any further message about the request."""
     states: list[ModelState] = []
     """For a GPU worker: the models whose weights have changed, or that are or were paused. The
     worker loads these weights before it runs streams of the model."""
@@ -139,7 +139,7 @@ class Journal(Struct, kw_only=True, omit_defaults=True):
     """``JOURNAL``: a live or recently ended request of a GPU worker, for a broker that does not
     have all entries of the request.
 
-    The header has the request, its session, and how the session's bodies are encoded. Attachment 0
+    The header has the request, its session, and the encoding of the session's bodies. Attachment 0
     is a TOKEN body in msgpack with all entries that were sent for the request. The other
     attachments are the frames of the request: its body and attachments.
     """
@@ -201,8 +201,8 @@ class Claimed(Struct, kw_only=True, omit_defaults=True):
 
 
 class Released(Struct, kw_only=True, omit_defaults=True):
-    """``RELEASED``: these requests continue under another broker. Sent by the GPU worker that has
-    the requests."""
+    """``RELEASED``: the listed requests continue under another broker. Sent by the GPU worker that
+    has the requests."""
 
     requests: list[Id]
 
@@ -367,8 +367,8 @@ class VocabularyName(Struct, kw_only=True, omit_defaults=True):
     """Number of logits of the model: a mask has ceil(size / 32) words."""
     eos: list[int]
     special: dict[str, int] = {}
-    """The ids of other special tokens, by role (``SpecialToken.role``). GPU workers of earlier
-    versions do not send these ids."""
+    """The ids of special tokens, by role (``SpecialToken.role``). GPU workers of earlier versions
+    do not send these ids."""
 
 
 class Replay(Struct, array_like=True):
@@ -377,8 +377,8 @@ class Replay(Struct, array_like=True):
     The controller worker runs all rounds again with the same inputs. Variable operations get the
     same answers as the first time. The controller worker sends, in order, the results that the GPU
     worker may not have applied: all results after the sequence's last sampled token or its last
-    fork, whichever is later. The fork that created the sequence counts as a fork, as do those of
-    ``forks``. The first of these results has all logs and writes since the sampled token. The GPU
+    fork, whichever is later. Both the fork that created the sequence and the forks in ``forks``
+    count. The first of these results has all logs and writes since the sampled token. The GPU
     worker stores how many of these logs and writes the client has received.
     """
 
@@ -395,8 +395,8 @@ class Replay(Struct, array_like=True):
     """Whether the sequence has ended. An ended sequence is replayed only for its forks, and its
     results are not sent."""
     last: bool = False
-    """Whether the last of ``tokens`` ended the sequence (by its length or a stop string). Only a
-    last ``post_process`` followed that token."""
+    """Whether the last of ``tokens`` ended the sequence (by its length or a stop string). After
+    that token, only ``post_process`` was called, once."""
     distributions: dict[Id, Distribution] = {}
     """The distributions that the sequence's controller received, by the index in ``tokens`` of the
     sampled token. The answer to ``look`` has the index of its placeholder, and rank 0."""
@@ -458,8 +458,8 @@ class StepSequence(Struct, array_like=True):
     seq: int
     tokens: list[TokenId]
     """The sampled tokens: the argument of ``post_process``. There are several tokens only after a
-    run or a draft. After a draft, each token but the last was sampled under one of the controller's
-    masks along the draft."""
+    run (``StepResult.run``) or a draft. After a draft, each token but the last was sampled under
+    one of the controller's masks along the draft."""
     ended: FinishReason | None = None
     """The finish reason if the sequence has finished. The sequence's controller then gets a last
     ``post_process`` and is dropped."""
@@ -599,7 +599,7 @@ class Result(Struct, kw_only=True, omit_defaults=True):
     """``RESULT``: the answer to ``START`` or ``STEP``. The results of rounds that are not finished
     follow in a later message.
 
-    When a suspended sequence resumes, its result is sent although no message asks for it.
+    When a suspended sequence resumes, the controller worker sends its result without a STEP.
     """
 
     sequences: list[StepResult]
@@ -617,7 +617,8 @@ class Result(Struct, kw_only=True, omit_defaults=True):
 
 
 class Lost(Struct, kw_only=True, omit_defaults=True):
-    """``LOST``: the controllers of these requests are lost. Sent by the broker to a GPU worker.
+    """``LOST``: the controllers of the listed requests are lost. Sent by the broker to a GPU
+    worker.
 
     With the code ``worker_lost``, the GPU worker starts the controllers again at another controller
     worker.
