@@ -1,9 +1,9 @@
 """Compiles a text to the automaton over bytes that matches every substring of the text.
 
-The automaton is the suffix automaton of the text, built byte by byte, in which strings begin only
-at the first byte of a character. A state stands for all strings whose occurrences end at the same
-places of the text. The same continuations are possible after each of these strings. The automaton
-has at most two states for each byte of text.
+The automaton is the suffix automaton of the text, but its strings begin only at the first byte of a
+character. It is built byte by byte. A state stands for all strings whose occurrences end at the
+same places of the text. The same continuations are possible after each of these strings. The
+automaton has at most two states for each byte of text.
 
 In UTF-8, the first byte of a character differs from its other bytes. Strings that begin inside a
 character are left out: in the state of the empty string, only first bytes of characters have

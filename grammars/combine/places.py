@@ -97,8 +97,8 @@ class Places:
         """Removes redundant places. If several copies from ``counted_to`` on are in the same state,
         only the place in the earliest copy is kept.
 
-        The other places are redundant: the text may end after any of these copies, and the earliest
-        copy allows the most further repetitions.
+        The other places are redundant, because the text may end after any of these copies, and the
+        earliest copy allows the most further repetitions.
         """
         ordered = sorted(places, reverse=True)
         bound = counted_to * self.stride

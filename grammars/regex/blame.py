@@ -3,7 +3,7 @@
 The search begins with the whole pattern as the part. It compiles the longest items of the part,
 each alone and for a short time, and continues with an item that is too large by itself. If each
 item of a concatenation is small enough but the items together are too large, the result is the
-shortest run of items that is too large.
+shortest sequence of neighbouring items that is too large.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def _items(tree: Concatenation | Alternation | Repeat) -> tuple[Tree, ...]:
 
 
 def _shortest(tree: Concatenation, trial: Trial) -> Grown | None:
-    """The shortest run of items that is still too large. Its end is found by bisection, and then
-    its start."""
+    """The shortest sequence of neighbouring items that is still too large. A bisection finds the
+    last item of the sequence, and another one the first item."""
     items = tree.items
 
     def run(first: int, end: int) -> Concatenation:

@@ -16,8 +16,8 @@ from .subsets import Automaton
 
 
 class _Partition:
-    """A partition of 0..n-1 into blocks. Each block is a run of ``elements``, with its marked
-    elements first."""
+    """A partition of 0..n-1 into blocks. Each block is a contiguous part of ``elements``, with its
+    marked elements first."""
 
     def __init__(self, blocks: list[list[int]], size: int) -> None:
         self.elements = [element for block in blocks for element in block]

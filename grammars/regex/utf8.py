@@ -5,12 +5,12 @@ for the first bytes of a character and has the bytes that may follow them; a lea
 characters. Equal nodes are merged. For each state, the leaves of this graph are replaced by the
 next states, and classes that lead to the same state are merged.
 
-If the automaton over characters is minimal, the automaton over bytes is minimal too. Two states
-inside a character with different runs lead to different states between characters, and these
-states are not equivalent. A state inside a character is never equivalent to a state between two
-characters, because only a state inside a character reads continuation bytes. Overlong forms and
-surrogates have no path in the graph, so they never match. Sources: R. Cox, Regular expression
-matching in the wild, 2010, and the Rust crate ``utf8-ranges``.
+If the automaton over characters is minimal, the automaton over bytes is minimal too. If two states
+inside a character have different runs, some bytes lead from them to two different states between
+characters, and states between characters are not equivalent. A state inside a character is never
+equivalent to a state between two characters, because only a state inside a character reads
+continuation bytes. Overlong forms and surrogates have no path in the graph, so they never match.
+Sources: R. Cox, Regular expression matching in the wild, 2010, and the Rust crate ``utf8-ranges``.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class ByteAutomaton:
     bit i is set if state s accepts the pattern with number i. State 0 is dead, and state 1 is the
     start.
 
-    A breadth-first search over ascending bytes numbers the states, so minimal automata of the same
-    language are identical.
+    The states are numbered by a breadth-first search that takes bytes in ascending order, so
+    minimal automata of the same language are identical.
     """
 
     rows: list[Runs]
@@ -160,8 +160,8 @@ class _Graph:
         return runs
 
     def whole(self, levels: int, label: int) -> int:
-        """The target of a byte after which any ``levels`` continuation bytes lead to the class
-        ``label``."""
+        """The target from which ``levels`` continuation bytes, whatever their values, lead to the
+        class ``label``."""
         if levels == 0:
             return label
         number = self._whole.get((levels, label))

@@ -53,7 +53,7 @@ class Place:
 
 
 class Recognizer:
-    """One text under one grammar.
+    """Recognizes one text under one grammar.
 
     ``byte`` adds a byte; ``copy`` is cheap. A refused byte does not change the recognizer.
     """
