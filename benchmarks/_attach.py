@@ -23,8 +23,8 @@ BETWEEN = 20
 
 
 class Return(NamedTuple):
-    """The figures of one cut of the client's connection. Each figure ends when each stream has
-    received its next entry."""
+    """The figures of one cut of the client's connection. Each figure is measured until all streams
+    have received their next entry."""
 
     cut_s: float
     """Seconds since the cut of the connection."""

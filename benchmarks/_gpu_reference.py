@@ -26,8 +26,8 @@ class Reference:
 
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The ``count`` tokens of transformers' ``generate`` with greedy sampling. Tokens that end
-        a sequence are not sampled."""
+        """Returns the ``count`` tokens that transformers' ``generate`` samples greedily. Tokens
+        that end a sequence are not sampled."""
         with self._own_attention():
             out = self._model.generate(
                 torch.tensor([list(prompt)], device=self._device),

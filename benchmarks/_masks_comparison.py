@@ -31,7 +31,8 @@ NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/
 """
 """The JSON of RFC 8259 in llguidance's form of Lark, without white space after the value."""
 OTHERS_S = 2.0
-"""Time for a case, in seconds. Later, xgrammar and outlines-core do not begin another text."""
+"""Time limit of a case, in seconds. After this time, xgrammar and outlines-core do not begin
+another text."""
 
 Makers = dict[str, Callable[[], Engine]]
 

@@ -121,7 +121,8 @@ class Trainer:
             self._compared.kl += float(torch.expm1(distance) - distance)
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        """A copy of the weights. The output layer is left out, because it is the embedding."""
+        """A copy of the weights. The output layer is left out, because it has the same weights as
+        the embedding."""
         named = self._model.named_parameters()
         return {name: tensor.detach().clone() for name, tensor in named}
 

@@ -40,7 +40,7 @@ class WalkFigures:
     """Number of walks whose text is valid."""
     tokens: int = 0
     closed: int = 0
-    """Number of walks whose text the controller completed itself, so that it ends within
+    """Number of walks whose text the controller completed itself, so that the text ends within
     ``max_tokens``."""
     taken_back: int = 0
     """Number of tokens that were removed by backtracks."""

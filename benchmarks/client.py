@@ -1,13 +1,13 @@
 """Measures how much CPU time tokens in columns save, compared with entries in JSON.
 
 ``client_us_*`` is the CPU time per token, in microseconds, of a process with one ``AsyncClient``
-and 64 streams. The tokens arrive as fast as the client reads. ``client_us_per_token`` reads each
-stream to its end (``stream.tokens``), ``…_each`` reads entry by entry (``async for``), and
-``…_json`` receives entries in JSON. The messages come from a raw socket through a real broker.
-``client_core`` is the share of one CPU core that a client uses to read 64 streams entry by entry,
-at 200 steps per second.
-``send_us_*`` is the CPU time of ``LiveStreams.send`` for a step of 64 plain tokens of one session.
-Columns and JSON take turns, and a ratio is the median of the rounds' ratios.
+and 64 streams. The tokens arrive as fast as the client reads. For ``client_us_per_token``, the
+client reads each stream to its end (``stream.tokens``). For ``…_each``, the client reads entry by
+entry (``async for``). For ``…_json``, the client receives entries in JSON. The messages come from a
+raw socket through a real broker. ``client_core`` is the share of one CPU core that a client uses to
+read 64 streams entry by entry, at 200 steps per second. ``send_us_*`` is the CPU time of
+``LiveStreams.send`` for a step of 64 plain tokens of one session. Columns and JSON take turns, and
+a ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations

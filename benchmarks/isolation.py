@@ -64,7 +64,8 @@ class Measured(NamedTuple):
     usual: Period
     attacked: Period
     right: bool
-    """Whether the attack has the expected outcome, and nothing else has changed."""
+    """Whether the ordinary requests and the attack have their expected outcomes, and
+    ``HostileWorld.problems`` finds nothing."""
 
     @property
     def gap_ms(self) -> float:

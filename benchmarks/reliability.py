@@ -8,7 +8,8 @@
 - Overload: the completed tokens per second at ten times the capacity, divided by the completed
   tokens per second at the capacity. The GPU is simulated, and half of the requests have a timeout
   that may expire in the queue.
-- Memory: the growth of broker and worker over 200,000 short streams with the simulated GPU.
+- Memory: the growth of the memory of broker and worker over 200,000 short streams with the
+  simulated GPU.
 - Attach: the connection of a client with 1,000 live streams is cut. The figure is the time from the
   client's ATTACHes on the next connection until each stream has received its next token. The GPU
   is simulated.

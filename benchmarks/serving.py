@@ -13,9 +13,9 @@
 - ``slowest_second_vs_median``: number of tokens in the slowest second, divided by the number in the
   median second. For a minute, streams of 1,000 tokens run one after another.
 
-In a round, all loads run one after another. A figure is a ratio of two loads, as the median of all
-rounds. All processes share the machine, and processes that are not measured are idle. Speculation
-is off; ``speculation.py`` measures it.
+In a round, all loads run one after another. A figure is the median of the ratios of all rounds;
+each ratio compares two loads. All processes share the machine, and processes that are not measured
+are idle. Speculation is off; ``speculation.py`` measures it.
 """
 
 from __future__ import annotations

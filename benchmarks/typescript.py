@@ -2,10 +2,10 @@
 
 ``…_us_per_token`` is the CPU time per token, in microseconds, of a Node process with one client and
 64 streams of token ids, which arrive as fast as the client reads. ``ws`` uses a gateway's
-WebSocket, and ``zmq`` ZeroMQ. A stream is read to its end (``stream.tokens()``), in ``…_each``
-entry by entry (``for await``). In ``…_json`` the client receives entries in JSON. The messages come
-from a raw socket through a real broker and gateway. Columns and JSON take turns, and a ratio is the
-median of the rounds' ratios. The package is built with node and npm.
+WebSocket, and ``zmq`` ZeroMQ. The client reads a stream to its end (``stream.tokens()``) or, for
+``…_each``, entry by entry (``for await``). For ``…_json``, the client receives entries in JSON. The
+messages come from a raw socket through a real broker and gateway. Columns and JSON take turns, and
+a ratio is the median of the rounds' ratios. The package is built with node and npm.
 """
 
 from __future__ import annotations
