@@ -79,7 +79,8 @@ class Bus:
         queue is implemented in C, so a signal handler that interrupts a ``put`` may call ``put``
         too."""
         self._turn = threading.RLock()
-        """Held by the bus thread that calls a callback of the worker."""
+        """A lock that a bus thread holds while it calls a callback of the worker, so that callbacks
+        do not overlap."""
         self._registration = registration
         self._ended: str | None = None
         self._step_started: float | None = None

@@ -60,7 +60,8 @@ class Lease:
         return [self._frames(b"REGISTER", registration)]
 
     def kept(self, answer: Registered) -> frozenset[int]:
-        """The reported live requests that continue under the lease that this answer grants."""
+        """The requests that continue under the new lease: those that REGISTER reported and the
+        broker's answer does not list as ``unknown``."""
         return self._reported - frozenset(answer.unknown)
 
     def on_frames(self, frames: Frames, now: float) -> tuple[bool, list[Frames]]:

@@ -110,8 +110,8 @@ class Link:
             self._carrier.send(self._outbox)
 
     def kept(self, answer: Registered) -> frozenset[int] | None:
-        """The requests that continue after this ``REGISTERED``. None means that all requests
-        continue, because the message answers a change of the registration."""
+        """The requests that continue after this ``REGISTERED``. None if the message only answers a
+        change of the registration: then all requests continue."""
         return None if answer.worker == self._handled else self.lease.kept(answer)
 
     def registered(self, answer: Registered) -> None:
@@ -177,7 +177,7 @@ class _WorkerPeer:
         self._answers.extend(self._lease.connected(now))
 
     def disconnected(self, now: float) -> None:
-        """Does nothing: the next registration replaces this one."""
+        """Does nothing, because the next registration replaces the current one."""
 
     def refused(self, error: TokenbusError) -> None:
         """Logs the refusal; the connection tries again."""

@@ -62,12 +62,12 @@ class SavedRequest(Struct, array_like=True):
     request: int
     values: list[bytes]
     variables: list[tuple[str, int, int]]
-    """Name, version and index of the value of each variable."""
+    """For each variable: its name, its version, and the index of its value in ``values``."""
     answers: list[tuple[int, int, int, int, int, bool, str | None]]
-    """Lineage and count of each answered operation, and its answer: version, index of the value or
-    -1, length of the value's prefix, ``written`` and error."""
+    """Lineage and count of each answered operation, and its answer: version, index in ``values``
+    (-1 without a value), length of the value's prefix, ``written`` and error."""
     inputs: list[int] = []
-    """The indexes of the values of the inputs that have not been taken."""
+    """For each input that has not been taken: the index of its text in ``values``."""
     given: int = 0
     """Number of inputs that the client has given so far."""
 

@@ -3,11 +3,11 @@ and biases for several tokens at once.
 
 A built-in constraint computes its masks along a draft in one call. Any other controller that takes
 drafts is copied, and the copy runs the rounds that the controller would run if the draft's tokens
-were sampled. The run ends before a decision that does more than sample. It also ends if the copy
-uses a variable, an input or a tool, sends a text to the client, or writes to the log. After its
-run, the copy is dropped. When tokens of the draft have been sampled, the controller itself runs the
-round of each token. So the controller receives the same calls as without drafts, but only after all
-of these tokens were sampled.
+were sampled. The copy stops before a decision that does more than sample. It also stops if it uses
+a variable, an input or a tool, sends a text to the client, or writes to the log. The copy is then
+dropped. When tokens of the draft have been sampled, the controller itself runs the round of each
+token. So the controller receives the same calls as without drafts, but only after all of these
+tokens were sampled.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ def goes_on(answer: Answer) -> bool:
 
 
 class _NoVariables:
-    """The variables of a copy that runs along a draft. Other sequences could see the use of a
-    variable, but the tokens of the draft may never be sampled. So a use of a variable ends the
-    copy's run."""
+    """Replaces the variables in a copy that runs along a draft. Every method raises an error, which
+    stops the copy. Otherwise, other sequences could see effects of tokens that are never
+    sampled."""
 
     def get(self, name: str) -> NoReturn:
         """Raises an error: a copy must not use variables."""

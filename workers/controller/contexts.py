@@ -1,5 +1,5 @@
-"""Contexts: the tokens of sequences that programs save by name. Other programs of the tenant open
-a context, at any worker of the same model."""
+"""Contexts: the tokens of sequences that programs save by name. Any program of the same tenant can
+open a context, at any worker of the same model."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def opened(variables: SequenceVariables, words: Vocabulary, name: str) -> list[i
 
 
 def owner_number(tenant: str) -> int:
-    """A number of a tenant, for ``Pin.owner``."""
+    """The number that represents a tenant in ``Pin.owner``: a hash of the tenant's name."""
     return int.from_bytes(hashlib.sha256(tenant.encode()).digest()[:8], "little") >> 1
 
 

@@ -79,7 +79,7 @@ class FairJobs:
         """The present virtual time: the virtual time of the tenant whose job was taken last. When
         ``take`` finds no queued job, the present time advances to ``_latest_s``."""
         self._latest_s = 0.0
-        """The latest virtual time of a tenant at the end of a job."""
+        """The latest virtual time that any tenant had when one of its jobs ended."""
         self._size = 0
 
     def __len__(self) -> int:

@@ -28,7 +28,7 @@ SLICE_S = 0.005
 requests, or pauses if rounds are queued."""
 PAUSE_S = 0.0005
 """Seconds for which a replay pauses after each slice if rounds are queued. Without the pause, the
-replay would keep Python's lock, which these rounds need."""
+replay would keep the GIL, which these rounds need."""
 
 
 class FirstRounds:

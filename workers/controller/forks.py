@@ -31,10 +31,10 @@ def number_of_fork(parent: int, place: int, lineage: int, taken: Container[int])
     """The number of the ``place``-th sequence (counted from 1) that was forked from sequence
     ``parent``. The number is not in ``taken``.
 
-    Forks of sequence 0 have the numbers 1, 2, 3, …; forks of sequence 1 have 1025, 1026, …. Deep
-    forks have hashes as numbers. Among requests with 128 sequences, one in a few hundred thousand
-    has two sequences with the same hash. The numbers of these two sequences depend on the order of
-    the forks.
+    The sequences that sequence 0 creates have the numbers 1, 2, 3, …, and those that sequence 1
+    creates 1025, 1026, …. After several nested forks, the numbers are hashes. Among requests with
+    128 sequences, one in a few hundred thousand has two sequences with the same hash. The numbers
+    of these two sequences depend on the order of the forks.
     """
     number = parent * WIDTH + place
     if place >= WIDTH or number >= FIRST_HASHED:

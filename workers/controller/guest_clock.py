@@ -1,5 +1,5 @@
-"""The CPU time of a thread and of the guest processes that work for the thread, and the CPU time
-that counts towards the limit of a call."""
+"""Measures the CPU time of a thread and of the guest processes that work for the thread, and the
+part of this time that counts towards the limit of a call."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 QUESTION_S = 0.0001
 """Seconds that each question of a guest to the worker, such as an access to a variable, counts
 towards the limit of the guest's call. The real CPU time of a question is not counted, because it
-can triple on a busy machine. A call with several questions would then fail without a fault of its
-author. ``process.MAX_QUESTIONS`` bounds the questions too."""
+can triple on a busy machine. If it were counted, a correct call with several questions could fail.
+``process.MAX_QUESTIONS`` bounds the questions too."""
 
 
 class _ThisThread(threading.local):
@@ -42,8 +42,8 @@ def call_cpu_s() -> float:
 
 @contextlib.contextmanager
 def question() -> Iterator[None]:
-    """Wraps a question to the worker, which counts ``QUESTION_S`` towards the limit of the call
-    that this thread runs."""
+    """Wraps a question to the worker. Instead of the question's CPU time, ``QUESTION_S`` counts
+    towards the limit of the call that this thread runs."""
     began_s = time.thread_time()
     try:
         yield

@@ -39,8 +39,8 @@ class IdleQueue:
         self._groups: dict[str, deque[tuple[float, SequenceGroup]]] = {}
         """By tenant: groups and the times from which they may be woken, in ascending order."""
         self._turns: list[tuple[float, int, str]] = []
-        """A heap of (time of the next turn, tie-breaker, tenant), with one element for each tenant
-        that has groups."""
+        """A heap of (time at which the tenant's next group is woken, tie-breaker, tenant), with one
+        element for each tenant that has groups."""
         self._numbers = itertools.count()
         self._spent: dict[str, float] = {}
         """By tenant: the time at which its rounds so far would end at the average rate (the
@@ -57,7 +57,8 @@ class IdleQueue:
 
     def next(self, now: float) -> tuple[SequenceGroup | None, float]:
         """Removes the group to wake now, and returns the group and ``now``. If no group is due,
-        returns None and the time of the next turn, which is infinite if no group is queued."""
+        returns None and the time at which the next group is woken. This time is infinite if no
+        group is queued."""
         while self._turns:
             turn, _, tenant = self._turns[0]
             if turn > now:

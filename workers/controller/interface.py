@@ -47,21 +47,22 @@ class Action(IntEnum):
     sequence, and do not sample. The next post_process gets no tokens, and ``Host.scores`` has the
     result."""
     BEGIN = 7
-    """In mid_process: drop all tokens, also those of the prompt, and begin anew with the prompt
-    ``tokens``. The next post_process gets these tokens, and the number of all dropped tokens."""
+    """In mid_process: drop all tokens, including those of the prompt, and begin again with the
+    prompt ``tokens``. The next post_process gets these tokens, and the number of all dropped
+    tokens."""
     SAVE = 8
     """In mid_process: save ``tokens`` as the context ``name`` (``contexts``), and pin the blocks of
     the sequence for ``pin_s`` seconds. The next post_process gets no tokens."""
     OPEN = 9
-    """In mid_process: BEGIN with the tokens of the context ``name``. After a SAVE or OPEN that is
-    refused, post_process gets no tokens, and ``Host.refusal`` has the reason."""
+    """In mid_process: like BEGIN, with the tokens of the context ``name``. After a SAVE or OPEN
+    that is refused, post_process gets no tokens, and ``Host.refusal`` has the reason."""
     LOOK = 10
     """In mid_process: answer ``query`` about the distribution of the next token, and do not sample.
     The next post_process gets no tokens, and ``Host.distributions`` has the answer."""
     AGAIN = 11
     """In mid_process: call pre_process, without sampling or changing the tokens. Only scripts
-    return this action, when they suspend or fork directly after a fork or a generated text. Both
-    are possible only in pre_process."""
+    return this action, when they suspend or fork directly after a fork or a generated text. SUSPEND
+    and FORK are possible only in pre_process."""
 
 
 class Answer(NamedTuple):
@@ -96,8 +97,8 @@ class Answer(NamedTuple):
     pin_s: float = 0.0
     run: int = 1
     """With CONTINUE from mid_process: the maximum number of tokens that one post_process may
-    receive. With more than 1, every token is allowed. The mask then has the tokens that end such a
-    run of tokens: post_process is called directly after one of them. The worker may still call
+    receive. If ``run`` is above 1, every token is allowed, and the mask has another meaning:
+    post_process is called directly after a token in the mask. The worker may still call
     post_process for each token."""
     logprobs: bool = False
     """With CONTINUE from mid_process: whether ``Host.logprobs`` has the log-probabilities of the
@@ -168,8 +169,8 @@ class TakesDrafts(Controller, Protocol):
         """Writes into ``masks[i]`` the mask after the tokens ``draft[: i + 1]``, as mid_process
         would after these tokens; returns the number of masks written.
 
-        Writing stops at a place where mid_process would do more than sample, and before a token
-        that the constraint forbids. The controller's own state does not change.
+        Writing stops before a decision that does more than sample, and before a token that the
+        constraint forbids. The controller's own state does not change.
 
         Called after a mid_process that wrote a mask. Any prefix of the draft may then be sampled,
         plus one more token. One post_process receives all these tokens, instead of one round for
@@ -179,11 +180,12 @@ class TakesDrafts(Controller, Protocol):
 
 @runtime_checkable
 class RunsAhead(Controller, Protocol):
-    """A controller whose copy may run along drafts (``along.py``), if ``takes_drafts`` is true."""
+    """A controller that can be copied to compute the decisions after the tokens of a draft before
+    these tokens are sampled (``along.py``). It is copied only if ``takes_drafts`` is true."""
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether a copy may run along drafts. Read after init_prompt."""
+        """Whether a copy may compute decisions along drafts. Read after init_prompt."""
 
 
 class Batch(Protocol):
@@ -203,7 +205,8 @@ class Batch(Protocol):
 
 @runtime_checkable
 class Batched(Controller, Protocol):
-    """A controller whose usual round, one token and then a mask, runs in a batch with others."""
+    """A controller whose usual round (one token, then a mask) can run in a batch with rounds of
+    other controllers."""
 
     def batch(self, token: int) -> tuple[Batch, int] | None:
         """The batch that can run the round after ``token``, and the number of the sequence in the

@@ -23,9 +23,9 @@ class Limits:
     """Limit of each call of a script in MicroPython or QuickJS except ``init_prompt``, instead of
     ``pre_s``, ``mid_s`` and ``post_s``."""
     fuel_per_ms: int = 0
-    """Wasm instructions that a guest may execute for each millisecond of a call's limit. With this
-    bound, a call that ends on one machine ends on every machine. If 0, only CPU time is
-    limited."""
+    """Wasm instructions that a guest may execute for each millisecond of a call's limit. Unlike the
+    limit on CPU time, this limit stops a call at the same instruction on every machine. If 0, only
+    CPU time is limited."""
     memory_bytes: int = 64 * 1024 * 1024
     stack_bytes: int = 512 * 1024
     table_elements: int = 100_000
@@ -53,8 +53,9 @@ class Limits:
     """Maximum bytes of one variable's value. The state worker has another bound for all variables
     together."""
     used_bytes: int = 16 * 1024 * 1024
-    """Maximum bytes of a request's writes to variables, new prompts, scored texts, dropped tokens
-    and looks together. A token counts 4 bytes. Each write is also sent to the client."""
+    """Maximum total bytes of a request's writes to variables, new prompts, scored texts, dropped
+    tokens, and distributions that are read without sampling. A token counts 4 bytes. Each write is
+    also sent to the client."""
 
     @property
     def round_s(self) -> float:

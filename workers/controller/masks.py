@@ -15,8 +15,8 @@ MAX_REFUSED = 64
 
 
 class MaskRows:
-    """The rows of one shared file, which sequences allocate. The file is unmapped when no object
-    refers to it or to one of its views. So a mask is never written to an unmapped file.
+    """The rows of one shared file, which sequences allocate. The file stays mapped as long as this
+    object or one of its views exists, so that a mask is never written to an unmapped file.
 
     The file has the masks of all rows, then the biases of all rows. Row i consists of ``row_bytes``
     for a mask and ``bias_bytes`` for a bias.

@@ -23,8 +23,8 @@ class Meter:
     """The rounds of one controller. Thread-safe.
 
     For rounds that are not measured, the CPU time is estimated as their duration times the CPU
-    share of measured rounds. This share is below 1, because rounds also wait for Python's lock and
-    for variables.
+    share of measured rounds. This share is below 1, because rounds also wait for the GIL and for
+    variables.
     """
 
     def __init__(self) -> None:
@@ -34,8 +34,8 @@ class Meter:
         self.cpu_s = 0.0
 
     def begin(self) -> float | None:
-        """Called before a round, on the round's thread. Returns the argument ``began`` of ``end``;
-        None if the CPU time of this round is not measured."""
+        """Called before a round, on the round's thread. Returns the value to pass to ``end`` as
+        ``began``; None if the CPU time of this round is not measured."""
         return thread_cpu_s() if self.rounds % EVERY == 0 else None
 
     def end(self, began: float | None, duration_s: float) -> None:

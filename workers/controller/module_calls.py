@@ -39,7 +39,7 @@ AGAIN_S = 0.5
 """Seconds after which an unanswered operation on a table, or query for workers with a module, is
 sent again."""
 SEND_S = 10.0
-"""Seconds that a worker may take to send a module. Then another worker is chosen."""
+"""Seconds that a worker may take to send a module. After this time, another worker is chosen."""
 TABLE_S = 30.0
 """Maximum total wait of an operation on a table, in seconds."""
 FETCH_S = 30.0
@@ -81,7 +81,7 @@ class ModuleCalls:
     def table(
         self, tenant: str, known: int, content: bytes | None = None, patience_s: float = TABLE_S
     ) -> ModuleTableAnswer:
-        """Reads or replaces the table of a tenant, as ``ModuleTable`` says.
+        """Reads or replaces the table of a tenant (``ModuleTable``).
 
         Raises UnavailableError if the operation is refused, or not answered in time. An operation
         that was not answered in time may still have been executed.
@@ -98,9 +98,9 @@ class ModuleCalls:
                     if content is None:
                         self._post(frames)
                     else:
-                        # If a write were sent over several brokers, the state worker would receive
-                        # it several times, and the answer to the second message could arrive before
-                        # the answer to the first.
+                        # A write is sent over one broker only. If it were sent over several, the
+                        # state worker would receive it several times, and the answer to the second
+                        # message could arrive first.
                         self._post_once(frames, turn)
                     with contextlib.suppress(Empty):
                         answer = get_within(answers, self._again_s)

@@ -25,8 +25,9 @@ FLUSH_S = 0.003
 """Seconds after the beginning of the rounds. From this time on, finished results are sent without
 waiting for unfinished rounds."""
 WOKEN_FLUSH_S = 0.02
-"""Like ``FLUSH_S``, for the rounds of the sequences that a request wakes. No forward waits for
-these rounds, and one forward of all these sequences takes less time than several forwards."""
+"""Like ``FLUSH_S``, for the rounds of the sequences that a request wakes. This time is longer,
+because no forward waits for these rounds, and one forward of all woken sequences takes less time
+than several forwards."""
 
 Part = tuple[SequenceGroup, list[StepResult]]
 
@@ -40,15 +41,16 @@ class Submit(Protocol):
 class PendingResult:
     """Collects the results of ``rounds`` rounds for one GPU worker, and sends them.
 
-    ``post`` sends frames. After ``post``, ``sent`` is called for each group, with the rounds of the
-    sequences that the sent results wake, and with errors of sequences that were woken too often.
+    ``post`` sends frames. After ``post``, ``sent`` is called for each group. It receives the rounds
+    of the sequences that the sent results wake, and the errors of sequences that were woken too
+    often.
 
     ``submit`` runs jobs on other threads: the controllers of finished sequences are freed there,
     because freeing a large memory takes milliseconds.
 
     ``order`` is one lock for all results of a worker. It is held while results are recorded and
-    then sent. So the sequences of a RESULT already wait for the model when the next STEP arrives,
-    and the result of a woken sequence is sent after the result that suspended the sequence.
+    then sent. So the sequences of a RESULT already wait for the model when the next STEP arrives.
+    The result of a woken sequence is sent after the result that suspended the sequence.
 
     Results that depend on operations on variables are sent when the state worker has confirmed
     these operations (``request_variables``).
@@ -64,8 +66,7 @@ class PendingResult:
         order: threading.Lock,
         flush_s: float = FLUSH_S,
     ) -> None:
-        """``flush_s``: the time after which results are sent without those of unfinished rounds, in
-        seconds."""
+        """``flush_s``: like ``FLUSH_S``."""
         self._gpu = gpu
         self._missing = rounds
         self._post = post

@@ -2,9 +2,9 @@
 
 Tenants have equal shares of the CPU time (``fair_jobs.py``).
 
-Quick rounds run one after another on one thread, because passing Python's lock between threads
-costs more than the rounds. If a round is slow, another thread is woken for the rounds that are
-queued after it.
+Quick rounds run one after another on one thread, because passing the GIL between threads takes
+longer than the rounds. If a round is slow, another thread is woken for the rounds that are queued
+after it.
 
 A job that waits for another process frees its slot (``waiting``). Another thread takes the next
 job, and is started if all threads are in use. So waiting guests do not delay other rounds. A job
@@ -65,7 +65,7 @@ class Pool:
         """Number of threads that have freed their slot while their job waits. Idle threads are not
         counted here or in ``_active``."""
         self._waits: Counter[str] = Counter()
-        """Number of waiting threads by tenant."""
+        """Number of waiting threads of each tenant."""
         for _ in range(slots):
             self._start_thread()
 
@@ -90,7 +90,7 @@ class Pool:
         return self._waiting
 
     def submit(self, jobs: Iterable[Job], hands: int = 1, tenant: str = "") -> None:
-        """Queues jobs of a tenant, and wakes ``hands`` threads for them, but at most one for each
+        """Queues jobs of a tenant, and wakes up to ``hands`` threads for them, at most one for each
         slot."""
         self._jobs.add(tenant, jobs)
         self._wake.release(min(hands, self._slots))
@@ -156,7 +156,8 @@ class Pool:
             if self._run_jobs():
                 with self._lock:
                     self._active -= 1
-                # A job that was submitted meanwhile may have found all slots in use.
+                # While this slot was in use, a job may have been submitted that did not get a
+                # thread.
                 self.help()
 
     def _run_jobs(self) -> bool:

@@ -28,8 +28,8 @@ from .limits import Limits
 from .rounds import ControlledSequence, Rounds
 
 TIMES = 10
-"""Factor on the times of ``Limits`` for replayed calls, so that a call that ended in time on one
-machine does not exceed its limit on a slower machine."""
+"""Factor by which the times of ``Limits`` are longer for replayed calls. A call that ended in time
+on one machine thus does not exceed its limit on a slower machine."""
 MAX_IDLE_WAKES = 10_000
 """Maximum consecutive rounds in which a sequence suspends without having received a recorded
 answer. This bound applies only if the number of the sequence's wake-ups was not recorded."""
@@ -105,7 +105,7 @@ class GroupReplay:
     def numbers(self, parent: ControlledSequence, more: int) -> list[int] | None:
         """The recorded numbers of the ``more`` sequences that a fork creates; None if the GPU
         worker has not applied the fork. Raises ControllerError if the recorded fork created another
-        number of sequences, or if no fork was recorded here."""
+        number of sequences, or if the recorded sequence did not fork here."""
         past = self._pasts.get(parent.seq)
         if past is None:
             if parent.seq not in self._replays:

@@ -4,13 +4,13 @@ All controllers of a request run in one worker. The first worker that runs a req
 the request's variables, which answers operations without a wait. Each operation is then sent to the
 state worker with its place in the order (``Variable.place``), and the state worker confirms it.
 
-A message that depends on an operation leaves the worker only after the state worker has confirmed
-this operation and all earlier ones: a RESULT, or the call of a tool (``when_confirmed``). So if the
-worker dies, a replay receives the same answers as the results that were sent.
+A RESULT or a tool call that depends on an operation is sent only after the state worker has
+confirmed this operation and all earlier ones (``when_confirmed``). So if the worker dies, a replay
+receives the answers on which the sent messages depend.
 
 Another worker may continue the request while this worker still runs, for example because this
-worker was suspended. The first new operation of the other worker changes the places. The state
-worker then refuses all operations of this worker, and the request ends here.
+worker was suspended. The first new operation of the other worker changes the places of later
+operations. The state worker then refuses all operations of this worker, and the request ends here.
 
 A worker without a copy waits for the state worker in each operation. A worker drops the copy when
 the copy becomes too large. Later workers of a request never use a copy, because two workers may run
@@ -56,11 +56,12 @@ class StateWorker(Protocol):
     """The state worker, for the operations of one request."""
 
     def perform(self, operation: Variable) -> VariableAnswer:
-        """Sends an operation and waits for its answer. Raises TokenbusError if it fails."""
+        """Sends an operation and waits for its answer. Raises TokenbusError if the operation
+        fails."""
 
     def send(self, operation: Variable, answered: Callable[[VariableAnswer], None]) -> None:
-        """Sends an operation, together with the next message. ``answered`` is called once with its
-        answer, on another thread."""
+        """Sends an operation, together with the next message. ``answered`` is called once, on
+        another thread, with the answer to the operation."""
 
     def flush(self) -> None:
         """Sends the operations that are waiting for the next message."""
@@ -68,7 +69,7 @@ class StateWorker(Protocol):
 
 class _Mode(Enum):
     FIRST = "first"
-    """No operation was answered yet."""
+    """No operation has been answered yet."""
     AHEAD = "ahead"
     """The copy answers the operations."""
     WAITS = "waits"
@@ -101,7 +102,8 @@ class RequestVariables:
         self._copy = VariableStorage()
         self._granted = 0
         self._others = 0
-        """Number of operations that the state worker has applied but the copy has not."""
+        """Number of operations that the state worker has applied, and that are missing in the
+        copy."""
         self.failure = ""
         """Why the request cannot continue in this worker; empty while it can."""
         self._closed = False
@@ -110,8 +112,8 @@ class RequestVariables:
         self._confirmed = threading.Condition(self._lock)
         self._sent = 0
         self._unconfirmed: dict[int, int] = {}
-        """The numbers of the operations that were sent and are not confirmed, in their order, each
-        with the bytes that it has taken from the tenant's share."""
+        """The operations that were sent and are not confirmed, in order: for the number of each
+        operation, the bytes that the operation has taken from the tenant's share."""
         self._held: deque[tuple[int, Callable[[], None]]] = deque()
         """Actions, each with the number of the last operation that must be confirmed first."""
 
@@ -127,8 +129,8 @@ class RequestVariables:
         return bool(self._held)
 
     def perform(self, operation: Variable) -> VariableAnswer:
-        """Does an operation. Raises TokenbusError if it is refused, or if it had to wait and has no
-        answer."""
+        """Performs an operation and returns its answer. Raises TokenbusError if the operation is
+        refused, or if the copy cannot answer it and the state worker does not answer."""
         if self._mode is not _Mode.WAITS:
             with self._in_turn():
                 if self._mode is _Mode.FIRST:
@@ -210,7 +212,8 @@ class RequestVariables:
             self._wait_until(lambda: len(self._unconfirmed) < MAX_UNCONFIRMED)
         place = copy.num_answers(operation.request) + self._others
         answer = copy.apply(operation)
-        # The state worker does not store every refusal. It would refuse the operation as well.
+        # Neither the copy nor the state worker stores every refusal. A refusal that is not stored
+        # does not count in the order, so its operation is not sent.
         if not repeated and copy.answered(operation):
             within_share = self._send(structs.replace(operation, place=place), answer)
             if not within_share:

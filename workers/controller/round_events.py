@@ -35,8 +35,8 @@ class RoundEvents:
         return cls(request, start) if start.trace and tracing.active() is not None else None
 
     def add(self, results: Sequence[StepResult], duration_s: float) -> None:
-        """Adds a round that has ended, with the results of its sequence and of the forks that it
-        created."""
+        """Adds a round that has ended, with the results of its sequence and of the sequences that
+        the round created."""
         self._rounds += 1
         first = results[0]
         if first.error is not None:

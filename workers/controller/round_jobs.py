@@ -1,5 +1,5 @@
-"""The jobs that the pool's threads run: single rounds, and batches of usual rounds of sequences
-with the same grammar or with guests in the same process.
+"""The jobs that the pool's threads run: single rounds, and batches of rounds. The sequences of a
+batch have the same grammar, or guests in the same process.
 
 A single round costs about ten microseconds of Python and two calls of the guest. A batch needs one
 call of the guest for all of its sequences, and less Python for each sequence.

@@ -60,9 +60,9 @@ class ControlledSequence:
     """Buffers for the decisions after the tokens of a draft. They are rows of the shared file if
     ``mask`` is a row."""
     batched: Batched | None = field(default=None, init=False)
-    """The controller, if its usual rounds run in a batch with others."""
+    """The controller, if its usual rounds can run in a batch with rounds of other controllers."""
     ahead: DecidesAhead | None = field(default=None, init=False)
-    """The controller, if its guest process decides ahead."""
+    """The controller, if it implements ``DecidesAhead``."""
     stage: Stage = Stage.RUNNING
     prompt_length: int = 0
     """Number of tokens of the prompt."""
@@ -82,7 +82,7 @@ class ControlledSequence:
     forks: int = 0
     """Number of forks that the sequence has made."""
     children: int = 0
-    """Number of sequences that forks of this sequence created."""
+    """Number of sequences that were forked from this sequence."""
 
     def __post_init__(self) -> None:
         """Checks once which protocols the controller has, because each check takes 25 µs."""
@@ -94,7 +94,8 @@ class ControlledSequence:
 
 @dataclass(slots=True)
 class Change:
-    """The tokens that a round drops and appends, combined from all of its answers."""
+    """The tokens that a round drops and appends, combined from the answers of all calls of the
+    round."""
 
     backtrack: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -151,7 +152,7 @@ class Rounds:
         self._owner = owner
         self._count_bytes = count_bytes
         self.takes_runs = False
-        """Whether results may have runs (``StepResult.run``)."""
+        """Whether a result may allow several tokens before the next round (``StepResult.run``)."""
 
     def begin(
         self, sequence: ControlledSequence, prompt: Sequence[int], n: int = 1
@@ -300,7 +301,7 @@ class Rounds:
         self, sequence: ControlledSequence, group: Sequence[int] | None = None
     ) -> list[StepResult]:
         """Calls pre_process and mid_process. Directly after a fork, ``group`` has the numbers of
-        its sequences, and the first call is mid_process."""
+        the resulting sequences, and the first call is mid_process."""
         change = Change()
         controller = sequence.controller
         for _ in range(sequence.host.limits.silent_rounds):

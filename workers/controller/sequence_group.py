@@ -1,14 +1,14 @@
-"""The controllers of one request: those of its first sequence and of all forks, with the state of
-each sequence.
+"""The controllers of one request, one for each of its sequences, and the state of each sequence.
 
 A sequence waits for the model, runs a round, or is suspended. A suspended sequence is woken when
 another sequence of the request writes a variable, finishes or runs a round. Such a change also
 counts if it comes during the pre_process that suspends. A sequence that waits for a variable
 (``ctx.wait_var``) is not woken by changes other than a write of this variable. If all sequences are
 suspended and no sequence is woken in this way, all are woken 10 ms or more later (``IdleGroups``).
-After ``Limits.idle_wakes`` such wake-ups in a row, or one if all sequences wait for variables, the
-request ends with `deadlock`. Only an input wakes a sequence that waits for an input. While a
-sequence waits for an input or for the answer of a tool, the wake-ups after 10 ms do not happen.
+After ``Limits.idle_wakes`` such wake-ups in a row, or after one if all sequences wait for
+variables, the request ends with `deadlock`. Only an input wakes a sequence that waits for an input.
+While a sequence waits for an input or for the answer of a tool, the wake-ups after 10 ms do not
+happen.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from .tool_calls import GroupTools, SequenceTools
 from .variable_calls import RequestState, SequenceVariables
 
 Round = Callable[[], list[StepResult]]
-"""A round that is ready to run. It returns the results of its sequence, and of the forks that it
-creates."""
+"""A round that is ready to run. It returns the results of its sequence, and of the sequences that
+the round creates."""
 
 MAX_WAKES = 200
 """Maximum number of wake-ups that the sequences of a request cause before the next sampled token,
@@ -136,7 +136,8 @@ class SequenceGroup:
         """Number of times that the idle group was woken since a token was sampled, an input arrived
         or a tool answered."""
         self._idle = self._timed = False
-        """Whether all sequences are suspended, and whether a call of ``wake_idle`` is scheduled."""
+        """``_idle``: whether all sequences are suspended. ``_timed``: whether a call of
+        ``wake_idle`` is scheduled."""
         self._used_bytes = 0
         self._closed = False
 
@@ -190,8 +191,8 @@ class SequenceGroup:
         """Like ``begin``, followed by all rounds that the sequences ran on another worker.
 
         Yields between rounds, and returns the results that the GPU worker has possibly not applied.
-        Once these are recorded, the group is in the same state as if it had always run on this
-        worker.
+        Once these results are recorded, the group is in the same state as if it had always run on
+        this worker.
         """
         replay = GroupReplay(replays, self._rounds, self._drop_ended)
         self._replay = replay
@@ -262,16 +263,17 @@ class SequenceGroup:
         return sequence, partial(self._rounds.sampled, sequence, tokens, draft, *given)
 
     def see_changes(self, sequence: ControlledSequence) -> None:
-        """Called before a round from ``step`` runs in a batch (``Rounds.see_changes``)."""
+        """Called before a round that ``step`` has returned runs in a batch
+        (``Rounds.see_changes``)."""
         self._rounds.see_changes(sequence)
 
     def batched(self, sequence: ControlledSequence, token: int) -> list[StepResult]:
-        """The result of a round from ``step`` that ran in a batch."""
+        """The result of a round that ``step`` has returned, and that ran in a batch."""
         return self._rounds.batched(sequence, token)
 
     def record(self, results: Sequence[StepResult]) -> tuple[list[Round], list[StepResult]]:
-        """Records results that are about to be sent; returns the rounds of the sequences that they
-        wake, and errors of sequences that were woken too often."""
+        """Records results that are about to be sent; returns the rounds of the sequences that these
+        results wake, and errors of sequences that were woken too often."""
         with self._lock:
             for result in results:
                 sequence = self._sequences.get(result.seq)

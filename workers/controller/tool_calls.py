@@ -182,7 +182,7 @@ class GroupTools:
 
     @property
     def waits(self) -> bool:
-        """Whether a call has no answer yet. The answer will wake a sequence."""
+        """Whether any call has no answer yet. Its answer will wake a sequence."""
         return bool(self._sent)
 
     def begin(self, variables: SequenceVariables, tool: str, arguments: bytes) -> str:

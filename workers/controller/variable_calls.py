@@ -279,8 +279,9 @@ class SequenceVariables:
         shared: RequestState | None = None,
     ) -> None:
         """``lineage`` identifies the operations of this sequence (``Variable.lineage``);
-        ``perform`` does an operation; ``repeat`` does the operations of ``again``, which are not
-        counted towards the quota. ``written`` is called after each successful write."""
+        ``perform`` does an operation; ``repeat`` does the operations of a replayed guest
+        (``again``), which are not counted towards the quota again. ``written`` is called after each
+        successful write."""
         self.lineage = lineage
         self._request = request
         self._perform = perform

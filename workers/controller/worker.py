@@ -92,9 +92,9 @@ GUESTS_PART = 2
 """All guests of this machine's controller workers together may use 1 / GUESTS_PART of the machine's
 memory."""
 SWITCH_S = 0.0005
-"""Time for which a thread keeps Python's lock while other threads need it, in seconds. A round
-takes the lock a few times. With Python's default of 5 ms, the round would wait 5 ms each time while
-another thread runs a long function, such as tokenizing a megabyte of text."""
+"""Seconds for which a thread keeps the GIL while other threads need it (``sys.setswitchinterval``).
+A round takes the GIL a few times. With Python's default of 5 ms, the round would wait 5 ms each
+time while another thread runs long Python code."""
 
 _decode_step = msgspec.msgpack.Decoder(Step).decode
 
@@ -121,7 +121,7 @@ _Stepped = tuple[StepSequence, SequenceGroup]
 
 
 class _Attempt(msgspec.Struct):
-    """The only field of a START that the worker needs to refuse this START."""
+    """The field ``attempt`` of a START. A worker that refuses the START needs no other field."""
 
     attempt: int = 0
 
@@ -130,7 +130,7 @@ class ControllerWorker:
     """One controller worker process. ``run`` serves until ``stop``.
 
     ``served``: the runtime of Python controllers; a worker with such controllers serves only these.
-    Other workers share the store of modules in the run directory.
+    Workers without ``served`` share the store of modules in the run directory.
     """
 
     def __init__(
@@ -157,11 +157,11 @@ class ControllerWorker:
         cpus = os.cpu_count() or 1
         self._pool = Pool(settings.controller_threads or max(4, 2 * cpus))
         self._starts = Pool(max(8, cpus // 2), "starts")
-        """Separate threads for START, because handling it may take a second, or longer if a grammar
-        must be compiled, and must not delay rounds."""
+        """Threads that handle START messages. Handling a START may take a second, or longer if a
+        grammar must be compiled, so the threads of rounds do not handle START messages."""
         self._flushes = Pool(1, "results")
-        """Sends the results that are ready while slower rounds of the same step run. Sending waits
-        for other results, and the main loop must not wait."""
+        """Sends the results that are ready while slower rounds of the same step run. A separate
+        thread does this, because sending may wait for other results that are being sent."""
         self._store_calls = Pool(2, "store", max_waiting=0)
         self._sends = ThreadPoolExecutor(1, "modules")
         """Reads and sends modules that controller workers on other machines need. These jobs do not
@@ -206,8 +206,8 @@ class ControllerWorker:
         flag."""
         self._draining_since: float | None = None
         self._handed_over: set[int] = set()
-        """The links of the brokers that have sent HANDOVER: other workers take over the controllers
-        of their requests."""
+        """The links of the brokers that have sent HANDOVER. Other workers take over the controllers
+        of these brokers' requests."""
 
     def _stored_programs(self) -> Programs:
         most, name = self._settings.guest_processes, self._settings.guest_user
@@ -271,8 +271,8 @@ class ControllerWorker:
 
     def stop(self, reason: str, *, restarts: bool = False) -> None:
         """Drains: stops accepting requests, and finishes the running requests. May be called from a
-        signal handler. ``restarts``: hands the controllers over to a successor if supervisord will
-        start one."""
+        signal handler. ``restarts``: whether the controllers are handed over to a successor, if
+        supervisord will start one."""
         self._stop_reason = reason
         self._restarts = restarts
         self._bus.interrupt()
@@ -317,7 +317,8 @@ class ControllerWorker:
                 else:
                     rest.append(message)
             except TokenbusError as error:
-                # The call is still unanswered: it is sent again, or fails when its time is over.
+                # The call still waits for an answer, so it is sent again or fails at its time
+                # limit.
                 log.warning("a malformed %s was dropped: %s", message.type.decode(), error)
         return rest
 

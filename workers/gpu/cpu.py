@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 
 SPIN_COUNT = "10000"
-"""Number of iterations for which an OpenMP thread spins while it waits for the others, before it
-sleeps: about 0.1 ms.
+"""Number of iterations for which an OpenMP thread that waits for the other threads spins before it
+sleeps. They take about 0.1 ms.
 
-The default is 300,000 iterations or more. If two threads of a parallel region must share one core,
-because another process uses the other core, the waiting thread occupies the shared core until its
-time slice ends. Each matrix product then takes a time slice of 8 ms instead of 0.02 ms. With this
-setting, each product takes 0.1 to 0.2 ms. If threads sleep at once
-(``OMP_WAIT_POLICY=PASSIVE``), products take twice as long on an idle machine.
+The default is 300,000 iterations or more. If another process uses one of two cores, two threads of
+a parallel region share the other core. The waiting thread then occupies this core until its time
+slice ends. Each matrix product takes a time slice of 8 ms instead of 0.02 ms. With this setting,
+each product takes 0.1 to 0.2 ms. If threads sleep at once (``OMP_WAIT_POLICY=PASSIVE``), products
+take twice as long on an idle machine.
 """
 
 

@@ -287,8 +287,8 @@ class GpuWorker:
         if stepped:
             embeddings.note_step()
         if embeddings.has_work and (embeddings.due or not stepped):
-            # ``has_work`` does not count sequences that wait for a decision. These may continue
-            # while the batch of texts is computed.
+            # ``busy`` also counts sequences that wait for a decision, because they may continue
+            # while the batch of texts is computed. ``has_work`` does not count these sequences.
             busy = any(engine.has_requests for engine in self._models.engines.values())
             with self._bus.stepping():
                 embeddings.step(busy)
@@ -406,7 +406,8 @@ class GpuWorker:
             case b"CLAIM":
                 self._claim(decode_as(Claim, message.body, "msgpack").session, message.link)
             case bus.LEASE_ENDED:
-                # The streams of this broker continue, for its successor or for another broker.
+                # This worker continues the broker's streams, because the broker's successor or
+                # another broker may claim them.
                 self._reports.drop_claims(message.link)
             case _:
                 log.warning("a GPU worker does not accept messages of type %r", message.type)
@@ -418,8 +419,8 @@ class GpuWorker:
         elsewhere = self._elsewhere(message.link) if self._bus.num_links > 1 else 0
         known = self._stream(message.header.request) if self._bus.num_links > 1 else None
         if known is not None and not _is_of(known, message.link):
-            # The stream now belongs to another broker. The sending broker has not been notified of
-            # this, and treats the stream as lost.
+            # The stream now belongs to another broker. The broker that sent this request has not
+            # been notified yet, and treats the stream as lost.
             self._leave_to_another([known.request], message.link)
         elif elsewhere and known is None and self._num_requests >= self._settings.capacity:
             self._bus.post(refused_frames(message, elsewhere), message.link)
@@ -429,7 +430,7 @@ class GpuWorker:
     def _claim(self, session: int, link: int) -> None:
         """Handles a CLAIM: a client has connected to the broker of ``link``, at which the requests
         of the client's session now continue. If this pass of the loop has sent the maximum number
-        of entries, the remaining requests continue there in later passes."""
+        of entries, the remaining requests are continued at that broker in later passes."""
         if not session:
             self._claimed(session, link)
             return
@@ -443,7 +444,7 @@ class GpuWorker:
 
     def _continue_at(self, claiming: Claiming, released: dict[int, list[int]]) -> None:
         """Continues a stream at the broker that has claimed the stream. If the stream belonged to
-        another broker, adds its request to ``released``, by the link of that broker."""
+        another broker, adds its request to ``released``, under the link of the other broker."""
         stream, link = claiming
         is_live = self._stream(stream.request) is stream
         if stream.dropped or not (is_live or stream.live == 0):
@@ -501,7 +502,8 @@ class GpuWorker:
             self._rollouts.on_lease(link)
         self._rollouts.on_states(answer.states)
         self._bus.registered(answer, link)
-        # This broker may not have received the earlier reports of pages.
+        # This broker may not have received the earlier reports of pages, so the next report has all
+        # pages.
         self._all_pages = True
         for request in answer.wanted:
             wanted = self._stream(request) or self._streams.kept(request)

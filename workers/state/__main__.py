@@ -23,7 +23,7 @@ from .worker import StateWorker
 log = logging.getLogger(__name__)
 
 STANDBY_S = 0.1
-"""How often a standby worker checks whether the folder is free, in seconds."""
+"""Interval at which a standby worker checks whether the folder is free, in seconds."""
 
 
 def main() -> int:

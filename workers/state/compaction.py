@@ -67,9 +67,9 @@ class Compaction:
     def also(self, records: Iterable[Record]) -> None:
         """Adds records that were written to the current log. Records of pending requests are left
         out, because ``save`` will write the state of these requests. Records of tables and contexts
-        wait until the earlier records are saved. For each record that begins to wait, at least as
-        many waiting bytes are saved, so that the queue does not grow. Raises OSError if the new log
-        cannot be written."""
+        wait in a queue until the earlier records are saved. Whenever records are added to this
+        queue, at least the same number of bytes is saved from its front, so that the queue does not
+        grow. Raises OSError if the new log cannot be written."""
         new = [record for record in records if record.request not in self.pending]
         if self._unsaved:
             waiting = [record for record in new if record.kind in (TABLE, CONTEXT)]
@@ -80,8 +80,8 @@ class Compaction:
             self.log.append(new)
 
     def _save_unsaved(self, min_bytes: int) -> int:
-        """Saves tables and contexts with at least ``min_bytes``, or all that are unsaved; returns
-        their bytes."""
+        """Saves unsaved tables and contexts until at least ``min_bytes`` are saved, or all if they
+        have fewer bytes. Returns the number of saved bytes."""
         size = 0
         while self._unsaved and size < min_bytes:
             record = _record(self._unsaved.popleft())

@@ -414,8 +414,8 @@ class DurableVariables:
         if error is not None:
             self._log.cut(size)
             if self._compaction is not None:
-                # The new log of the compaction also has the refused table, so it is discarded. The
-                # log's fault then starts another compaction.
+                # The compaction's new log also has the refused table, so the new log is discarded.
+                # The fault of the current log then starts another compaction.
                 self._compaction.abandon()
                 self._compaction = None
         return error

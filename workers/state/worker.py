@@ -41,8 +41,9 @@ log = logging.getLogger(__name__)
 CAPACITY = 1_000_000
 """Maximum number of requests. It is never reached in practice, because bytes are bounded too."""
 ABSENT_S = 300.0
-"""How long a request may be on its way from one broker to another, in seconds. The next broker may
-have to wait for a controller worker, and only then does an operation come over its link."""
+"""Seconds for which the variables of a request are kept while no broker is known to have the
+request. The request may be moving to another broker. That broker may have to wait for a controller
+worker before the request's next operation arrives."""
 VARIABLES_PART, TABLES_PART = 8, 32
 """Variables take at most 1/8 of this machine's memory, and tables of modules take at most 1/32. The
 log may be on a file system in memory, and takes up to three times the bytes of both."""
@@ -85,9 +86,9 @@ class StateWorker:
         which its operations came, or all links for a request that was restored from the log. If a
         request moves to another broker, its first broker also reports it as ended."""
         self._absent: dict[int, float] = {}
-        """Requests that no broker is known to have, each with the time at which this began, in
-        seconds of the monotonic clock. The earliest time is first. An operation of such a request
-        may still come over another link."""
+        """Requests that no broker is known to have, each with the time at which its last broker
+        dropped it, in seconds of the monotonic clock. The earliest time is first. An operation of
+        such a request may still come over another link."""
         self._ops = 0
         self._stop_reason = ""
 
@@ -158,13 +159,14 @@ class StateWorker:
 
     @property
     def _several(self) -> bool:
-        """Whether a request may continue under another broker than the one that has ended it."""
+        """Whether there are several brokers, so that a request which one broker has ended may
+        continue at another."""
         return self._bus.num_links > 1
 
     def _end(self, requests: list[int], link: int, *, elsewhere: bool = False) -> None:
         """Drops the variables of requests that the broker of a link has ended or does not have,
-        unless another broker may have them. ``elsewhere``: whether another broker may continue the
-        requests although that broker has not sent an operation yet."""
+        unless another broker may have them. ``elsewhere``: whether a broker over whose link no
+        operation has come yet may continue the requests."""
         over = []
         for request in requests:
             links = self._links.get(request, set())

@@ -1,5 +1,5 @@
-"""Functions of the built-in constraints for the end of a text: they return the tokens before the
-end, and a log line about the end."""
+"""Functions of the built-in constraints for the end of a text. They return the tokens before the
+end, or a log line about the end."""
 
 from __future__ import annotations
 

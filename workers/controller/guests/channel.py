@@ -24,8 +24,8 @@ MASK_BYTES = 2 * 1024 * 1024
 were never written do not occupy memory."""
 SHARED_BYTES = HEAD_BYTES + 2 * AREA_BYTES + MASK_BYTES
 KEPT_BYTES = 64 * 1024
-"""If a part of a request or its answer has more than this number of bytes, the memory of both areas
-is freed after the request."""
+"""If a part of a request or of an answer has more than this number of bytes, the memory of both
+areas is freed after the request."""
 MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 """Maximum bytes of a message to the guest process. A compiled module has up to 256 MiB."""
 MAX_ANSWER_BYTES = 64 * 1024 * 1024

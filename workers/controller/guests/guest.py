@@ -105,8 +105,8 @@ class _Variables:
         return _stored(_ask("get", name))
 
     def await_write(self, name: str, version: int = 1) -> Stored | None:
-        """Reads a variable; None if its version is lower. The sequence is woken as
-        ``host.Variables`` describes."""
+        """Reads a variable; None if its version is below ``version``. See ``host.Variables`` for
+        the wake-up of the sequence."""
         return _stored(_ask("await_write", name, number=version))
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
@@ -131,7 +131,8 @@ class _Variables:
 
 
 class _Questions:
-    """The built-in constraints. Each use is a question to the worker, which runs them."""
+    """Gives scripts access to the built-in constraints. Each use is a question to the worker, which
+    runs the constraint."""
 
     def next_tokens(self, kind: str, argument: str, text: Sequence[int]) -> NextTokens:
         """The tokens that may follow ``text`` under the constraint ``kind``."""
@@ -333,8 +334,8 @@ _USUAL = Outcome(
 
 
 def _called(handle: int, log: Log, call: Callable[[Outcome], None]) -> Outcome:
-    """Runs ``call``, which makes calls of a controller and adds their answers to an outcome.
-    Returns the outcome, with the log, and with an error if a call fails."""
+    """Runs ``call``, a function that calls a controller and adds the answers to an outcome. Returns
+    the outcome with the controller's log, and with the error if ``call`` raises one."""
     _this_thread.handle = handle
     outcome = Outcome()
     try:
@@ -365,7 +366,7 @@ def _decide(seated: _Seated, rooms: tuple[memoryview, memoryview], outcome: Outc
     controller = seated.controller
     answer = controller.pre_process()
     pre = PreAnswer(int(answer.action), answer.count, list(answer.tokens))
-    if answer.action is not Action.CONTINUE:  # The script may have set its values.
+    if answer.action is not Action.CONTINUE:  # A script may have chosen these values.
         messages.encode_checked(pre)
     outcome.pre = pre
     alone = answer.action is Action.FORK and answer.count == 1

@@ -187,8 +187,8 @@ class MidAnswer(Struct, array_like=True):
     generate: bytes = b""
     texts: Annotated[list[Tokens], Meta(max_length=MAX_SCORED_TEXTS)] = []
     name: str = ""
-    """The name of a context. The worker checks its length, so that the script receives the error
-    of a long name."""
+    """The name of a context. The worker checks its length, so that the script receives an error if
+    the name is too long."""
     pin_s: float = 0.0
     logprobs: bool = False
 
@@ -268,7 +268,7 @@ def encode_checked(message: PreAnswer | MidAnswer | Asked) -> bytes:
         _decoders[type(message)](data)
     except (ValueError, TypeError, OverflowError) as error:
         what = message.what if isinstance(message, Asked) else Action(message.action).name.lower()
-        # The rest of msgspec's text is the place in the encoded message.
+        # The remaining part of msgspec's text is the position in the encoded message.
         reason = str(error).partition(" - at ")[0]
         raise ControllerError(Code.CONTROLLER_FAILED, f"{what}: {reason}") from None
     return data

@@ -205,8 +205,9 @@ class GuestProcess:
                 self._free_channels()
 
     def request(self, channel: Channel, request: ToGuest, limit_s: float, items: int = 1) -> Done:
-        """Sends a request, answers the questions of its guests, and returns its answer. Raises
-        GuestDied if the process ends. ``limit_s``: CPU time limit of each of the ``items``."""
+        """Sends a request, answers the questions of its guests, and returns the answer to the
+        request. Raises GuestDied if the process ends. ``limit_s``: CPU time limit of each of the
+        ``items``."""
         channel.current = 0
         running = self._running[channel] = _Running(limit_s, items)
         try:
@@ -233,8 +234,8 @@ class GuestProcess:
             self.last_used_s = time.monotonic()
 
     def watch(self, now_s: float) -> None:
-        """Called periodically by the watchdog: kills the process if a request has exceeded its
-        time."""
+        """Called periodically by the watchdog: kills the process if a request has exceeded its time
+        limit."""
         for channel, running in list(self._running.items()):
             if running.paused:
                 continue

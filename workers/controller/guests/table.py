@@ -23,18 +23,17 @@ log = logging.getLogger(__name__)
 IDLE_S = 30.0
 """Seconds without controllers and without requests after which a process is ended."""
 KEEP_S = 1.0
-"""If the last call of a process with controllers ended at least this number of seconds ago, the
-process may be ended to make room for another process."""
+"""A process with controllers may be ended to make room for another process if its last call ended
+at least this number of seconds ago."""
 TURN_S = 10.0
-"""If all processes were used recently, the oldest of them may be ended to make room for another
-process when it has run for this number of seconds. Tenants beyond the maximum number of processes
-therefore take turns."""
+"""If all processes were used recently, the oldest process may be ended to make room once it has run
+for this number of seconds. So if there are more tenants than processes, the tenants take turns."""
 MAX_LAUNCHES = 3
 """Maximum number of zygotes (parents of guest processes) that are tried for one guest process, if
 each zygote ends before it has forked the process."""
 MAX_DEATHS = 3
-"""If this number of a tenant's sequences with one module end with their processes within
-``DEATHS_S`` seconds, the module is refused to the tenant."""
+"""A module is refused to a tenant if, within ``DEATHS_S`` seconds, this number of the tenant's
+sequences end because their calls of the module have ended a guest process."""
 DEATHS_S = 60.0
 
 _Key = tuple[str, int]

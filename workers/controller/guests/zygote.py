@@ -168,10 +168,10 @@ class Zygote:
             os.close(pidfd)
 
     def _guest(self, parent: int, control: socket.socket, vocabulary: int) -> NoReturn:
-        """Runs a guest process in the new fork."""
+        """Runs a guest process in the process that the fork has just created."""
         try:
-            # If the kernel divides CPU time among sessions (autogroup), all threads of this process
-            # together then get one share.
+            # The process becomes a separate session. If the kernel divides CPU time among sessions
+            # (autogroup), all threads of this process together get one share.
             os.setsid()
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != parent:
@@ -228,7 +228,7 @@ def _lower_priority() -> None:
     """Lowers the priority of this process, the only one in its session, by ``_NICENESS``."""
     os.nice(_NICENESS)
     # If the kernel divides CPU time among sessions (autogroup), the session's nice value decides.
-    # The kernel may refuse it, for example if another process has just set a value.
+    # The kernel may refuse to set this value, for example if another process has just set one.
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(_NICENESS))
 

@@ -26,8 +26,8 @@ from .text_variables import Vars
 
 
 class Controller:
-    """The base class of authors' controllers. Each sequence has a separate object; a fork gets a
-    copy of its parent's object.
+    """The base class of authors' controllers. Each sequence has a separate object. A forked
+    sequence gets a copy of its parent's object.
 
     ``self.host`` is already set in ``__init__``. The default methods sample without a mask until
     the model ends the sequence.
@@ -45,8 +45,8 @@ class Controller:
     """Whether a clone may run the rounds of a draft (tokens that the model is expected to sample
     next) before its tokens are sampled. One step of the model can then verify the draft. Set the
     flag in a class or in ``__init__``. Drafts save time if a clone and a round are much cheaper
-    than a step. The decisions must depend only on the prompt, the argument and the tokens. A
-    clone's run ends before a round that uses a variable or the log."""
+    than a step. The decisions must depend only on the prompt, the argument and the tokens. The
+    clone is dropped before a round that uses a variable or the log."""
 
     def init_prompt(self, prompt: list[int]) -> None:
         """Called once, before all other calls, with the tokens of the prompt."""
@@ -71,7 +71,8 @@ class Controller:
         return stop() if self.host.vocabulary.eos in tokens else go_on()
 
     def clone(self) -> Self:
-        """A copy for a fork: a deep copy of all attributes, except that ``self.host`` is shared.
+        """Returns a copy for a forked sequence: a deep copy of all attributes, except that
+        ``self.host`` is shared.
 
         Override this method if an attribute cannot be copied, or does not need a copy. The caller
         then gives the copy its own ``host``.
@@ -121,8 +122,8 @@ class Controller:
 CALLS = {"init_prompt": 1, "pre_process": 0, "mid_process": 1, "post_process": 2}
 """The four calls, and the number of arguments of each after ``self``."""
 ALIKE = 0.87
-"""Minimum similarity at which a method's name counts as a misspelt call: ``midProcess`` does,
-``my_process`` does not."""
+"""Minimum similarity at which a method's name counts as a misspelt call. ``midProcess`` counts as
+``mid_process``; ``my_process`` does not."""
 
 
 class PythonProgram:

@@ -260,8 +260,8 @@ class Context:
 
         A candidate is a text or a list of token ids. With ``per_token``, each element is a list of
         the log-probabilities of the candidate's tokens. The numbers are natural logarithms under
-        the model's own distribution. Raises ControllerError if there are more than 64 candidates or
-        4096 tokens.
+        the model's own distribution, before mask, bias and temperature. Raises ControllerError if
+        there are more than 64 candidates or 4096 tokens.
         """
         vocabulary = self._host.vocabulary
         texts = texts_of(candidates, vocabulary.size, self.tokenize)
@@ -273,7 +273,8 @@ class Context:
     @awaitable_call
     async def distribution(self, top: int = 8) -> list[list[Any]]:
         """The ``top`` most likely next tokens, each as ``[token, logprob]``, the most likely first.
-        The sequence does not change. The numbers are those of the model's own distribution."""
+        The sequence does not change. The log-probabilities are those of the model's own
+        distribution, before mask, bias and temperature."""
         query = checked_query(Query(top), self._host.vocabulary.size)
         found = await self._ask(
             lambda question: Look(question, self._host, query), "distribution", top=top
@@ -333,7 +334,7 @@ class Context:
 
     @property
     def seq(self) -> int:
-        """The id of this sequence; a fork has a different id."""
+        """The id of this sequence. Each forked sequence has a different id."""
         seq = _read(self._transcript, Question("seq"), lambda: self._host.seq)
         assert isinstance(seq, int)
         return seq
@@ -472,8 +473,8 @@ class _RecordedVariables:
         self._transcript = transcript
 
     def await_write(self, name: str, version: int = 1) -> Stored | None:
-        """Reads a variable, or awaits its write. The variable is not recorded here, because
-        ``Context.wait_var`` records it."""
+        """Reads a variable, or returns None and awaits its write. The variable is not recorded
+        here, because ``Context.wait_var`` records it."""
         return self._variables.await_write(name, version)
 
     def receive(self) -> bytes | None:

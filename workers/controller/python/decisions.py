@@ -114,8 +114,9 @@ def sample(
 
 def look(query: Query) -> Decision:
     """For mid_process: reads the distribution of the next token, and does not sample. post_process
-    receives no tokens, and the attribute ``distributions`` has the answer. A later ``sample`` or
-    ``look`` needs no further forward if the sequence neither changes nor suspends before."""
+    receives no tokens, and the attribute ``distributions`` has the answer. The next ``sample`` or
+    ``look`` needs no further forward, unless the sequence has changed or was suspended in
+    between."""
     return Decision("look", Action.LOOK, query=query)
 
 

@@ -50,8 +50,8 @@ class Delegated(Operation):
 
 def text_of_options(options: dict[str, Any], place: str = "") -> Generate:
     """The text that arguments of ``gen`` describe; ``options`` has the arguments that are not None.
-    Raises ControllerError for a wrong argument. ``place``: the place of the call in the script, for
-    errors."""
+    Raises ControllerError for a wrong argument. ``place``: the position of the call in the script,
+    for errors."""
     given = dict(options)
     stops, most = given.pop("stop_at", None), given.pop("max_tokens", None)
     end, logprobs = given.pop("substring_end", None), given.pop("logprobs", False)

@@ -26,8 +26,8 @@ class _Call(threading.local):
 
     log: Log | None = None
     muted: Callable[[], bool] | None = None
-    """Returns whether output is dropped, because a replay repeats it. None if output is never
-    dropped."""
+    """Returns whether output is dropped now: a script that is replayed has printed the same text
+    before. None if output is never dropped."""
 
 
 _call = _Call()

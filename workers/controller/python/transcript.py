@@ -37,9 +37,9 @@ class Entry(NamedTuple):
 class Transcript:
     """The tokens of a script's sequence, and its questions and answers.
 
-    A copy for a fork starts at the beginning. It replays the recorded answers up to ``until``, the
-    question that the original script has asked last and that has no answer yet. Later questions get
-    new answers.
+    A copy for a forked sequence starts at the beginning. It replays the recorded answers up to
+    ``until``, the question that the original script has asked last and that has no answer yet.
+    Later questions get new answers.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Transcript:
         self._kept = len(self.tokens)
 
     def copy(self, until: Question) -> Transcript:
-        """A transcript for a fork, whose script is replayed until it asks ``until``."""
+        """A transcript for a forked sequence, whose script is replayed until it asks ``until``."""
         copied = Transcript()
         copied.begin(self._first_prompt)
         copied._entries = list(self._entries)

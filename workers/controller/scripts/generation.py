@@ -36,7 +36,7 @@ class Generate(msgspec.Struct, frozen=True):
     bounded because the worker compares each new token with each of them."""
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     place: str = ""
-    """The place of the call in the script, for errors."""
+    """The position of the call in the script, for errors."""
     logprobs: bool = False
     """Whether the script asks for the log-probabilities of the text's tokens."""
 
@@ -153,7 +153,7 @@ class Generation:
         self._constraint.batched(token)
 
     def fork(self, host: Host) -> Generation:
-        """Copies the generation for a fork, whose host is ``host``."""
+        """Copies the generation for the forked sequence of ``host``."""
         constraint = self._constraint.fork(host) if self._constraint is not None else None
         other = Generation(self._asked, host, constraint, self._bias)
         other.tokens, other.logprobs = list(self.tokens), list(self.logprobs)
@@ -171,7 +171,8 @@ class Generation:
 
     def _sample_freely(self, mask: memoryview) -> Answer:
         """Samples without a constraint. If there is no bias, several tokens are sampled before the
-        next round (``Answer.run``). This run ends early at a token in which the text may end."""
+        next round (``Answer.run``). The next round comes earlier after a token in which the text
+        may end."""
         most = self._asked.max_tokens
         run = MAX_RUN if most is None else min(MAX_RUN, most - len(self.tokens))
         if run < 2 or self._bias is not None:
@@ -222,6 +223,6 @@ class Generation:
 
 
 def failed(asked: Generate, error: TokenbusError) -> ControllerError:
-    """Adds the place of the call of ``gen`` in the script to an error of the constraint."""
+    """Adds the position of the call of ``gen`` in the script to an error of the constraint."""
     where = f"{asked.place}: " if asked.place else ""
     return ControllerError(Code.CONTROLLER_FAILED, f"{where}gen({asked.kind}): {error.message}")

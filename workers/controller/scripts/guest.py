@@ -44,12 +44,12 @@ SAMPLE_SCORED = 12
 """The result of mid_process if the next token is sampled and the script asks for its
 log-probability."""
 REFUSED = 0xFFFF_FFFF
-"""The number of dropped tokens in the arguments of post_process if a text or a context is refused.
-The tokens are then the bytes of the reason."""
+"""The value that post_process receives in place of the number of dropped tokens, if a text or a
+context is refused. The tokens are then the bytes of the reason."""
 SCORED = 0xFFFF_FFFE
-"""The number of dropped tokens in the arguments of post_process if the log-probabilities of the
-tokens follow the tokens, as the bits of float32 numbers. NaN stands for a token that was not
-sampled."""
+"""The value that post_process receives in place of the number of dropped tokens, if the tokens'
+log-probabilities follow the tokens. They are the bits of float32 numbers. NaN stands for a token
+that was not sampled."""
 MAX_GENERATE_BYTES = 2 * 1024 * 1024
 
 
@@ -95,8 +95,8 @@ class ScriptModule:
             raise
 
     def check(self, limits: Limits) -> None:
-        """Compiles the script without running it; raises ControllerError with the place of a syntax
-        error."""
+        """Compiles the script without running it; raises ControllerError with the position of a
+        syntax error."""
         state = NativeState(None)  # type: ignore[arg-type]
         guest = state.guest = Guest(self._template, state, limits)
         block = guest.call(guest.function(START), limits.init_s, START) & 0xFFFF_FFFF

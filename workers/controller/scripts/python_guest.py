@@ -70,8 +70,8 @@ class PythonModule:
         return PythonGuest("the script", drive, host, _Tokens())
 
     def check(self, limits: Limits) -> None:
-        """Compiles the script without running it; raises ControllerError with the place of a syntax
-        error."""
+        """Compiles the script without running it; raises ControllerError with the position of a
+        syntax error."""
         script = (self._text or b"").decode()
         session = PythonSession(self._template, _SILENT, None)
         session.begin(limits)
@@ -104,7 +104,7 @@ class _Tokens(Transcript):
         """Does nothing."""
 
     def branch(self) -> _Tokens:
-        """Returns a copy for a fork."""
+        """Returns a copy for a forked sequence."""
         copied = _Tokens()
         copied.tokens, copied.prompt_length = list(self.tokens), self.prompt_length
         return copied
@@ -125,11 +125,11 @@ class PythonContext(Context):
     calls: GuestCalls
     origin: _Origin | None = None
     """The state of the script at the fork that created this sequence. It is set before the script
-    begins, and None without a fork."""
+    begins. None if no fork created this sequence."""
 
     @property
     def limits(self) -> Limits:
-        """The limits of this sequence, which may differ between a sequence and its fork."""
+        """The limits of this sequence. A forked sequence may have other limits than its parent."""
         return self._host.limits
 
     def remove_arg(self) -> None:
@@ -156,7 +156,7 @@ class PythonContext(Context):
             session.close()
 
     def branch(self) -> _Origin:
-        """Returns the state with which a fork continues the script."""
+        """Returns the state from which a forked sequence continues the script."""
         return _Origin(self._session.image(), self._asked)
 
     async def _step_script(self, session: PythonSession, asked: Asked) -> Asked | None:
@@ -206,7 +206,7 @@ class PythonContext(Context):
         return json.dumps({"value": _plain(value)})
 
     def _read(self, name: str, given: list[Any]) -> Any:
-        """Returns the result of a call that does not need the model or another worker."""
+        """Returns the result of a call that is answered at once, without an ``Operation``."""
         vocabulary = self._host.vocabulary
         match name:
             case "prompt" | "tokens" | "seq":

@@ -55,9 +55,9 @@ while _text is not None:
 _coroutine = _turn = None
 gc.collect()
 _end()"""
-"""The program of every interpreter. A call of ``_turn`` is a turn. The first turn executes the
-library, which replaces ``_turn``. Each later turn runs the script to its next awaited call, and
-returns this call; None if the script has ended."""
+"""The program of every interpreter. The first call of ``_turn`` executes the library, which
+replaces ``_turn``. Each later call runs the script to its next awaited call, and returns this call;
+None if the script has ended."""
 ARGUMENTS = (b"micropython", b"-X", HEAP, b"-c", _MAIN)
 _HEAP_AT = 67392
 """The address of four words about MicroPython's heap, in the version of MicroPython that

@@ -14,7 +14,7 @@ from ..wasm.wasm_binary import Binary, read
 from ..wasm.wasm_reader import Reader, encode_u32
 
 PAGE_BYTES = 4096
-"""Size of a page in bytes. Each run of pages that are not zero becomes a data segment."""
+"""Size of a page in bytes. Consecutive pages that are not zero become one data segment."""
 WASM_PAGE_BYTES = 65536
 
 _CUSTOM, _MEMORY, _GLOBAL, _EXPORT, _START, _DATA, _DATA_COUNT = 0, 5, 6, 7, 8, 11, 12

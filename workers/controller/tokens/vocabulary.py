@@ -183,8 +183,8 @@ class TokenizerVocabulary:
         if self._tokenizer is None:
             return []
         try:
-            # This method is used because, unlike the tokenizer's other methods, it releases
-            # Python's lock.
+            # This method is used because, unlike the tokenizer's other methods, it releases the
+            # GIL.
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except BaseException:  # For example, a word is unknown and the model has no unknown token.
             return []

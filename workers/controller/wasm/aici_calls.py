@@ -1,4 +1,4 @@
-"""The JSON of AICI's four calls: arguments for the guest, and the meaning of its results.
+"""Encodes the arguments of AICI's four calls as JSON, and decodes the guest's results.
 
 Source: AICI's crate ``aici_abi``. If a result has the wrong format, ControllerError is raised with
 the first bytes of the result.
@@ -101,7 +101,7 @@ def check_init_prompt(result: bytes) -> None:
 
 
 def pre_process_answer(result: bytes) -> Answer:
-    """The meaning of a result of pre_process.
+    """Converts a result of pre_process to an ``Answer``.
 
     If the result has several actions, one of them applies: stop, else suspend, else a fork after
     appending tokens.
@@ -132,8 +132,8 @@ def pre_process_answer(result: bytes) -> Answer:
 
 
 def mid_process_answer(result: bytes, masked: bool, size: int) -> Answer:
-    """The meaning of a result of mid_process for a vocabulary of ``size`` tokens. ``masked``: the
-    guest has written a mask during the call."""
+    """Converts a result of mid_process to an ``Answer``, for a vocabulary of ``size`` tokens.
+    ``masked``: the guest has written a mask during the call."""
     said = _decode_result(_mid, result, "mid_process returned", _MID_IS)
     if isinstance(said, str):
         return STOP
@@ -166,7 +166,7 @@ def mid_process_answer(result: bytes, masked: bool, size: int) -> Answer:
 
 
 def post_process_answer(result: bytes) -> Answer:
-    """The meaning of a result of post_process."""
+    """Converts a result of post_process to an ``Answer``."""
     said = _decode_result(_post, result, "post_process returned", '{"stop":false}')
     return STOP if said.stop else CONTINUE
 

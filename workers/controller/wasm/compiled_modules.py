@@ -208,7 +208,7 @@ class CompiledModules:
 
     def _checked(self, source: Source, interpreter: Loaded) -> Loaded:
         """Checks the syntax of a script, and returns the script with its interpreter. Raises
-        RequestError with the place of a syntax error."""
+        RequestError with the position of a syntax error."""
         check_script(source, bytes(interpreter.module.serialize()), self._limits)
         return interpreter._replace(script=source.text)
 

@@ -1,8 +1,8 @@
-"""Copies tables of functions from a guest to its fork.
+"""Copies tables of functions from a guest to its copy in a forked sequence.
 
 A reference to a function is valid in one Wasmtime store only, and each guest has its own store. So
-each element of a table is looked up among the guest's exported functions, and the fork's element
-becomes the fork's function of the same name.
+each element of a table is looked up among the guest's exported functions. The copy's element
+becomes the copy's function of the same name.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from .instance import Guest
 
 _held = ctypes.PyDLL(str(ffi.filename))
-"""Wasmtime's library, loaded again for short calls. These functions keep Python's lock, because
-releasing the lock takes longer than a short call."""
+"""Wasmtime's library, loaded a second time for short calls. Its functions keep the GIL when they
+are called through ``_held``, because releasing the GIL takes longer than a short call."""
 _to_raw = _held.wasmtime_func_to_raw
 _to_raw.restype = ctypes.c_size_t
 _size = _held.wasmtime_table_size

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from .instance import Guest
 
 _held = ctypes.PyDLL(str(ffi.filename))
-"""Wasmtime's library, loaded again for short calls. These functions keep Python's lock, because
-releasing the lock takes longer than a short call. The functions have no argtypes, because all
-arguments already have the right type."""
+"""Wasmtime's library, loaded a second time for short calls. Its functions keep the GIL when they
+are called through ``_held``, because releasing the GIL takes longer than a short call. The
+functions have no argtypes, because all arguments already have the right type."""
 _trap_new = _held.wasmtime_trap_new
 _trap_new.restype = ctypes.c_size_t
 _define = _held.wasmtime_linker_define_func_unchecked
@@ -98,8 +98,8 @@ def make_linker(
 def linkers(
     functions: Mapping[tuple[str, str], HostFunction],
 ) -> Callable[[wasmtime.Engine], wasmtime.Linker]:
-    """A function that returns an engine's linker with these host functions. The linker of an engine
-    is made once."""
+    """Returns a function that makes an engine's linker with these host functions. The function
+    caches the linker of each engine."""
     return cache(partial(make_linker, functions=functions))
 
 

@@ -28,8 +28,8 @@ Values = ctypes.Array[ffi.wasmtime_val_raw_t]
 
 _dll = ctypes.CDLL(str(ffi.filename))
 _held = ctypes.PyDLL(str(ffi.filename))
-"""Wasmtime's library, loaded again for short calls. These functions keep Python's lock, because
-releasing the lock takes longer than a short call."""
+"""Wasmtime's library, loaded a second time for short calls. Its functions keep the GIL when they
+are called through ``_held``, because releasing the GIL takes longer than a short call."""
 
 # Most of the functions have no argtypes, because their arguments already have the right types.
 _call = _dll.wasmtime_func_call_unchecked
@@ -101,12 +101,11 @@ _epoch_callback = _OnEpoch(_on_epoch)
 
 
 class Spares:
-    """Instances whose sequences have finished, which are reused for the next forks of their
-    modules.
+    """Stores instances whose sequences have finished. The next forks of their modules reuse them.
 
     Most of the cost of a fork is the allocation of its memory by the system, page by page. The
-    pages of a spare instance are already allocated. Its memory is completely overwritten, so that a
-    sequence never reads the memory of another sequence.
+    pages of a spare instance are already allocated. A fork overwrites all of the instance's memory,
+    so that a sequence never reads the memory of another sequence.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -167,8 +166,8 @@ class Template:
             export.name for export in module.exports if isinstance(export.type, wasmtime.FuncType)
         }
         self.tables = [e.name for e in module.exports if e.name.startswith(TABLE_EXPORT)]
-        """The names of the tables that are copied to a fork; empty if the module's code does not
-        change tables."""
+        """The names of the tables that a fork copies; empty if the module's code does not change
+        tables."""
         self.functions = sorted(self.exports) if self.tables else []
         """The names of the functions that may be in the copied tables."""
 
@@ -510,8 +509,8 @@ class Guest:
             raise
 
     def _copy(self, host: Any, limits: Limits, size: int) -> Guest:
-        """Creates a new guest for a fork, with a memory of ``size`` bytes, whose content ``clone``
-        then writes."""
+        """Creates a new guest for a forked sequence, with a memory of ``size`` bytes. ``clone``
+        then writes the content of this memory."""
         other = Guest(self.template, host, limits, self._account)
         other._is_copy = True
         try:

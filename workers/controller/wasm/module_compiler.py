@@ -5,8 +5,9 @@ Parsing some modules of 4 MB takes a second. So the worker neither compiles nor 
 its own process.
 
 ``python -m tokenbus.workers.controller.wasm.module_compiler`` reads tasks from stdin, and writes
-their outcomes to stdout. Each task runs in a fork of this process, because a fork starts in a
-hundredth of the time of a new process. The memory and the limits of a task end with its fork.
+their outcomes to stdout. Each task runs in a process that is forked from this process, because a
+fork takes a hundredth of the time of starting a new process. The memory and the limits of a task
+end with its process.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class _Outcome(msgspec.Struct):
     """The outcome of a task."""
 
     code: int
-    """The exit code of the fork; negative if a signal ended the fork."""
+    """The exit code of the forked process; negative if a signal ended this process."""
     output: bytes
     """The result of ``examine`` as a line of JSON, and then the input of
     ``wasmtime.Module.deserialize``; empty for a script."""
@@ -212,7 +213,7 @@ def _serve() -> NoReturn:
 
 
 def _forked(task: bytes) -> _Outcome:
-    """Runs an encoded task in a fork of this process."""
+    """Runs an encoded task in a process that is forked from this process."""
     server, output, errors = os.getpid(), os.memfd_create("output"), os.memfd_create("errors")
     fork = os.fork()
     if not fork:

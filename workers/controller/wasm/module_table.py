@@ -37,9 +37,9 @@ limits exist because the comparison is slow."""
 
 _ID = re.compile(r"[0-9a-f]{64}")
 _PREFIX = re.compile(r"[0-9a-f]{8,63}")
-"""The first 8 or more characters of an id, which may be used instead of the id."""
+"""Matches the first 8 or more characters of an id, which may be used instead of the id."""
 _PYTHON = re.compile(r"[\w.]+:\w+")
-"""The name of a Python controller."""
+"""Matches the name of a Python controller."""
 
 BUILT_IN = (
     "choice",

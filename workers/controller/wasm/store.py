@@ -83,7 +83,7 @@ class Others(Protocol):
 
 
 class ModuleStore:
-    """The store in a folder, which only the worker's user can access. Thread-safe.
+    """A store in a folder that only the worker's user can access. Thread-safe.
 
     Mistakes of a client raise RequestError.
     """
@@ -216,10 +216,10 @@ class ModuleStore:
         UnavailableError if the state worker does not answer, unless ``name`` is a tag or a whole id
         that the local copy has.
 
-        If the state worker does not answer, a name in the local copy denotes the module that the
-        copy has for it. An id always denotes the same module, so a stream that names an id waits
-        only for ``SHORT_S``. The first stream that names a tag waits for ``PATIENCE_S``, and later
-        streams for ``SHORT_S``, until the state worker answers again.
+        If the state worker does not answer, the name is looked up in the local copy. An id always
+        denotes the same module, so a stream that names an id waits only for ``SHORT_S``. The first
+        stream that names a tag waits for ``PATIENCE_S``, and later streams for ``SHORT_S``, until
+        the state worker answers again.
         """
         copy = self._copy(tenant)
         short = name in copy.modules or (self._silent and name in copy.tags)

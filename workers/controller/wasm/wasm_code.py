@@ -1,11 +1,11 @@
-"""Finds the instructions of a Wasm module whose effects a copy of an instance may lack.
+"""Finds instructions of a Wasm module that have effects which a copy of an instance may lack.
 
 A copy has the memory, the globals and, if the code changes them, the tables of functions. The host
 cannot read which passive segments an instance has dropped, so an instance of a module that drops
 segments cannot be copied. One regular expression matches harmless instructions, and scans 16 MB in
-0.3 s. Functions that contain none of the bytes with which the other instructions begin are not
-scanned. Source: WebAssembly core specification 2.0, section 5.4 (instructions), and tail calls,
-wide memory arguments and relaxed SIMD from the proposals that have been merged since.
+0.3 s. A function is scanned only if it contains a byte with which an instruction that is not
+harmless begins. Source: WebAssembly core specification 2.0, section 5.4 (instructions), and tail
+calls, wide memory arguments and relaxed SIMD from the proposals that have been merged since.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ LEFT_OUT = frozenset(
         "config-3.11-x86_64-linux-gnu",
     }
 )
-"""Folders of the standard library that are not read: tests, tables, and other people's code."""
+"""Folders of the standard library that are not read: tests, tables, and third-party code."""
 
 HELD_OUT_PART = 32
 """About 1 / ``HELD_OUT_PART`` of the documents are held out, chosen by the hash of their text. A

@@ -34,8 +34,8 @@ STEPS = 1400
 
 SPLIT = r"""\n[ \t]*| ?[A-Za-z_]+|\d| +(?=\S)|\s+|[^\sA-Za-z_\d]+"""
 """Regular expression of the parts into which a text is split before BPE. A part is a newline with
-the indentation after it, a word with at most one space before it, a digit, other white space, or a
-run of other characters."""
+the indentation after it, a word with at most one space before it, a digit, other white space, or
+consecutive other characters."""
 
 
 def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -125,7 +125,7 @@ def loss_of(model: LlamaForCausalLM, window: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, row: torch.Tensor) -> float:
-    """The mean loss over a row of tokens, in windows of half the context, in nats a token."""
+    """The mean loss over a row of tokens, in windows of half the context, in nats per token."""
     length = CONTEXT // 2
     count = (len(row) - 1) // length
     windows = [row[i * length : (i + 1) * length + 1] for i in range(count)]

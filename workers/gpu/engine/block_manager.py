@@ -1,14 +1,15 @@
-"""The blocks of the KV cache: reference counts, sharing between forks, and prefix reuse.
+"""The blocks of the KV cache: reference counts, sharing between forked sequences, and prefix reuse.
 
 A block stores the keys and values of ``block_size`` consecutive tokens. The reference count of a
-block is the number of block tables that contain it. Forks share a block until one of them writes to
-it (copy-on-write). A full block is registered under its content, so that later sequences with the
-same prefix can share it. Only one block is registered for each content. A registered block whose
-count is 0 can be shared until it is allocated for other content or the weights change.
-Unregistered blocks are allocated first, then the least recently used registered blocks, and pinned
-blocks last. Paging is vLLM's idea (Kwon et al. 2023). A key of this prefix cache is not a hash. It
-consists of the block's tokens and the id of the content before them, so different contents have
-different keys. The id before the first block stands for the LoRA adapter of the sequence.
+block is the number of block tables that contain it. Forked sequences share a block until one of
+them writes to it (copy-on-write). A full block is registered under its content, so that later
+sequences with the same prefix can share it. Only one block is registered for each content. A
+registered block whose count is 0 can be shared until it is allocated for other content or the
+weights change. Unregistered blocks are allocated first, then the least recently used registered
+blocks, and pinned blocks last. Paging is vLLM's idea (Kwon et al. 2023). A key of this prefix cache
+is not a hash. It consists of the block's tokens and the id of the content before them, so different
+contents have different keys. The id before the first block stands for the LoRA adapter of the
+sequence.
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ class BlockManager:
         """Pins the registered blocks of a table until the time ``until``, from the first block on,
         as far as the quotas of pins allow. If no sequence uses a pinned block, the block is
         allocated for other content only after all blocks that are not pinned."""
-        until = ceil(until)  # So ``expire_pins`` examines all pins at most once in a second.
+        until = ceil(until)  # Rounded up, so that pins expire at most once per second.
         self._next_expiry = min(self._next_expiry, until)
         for block in table.blocks[: len(table.keys)]:
             if block not in self._key_of:

@@ -1,4 +1,5 @@
-"""A batch of decodes as arrays, which the following steps update instead of building them again.
+"""A batch of decodes (sequences that each compute one token) as arrays. The next steps update these
+arrays instead of building new ones.
 
 Most steps compute one more token of each sequence of the previous step. In such a step, sequences
 are not scheduled and packed one by one: each position increases by one, and each sequence whose
@@ -47,10 +48,10 @@ class Decodes:
             row[: len(own)] = own
 
     def advance(self, on_device: bool) -> bool:
-        """Advances each sequence by one token. ``on_device``: the tokens that the next step
+        """Advances each sequence by one token. ``on_device``: whether the tokens that the next step
         computes are still on the device. Returns False, without advancing, if the next step must be
-        scheduled again: too few blocks are available, or a sequence ends with its token on the
-        device."""
+        scheduled again. This is the case if too few blocks are available, or if the token on the
+        device is the last of its sequence."""
         positions = self.positions + 1
         if on_device and (positions >= self._last).any():
             return False

@@ -103,9 +103,9 @@ class Engine:
     """Continuous batching over one model. Not thread-safe: one thread makes all calls.
 
     A sequence is identified by (request, seq): the caller's number of the request, and the number
-    of the sequence within the request. A call that names a score, or a sequence that is not alive,
-    raises RequestError, unless the method's docstring says otherwise. A failure of one sequence
-    ends only that sequence, whose last output contains the error.
+    of the sequence within the request. A call for a request that ``score`` has begun, or for a
+    sequence that is not alive, raises RequestError, unless the method's docstring says otherwise. A
+    failure of one sequence ends only that sequence, whose last output contains the error.
     """
 
     def __init__(
@@ -404,15 +404,15 @@ class Engine:
     # --- steering -------------------------------------------------------------------------------
 
     def fork(self, request: int, seq: int, n: int, numbers: Tokens[int] | None = None) -> list[int]:
-        """Forks a sequence ``n`` times and returns the numbers of the forks.
+        """Forks a sequence ``n`` times, and returns the numbers of the ``n`` new sequences.
 
-        ``numbers``: the numbers of the forks. By default, the forks are numbered consecutively,
-        from the number of sequences that the request has had so far. Forks share the sequence's
-        blocks, and a shared block is copied before one of them writes to it. Forks of a ready
-        sequence sample from its logits, so they need no forward. Each fork draws its own token,
-        because the random numbers depend on the sequence number. If the request would have had more
-        than ``max_forks`` sequences, the sequence ends with an error and has no forks. Raises
-        RequestError if ``n`` or ``numbers`` is not valid.
+        ``numbers``: the numbers of the new sequences. By default, these are consecutive, beginning
+        with the number of sequences that the request has had so far. New sequences share the
+        parent's blocks, and a shared block is copied before a sequence writes to it. If the parent
+        is ready, new sequences sample from its logits, so they need no forward. Each new sequence
+        draws its own token, because the random numbers depend on the sequence number. If the
+        request would have had more than ``max_forks`` sequences, the parent is not forked and ends
+        with an error. Raises RequestError if ``n`` or ``numbers`` is not valid.
         """
         parent = self._live.named(request, seq)
         if n < 1:
@@ -468,7 +468,7 @@ class Engine:
         self._blocks.pin(self._live.named(request, seq).block_table, until, owner)
 
     def begin_anew(self, request: int, seq: int, prompt: Tokens[int]) -> None:
-        """Replaces all tokens of a sequence, also those of its prompt, by a new prompt. The
+        """Replaces all tokens of a sequence, including those of its prompt, by a new prompt. The
         sequence waits to be admitted, as a new request does.
 
         If the prompt is not valid, the sequence ends with an error.
@@ -571,8 +571,8 @@ class Engine:
 
     def draft_ahead(self, keys: Tokens[tuple[int, int]]) -> dict[tuple[int, int], Tokens[int]]:
         """Makes drafts for the sequences ``keys``, which controllers steer. Returns the drafts that
-        the next step can verify, by (request, seq), without the sequences that have no draft. Empty
-        if the next step has been launched already."""
+        the next step can verify, by (request, seq). Sequences without a draft are left out. The
+        result is empty if the next step has been launched already."""
         if self._stepper.launched_ahead:
             return {}
         found = [sequence for key in keys if (sequence := self._live.find(*key)) is not None]

@@ -153,7 +153,7 @@ class Intake:
             sequence.text = self.text_of(sequence)
 
     def _longest(self, prompt: Tokens[int], sampling: Sampling) -> int:
-        """The number of tokens at which a sequence with this prompt ends."""
+        """The maximum number of tokens of a sequence that begins with this prompt."""
         return min(self._max_length, len(prompt) + sampling.max_tokens)
 
     def continued(self, first: Sequence, begun: Continued) -> list[Sequence]:
@@ -228,7 +228,8 @@ class Intake:
         return Least(sampling.min_tokens, known) if sampling.min_tokens and known else None
 
     def check_prompt(self, prompt: Tokens[int]) -> None:
-        """Raises RequestError if a sequence cannot have this prompt and generate a token."""
+        """Raises RequestError if the prompt is empty, has a token outside the vocabulary, or is so
+        long that no token could be generated."""
         self._check_prompt(prompt, len(prompt) + 1)
 
     def _check_prompt(self, prompt: Tokens[int], length: int) -> None:

@@ -34,9 +34,9 @@ class OneByOne:
         """Marks the tokens of ``ahead`` as not computed, and makes all mirrors invalid.
 
         ``ahead`` is a step that was launched before the previous step was processed. This method is
-        called before the weights change, and if the previous step has failed, because the forward
-        of ``ahead`` is then not run. Block tables do not change, because the block copies of
-        ``ahead`` are made in both cases.
+        called when the weights are about to change. It is also called if the previous step has
+        failed, because the device then skips the forward of ``ahead``. In both cases the device
+        makes the block copies of ``ahead``, so block tables stay as they are.
         """
         self._runner.forget_mirrors()
         self._live.changed()
@@ -68,8 +68,8 @@ class OneByOne:
                 self._sample(sequence, kept.logits)
 
     def look(self, sequence: Sequence, query: Query) -> None:
-        """Answers a query about the kept logits of a sequence. If these have not been computed, a
-        later step computes them."""
+        """Answers a query about the kept logits of a sequence. If the forward did not compute these
+        logits, a later step computes them and answers the query."""
         live, logits = self._live, sequence.row.logits if sequence.row is not None else None
         if live.find(sequence.request, sequence.seq) is not sequence:
             return
@@ -88,8 +88,9 @@ class OneByOne:
     def _run_part(self, step: PendingStep, part: Part, sampled: dict[Sequence, int]) -> None:
         live, chunk = self._live, part.chunk
         kept = [(row, k) for row, k in step.keeping if part.row <= row < part.row + part.rows]
-        # The chunk is computed for a sampled sequence, if there is one: the chunk's own sequence
-        # may have been spliced, but its sampled forks still have the chunk's tokens.
+        # If a sequence will be sampled from the chunk, the chunk is computed with the tokens of
+        # that sequence. The chunk's own sequence may have been spliced, but its sampled forks still
+        # have the chunk's tokens.
         sequence = next(iter(sampled), chunk.sequence)
         alive = live.find(sequence.request, sequence.seq) is sequence
         usable = alive and len(sequence.tokens) >= chunk.end

@@ -84,14 +84,14 @@ class Packed(Struct, array_like=True):
     spans: PackedSpans | None = None
     """The metadata for kernels that read blocks in place, instead of ``groups``."""
     fed: np.ndarray | None = None
-    """The indices of the packed tokens that the previous step has sampled and whose ids are only on
-    the device; None if the host has all ids."""
+    """The indices of the packed tokens whose ids are only on the device, where the previous step
+    has sampled them; None if the host has all ids."""
     drawn: np.ndarray | None = None
     """For each entry of ``fed``: the row of the token in the previous step's sampled tokens. None
-    if entry i is in row i."""
+    if entry i of ``fed`` has row i."""
     adapters: np.ndarray | None = None
     """The number of each packed token's LoRA adapter; None if the tokens do not have adapters. A
-    forward never has both kinds of tokens."""
+    forward does not mix tokens with and without adapters."""
     further: Packed | None = None
     """A second forward of the step, for the tokens with adapters, if the step also has tokens
     without adapters. Its rows of logits follow those of the first forward."""
@@ -110,9 +110,10 @@ class Packed(Struct, array_like=True):
 def pack(
     batch: Batch, block_size: int, *, spans: bool = False, mirrors: Mirrors | None = None
 ) -> tuple[list[Chunk], Packed]:
-    """The chunks in the order of their rows, and the forward that computes them.
+    """Returns the chunks in the order of their rows, and the inputs of the forward that computes
+    them.
 
-    ``spans``: pack for a kernel that reads blocks in place. ``mirrors``: assigns mirrors to decodes
+    ``spans``: whether a kernel will read blocks in place. ``mirrors``: assigns mirrors to decodes
     on a CPU.
     """
     if spans:
@@ -197,8 +198,8 @@ class Mirrors:
 
     def assign(self, parts: Sequence[_Part], groups: Sequence[PackedGroup]) -> None:
         """Assigns each group of decodes its mirror of the previous step or a new one, unless a new
-        one would exceed ``MIRROR_BYTES``. A group of more than one token for each sequence gets a
-        mirror only if each chunk has a draft."""
+        mirror would exceed ``MIRROR_BYTES``. If the chunks of a group have several tokens, the
+        group gets a mirror only if each chunk has a draft."""
         last, self._last = self._last, {}
         for part, group in zip(parts, groups, strict=True):
             if group.width > 1 and not all(c.draft for c in part.chunks):
@@ -246,7 +247,8 @@ class _Part:
         first, last = self.chunks[0], self.chunks[-1]
         width, first_width = chunk.end - chunk.start, first.end - first.start
         if width == 1:
-            # The bound is in tokens, not blocks, so that groups rarely change between steps.
+            # Padding is measured in tokens, not in whole blocks, so that groups rarely change
+            # between steps.
             return (chunk.end - last.end) * len(self.chunks) <= DECODE_WASTE * self._block_size
         if first_width == 1 or (first.start == 0) != (chunk.start == 0):
             return False
@@ -273,8 +275,8 @@ def _group(part: _Part, block_size: int) -> PackedGroup:
     chunks = part.chunks
     sizes = [c.end - c.start for c in chunks]
     width = max(sizes)
-    # The length is not rounded up to whole blocks, because the attention would then also compute
-    # the unused places of the last block.
+    # The length is not rounded up to whole blocks. Otherwise the attention would also compute the
+    # unused places of the last block.
     length = max([c.end for c in chunks])
     blocks, _ = _table(chunks, block_size)
     positions = ints([c.start for c in chunks])
@@ -311,7 +313,8 @@ def _spans(chunks: Sequence[Chunk], block_size: int) -> PackedSpans:
 
 
 def _table(chunks: Sequence[Chunk], block_size: int) -> tuple[np.ndarray, int]:
-    """The block tables of the chunks, flattened and padded to the same width, and the width."""
+    """Returns the block tables of the chunks, padded to the same width and flattened, and this
+    width."""
     width = -(-max([c.end for c in chunks]) // block_size)
     blocks: list[int] = []
     for c in chunks:

@@ -14,8 +14,8 @@ class PageLog:
     """The pages in one model's KV cache. A page is in the cache while a block with the page's last
     tokens is registered for prefix reuse (``block_manager.py``).
 
-    ``adapters``: the names of the model's LoRA adapters. The pages of an adapter have the keys of a
-    model with the adapter's name.
+    ``adapters``: the names of the model's LoRA adapters. Keys of an adapter's pages are computed
+    from the adapter's name in the place of the model's name.
     """
 
     def __init__(self, model: str, block_size: int, adapters: Iterable[str] = ()) -> None:
@@ -26,8 +26,8 @@ class PageLog:
         self._by_block: dict[int, bytes] = {}
         self._blocks: dict[bytes, int] = {}
         """For each page: number of registered blocks that contain the page's last tokens. A page
-        has several such blocks if the blocks before them were evicted and computed again. An old
-        block stays registered until it is allocated for other content."""
+        has several such blocks if earlier blocks of the page were evicted and the page was computed
+        again. An old block stays registered until it is allocated for other content."""
         self._changed: dict[bytes, bool] = {}
         """Pages that were added (True) or removed (False) since the last ``take`` or ``every``."""
 

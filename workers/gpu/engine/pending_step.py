@@ -48,7 +48,7 @@ class PendingStep:
     the object that receives a copy of this row."""
     decodes: tuple[list[Sequence], np.ndarray] | None = None
     """If ``Decodes`` has packed the forward, which then computes one token of each sequence: the
-    sequences, and the positions of these tokens. Otherwise None."""
+    sequences, and the position of each sequence's token. Otherwise None."""
     chunked: list[Part] = field(default_factory=list)
     """The parts of a forward that is not described by ``decodes``."""
     launched_at: float = field(default_factory=time.monotonic)

@@ -38,11 +38,11 @@ def choose_victims(
     """The sequences to preempt so that ``refused`` can be admitted; empty if preemption cannot free
     enough.
 
-    Each victim is chosen from the client that has the most running sequences left: the sequence
-    with the lowest rank that may be preempted. No client is left with fewer running sequences than
-    ``refused`` and its pending forks. Sequences of a higher priority are not preempted. Sequences
-    that were overtaken ``MAX_OVERTAKEN`` times are not preempted either, because the waiting queue
-    would admit them again first.
+    Victims are chosen one by one, each from the client that has the most running sequences left.
+    The victim is this client's sequence with the lowest rank among those that may be preempted. A
+    client keeps at least 1 + ``refused.pending_forks`` running sequences. Sequences of a higher
+    priority are not preempted. Sequences that were overtaken ``MAX_OVERTAKEN`` times are not
+    preempted either, because the waiting queue would admit them again first.
     """
     sizes = Counter(sequence.client for sequence in running)
     chosen_from: dict[int, list[Sequence]] = {client: [] for client in sizes}

@@ -100,7 +100,7 @@ class Results:
             live.remove(sequence)
 
     def _others(self, batch: SampledBatch, rows: Rows, sampled: Sampled) -> set[int]:
-        """The requests that have an output in this step that is not a plain token."""
+        """The requests with at least one output in this step that is not a plain token."""
         others = {output.request for output in self._live.outputs}
         special = (*sampled.errors, *sampled.distributions, *batch.others(rows, sampled.tokens))
         others.update(batch.sequences[i].request for i in special)

@@ -104,8 +104,8 @@ class Scheduler:
     blocks; ``running`` sequences have blocks. ``deferred`` sequences have blocks and logits, but
     their decision has not arrived. ``suspended`` sequences wait for ``resume``.
 
-    A deferred sequence gives up its slot. If it had one, it runs again as soon as it is
-    rescheduled, even if no slot is free. So more than ``max_num_seqs`` sequences may run for a
+    A deferred sequence gives up its slot. A sequence that gave up a slot runs again as soon as it
+    is rescheduled, even if no slot is free. So more than ``max_num_seqs`` sequences may run for a
     while. Each step then skips the last sequences in order, and waiting sequences are not admitted.
     Sequences without logits are also not admitted while ``MAX_ADMITTED`` * ``max_num_seqs``
     sequences run or are deferred.
@@ -253,8 +253,8 @@ class Scheduler:
 
     def take_rescheduled(self) -> list[Sequence]:
         """Removes and returns the sequences with kept rows that were rescheduled since the current
-        step was scheduled, so that this step can still sample them. Empty while more than
-        ``max_num_seqs`` sequences run."""
+        step was scheduled, so that this step can still sample them. The result is empty while more
+        than ``max_num_seqs`` sequences run."""
         found, self._rescheduled = self._rescheduled, []
         if len(self.running) > self._max_num_seqs:
             return []
@@ -333,8 +333,8 @@ class Scheduler:
             self._preempt(victim)
 
     def _victims_of_others(self) -> list[Sequence]:
-        """The sequences to preempt so that the refused one can be admitted, if its client has no
-        running sequence."""
+        """The sequences of other clients to preempt so that the refused sequence can be admitted.
+        Empty if the refused sequence's client has a running sequence."""
         refused = self._refused
         if refused is None or not self.running or self.waiting.num_running(refused.client):
             return []
@@ -471,9 +471,9 @@ class Scheduler:
     def _evict_suspended(self, sequence: Sequence) -> bool:
         """Frees blocks of other clients' suspended sequences for a waiting sequence, while other
         sequences run. Returns whether blocks were freed. Each victim belongs to the client whose
-        suspended sequences have the most blocks left. These must be more blocks than all sequences
-        of the waiting sequence's client have. Does nothing if the victims have too few blocks, or
-        if enough blocks are available already."""
+        suspended sequences have the most blocks left. A client is chosen only if its suspended
+        sequences have more blocks than all sequences of the waiting sequence's client. Does nothing
+        if the victims have too few blocks, or if enough blocks are available already."""
         wanted = self._blocks.blocks_for(sequence.target + 1) - len(sequence.block_table.blocks)
         kept = num_blocks(s for s in self._with_blocks() if s.client == sequence.client)
         wanted += len(self.running) + len(self.deferred) - self._blocks.num_available

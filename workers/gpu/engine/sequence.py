@@ -119,7 +119,7 @@ class ScoredTexts:
     of them at once."""
 
     sequence: Sequence
-    """The sequence that the texts continue. It is suspended meanwhile."""
+    """The sequence that the texts continue. It is suspended while the texts are scored."""
     scores: list[list[float]]
     """For each text: the log-probabilities of the tokens that have been scored, rounded to
     float32."""
@@ -155,8 +155,8 @@ class Sequence:
     num_reported: int = 0
     """For a score: number of tokens after the prompt whose outputs have been made."""
     scoring: ScoredTexts | None = None
-    """The texts that are scored after the sequence, or to which the sequence belongs; otherwise
-    None."""
+    """The scored texts, if this sequence is the one that they continue, or computes one of them.
+    Otherwise None."""
     priority: int = 0
     client: int = 0
     arrival: int = 0
@@ -181,7 +181,8 @@ class Sequence:
     forward computes."""
     continued: bool = False
     """Whether the sequence shares the prompt with other sequences of a request that began at
-    another worker, or with other scored texts."""
+    another worker, or with other scored texts. Only one of these sequences computes the prompt
+    (``waits_for_blocks``)."""
     pending_forks: int = 0
     """Number of sequences that will be forked when the prompt has been computed."""
     overtaken: int = 0
@@ -197,11 +198,11 @@ class Sequence:
     options: TokenOptions | None = None
     """The controller's other sampling options for the next token."""
     along: Tokens[Under] = ()
-    """If a controller steers the sequence: the masks and biases that apply after the first tokens
-    of ``draft``, as far as the controller has computed them."""
+    """The masks and biases for the tokens after the first, second, ... token of ``draft``, as far
+    as the controller has computed them."""
     row: KeptRow | None = None
-    """The logits of a deferred sequence, or of a fork of it, from which the sequence is sampled
-    when it is rescheduled."""
+    """The stored logits from which a deferred sequence is sampled when it is rescheduled. Forks of
+    the sequence share this object."""
     drawn: int = -1
     """The row of the next token in the tensor of sampled tokens, if this token is only on the
     device; otherwise -1."""
@@ -317,8 +318,8 @@ class TokenColumns:
         return {sequence.request for sequence in self.sequences}
 
     def without(self, requests: set[int]) -> tuple[TokenColumns | None, list[TokenOutput]]:
-        """The rows of all other requests as columns (None if empty), and the rows of ``requests``
-        as outputs."""
+        """Splits the rows. Returns the rows of all other requests as columns, or None if there are
+        no such rows, and the rows of ``requests`` as outputs."""
         outputs = [output for output in self if output.request in requests]
         rows = [i for i, s in enumerate(self.sequences) if s.request not in requests]
         return (self.of(rows) if rows else None), outputs

@@ -301,7 +301,7 @@ class LiveSequences:
     # --- scored texts ---------------------------------------------------------------------------
 
     def score(self, sequence: Sequence, texts: Tokens[Tokens[int]]) -> None:
-        """Suspends a sequence and scores texts after it (``Engine.score_texts``)."""
+        """Suspends a sequence, and scores texts as its continuations (``Engine.score_texts``)."""
         self.drop_texts(sequence)
         self.discard_logits(sequence)
         self._compute_last_again(sequence)
@@ -311,8 +311,8 @@ class LiveSequences:
         if sequence.num_computed_tokens == len(sequence.tokens) - 1:
             self._scheduler.forked(begun)
         else:
-            # The first of these sequences computes the missing tokens. The others wait for the
-            # blocks (``Sequence.continued``).
+            # The sequence of the first text computes the tokens of ``sequence`` that are not in the
+            # cache. The other texts wait for its blocks (``Sequence.continued``).
             self._scheduler.put_back(begun)
 
     def _begin_texts(self, request: int) -> list[Sequence]:
@@ -339,7 +339,7 @@ class LiveSequences:
             self._scheduler.put_back(begun)
 
     def drop_texts(self, sequence: Sequence) -> None:
-        """Stops scoring texts after a sequence."""
+        """Stops the scoring of texts as continuations of a sequence."""
         scoring = sequence.scoring
         if scoring is None or sequence.scored:
             return

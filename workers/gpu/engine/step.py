@@ -73,7 +73,7 @@ class Sampling:
 class Stepper:
     """Runs the steps of one model over its live sequences.
 
-    ``overlap``: the next forward is launched before the tokens of this step are processed.
+    ``overlap``: whether the next forward is launched before the tokens of this step are processed.
     ``speculation`` makes drafts for the sequences. Two steps do not overlap if either has drafts,
     because the token after a draft is unknown until the draft is verified.
     """
@@ -100,7 +100,7 @@ class Stepper:
         """The last launched batch, if it consists only of decodes."""
         self._batch = SampledBatch([])
         self._drops = 0
-        """``LiveSequences.dropped_tokens`` at the creation of ``_batch``."""
+        """The value of ``LiveSequences.dropped_tokens`` when ``_batch`` was made."""
         self._speculation = speculation or Speculation(None)
         self._verifier = Verifier(live, blocks, runner, self._speculation)
         self.step_tokens = Histogram.over(STEP_TOKENS)
@@ -198,7 +198,8 @@ class Stepper:
         return looks
 
     def _sample(self, step: PendingStep, looks: list[Look]) -> Sampling:
-        """Queues the sampling of a step after its forward, and the answers of its looks."""
+        """Queues the sampling of a step after its forward, and the computation of the answers to
+        ``looks``."""
         sequences = list(step.rows)
         # A sequence that has dropped tokens draws with other random numbers.
         if sequences != self._batch.sequences or self._drops != self._live.dropped_tokens:

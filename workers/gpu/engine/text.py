@@ -66,8 +66,8 @@ class TextStream:
         self._stop = tuple(stop)
         self._skip = skip
         self._early = 1 + min_tokens if min_tokens else 0
-        """A countdown of the tokens after which the text is not searched for stop strings: 1 plus
-        their number. The search begins when the countdown is 0."""
+        """A countdown to the first token after which the text is searched for stop strings. Each
+        token reduces the countdown by 1, and at 0 the search begins."""
         self._held = ""
 
     def push(self, token: int) -> Text:

@@ -44,9 +44,9 @@ class WaitingQueue:
         self._returned: dict[Sequence, None] = {}
         """Waiting sequences that ``put_back`` has added. Only these sequences can have blocks."""
         self._latest: list[int] = []
-        """The ``MAX_OVERTAKEN`` latest arrivals among admitted sequences, sorted. The number of
-        entries that are greater than a newcomer's arrival is the number of sequences that have
-        overtaken the newcomer, up to ``MAX_OVERTAKEN``."""
+        """The ``MAX_OVERTAKEN`` latest arrivals among admitted sequences, sorted. An entry that is
+        greater than a newcomer's arrival stands for a sequence that has overtaken the newcomer. The
+        number of such entries is exact up to ``MAX_OVERTAKEN``."""
 
     def __len__(self) -> int:
         return len(self._places)
@@ -130,7 +130,8 @@ class WaitingQueue:
         order.add(sequence, tick)
 
     def _move(self, sequence: Sequence) -> None:
-        """Moves a sequence from the ordinary order to the overdue one."""
+        """Moves a sequence from the order of ordinary sequences to the order of overdue
+        sequences."""
         order, tick = self._places[sequence]
         order.remove(sequence, tick)
         self._places[sequence] = self._overdue, tick

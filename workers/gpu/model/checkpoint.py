@@ -31,8 +31,8 @@ class Checkpoint:
         return self.options | {"quantization_config": transformers.GgufConfig(dequantize=True)}
 
     def fetched(self) -> Checkpoint:
-        """The checkpoint with a local GGUF file: a GGUF file on a hub is downloaded unless the
-        cache has it. Any other checkpoint is returned unchanged.
+        """Returns a checkpoint whose GGUF file is local. A GGUF file on a hub is downloaded unless
+        the cache has it. A checkpoint without a GGUF file is returned unchanged.
 
         Without the local file, transformers would read the tokenizer from the file in the branch
         ``main``, whatever the revision. Raises OSError if the file cannot be downloaded.

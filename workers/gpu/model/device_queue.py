@@ -135,7 +135,8 @@ class ThreadQueue:
 
 
 def _serve(orders: SimpleQueue[Work[Any] | None], num_threads: int) -> None:
-    # OpenMP stores the number of threads for each calling thread, so this thread sets it again.
+    # OpenMP has a separate number of threads for each calling thread, so this thread sets the
+    # number too.
     torch.set_num_threads(num_threads)
     while (work := orders.get()) is not None:
         work.do()

@@ -62,8 +62,8 @@ positions are usable."""
 
 FUSED_TOLERANCE = 1e-3
 """Greatest allowed difference between the logits of a faster forward in float32 (such as the fused
-decoder) and those of the slower forward, relative to their standard deviation. In other types,
-which round more coarsely, the limit is ``PROBE_TOLERANCE``."""
+decoder) and those of the forward that it replaces, relative to their standard deviation. In other
+types, which round more coarsely, the limit is ``PROBE_TOLERANCE``."""
 
 
 class ModelLoadError(Exception):
@@ -142,8 +142,8 @@ def load_model(
 
     ``dtype`` ``auto`` is float32 on a CPU, and the checkpoint's own type on a GPU. Quantized
     checkpoints load as in transformers. ``quantize`` ``int8`` or ``int4`` quantizes the weights of
-    other checkpoints. ``parallel``: this process is one of several ranks, and
-    loads its part. Raises ModelLoadError.
+    other checkpoints. ``parallel``: whether this process is one of several ranks, and loads its
+    part. Raises ModelLoadError.
     """
     where = _device(device)
     if quantize == "int4" and dtype == "auto":
@@ -212,8 +212,8 @@ def _quantized(name: str, model: Any, tokenizer: Any, kind: str) -> LoadedModel:
 def wrap_model(
     name: str, model: Any, tokenizer: Any = None, *, parallel: bool = False
 ) -> LoadedModel:
-    """Prepares a loaded model of transformers for the engine. ``parallel``: the model is one rank's
-    part, and is not fused. Raises ModelLoadError if the engine cannot run it.
+    """Prepares a loaded model of transformers for the engine. ``parallel``: whether the model is
+    one rank's part, which is not fused. Raises ModelLoadError if the engine cannot run it.
     """
     config = model.config.get_text_config()
     embeddings = model.get_output_embeddings()

@@ -1,4 +1,5 @@
-"""The size of the KV cache on a GPU: the memory that weights and the largest step leave.
+"""Computes the size of the KV cache on a GPU: the memory that is free beside the weights and the
+largest step.
 
 As in vLLM, the largest step runs before the cache is allocated, and its peak is measured.
 """
@@ -85,7 +86,8 @@ def largest_step_bytes(
     """
     count = min(max_num_seqs, max_num_batched_tokens)
     longest = min(max(SCORE_ROWS, -(-max_num_batched_tokens // count)), loaded.context_length)
-    # All prompts share these blocks, because the values do not matter.
+    # All prompts share these blocks, because the measured memory does not depend on the content of
+    # the cache.
     runner = Runner(loaded, max(MIN_BLOCKS, -(-longest // layout.block_size)), layout)
     sampled = _prompts(max_num_batched_tokens, count, longest, layout.block_size)
     scored = _scored(max_num_batched_tokens, longest, layout.block_size)

@@ -110,13 +110,13 @@ class Models:
         ]
 
     def split(self, name: str) -> tuple[str, str]:
-        """The model and the LoRA adapter for which a name stands; the adapter is empty if the name
-        is that of a model."""
+        """The model and the LoRA adapter for which a name stands. The adapter is empty if the name
+        is the model's own."""
         return (self.default, name) if name in self._folders else (name, "")
 
     def get(self, name: str) -> Engine | None:
-        """The engine of a model, which becomes the most recently used one; None if the model is not
-        loaded."""
+        """Returns the engine of a model, and marks the model as the most recently used; None if the
+        model is not loaded."""
         if name in self._engines:
             self._engines.move_to_end(name)
         return self._engines.get(name)
@@ -215,7 +215,8 @@ class Models:
         except ModelLoadError as error:
             self._report(Failed(name, error))
         except BaseException as error:
-            # A checkpoint's own code may raise SystemExit: this thread continues with other models.
+            # A checkpoint's own code may raise SystemExit. This thread then continues with other
+            # models.
             reason = f"{name}: loading failed: {type(error).__name__}: {error}"
             self._report(Failed(name, ModelLoadError(reason)))
 

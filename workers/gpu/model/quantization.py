@@ -1,4 +1,4 @@
-"""Quantizes the weights of a loaded model with torchao, and measures what the logits lose.
+"""Quantizes the weights of a loaded model with torchao, and measures how much the logits change.
 
 Only the weights of the decoder layers' linear modules are quantized, for each output (int8) or in
 groups of 32 inputs (int4). Embeddings and the output layer keep their type.
@@ -27,7 +27,7 @@ def total(crates):
 {"boat": "Marie", "crates": 240, "price": 18.5, "signed": false}
 A crate costs 18.50 euros, so the whole load is worth 240 * 18.5 = 4440 euros before tax.
 """
-"""The text with which the loss is measured."""
+"""The text with which the change of the logits is measured."""
 MAX_TOKENS = 192
 """Maximum number of tokens of the text."""
 
@@ -78,7 +78,7 @@ def _apply(model: Any, chosen: set[torch.nn.Module], kind: str) -> None:
 
         config: Any = Int8WeightOnlyConfig(set_inductor_config=False)
         if kind == "int4" and model.device.type == "cpu":
-            # torchao has this kernel of torch among its prototypes.
+            # torchao supports int4 on a CPU only in its prototypes.
             from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 
             config = PrototypeInt4WeightOnlyConfig(GROUP, set_inductor_config=False)

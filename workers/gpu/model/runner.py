@@ -155,7 +155,8 @@ class Runner:
         self.backend.refresh()
 
     def pack(self, batch: Batch) -> tuple[list[Chunk], Packed]:
-        """The chunks of a step in the order of their rows, and the forward that computes them."""
+        """Returns the chunks of a step in the order of their rows, and the inputs of the forward
+        that computes them."""
         if self._adapted is not None:
             adapted = [c for c in batch.chunks if c.sequence.block_table.adapter]
             if adapted:

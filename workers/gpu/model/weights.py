@@ -45,8 +45,8 @@ def version_of(tensors: Mapping[str, Any]) -> str:
 
 
 def plain_tensors(tensor: Any) -> Iterator[torch.Tensor]:
-    """The tensors of which a weight consists. A quantized weight is a subclass of Tensor that
-    reports the properties of a plain tensor, and consists of several plain tensors."""
+    """The tensors of which a weight consists. A quantized weight is a subclass of Tensor. It
+    consists of several plain tensors, but reports the properties of one."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return

@@ -39,7 +39,7 @@ class Candidates:
     rows: Sequence[int]
     processed: list[torch.Tensor]
     """``Token.processed`` of each row's token, float64 ``[rows]`` in parts. The parts are joined
-    when they are read, because a copy to the host may not have arrived before."""
+    when they are read, because a copy to the host may arrive late."""
     kept: list[torch.Tensor]
     """Whether each token was a candidate, bool ``[rows, vocab]`` in parts."""
 

@@ -70,8 +70,9 @@ class Answers:
 
 @torch.inference_mode()
 def look(logits: torch.Tensor, looks: Sequence[tuple[int, Query]]) -> Answers:
-    """Answers queries about rows of ``logits`` ``[rows, vocab]`` without sampling. ``looks``: the
-    number of a row and its query. The rows of the answers are the positions in ``looks``."""
+    """Answers queries about rows of ``logits`` ``[rows, vocab]`` without sampling. ``looks``: pairs
+    of a row's number and a query. The answers are numbered by the position of the pair in
+    ``looks``."""
     rows = on_device(np.array([row for row, _ in looks], dtype=np.int64), logits.device)
     own = logits.index_select(0, rows)
     ranks = torch.zeros(len(looks), device=logits.device)

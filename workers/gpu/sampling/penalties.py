@@ -97,7 +97,8 @@ def _penalise_at_once(
     """``_penalise`` with few kernel launches: one copy from the host, one update of each token."""
     places = rows * logits.shape[1] + tokens
     numbers = np.concatenate([factors, 1 / factors, amounts]).astype(np.float32)
-    # One buffer: the places as int64, then two float32 values in each word.
+    # All numbers are copied in one int64 buffer: first the places, then the float32 values, two in
+    # each word.
     padded = np.pad(numbers, (0, len(numbers) % 2)).view(np.int64)
     columns = on_device(np.concatenate([places, padded]), logits.device)
     values = columns[len(places) :].view(torch.float32)[: len(numbers)]

@@ -8,8 +8,8 @@ earliest arrivals are nearly equal.
 Inverting the cumulative distribution would be far more sensitive: a change of one weight moves the
 boundaries of all later tokens.
 
-If any token of the vocabulary may be drawn, parts of a few hundred tokens race first, each with the
-sum of its tokens' weights. Then the tokens of the winning part race. The probabilities are the
+If all tokens of the vocabulary are candidates, parts of a few hundred tokens race first, each with
+the sum of its tokens' weights. Then the tokens of the winning part race. The probabilities are the
 same, and a vocabulary of 131,072 tokens takes 768 random numbers. With ``top_k``, only the
 remaining tokens race.
 
@@ -42,7 +42,8 @@ AHEAD_BYTES = 2**25
 MAX_AHEAD = 32
 """Maximum number of steps whose random numbers are computed at a time."""
 SORTED = 2**13
-"""Up to this number of tokens, a CPU sorts the weights faster than it searches them bit by bit."""
+"""Up to this number of tokens, sorting the weights on a CPU is faster than the search bit by bit
+(``_least_kept``)."""
 _UNIT = torch.tensor(2.0**-53, dtype=torch.float64)
 _PLACES = 2**40
 """The counter of the first token in a part; the counters of the parts themselves begin at 0."""
@@ -158,7 +159,7 @@ def log_uniforms(of: np.ndarray, steps: torch.Tensor) -> torch.Tensor:
         mixed = _mixed(steps + on_device(of, steps.device).unsqueeze(-1))
         # ``_UNIT`` is a tensor of float64, so the product is float64, in one operation.
         return (mixed.bitwise_right_shift_(11).bitwise_and_(2**53 - 1) * _UNIT).log_()
-    # NumPy needs half of torch's time to start an operation.
+    # NumPy starts an operation in half of the time that torch needs.
     mixed = torch.from_numpy(_mixed(steps.numpy() + of[:, None]))
     return ((mixed >> 11) & (2**53 - 1)).double().mul_(2.0**-53).log_()
 
@@ -293,7 +294,7 @@ def _as_floats(
     compare: Callable[..., torch.Tensor], one: torch.Tensor, other: torch.Tensor
 ) -> torch.Tensor:
     """The result of a comparison as 0 and 1 in float32. On a CPU, multiplying weights with these
-    numbers takes a tenth of the time of booleans."""
+    numbers takes a tenth of the time that multiplying with booleans takes."""
     return compare(one, other, out=torch.empty_like(one))
 
 

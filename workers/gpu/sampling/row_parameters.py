@@ -69,7 +69,7 @@ class RowParameters:
     ) -> None:
         """``rows``: sampling parameters, seed and sequence number of each row. ``min_tokens``: the
         minimum lengths of the rows' sequences. ``biases``: by row, the ``logit_bias`` of its
-        request; without the rows whose requests have none."""
+        request, if the request has one."""
         samplings = [sampling for sampling, _, _ in rows]
         self.seeds = [seed for _, seed, _ in rows]
         self.temperature = _temperatures(samplings)
@@ -99,8 +99,8 @@ class RowParameters:
 
 
 def is_unprocessed(s: Sampling) -> bool:
-    """Whether a request's tokens are drawn from the model's own distribution, if the row has no
-    mask and no controller's bias."""
+    """Whether a request's sampling parameters leave the model's own distribution as it is. A mask
+    or a controller's bias may still change the distribution."""
     cut = s.top_k or s.top_p < 1 or s.min_p
     return s.temperature == 1 and not cut and not _changes_logits(s)
 

@@ -65,8 +65,8 @@ class Sampled:
     """For rows whose requests ask for it: the distribution that the token was drawn from."""
 
     def top_of(self, row: int) -> dict[int, float]:
-        """The log-probabilities that an output of a row reports. They always include the chosen
-        token's."""
+        """The log-probabilities that an output of a row reports, always including that of the
+        chosen token."""
         return self.top.get(row) or {self.tokens[row]: self.logprobs[row]}
 
 
@@ -349,8 +349,8 @@ def _best(logits: torch.Tensor) -> torch.Tensor:
 def _choose(
     logits: torch.Tensor, rows: Rows, best: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The chosen token of each row; and whether each row allows any token, or None if all rows do.
-    ``best``: the most likely tokens, if they are known; this tensor is overwritten."""
+    """Returns the chosen token of each row, and whether each row allows any token (None if all rows
+    do). ``best``: the most likely tokens, if they are known; this tensor is overwritten."""
     random = rows.parameters.random
     changed = _changed_rows(rows, logits, best)
     if len(random) == len(logits) and changed in ([], random):

@@ -98,7 +98,7 @@ class Arrivals:
         self._tokenization = Tokenization[Tokens](wake)
         self._waiting: dict[int, Waiting] = {}
         self._attempts = itertools.count(1)
-        """Counts ``Start.attempt`` of restarted controllers."""
+        """Yields a new ``Start.attempt`` for each restarted controller."""
         self.held: set[str] = set()
         """The models whose new streams wait because the model is paused or gets new weights.
         ``Rollouts`` adds models, and removes them before it calls ``release``."""
@@ -150,8 +150,8 @@ class Arrivals:
             self._streams.fail(stream, error, "starting this request")
 
     def take_tokenized(self) -> None:
-        """Passes requests whose texts have been tokenized to their engines. A request waits again
-        if its model was unloaded, is paused or gets new weights."""
+        """Passes requests to their engines after their texts have been tokenized. A request waits
+        again if its model was unloaded, is paused or gets new weights."""
         done = self._tokenization.done
         while not done.empty():
             job = done.get()
@@ -447,9 +447,10 @@ class Arrivals:
 
 
 def client_of(session: int, message: Generate | Score) -> int:
-    """Returns a number that identifies the client of a request. In the engine, clients take turns.
-    Without ``by`` and ``group``, the client is the session. Otherwise the client is the user ``by``
-    of the session, or of the group of sessions ``group``."""
+    """Returns a number that identifies the client of a request. The engine shares its slots fairly
+    among clients. If the request has neither ``by`` nor ``group``, the client is the session.
+    Otherwise the client is the user ``by`` in the group of sessions ``group``, or in the session if
+    ``group`` is empty."""
     if not message.by and not message.group:
         return session
     owner = message.group or str(session)
@@ -458,8 +459,9 @@ def client_of(session: int, message: Generate | Score) -> int:
 
 
 def _with_controller(message: Generate) -> Generate:
-    """Returns a request with ``heal_prompt`` together with a controller, which applies the healing.
-    A request without a controller gets a controller that allows any text."""
+    """Returns a request with ``heal_prompt``, and ensures that the request has a controller,
+    because controllers apply the healing. A request without a controller gets a controller that
+    allows any text."""
     if message.controller:
         return message
     name = controller_of(message.controller, message.heal_prompt)

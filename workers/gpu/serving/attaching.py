@@ -158,7 +158,7 @@ class ReportQueue:
 
     @staticmethod
     def _claimed(claiming: Claiming) -> None:
-        """Records that this CLAIM does not wait for the stream's JOURNAL any more. A later CLAIM
-        may still wait."""
+        """Records that this CLAIM does not wait for the stream's JOURNAL any more. A later CLAIM of
+        another broker may still wait for the JOURNAL."""
         if claiming.stream.claimed_by == claiming.link:
             claiming.stream.claimed_by = None

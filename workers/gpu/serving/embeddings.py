@@ -103,8 +103,8 @@ class _Turns:
             del self._sessions[job.stream.session]
 
     def end_turn(self, job: _Job) -> None:
-        """Moves the session and the user of a job to the end, after inputs of the job were
-        taken."""
+        """Moves a job's session, and the job's user within the session, to the end of the order.
+        Called after inputs of the job were taken."""
         self._sessions[job.stream.session].move_to_end(job.user)
         self._sessions.move_to_end(job.stream.session)
 
@@ -140,8 +140,9 @@ class Embeddings:
 
     @property
     def due(self) -> bool:
-        """Whether as much time has passed since the end of the last batch as this batch took.
-        Engines that have work use this time, so that EMBEDs take at most half of the time."""
+        """Whether the time since the end of the last batch is at least the duration of this batch.
+        In this time the engines run their steps, so EMBEDs take at most half of the worker's
+        time."""
         return self._clock() >= self._due_at
 
     def note_step(self) -> None:
@@ -185,8 +186,8 @@ class Embeddings:
                 job.vectors.clear()
 
     def cancel(self, request: int) -> bool:
-        """Ends an EMBED that was cancelled or took too long, with an ERROR ``timeout``. Returns
-        whether the request was an EMBED."""
+        """Called when a request was cancelled or took too long. If the request is an EMBED, ends it
+        with an ERROR ``timeout``. Returns whether the request was an EMBED."""
         stream = self.pop(request)
         if stream is not None:
             error = RequestError(Code.TIMEOUT, "the embeddings were not computed in time")
@@ -233,8 +234,8 @@ class Embeddings:
         return vectors, self._clock() - began
 
     def _batch(self, busy: bool) -> list[tuple[_Job, int]]:
-        """The next inputs of one model, each as its job and its index in the job. In each turn, a
-        job has as many inputs in the batch as fit."""
+        """The next inputs of one model, as pairs of a job and the input's index in the job. In its
+        turn, a job adds its next inputs until the batch is full."""
         batch: list[tuple[_Job, int]] = []
         width = bound = 0
         for job in self._turns:

@@ -48,7 +48,7 @@ class KeptStreams:
     def add(self, stream: Stream) -> None:
         """Adds a stream whose last entry has been sent. Drops streams beyond the bounds."""
         now = self._clock()
-        # Only the entries are needed, and the fields that identify the stream to its client.
+        # Only the entries, and the fields that identify the stream to its client, are needed.
         stream.frames = [encode_body({"stream_id": stream.stream_id}, "msgpack")]
         if not stream.save:
             stream.prompt = []

@@ -60,7 +60,8 @@ class LiveStreams:
         self._streams: dict[int, Stream] = {}
         self._kept = KeptStreams()
         self._recipients: dict[str, Recipients] = {}
-        """By model: the recipients of the current batch, until one of its streams changes."""
+        """For each model: the recipients of its current batch. Removed when a stream of the batch
+        changes."""
         self.num_outputs = 0
         """Number of outputs that were sent for all streams."""
         self.inconsistent = False
@@ -153,15 +154,15 @@ class LiveStreams:
         return rest
 
     def _known(self, sequences: list[Sequence]) -> Recipients | None:
-        """The recipients of rows of these sequences, if the last step had rows of the same
-        sequences."""
+        """The recipients of the rows of these sequences, if the last step had rows of the same
+        sequences; otherwise None."""
         for known in self._recipients.values():
             if known.sequences == sequences:
                 return known
         return None
 
     def _recipients_of(self, sequences: list[Sequence]) -> Recipients | None:
-        """The recipients of rows of these sequences; None if all their streams have ended."""
+        """The recipients of the rows of these sequences; None if all their streams have ended."""
         found = Recipients(sequences, [self._streams.get(one.request) for one in sequences])
         if not found.streams:
             return None
@@ -203,7 +204,8 @@ class LiveStreams:
             if recipients is None and len(new) == 1:
                 self.fail(next(iter(new)), error, "sending its tokens")
                 return
-            # A value of one stream cannot be encoded: each stream is sent separately.
+            # A value of one stream cannot be encoded. Each stream is sent separately, so that only
+            # this stream fails.
             rows = recipients.entries() if recipients is not None else {}
             for stream, entries in (rows | dict(new)).items():
                 self._deliver({stream: entries})
@@ -247,7 +249,7 @@ class LiveStreams:
                 recipients.settle()
 
     def _dissolve(self) -> None:
-        """Discards the recipients of all batches, because their streams change."""
+        """Discards the recipients of all batches. Called when a stream of a batch changes."""
         for recipients in self._recipients.values():
             recipients.settle()
         self._recipients.clear()
@@ -336,7 +338,7 @@ class LiveStreams:
 
     def fail(self, stream: Stream, error: Exception, doing: str) -> None:
         """Ends a stream with an ERROR. The client receives ``error`` if it is a TokenbusError.
-        Otherwise the client receives an error that says that the worker failed while ``doing``
+        Otherwise the client receives an ``internal`` error: the worker failed while ``doing``
         something."""
         if not isinstance(error, TokenbusError):
             number = stream.request
@@ -347,8 +349,8 @@ class LiveStreams:
         self._post(error_frames(stream, error), stream.link)
 
     def drop(self, request: int) -> None:
-        """Ends a live stream, or deletes a stored one, without sending anything, because its broker
-        does not need the stream any more."""
+        """Ends a live stream, or deletes a stored stream, without sending anything. Called when the
+        broker does not need the stream any more."""
         kept, stream = self._kept.get(request), self._streams.get(request)
         if kept is not None:
             kept.dropped = True

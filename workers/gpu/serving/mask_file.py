@@ -69,7 +69,8 @@ class MaskFiles:
 
     def __init__(self) -> None:
         self._files: dict[tuple[int, int], MaskFile | None] = {}
-        """By controller worker and mask size in words; None if the system could not make a file."""
+        """The file for each controller worker and mask size in words; None if the system could not
+        make a file."""
         self._users: Counter[tuple[int, int]] = Counter()
 
     def open(self, worker: int, words: int) -> MaskFile | None:

@@ -127,8 +127,8 @@ def request_texts(
 
 
 def tokenize(text: str, tokenizer: Any, *, start: bool) -> list[int]:
-    """The token ids of a text. ``start``: the text begins the sequence, so special first tokens are
-    added.
+    """The token ids of a text. ``start``: whether the text begins the sequence, so that special
+    first tokens are added.
 
     Raises RequestError if the tokenizer cannot encode the text.
     """

@@ -1,4 +1,5 @@
-"""New weights of a model, from their order until they replace the old weights."""
+"""The state of a model's new weights, from the broker's order until the new weights replace the old
+ones."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Recipients:
         by_session: dict[tuple[int, int, Form, bool], list[tuple[int, Stream]]] = {}
         for row, (sequence, stream) in enumerate(zip(sequences, streams, strict=True)):
             if stream is not None:
-                # ``stream.form`` would be slower, and this runs for each row of each new batch.
+                # ``stream.form`` would be slower here, in a loop over the rows of each new batch.
                 form: Form = "columns" if stream.columns else stream.encoding
                 in_columns = stream.columns and (stream.texts or not sequence.with_text)
                 key = stream.link, stream.session, form, in_columns

@@ -1,9 +1,9 @@
 """Resumes a moved stream: derives its sequences from the entries that its client has received.
 
 A sequence without a controller resumes after its last token. A sequence with a controller resumes
-at its *resume point*. This is the last entry that the client has received and that has a sampled
-token, scores, a distribution or a fork. The controller is replayed up to the resume point and then
-decides again. Entries that the controller repeats and the client already has are suppressed.
+at its *resume point*. This is the last received entry with a sampled token, scores, a distribution
+or a fork. The controller is replayed up to the resume point and then decides again. Entries that
+the controller repeats and the client already has are suppressed.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class Resumption:
 def resume(entries: Iterable[Token], n: int = 1, steered: bool = False) -> Resumption:
     """The sequences of a stream whose client has received ``entries``.
 
-    ``n``: number of sequences at the beginning, before any fork. ``steered``: the stream has a
-    controller.
+    ``n``: number of sequences at the beginning, before any fork. ``steered``: whether the stream
+    has a controller.
     """
     sequences = {seq: Resumed(seq) for seq in range(n)}
     for entry in entries:

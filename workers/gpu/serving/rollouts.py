@@ -128,8 +128,8 @@ class Rollouts:
         try:
             if part.error and not sender and (reading.folder or self._streams_of(part.model)):
                 raise WeightsError(part.error)
-            # Without a folder and streams, the worker waits until another worker registers with
-            # the weights, or until the next update.
+            # If the weights have no folder and the model has no streams, the worker waits until
+            # another worker registers with the weights, or until the next update.
             if not incoming.take(part, content):
                 return
         except WeightsError as error:
@@ -150,8 +150,8 @@ class Rollouts:
                 del self._readings[model]
 
     def hold(self, model: str) -> None:
-        """Called before an event of loading a model is handled. The model's requests wait if the
-        loaded weights may be outdated."""
+        """Holds a model's requests if the loaded weights may be outdated. Called before an event of
+        loading the model is handled."""
         state = self._states.get(model)
         if state is not None and state.version:
             self._arrivals.held.add(model)
@@ -215,8 +215,9 @@ class Rollouts:
             self._begin(reading)
 
     def _reads_current(self, model: str) -> bool:
-        """Whether the current weights of a model are being read. While they arrive from another
-        worker, an update may replace them by its own weights."""
+        """Whether the current weights of a model are being read, so that another update must wait.
+        Returns False while the weights arrive over the bus, because an update may discard this
+        transfer."""
         reading = self._readings.get(model)
         return reading is not None and reading.committed and reading.incoming is None
 
@@ -258,8 +259,8 @@ class Rollouts:
             )
             self._begin(reading)
         elif reading.prepare is not None and reading.incoming is not None and weights:
-            # The broker that passed on the operator's weights was cut off from this worker, so the
-            # weights come from another worker.
+            # The link to the broker that forwarded the operator's weights is broken, so this worker
+            # receives the weights from another worker.
             reading.weights = weights
             self._receive(reading)
         reading.mode, reading.committed, reading.weights = mode, True, weights
@@ -437,8 +438,8 @@ class Rollouts:
     # --- details --------------------------------------------------------------------------------
 
     def _settle(self, model: str) -> None:
-        """Holds the new requests of a model if it is paused or does not have its current weights;
-        otherwise begins the requests that were held."""
+        """If a model is paused or does not have its current weights, holds the model's new
+        requests. Otherwise begins the held requests."""
         state = self._states.get(model)
         if (state is not None and state.paused is not None) or self._lags(model):
             self._arrivals.held.add(model)

@@ -151,7 +151,7 @@ class Steered:
             if output.is_report:
                 output.waiting = notes.waiting
             elif notes.waiting and output.logprob is None and output.finish_reason is None:
-                # The report that follows the last appended token has the number.
+                # The number is sent with the report that follows the last appended token.
                 self.notes[output.seq] = Notes(waiting=notes.waiting)
             if output.is_input:
                 output.wakes = self.wakes.pop(output.seq, 0)

@@ -45,7 +45,8 @@ EMPTY_MASK = (
 )
 
 PATIENCE = 0.25
-"""How long a batch waits for missing decisions, as a fraction of the forward's duration."""
+"""Time for which a batch waits for missing decisions, as a fraction of the forward's duration,
+within the bounds ``PATIENCE_S``."""
 PATIENCE_S = (0.0003, 0.005)
 """The shortest and the longest time for which a batch waits for missing decisions, in seconds."""
 POLL_S = 0.0005
@@ -71,7 +72,7 @@ class Steering:
     """The requests with controllers, and their awaited decisions. ``post`` sends frames over a
     link.
 
-    ``timeout_s``: time limit of a decision by ``clock``, in seconds; a sequence whose decision is
+    ``timeout_s``: time limit of a decision, in seconds of ``clock``; a sequence whose decision is
     overdue ends with an error. ``again_s``: additional time after a controller was restarted,
     because the restart may have to wait for a controller worker.
     """
@@ -92,9 +93,9 @@ class Steering:
         self._next_check = clock() + CHECK_S
         self._requests: dict[int, Steered] = {}
         self._awaited: dict[Key, float] = {}
-        """Sequences whose decision has not arrived, with the time when it is overdue. The time is
-        ``inf`` for suspended sequences, for sequences that wait for scores, and for forks that wait
-        for logits."""
+        """The sequences whose decision has not arrived, each with the time from which the decision
+        is overdue. The time is ``inf`` for suspended sequences, for sequences that wait for scores,
+        and for forks that wait for logits."""
         self._forks: dict[Key, list[tuple[StepResult, Under]]] = {}
         """For each sequence that will fork when it has logits: the decision to fork, and then the
         decisions that are applied after the fork."""
@@ -149,9 +150,9 @@ class Steering:
         self._post([b"START", encode_header(request), body], link)
 
     def note_text_ends(self, request: int) -> None:
-        """Records how the texts of a request end, before the request is cancelled. The end is
-        known if the constraint of a sequence has sent its decision: the mask allows an
-        end-of-sequence token exactly if the text is complete."""
+        """Records how the texts of a request end, before the request is cancelled. If the
+        constraint of a sequence has sent its mask, the text is complete if the mask allows an
+        end-of-sequence token, and is cut otherwise."""
         steered = self._requests.get(request)
         if steered is None or not steered.constrained:
             return
@@ -240,7 +241,7 @@ class Steering:
             output = steered.noted(output)
             has_notes = output.messages or output.logs or output.storage or output.waiting
             if output.is_report and not has_notes:
-                # The notes were sent with an appended token.
+                # The report is empty, because its notes were sent with an appended token.
                 continue
             if output.error == NOTHING_ALLOWED:
                 output.error, output.code = EMPTY_MASK, Code.CONTROLLER_FAILED
@@ -316,8 +317,9 @@ class Steering:
         return self._samples_in_row(worker, one.request, one.seq, one.row)
 
     def _samples_in_row(self, worker: int, request: int, seq: int, row: int) -> bool:
-        """Samples a sequence under a mask in the mask file. Returns False, and changes nothing, if
-        the request needs more work, or if the sequence does not wait for a decision."""
+        """Applies a decision to sample a sequence's next token under a mask in the mask file.
+        Returns False, and changes nothing, if the request needs more work, or if the sequence does
+        not wait for a decision."""
         steered = self._requests.get(request)
         if steered is None or steered.worker != worker:
             return False
@@ -420,8 +422,8 @@ class Steering:
         elif not self._changed(steered, one):
             del self._awaited[key]
         elif one.action == "fork" and not (engine.ready(*key) or self._forks_early(engine, key)):
-            # The fork waits for the sequence's logits. Without logits, each fork would have to
-            # compute the remaining tokens.
+            # The fork waits for the sequence's logits. Without logits, each resulting sequence
+            # would have to compute the remaining tokens.
             self._awaited[key] = math.inf
             self._forks[key] = [(one, under)]
             self._behind.update(((one.request, seq), key) for seq in (one.seq, *one.children))
@@ -438,7 +440,8 @@ class Steering:
         return True
 
     def _begin_run(self, engine: Engine, one: StepResult, under: Under) -> None:
-        """Begins a run if the decision has a run or asks for log-probabilities. Raises
+        """If a decision covers several tokens or asks for log-probabilities, begins a run: the
+        tokens that the sequence samples until the next STEP (``steered.Run``). Raises
         ControllerError if the mask of a run has the wrong size."""
         if one.run == 1 and not one.logprobs:
             return
@@ -451,19 +454,19 @@ class Steering:
         self._runs[one.request, one.seq] = Run(one.run, ends, one.logprobs)
 
     def _forks_early(self, engine: Engine, key: Key) -> bool:
-        """Whether a sequence can fork without logits. The forks then compute their own tokens, and
-        at most one token that they share."""
+        """Whether a sequence can fork without logits. Each resulting sequence then computes its own
+        tokens, and at most one token that all of them share."""
         return key in self._early_forks and engine.num_missing(*key) <= 1
 
     def _void(self, steered: Steered, key: Key, action: str) -> None:
-        """Ignores a decision that no sequence waits for: the sequence has ended, does not exist, or
-        already has its decision."""
+        """Ignores a decision whose sequence has ended, does not exist, or already has its
+        decision."""
         log.debug("ignored the decision %s for %s, which does not wait for a decision", action, key)
         self._awaited.pop(key, None)
         if action not in ("fork", "stop", "error") and not steered.engine.alive(*key):
             # The sequence ended while the controller decided. The controller now waits for a token,
-            # an answer to its query, scores or a wake-up, so this STEP reports the end. After a
-            # fork, the controller sends another decision before it waits.
+            # an answer to its query, scores or a wake-up, so this STEP reports the end. A fork
+            # needs no STEP, because the controller sends another decision before it waits.
             self._send_step(steered.engine, steered.worker, [StepSequence(*key, [], "error")])
 
     def _changed(self, steered: Steered, one: StepResult) -> bool:
@@ -479,8 +482,8 @@ class Steering:
         if one.pin is not None and engine.alive(*key):
             engine.pin(*key, self._clock() + one.pin.seconds, one.pin.owner)
         if steered.has_report(one.seq):
-            # The program may wait for the client's answer, so this is sent now, not with the next
-            # token.
+            # The controller may wait for the client's answer, so the report is sent now, not with
+            # the next token.
             engine.report(*key)
         # A decision to fork that waits for logits is applied twice, but these changes must be made
         # only once.
@@ -522,8 +525,8 @@ class Steering:
 
     @staticmethod
     def _check_children(engine: Engine, one: StepResult) -> None:
-        """Raises ControllerError if the numbers of new sequences are not valid, not different, or
-        used by live sequences."""
+        """Raises ControllerError if a number of a new sequence is not valid, occurs twice, or
+        belongs to a live sequence."""
         children = one.children
         known = any(not 0 < seq <= MAX_SEQ or engine.alive(one.request, seq) for seq in children)
         if known or len(set(children)) < len(children):
@@ -569,8 +572,8 @@ class Steering:
     # --- messages -------------------------------------------------------------------------------
 
     def _update_rows(self, columns: TokenColumns, updates: dict[int, list[StepSequence]]) -> None:
-        """Adds an update for each row, which reports that the row's token was sampled. The next
-        decision of the row's sequence is then awaited."""
+        """For each row, adds an update that reports the sampled token, and awaits the next decision
+        of the row's sequence."""
         due = self._clock() + self._timeout_s
         numbers = columns.tokens.tolist(), columns.logprobs.tolist()
         for sequence, token, logprob in zip(columns.sequences, *numbers, strict=True):

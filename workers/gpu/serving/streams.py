@@ -167,8 +167,8 @@ class Stream:
 
     @property
     def exact(self) -> bool:
-        """Whether all steps of the stream, also those at earlier workers, were exact and used one
-        arithmetic."""
+        """Whether all steps of the stream, also those at earlier workers, were exact and used the
+        same arithmetic (``Span.exact``)."""
         return len(self.arithmetics) == 1 and "" not in self.arithmetics
 
     def compute_by(self, path: ForwardPath, kept_cache: bool = False) -> None:
@@ -259,8 +259,8 @@ class Stream:
         return missed, min(missed, num_rows - last_entry)
 
     def _without(self, received: int) -> tuple[int, int]:
-        """Counts the first ``received`` entries. Returns the number of entries that are not rows,
-        and the number of rows."""
+        """Returns how many of the first ``received`` entries are not rows, and how many are
+        rows."""
         entries = self.entries
         others = bisect_left(range(len(entries)), received, key=lambda i: entries[i][0] + i)
         return others, received - others

@@ -40,7 +40,7 @@ class Sender:
         self._post = post
         self._wake = wake
         self._asked: dict[tuple[int, int], FetchWeights] = {}
-        """The last request of each worker that has not been answered, by link and address."""
+        """The last unanswered request of each worker, by link and address."""
         self._file: WeightsFile | None = None
         self._sent_at = 0.0
 

@@ -169,7 +169,7 @@ class DraftModel:
         copies: list[tuple[int, int]],
     ) -> Chunk | None:
         """The next chunk of a sequence's text to compute before its draft, at most ``room`` tokens.
-        None if no blocks are free. ``among``: the sequences whose texts keep their blocks."""
+        None if no blocks are free. ``among``: the sequences whose texts must keep their blocks."""
         text = self._texts.pop(sequence, None) or _empty(sequence)
         self._texts[sequence] = text
         tokens, table = sequence.tokens, text.block_table
@@ -195,9 +195,10 @@ class DraftModel:
     def _write(
         self, batch: Batch, owners: dict[Sequence, Sequence], count: int
     ) -> tuple[list[Sequence], list[list[int]]]:
-        """Computes the chunks, then ``count`` draft tokens for each text that is computed to its
-        end. Returns these texts, and a list of their tokens for each position of the drafts. On a
-        GPU everything is launched at once: tokens go from one forward to the next on the device."""
+        """Computes the chunks, and then ``count`` draft tokens for each text that has been computed
+        completely. Returns these texts, and a list of their tokens for each position of the drafts.
+        On a GPU everything is launched at once: tokens go from one forward to the next on the
+        device."""
         chunks, packed = self._runner.pack(batch)
         forward = self._runner.launch(packed)
         for chunk in chunks:
@@ -224,8 +225,8 @@ class DraftModel:
         return texts, found
 
     def _next(self, texts: Items[Sequence], place: int) -> Batch:
-        """The batch that computes the tokens that were drawn last. ``place``: number of tokens that
-        have been drawn for each text."""
+        """The batch that computes the last drawn token of each text. ``place``: number of tokens
+        that have been drawn for each text."""
         batch = Batch()
         for row, text in enumerate(texts):
             if place > 1:

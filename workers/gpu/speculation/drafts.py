@@ -41,15 +41,15 @@ class Speculation:
         self._earlier = SessionTexts()
         self._drafted: list[Sequence] = []
         self._ahead: list[Sequence] = []
-        """Sequences in ``_drafted`` whose draft was set by ``propose_ahead``, so that ``propose``
-        keeps it."""
+        """Sequences in ``_drafted`` whose draft was set by ``propose_ahead``. ``propose`` keeps
+        these drafts."""
         self.drafts = 0
         self.draft_tokens = 0
         self.accepted_tokens = 0
 
     def begin(self, sequence: Sequence, steered: bool = False) -> None:
-        """Enables drafts for a sequence. ``steered``: its controller computes a mask after each
-        token of a draft."""
+        """Enables drafts for a sequence. ``steered``: whether a controller computes a mask after
+        each token of a draft."""
         if self._costs is not None and sequence.drafting is None:
             earlier = self._earlier.of(sequence.client)
             sequence.drafting = Drafting(PromptLookup(sequence.tokens, earlier), steered)
@@ -137,7 +137,7 @@ class Speculation:
     # --- the draft model ------------------------------------------------------------------------
 
     def _write(self, model: DraftModel, sequences: Iterable[Sequence], rows: int) -> None:
-        """Lets the draft model write drafts if they save more than they cost."""
+        """Writes drafts with the draft model if they save more than they cost."""
         foreseen, count = self._foreseen(model, sequences, rows)
         if not count:
             return

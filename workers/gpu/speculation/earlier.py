@@ -25,8 +25,8 @@ ADVANCE = 4096
 
 
 class EarlierTexts:
-    """The latest texts of one session, at most about three times ``HALF`` tokens in the index and
-    as waiting texts. Lookups add the texts to the index in small steps."""
+    """The latest texts of one session. New texts wait, and lookups add them to the index in small
+    steps. Indexed and waiting texts together have at most about three times ``HALF`` tokens."""
 
     __slots__ = ("_indexed", "_newer", "_older", "_size", "_waiting", "_whole", "num_tokens")
 

@@ -2,16 +2,16 @@
 
 For each run of ``SIZE`` tokens, the index has the last places where it occurs in the texts of one
 request: prompt, generated tokens, and forks. A lookup adds only new tokens to the index, so its
-time does not depend on the length of the text. Among the places of the sequence's last run, the
-match is the one with the most equal tokens before it. If fewer than ``LONGEST`` tokens are equal,
-the texts of the session's earlier requests are searched too (``earlier.py``). The idea is Saxena's
-(prompt lookup decoding, 2023).
+time does not depend on the length of the text. The match is the place of the sequence's last run
+that has the most equal tokens before it. If fewer than ``LONGEST`` tokens are equal, the texts of
+the session's earlier requests are searched too (``earlier.py``). The idea is Saxena's (prompt
+lookup decoding, 2023).
 
 A sequence may copy an earlier text (its *source*) except at one place, such as a replaced name. It
 often agrees with the source again soon after this place. So near the last match, one or two equal
-tokens are enough for a new match. The acceptance probability of a draft token is
-estimated from the run before it: from how often consecutive places of this run are followed by the
-same token.
+tokens are enough for a new match. To estimate the acceptance probability of a draft token, the
+places of the run before the token are compared. The probability is high if consecutive places are
+often followed by the same token.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class PromptLookup:
         """Number of tokens of the sequence when ``_last`` was found."""
 
     def fork(self, tokens: list[int]) -> PromptLookup:
-        """The lookups of a fork, whose ``tokens`` are equal so far."""
+        """The lookups of a fork. ``tokens``: the fork's own list, which so far has the same tokens
+        as this sequence."""
         copy = PromptLookup(tokens, self._earlier)
         copy._index = self._index
         copy._indexed = self._indexed
@@ -110,8 +111,8 @@ class PromptLookup:
         return followed_alike(places)
 
     def _near(self) -> Match | None:
-        """The place after the last match where the last two tokens occur, or else the last
-        token."""
+        """A match of the last two tokens at a place near the last match. If they do not occur
+        there, a match of the last token only, or None."""
         last, tokens = self._last, self._tokens
         if last is None or not self._size < len(tokens) <= self._size + NEAR:
             return None

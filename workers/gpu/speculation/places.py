@@ -71,8 +71,8 @@ def followed_alike(places: Places) -> tuple[int, int]:
 
 
 def _agreement(tokens: list[int], size: int, text: list[int], end: int) -> int:
-    """Number of equal tokens directly before ``size`` in ``tokens`` and before ``end`` in ``text``;
-    at most ``LONGEST``."""
+    """Number of equal tokens directly before index ``size`` of ``tokens`` and index ``end`` of
+    ``text``; at most ``LONGEST``."""
     most = min(size, end, LONGEST)
     if tokens[size - most : size] == text[end - most : end]:
         return most

@@ -121,7 +121,7 @@ class Verifier:
 
     def _settle(self, sequence: Sequence, accepted: Tokens[int], unusable: bool) -> None:
         """Counts the accepted tokens as computed, and frees the blocks of the rejected tokens.
-        ``unusable``: the keys and values of the rejected tokens may contain NaN."""
+        ``unusable``: whether the keys and values of the rejected tokens may contain NaN."""
         blocks, table = self._blocks, sequence.block_table
         if unusable:
             # Attention multiplies the values at masked positions by 0, and 0 * NaN is NaN. So the

@@ -33,7 +33,7 @@ class _Flight(Generic[T]):
 class Shared(Generic[T]):
     """Runs at most one compilation for each key and tenant at a time. The tenant's other requests
     with this key wait for the result. Tenants do not share a compilation, because it may wait for
-    its tenant's turn, and the requests of other tenants must not wait for this turn.
+    its tenant's turn (``turns.py``), and the requests of other tenants must not wait for this turn.
 
     Thread-safe. Results are not cached. A refusal is cached for ``REFUSED_S``: during this time,
     the same grammar is refused without compiling it again.

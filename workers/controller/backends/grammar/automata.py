@@ -61,8 +61,8 @@ def quickly(make: Maker, arg: bytes) -> bytes | None:
     try:
         return make(arg, QUICK_S)
     except RequestError:
-        # The error may be that the time is used up. A compiler stops before the end of its time,
-        # because it reserves a share for finding the most expensive part of the argument.
+        # The error may mean that the compiler ran out of time. A compiler stops before the end of
+        # its time, because it reserves a share for finding the most expensive part of the argument.
         if time.thread_time() - began > 0.7 * QUICK_S:
             return None
         raise

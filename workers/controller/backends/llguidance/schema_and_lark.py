@@ -25,7 +25,7 @@ _LEXEME = re.compile(
     r"|(?P<special><[^<>\s]+>)",
     re.DOTALL,
 )
-"""Lexemes of a Lark grammar that may contain ``<``: strings (also in JSON), regular expressions,
+"""Lexemes of a Lark grammar that may contain ``<``: strings (also of JSON), regular expressions,
 comments, and the names of special tokens. llguidance's lexer defines them in the same way."""
 
 

@@ -18,7 +18,8 @@ from .plain import MAX_TEXT
 from .spacing import spaced_schema
 
 KEPT_SCHEMAS = 64
-"""Maximum rewritten schemas that are cached. The sequences of a request have the same schema."""
+"""Maximum rewritten schemas that are cached. All sequences of a request use the same cached
+schema."""
 KEPT_CHARACTERS = 1024 * 1024
 """Maximum characters of all cached schemas."""
 

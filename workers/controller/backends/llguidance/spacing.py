@@ -79,7 +79,7 @@ def spaced_lark(text: str) -> str:
         try:
             schema, end = _DECODER.raw_decode(text, at)
         except ValueError:
-            continue  # llguidance reports the error with its place.
+            continue  # llguidance reports this error.
         options = _bounded(schema.pop(OPTIONS, {}), _FLEXIBLE)
         lines = "\n" * text.count("\n", at, end)
         parts.append(json.dumps({**schema, OPTIONS: options}) + lines)

@@ -1,5 +1,5 @@
-"""Sets of a vocabulary's tokens. Near the end of a text of JSON, masks are restricted to such
-sets."""
+"""Sets of a vocabulary's tokens. When a JSON text must be completed soon, masks are restricted to
+such sets."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Words = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 FEW_STARTS, SOME_STARTS, MAX_STARTS = 1, 4, 15
 """A token may begin items of arrays or objects. A token in the set ``few`` begins at most
-``FEW_STARTS`` items, and a token in the set ``some`` at most ``SOME_STARTS``. ``starts`` counts the
-items of a token up to ``MAX_STARTS``."""
+``FEW_STARTS`` items, and a token in the set ``some`` begins at most ``SOME_STARTS``. ``starts``
+counts the items that a token begins, up to ``MAX_STARTS``."""
 LONG = 12
 """Maximum bytes of a token that is tried as a prefix of a completion."""
 _WHOLE = re.compile(rb'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u(?!d[89a-f])[0-9a-fA-F]{4}))+')
@@ -62,9 +62,10 @@ class TokenSets:
         """Tokens that begin at most ``SOME_STARTS`` items."""
         self.whole = _words(whole, words)
         """Tokens that are content of a JSON string and consist of whole characters and escapes. In
-        a string without a pattern, such a token does not change the completion of the text."""
+        a string without a pattern, such a token does not change the text that completes the
+        JSON."""
         self.ending = _words(ending, words)
-        """Tokens of ``whole`` without white space, which continue a word."""
+        """Tokens of ``whole`` that continue a word: they do not contain white space."""
         self.single = _words([by_text[one] for one in by_text if len(one) == 1], words)
         """Tokens of one byte."""
         self.bytes = {one: token for one, token in by_text.items() if len(one) == 1}
@@ -85,7 +86,7 @@ class TokenSets:
 
     def is_free(self, words: Words) -> bool:
         """Whether a mask allows each printable ASCII character except the quote and the backslash,
-        as in a string of any text."""
+        as inside a JSON string without a pattern."""
         return bool((words[self._at] & self._plain == self._plain).all())
 
     def is_whole(self, token: int) -> bool:
@@ -99,7 +100,7 @@ class TokenSets:
 
 
 def allowed(words: Words) -> list[int]:
-    """The tokens of a mask. The time grows with their number."""
+    """The tokens that a mask allows. The time is proportional to their number."""
     numbers: list[int] = []
     for at in np.flatnonzero(words).tolist():
         word = int(words[at])
@@ -110,7 +111,7 @@ def allowed(words: Words) -> list[int]:
 
 
 def has(words: Words, token: int) -> bool:
-    """Whether a mask has a token."""
+    """Whether a mask allows a token."""
     return bool(words[token >> 5] >> np.uint32(token & 31) & 1)
 
 

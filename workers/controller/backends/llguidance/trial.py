@@ -1,10 +1,10 @@
 """Checks whether llguidance can compile a grammar, and defines the bounds that llguidance applies
 to each grammar.
 
-llguidance's own bounds do not cover its time and memory completely. So each new grammar, unless it
-is a plain schema (``plain``), is first compiled in a separate process with bounded time and memory
-(``compiling.processes``), for a vocabulary of bytes. The process also appends the first tokens that
-the grammar allows to an empty text.
+llguidance's own bounds do not cover its time and memory completely. So a new grammar is first
+compiled in a separate process with bounded time and memory (``compiling.processes``), for a
+vocabulary of bytes. This process also starts a text with the first tokens that the grammar allows.
+Plain schemas (``plain``) are compiled without this check.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def reason(error: str) -> str:
 
 
 def compiled(grammar: str) -> tuple[LLMatcher, str]:
-    """A matcher of a grammar over bytes, and the error of compiling the grammar or of appending its
-    first tokens; the error is empty if both succeed."""
+    """Compiles a grammar over bytes, and appends its first tokens. Returns the matcher, and the
+    error of these two steps, which is empty if both succeed."""
     made = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=parser_limits())
     matcher = made if made.is_error() else made.deep_copy()
     if not matcher.is_error():
@@ -66,7 +66,7 @@ def compiled(grammar: str) -> tuple[LLMatcher, str]:
 
 
 def step_error(made: LLMatcher) -> bool:
-    """Whether a grammar failed to compile, or an error occurs when its first mask is computed."""
+    """Whether compiling a grammar has failed, or computing its first mask fails."""
     if made.is_error():
         return True
     matcher = made.deep_copy()
@@ -77,11 +77,11 @@ def step_error(made: LLMatcher) -> bool:
 
 
 def check(grammar: str) -> str:
-    """The error of ``compiled``."""
+    """The error that ``compiled`` returns for a grammar; empty if the grammar is valid."""
     return compiled(grammar)[1]
 
 
 @cache
 def byte_tokenizer() -> LLTokenizer:
-    """A vocabulary of the 256 bytes."""
+    """A tokenizer whose tokens are the 256 bytes."""
     return LLTokenizer("byte")

@@ -24,11 +24,11 @@ T = TypeVar("T")
 _ANY: Final = re.compile(b"(?s).")
 
 KEPT_MASKS = 128
-"""Maximum number of cached masks. A mask has 16 kB at 131,072 tokens. Few masks suffice, because
-most tokens of a text do not change the state."""
+"""Maximum number of cached masks. A mask has 16 kB at 131,072 tokens. A small cache suffices,
+because most tokens of a text do not change the automaton's state."""
 KEPT_FORBIDDEN = 1024
-"""Maximum states inside JSON whose forbidden tokens are cached. Most states do not forbid any
-tokens."""
+"""Maximum number of automaton states inside JSON whose forbidden tokens are cached. Most states do
+not forbid any tokens."""
 
 
 class TokenTable:
@@ -81,8 +81,8 @@ class TokenTable:
         return {bisect_left(self._starts, at + 1) - 1 for at in places}
 
     def of_literal(self, text: bytes) -> list[int]:
-        """The tokens of a text, including special tokens. Raises ControllerError if the vocabulary
-        cannot write the text."""
+        """The tokens that write a literal text, which may contain special tokens. Raises
+        ControllerError if the vocabulary cannot write the text."""
         tokens: list[int] = []
         for number, part in enumerate(text.split(SPECIAL)):
             if number % 2:
@@ -123,7 +123,7 @@ class FreeMasks:
         return self._kept(self._forbidden, KEPT_FORBIDDEN, state, self._not_allowed)
 
     def forced(self, state: State) -> list[int]:
-        """The tokens with which every literal text that may follow begins; empty if these texts
+        """The tokens with which all literal texts that may follow begin; empty if these texts
         differ in the first token."""
         each = [self.table.of_literal(text) for text in self.rests(state)]
         if not each:
@@ -232,8 +232,8 @@ class FreeMasks:
         return self._of(places)
 
     def rests(self, state: State) -> list[bytes]:
-        """The literal texts that may follow: the remaining bytes of the beginnings of tags, or of
-        the ends of tags."""
+        """The literal texts that may follow. Each is the part of a tag's begin, or of a tag's end,
+        that has not been written yet."""
         texts = self.automaton.ends if state.mode == "end" else self.automaton.begins
         return list(dict.fromkeys(texts[tag][state.at :] for tag in state.tags))
 

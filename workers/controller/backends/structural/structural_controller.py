@@ -25,7 +25,8 @@ StartValue = Callable[[str, Arg, Host], Constraint]
 """Makes the controller of a value: a built-in constraint with its argument."""
 
 MAX_CHARACTER_BYTES = 4
-"""Maximum bytes of a character in UTF-8. A character has at most as many tokens as bytes."""
+"""Maximum bytes of a character in UTF-8. Each token has at least one byte, so a character is
+complete after at most this number of tokens."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -43,8 +44,8 @@ class StructuralController:
         self._state = self._automaton.start()
         self._inner: Constraint | None = None
         self._inner_mask = b""
-        """The mask of the value alone, if the text is at a place where either the value or a tag
-        may begin; otherwise empty."""
+        """The mask of the value alone, if either the value or a tag may begin at the end of the
+        text so far; otherwise empty."""
         self._spent = 0
         """Number of tokens of the current part."""
         self._before: list[State] = []
@@ -60,7 +61,8 @@ class StructuralController:
         self._settled_until = 0
         """Number of tokens of the current part up to which ``_settled_mask`` is valid."""
         self._marked = masks.marks(self._state).search
-        """A function that finds a byte in a token's text that may change ``_settled``."""
+        """A function that searches a token's text for a byte that may change the state
+        ``_settled``."""
         self._enter()
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
@@ -114,8 +116,8 @@ class StructuralController:
         return _MASKED
 
     def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """Writes the masks after the tokens of a draft, up to the first place where a value begins
-        or ends, or where a text is forced."""
+        """Writes the masks after the tokens of a draft, up to the first token after which a value
+        begins or ends, or a text is forced."""
         left = self._host.max_tokens - len(self._tokens) - 1
         draft = before_end(draft, self._host.vocabulary)[: max(0, left)]
         state, inner = self._state, self._inner
@@ -145,9 +147,9 @@ class StructuralController:
         return CONTINUE
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """``cut`` if the answer may not end here, ``closed`` if closing has changed a value,
-        otherwise ``complete``. If ``stop`` is given, only the text before this stop string
-        counts."""
+        """``cut`` if the answer may not end here, ``closed`` if a value was completed early because
+        few tokens were left, otherwise ``complete``. If ``stop`` is given, only the text before
+        this stop string counts."""
         if stop:
             text = b"".join(map(self._masks.bytes_of, self._tokens))
             state = self._automaton.walk(self._automaton.start(), text.partition(stop)[0])
@@ -194,8 +196,8 @@ class StructuralController:
         self._marked = self._masks.marks(state).search
 
     def _is_spent(self, state: State, spent: int) -> bool:
-        """Whether a part that has ``spent`` tokens must be closed, because its tag's ``max_tokens``
-        are used up."""
+        """Whether a part must be closed: it is the content of a tag, and its ``spent`` tokens are
+        at least the tag's ``max_tokens``."""
         if state.mode != "content":
             return False
         most = self._automaton.structure.tags[state.tags[0]].max_tokens
@@ -219,7 +221,7 @@ class StructuralController:
         return self._automaton.closings[tag]
 
     def _free_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """``masks_along`` for text, and for the beginnings and ends of tags."""
+        """Implements ``masks_along`` for text, and for the beginnings and ends of tags."""
         state, spent = self._state, self._spent
         for number, (token, mask) in enumerate(zip(draft, masks, strict=False)):
             before, data = state, self._masks.bytes_of(token)
@@ -264,7 +266,8 @@ class StructuralController:
         return _any(mask)
 
     def _of_schema(self, inner: Constraint, mask: memoryview) -> Answer:
-        """The answer of a round inside a value."""
+        """Calls mid_process of a value's controller, and adapts its answer and its mask to the
+        structure."""
         answer = inner.mid_process((self._host.seq,), mask)
         state = self._state
         if answer.action is Action.STOP:
@@ -279,8 +282,8 @@ class StructuralController:
         return answer
 
     def _with_tags(self, answer: Answer, mask: memoryview) -> Answer:
-        """Writes the union of the mask of a value and the mask of the tags that may stand in place
-        of the value."""
+        """Writes a mask that allows the tokens of a value and the tokens of the tags that may
+        replace the value."""
         if answer.action is Action.SPLICE:
             mask[:] = bytes(len(mask))
             token = answer.tokens[0]

@@ -289,7 +289,8 @@ const context = {
 
 // Makes calls of unknown methods of `object` throw an error with the method's name, because the
 // error of QuickJS is only "not a function". The call throws the error. The access does not throw,
-// because QuickJS does not know its line. The language itself reads symbols, `then` and `toJSON`.
+// because QuickJS does not know the line of an access. Symbols, `then` and `toJSON` are excluded,
+// because the language itself reads them.
 function name_unknown(object, name) {
   const names = Object.keys(object).join(", ");
   Object.setPrototypeOf(object, new Proxy(Object.prototype, {

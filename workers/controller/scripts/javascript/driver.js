@@ -1,8 +1,8 @@
 // The calls that the host makes, and the operations that a script waits for.
 //
 // boot.js is the concatenation of driver.js, context.js and aici.js in one function. `host` has the
-// imports of the ABI (engine.c). A fork copies the memory of the interpreter, so a script continues
-// in each fork without a replay.
+// imports of the ABI (engine.c). A fork copies the memory of the interpreter, so the script
+// continues in each new sequence without a replay.
 
 const STOP = 0, CONTINUE = 1, SUSPEND = 2, FORK = 3, SPLICE = 4, GENERATE = 5, SCORE = 6,
       BEGIN = 7, SAVE = 8, OPEN = 9, LOOK = 10, AGAIN = 11, SAMPLE_SCORED = 12;
@@ -40,7 +40,7 @@ class Operation {
   finished = false;
   answer = undefined;
   error = null;
-  place = "";  // the place of the call in the script, for the error if the worker refuses the call
+  place = "";  // the position of the call in the script, for the error if the worker refuses it
   pre() { return CONTINUE; }
   mid(group) { return null; }
   post(tokens, backtrack, logprobs) {}

@@ -28,8 +28,8 @@ TOP = 8
 
 
 def repeated(text: list[int], token: int) -> int:
-    """The number of tokens at the end of ``text`` that have occurred before with ``token`` after
-    them, at most ``MAX``; -1 if the token has not occurred."""
+    """The length of the longest suffix of ``text`` that has occurred earlier with ``token`` after
+    it, at most ``MAX``; -1 if the token has not occurred."""
     longest = -1
     for place, before in enumerate(text):
         if before == token:

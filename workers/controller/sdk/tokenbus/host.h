@@ -60,8 +60,7 @@ static inline uint32_t tb_max_tokens(void) { return tb_block[TB_BLOCK_MAX_TOKENS
 // If this is called in tb_init_prompt, a copy of the instance may run the rounds of a draft's
 // tokens before they are sampled. One step of the model can then verify the draft. Drafts save time
 // if a copy and a round are much cheaper than a step. The decisions must depend only on the prompt,
-// the argument and the tokens. The run of a copy ends before a round that uses a variable or the
-// log.
+// the argument and the tokens. The copy is dropped before a round that uses a variable or the log.
 static inline void tb_take_drafts(void) { tb_host_take_drafts(); }
 
 // The first five special tokens have AICI's numbers. TB_TURN_START and TB_TURN_END begin and end a

@@ -1,7 +1,7 @@
 // The token trie, a tree of the tokens' bytes in AICI's format (its TokTrie), and token masks.
 //
 // The trie is read and checked at the first use of a function below. The first use should be in
-// tb_init_prompt, whose time limit is long enough. A fork has a copy of the trie.
+// tb_init_prompt, whose time limit is long enough. A forked sequence has a copy of the trie.
 #ifndef TOKENBUS_TRIE_H
 #define TOKENBUS_TRIE_H
 

@@ -28,7 +28,7 @@ typedef struct {
     float *y;        /* [tokens, heads * dim] */
     float *scores;   /* [threads, RUN * MAX_QUERIES, longest] */
     int64_t longest; /* Greatest number of positions that a token may attend to. */
-    const int64_t *runs; /* The first token of each run, and the end of the last. */
+    const int64_t *runs; /* The first token of each run, and the end of the last run. */
 } Attention;
 
 /* Divides the tokens of a step into runs: consecutive tokens of one sequence, whose queries read
@@ -66,7 +66,8 @@ static void softmax(float *scores, int64_t count) {
         scores[i] *= factor;
 }
 
-/* Number of positions from `at` to `end` or to the end of its block, whichever comes first. */
+/* Number of positions from `at` to `end` or to the end of the block of `at`, whichever comes first.
+ * */
 static int64_t together(int64_t at, int64_t end, int64_t size) {
     int64_t rest = size - at % size;
     return end - at < rest ? end - at : rest;
@@ -235,9 +236,10 @@ INLINE void weigh(const Kept *values, const Query *queries, int count, int64_t a
 }
 
 /* The weighted sums of values over all positions of each query. The queries are ordered by
- * position. First, positions before the last query's first position are added to each sum alone.
- * Then positions of all queries are added together, and finally those after the first query's end.
- * So each sum is in the order of the positions, and does not depend on the other queries. */
+ * position, so all of them attend to the positions from the last query's first position to the
+ * first query's end. These positions are added for all queries together. Earlier and later
+ * positions are added for each query alone. Each sum is computed in the order of the positions, so
+ * it does not depend on the other queries. */
 INLINE void weigh_all(const Kept *values, const Query *queries, int count, int64_t at, int vectors,
                       int64_t lanes) {
     Vector found[2 * MAX_QUERIES] = {{0}};
@@ -274,8 +276,8 @@ INLINE void weigh_some(const Kept *values, const Query *queries, int64_t count, 
         weigh_all(values, queries + q, 1, at, vectors, lanes);
 }
 
-/* The attention of the tokens of a run, for some query heads of one key head: `heads` heads,
- * beginning with head number `head` among the query heads of this key head. */
+/* The attention of the tokens of a run, for `heads` query heads of one key head. `head` is the
+ * number of the first of these heads among the query heads of the key head. */
 static void attend(const Attention *a, float *scores, int64_t run, int64_t kv_head, int64_t head,
                    int64_t heads) {
     const Layer *layer = a->layer;

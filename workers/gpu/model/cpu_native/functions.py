@@ -60,7 +60,7 @@ def _declared() -> CDLL:
 
 
 def _modules(model: Any) -> Iterator[tuple[str, Any]]:
-    """The products, norms and activations of a model, with the last part of their names."""
+    """The products, norms and activations of a model, each with the last part of its name."""
     for path, module in model.named_modules():
         name = path.rpartition(".")[2]
         if (

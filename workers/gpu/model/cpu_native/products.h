@@ -27,9 +27,9 @@ enum {
     PART_FLOATS = 1 << 13,  /* Approximate minimum number of weights of a part of a product. A part
                              * is the range of outputs that a thread computes at a time. */
     MANY_PARTS = 64,        /* Approximate maximum number of parts of a product. */
-    PANEL_FLOATS = 1 << 16, /* Number of floats of a panel: the rows of x that are multiplied with
-                             * each part before the next rows. A panel occupies a fraction of the
-                             * second-level cache. */
+    PANEL_FLOATS = 1 << 16, /* Number of floats of a panel: a group of rows of x. One panel is
+                             * multiplied with all parts before the next panel. A panel occupies a
+                             * fraction of the second-level cache. */
     MIN_PANEL = 64,         /* Minimum number of rows of a panel. */
 };
 

@@ -4,8 +4,8 @@
  * A loop is divided into parts, which threads take one by one. A thread that is not scheduled takes
  * no parts, and the others wait for it only if it has begun a part. If only the caller runs, it
  * computes the whole loop.
- * (OpenMP assigns each thread its share beforehand: if another process occupies the core of one
- * thread, all others wait for a time slice.) */
+ * (OpenMP assigns each thread a fixed share of the loop. If another process occupies the core of
+ * one thread, all other threads therefore wait for a time slice.) */
 
 #ifndef TOKENBUS_THREADS_H
 #define TOKENBUS_THREADS_H

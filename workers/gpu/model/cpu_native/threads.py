@@ -2,9 +2,9 @@
 
 A step of few tokens has many short parallel regions. On an idle machine, two threads halve the time
 of each region. If another process uses one of the cores, each region waits for a thread that does
-not run, and a single thread is several times as fast. So for each step size, another number of
-threads is tried from time to time, and at once when steps get slower. A size without measurements
-starts with the number that was found for the nearest size.
+not run, and a single thread is several times as fast as two. So for each step size, another number
+of threads is tried from time to time, and at once when steps get slower. A size without
+measurements starts with the number that was found for the nearest size.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class ThreadChooser:
         size.decided = True
 
     def _suggest(self, found: _Size) -> None:
-        """Passes a number of threads that was found for one size to the other sizes: they try it
-        soon, or adopt it if they have not completed a trial."""
+        """Makes the other sizes try the new number of threads of ``found`` soon. A size that has
+        not completed a trial adopts the number at once."""
         for size in self._sizes.values():
             if size.threads == found.threads:
                 continue

@@ -196,8 +196,8 @@ class DecodeGraphs:
         ``forward`` without a graph."""
         inputs = self._buffers.of(size)
         self._fill_trial(size)
-        # torch.cuda.graph leaves its stream current if the capture fails: this block restores the
-        # previous stream.
+        # If the capture fails, torch.cuda.graph leaves its own stream current. This block then
+        # restores the previous stream.
         with session.stream_current():
             for _ in range(WARM_UPS):
                 wanted = forward(*inputs)

@@ -136,8 +136,9 @@ def why_no_kernel() -> str:
 
 
 def why_unsupported(loaded: LoadedModel) -> str:
-    """The reason why no version of FlashAttention supports the type of a model's weights or the
-    size of its heads; empty if all versions support them."""
+    """Checks the properties of a model that every version of FlashAttention restricts. Returns the
+    reason if the type of the weights or the size of the heads is not supported, otherwise an empty
+    string."""
     if loaded.dtype not in (torch.bfloat16, torch.float16):
         return f"the weights are {loaded.dtype}"
     shapes = set(loaded.layers.values())

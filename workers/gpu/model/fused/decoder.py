@@ -94,7 +94,8 @@ class HeadNorms:
 
     def apply_(self, heads: torch.Tensor, num_heads: int, num_keys: int) -> None:
         """Normalizes the queries and keys in ``heads`` ``[num_tokens, heads, dim]``, in place.
-        ``num_keys``: the index after the last key head, after ``num_heads`` query heads."""
+        ``num_heads``: number of query heads, which come first. ``num_keys``: number of query heads
+        and key heads together."""
         for norm, part in (
             (self.query, heads[:, :num_heads]),
             (self.key, heads[:, num_heads:num_keys]),

@@ -53,9 +53,8 @@ def fused_model(
     """The model as a FusedDecoder.
 
     ``shapes`` and ``options``: for each layer, the shapes of keys and values, and the options of
-    the attention. ``by_input``: store weights as ``[in, out]`` if that is faster
-    (``stored_by_input``).
-    Raises NotFusible.
+    the attention. ``by_input``: whether to store weights as ``[in, out]`` if that is faster
+    (``stored_by_input``). Raises NotFusible.
     """
     if not type(model).__module__.startswith("transformers."):
         raise NotFusible("its code is not transformers' own")
@@ -197,8 +196,8 @@ def fused_norm(module: Any) -> Function:
 
 def _joined(layers: list[Any], by_input: bool) -> Projection:
     """Joins linear layers with the same input to one product. Their weights are copied into one
-    matrix, and become views of it. ``by_input``: store the matrix as ``[in, out]`` if that is
-    faster."""
+    matrix, and become views of it. ``by_input``: whether to store the matrix as ``[in, out]`` if
+    that is faster."""
     for layer in layers:
         if type(layer) is not torch.nn.Linear or type(layer.weight.data) is not torch.Tensor:
             raise NotFusible(f"its {type(layer).__name__} is not a plain linear layer")
@@ -268,7 +267,7 @@ def _scale_measured_later(model: Any, base: Any) -> float:
 
 
 class _Rotary:
-    """A model's rotary embeddings, by layer type if it has several."""
+    """A model's rotary embeddings. Some models have a different one for each type of layer."""
 
     def __init__(self, module: Any, config: Any) -> None:
         self._module = module

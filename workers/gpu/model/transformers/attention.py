@@ -323,8 +323,8 @@ def dot_product(
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Makes no mask for transformers, because the attention of this module does not use
-    transformers' masks."""
+    """Replaces the function with which transformers makes a mask. Returns None, because the
+    attention of this module makes its own masks."""
 
 
 def register(name: str, function: Callable[..., Any]) -> None:

@@ -141,8 +141,8 @@ def _combined(
     """Sums the weights, and the weighted values, over all splits of a tile, in the order of the
     splits.
 
-    ``parts``: the places of the rows' partial results of the first split. ``kept``: whether a row
-    has partial results.
+    ``parts``: for each row, the place of its partial results from the first split. ``kept``:
+    whether a row has partial results.
     """
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -213,10 +213,10 @@ def split_kernel(
 
     ``tiles`` ``[tiles, 3]``: for each tile, its chunk, the index of its first token in the chunk,
     and its place among the partial results. The keys of a tile are divided into at most MAX_SPLITS
-    splits; a program computes every ``max_programs``-th split. The program of a tile that finishes
-    its splits last combines all splits of the tile in order. ``partials`` ``[places, KV_HEADS,
-    MAX_SPLITS, part_rows, DIM]`` and ``sums`` ``[..., part_rows, 2]`` have room for the partial
-    results, float32. ``done`` ``[tiles * KV_HEADS]`` is 0 before the kernel and after it.
+    splits; a program computes every ``max_programs``-th split. The last program of a tile to finish
+    combines all splits of the tile in order. ``partials`` ``[places, KV_HEADS, MAX_SPLITS,
+    part_rows, DIM]`` and ``sums`` ``[..., part_rows, 2]`` have room for the partial results,
+    float32. ``done`` ``[tiles * KV_HEADS]`` is 0 before the kernel and after it.
     """
     tile, head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     chunk, tokens, positions, real, lowest, limit = _tile_of(

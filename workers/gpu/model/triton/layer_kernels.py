@@ -73,7 +73,7 @@ def gated_kernel(
         # The tanh form: 0.5 * (1 + tanh(x)) is the sigmoid of 2x.
         slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     found = gate * tl.sigmoid(slope)
-    # The model rounds the activation before it multiplies.
+    # The model rounds the activation before it multiplies the activation with ``up``.
     found = found.to(out.dtype.element_ty).to(tl.float32) * up
     tl.store(out + at, found.to(out.dtype.element_ty), mask=real)
 
