@@ -242,7 +242,7 @@ class Call:
         return sum(seq < n or seq in self.counted for seq in again)
 
     def all_new(self, seq: int) -> bool:
-        """Whether all further entries of a sequence are new, because this attempt has repeated all
+        """Whether all further entries of a sequence are new: this attempt has already repeated all
         entries that earlier attempts delivered."""
         return self.counted.get(seq, 0) >= self.seen.get(seq, 0)
 

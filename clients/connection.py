@@ -65,8 +65,8 @@ class Connection:
         with self._lock:
             if self._closed is not None:
                 raise RuntimeError(self._closed)
-            # The thread starts first, because its start may fail. A refused call must not remain in
-            # the commands, or it would be sent together with a later call.
+            # The thread starts first, because its start may fail. If the call were already in the
+            # commands, it would then be sent together with a later call.
             if not self._carrier.started:
                 self._carrier.start()
             self._commands.append(lambda session, now: session.submit(call, now))

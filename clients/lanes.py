@@ -15,8 +15,8 @@ from .calls import Call, Event, Unread
 
 
 class Step(NamedTuple):
-    """The rows of a message, and for each row the queue of its call, from which the application
-    reads."""
+    """The rows of a message. For each row, ``unread`` has the queue from which the application
+    reads the entries of the row's call."""
 
     unread: list[Unread]
     rows: Iterable[Row]
@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
 
 Delivery = list[Step | tuple[Call, Sequence[Event]]]
-"""Events for the readers of calls: steps, and calls with their events."""
+"""Events to deliver. An element is a step, or one call with its events."""
 
 
 def hand_out(delivery: Delivery) -> None:

@@ -105,7 +105,7 @@ class Operator:
 
 
 class AsyncOperator:
-    """The operator's calls of an asyncio client; see ``Operator``."""
+    """The operator's calls for an asyncio client; see ``Operator``."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client

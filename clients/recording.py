@@ -263,7 +263,8 @@ def again(
 def first_difference(
     recorded: Iterable[Token], replayed: Iterable[Token], prefix: bool = False
 ) -> Difference | None:
-    """The first difference between two streams, in the recorded order; None if they are equal.
+    """The first difference between two streams, in the order of ``recorded``; None if the streams
+    are equal.
     ``prefix``: whether a sequence may be longer in one of the streams.
 
     Texts, messages, log-probabilities and times are not compared.

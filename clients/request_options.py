@@ -85,7 +85,8 @@ class RequestOptions(TypedDict, total=False):
     trace: str
     """The ``traceparent`` of the request (W3C Trace Context); default: the active span, if any."""
     by: str
-    """The user of the request, if one client serves several users, who take turns in the queue."""
+    """The user of the request, if one client serves several users. The users take turns in the
+    queue."""
     request_id: str
     """The name of the request in log lines of all processes, at most 128 characters."""
 
@@ -135,8 +136,8 @@ class GenerateOptions(RequestOptions, total=False):
     ``controller``."""
     heal_prompt: bool
     """Whether the prompt may end in the middle of a word. If true, the prompt's last token is
-    removed, and the output must begin with its text. With ``text``, the text of the first token is
-    only the part after the prompt."""
+    removed, and the output must begin with the text of this token. With ``text``, the text of the
+    first token is only the part after the prompt."""
     processed_logprobs: bool
     """Whether entries have ``processed``: the log-probability under the distribution that the token
     was drawn from."""

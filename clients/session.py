@@ -1,9 +1,9 @@
 """The client's side of the protocol, without sockets and clocks, like the broker's core.
 
-The caller passes received frames and the time. ``outgoing`` has the messages to send, and ``ready``
-the events for the callers of requests. A session outlives its connection: on a new connection, it
-sends HELLO with its token, and ATTACH for each stream. Lost requests are sent again, each entry is
-delivered once, and calls end when their time limits have passed.
+The caller passes received frames and the time. ``outgoing`` contains the messages to send, and
+``ready`` contains the events of calls. A session outlives its connection: on a new connection, the
+session sends HELLO with its token, and ATTACH for each stream. Lost requests are sent again, each
+entry is delivered once, and calls end when their time limits have passed.
 """
 
 from __future__ import annotations
@@ -231,8 +231,8 @@ class ClientSession:
             call.input_at = None
             self._next_input(call, now)
         elif sent.reported or answer.code in (Code.NO_WORKER, Code.UNKNOWN_STREAM):
-            # UNKNOWN_STREAM is not reported here. The broker also answers the request of the
-            # stream, and the end of the stream fails the input.
+            # UNKNOWN_STREAM is not reported here. If the stream has ended, this client receives
+            # its end too, and ``_fail_inputs`` then reports the end.
             call.input_at = now + (answer.retry_after_s or INPUT_AGAIN_S)
         else:
             error = error_for(answer.code, answer.message, retry_after_s=answer.retry_after_s)
@@ -331,8 +331,8 @@ class ClientSession:
             self._send(call.type, message, call.attachments)
 
     def _forget(self, call: Call, reason: Literal["cancelled", "timeout"] | None) -> None:
-        """Removes a call from all tables. With ``reason``, sends CANCEL for its stream, if its
-        request was sent."""
+        """Removes a call from all tables. If ``reason`` is given and the request was sent, sends
+        CANCEL for the call's stream."""
         self._settle()
         self._lanes = None
         self._calls.pop(call.number, None)
@@ -541,8 +541,8 @@ class ClientSession:
             return
         call.received_at = now
         if msg.attached is not UNSET:
-            # The answer to an earlier connection's ATTACH may arrive before this answer. In that
-            # case, entries after ``attached`` have already been received.
+            # Entries after ``attached`` follow. Some of them may have been received already, after
+            # the answer to an ATTACH of an earlier connection.
             call.repeats = max(0, call.received - msg.attached)
             call.attaching = False
             call.moves = msg.moves
@@ -616,7 +616,7 @@ def _buffer_name(call: Call) -> str:
 
 
 def _in_flight(call: Call) -> SentInput:
-    """The input of this call that an ERROR for an INPUT refers to."""
+    """The input that an ERROR for an INPUT of this call refuses: the first that is not stored."""
     return next((sent for sent in call.inputs if not sent.stored), call.inputs[-1])
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Origin(NamedTuple):
-    """The HTTP request from which the bus requests of a gateway's task originate."""
+    """The HTTP request for which a task of the gateway sends requests to the bus."""
 
     request_id: str
     trace: str
@@ -30,7 +30,7 @@ class Origin(NamedTuple):
 
 
 origin: ContextVar[Origin | None] = ContextVar("tokenbus_origin", default=None)
-"""The origin of the current task's requests. The clients add it to each request."""
+"""The origin of the current task's requests. A client adds the origin to each request."""
 
 
 class ClientSpan:

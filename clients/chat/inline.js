@@ -80,7 +80,7 @@ function open(frames, mark) {
   else frames.push({ mark, nodes: [] });
 }
 
-/** Turns marks without an end into text: those of the frames from index `from` on. */
+/** Removes the frames from index `from` on, whose marks have no end, and adds the marks as text. */
 function unfold(frames, from) {
   while (frames.length > from) {
     const { mark, nodes } = frames.pop();

@@ -6,7 +6,7 @@
 import { el } from "./dom.js";
 import { appendInline } from "./inline.js";
 
-const MAX_DEPTH = 8; // Maximum depth of lists and quotes. Deeper ones are paragraphs.
+const MAX_DEPTH = 8; // Maximum depth of lists and quotes; deeper ones become paragraphs.
 const MAX_RULE = 1000; // Maximum length of the line below the head of a table.
 const MAX_COLUMNS = 64; // Maximum number of columns. A browser lays out rows times columns.
 const FENCE = /^ {0,3}(`{3,}(?=[^`]*$)|~{3,})[ \t]*([^\s`]*)/;

@@ -109,8 +109,8 @@ class Member:
 class Members:
     """All workers of one kind of one system.
 
-    The names ``SYSTEM/RUN/KIND-N`` of placement groups and actors identify the system's run.
-    Placement groups and actors are detached, so that workers outlive the process that created them.
+    Placement groups and actors have the names ``SYSTEM/RUN/KIND-N``; ``RUN`` identifies this run of
+    the system. They are detached, so that workers outlive the process that created them.
     """
 
     def __init__(

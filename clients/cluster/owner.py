@@ -19,8 +19,8 @@ from ...protocol.python_command import python_command
 
 RESTART_S = (0.5, 15.0)
 """The shortest and the longest pause before an ended process is restarted, in seconds. If a process
-ran longer than the longest pause, the next pause is the shortest; otherwise it is twice the
-previous pause, up to the longest."""
+ran longer than the longest pause, the next pause is the shortest pause. Otherwise the next pause is
+twice the previous pause, up to the longest pause."""
 WRONG_SETTING = 2
 """The exit code after which a process is not restarted, because a restart would fail too."""
 _PR_SET_PDEATHSIG = 1
@@ -48,8 +48,8 @@ class Owner:
     unless its exit code is ``WRONG_SETTING``.
 
     Ray kills actors without notice, so the process asks the kernel to kill it when the actor dies.
-    ``key`` is the content of the worker's key file. The actor writes it to a file on the node, and
-    removes the file when the worker ends for good, unless the actor is killed.
+    ``key`` is the content of the worker's key file. The actor writes this content to a file on the
+    node. The actor removes the file when the worker ends for good, unless Ray has killed the actor.
     """
 
     def __init__(self, module: str, settings: Mapping[str, str], key: str | None) -> None:
@@ -67,8 +67,8 @@ class Owner:
         self._exit_code: int | None = None
         self._retiring = threading.Event()
         self._ended = threading.Event()
-        # One thread starts all processes and lives as long as the actor, because the kernel kills
-        # the process when the thread that started it ends.
+        # The kernel kills the process when the thread that started the process ends. Therefore one
+        # thread, which lives as long as the actor, starts all processes.
         threading.Thread(target=self._run, name="owner", daemon=True).start()
 
     def report(self) -> Report:

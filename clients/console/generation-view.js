@@ -36,7 +36,7 @@ export class GenerationView extends EventTarget {
   constructor(connection) {
     super();
     this.#connection = connection;
-    // After a new connection, another system may answer.
+    // The next connection may be to another system, so the cached models are dropped.
     connection.addEventListener("state", () => this.#models.clear());
     this.#steps.addEventListener("choose", ({ detail }) => this.#choose(this.#chosen, detail));
     new ResizeObserver(([{ contentRect }]) => {

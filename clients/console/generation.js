@@ -4,7 +4,7 @@
 export class Item {
   /** Set when a splice drops the token. */
   taken = false;
-  /** Set if the token was inherited from the parent before a splice of this sequence dropped it. */
+  /** Set if the sequence inherited the token from its parent, and a splice then dropped it. */
   inherited = false;
 
   constructor(entry) {
@@ -47,11 +47,11 @@ export class Sequence {
   /** Number of the sequence's own tokens that a splice dropped. */
   takenBack = 0;
   /**
-   * The sequence to which a controller appended all tokens of this sequence, for example because
-   * this sequence was the best of several.
+   * The other sequence to which a controller has appended all tokens of this sequence, for example
+   * because this sequence was the best of several.
    */
   chosenBy = null;
-  /** The ids of the last consecutive tokens that the controller appended. */
+  /** The ids of the tokens that the controller appended after the last sampled token or splice. */
   run = [];
 
   constructor(seq, parent, from) {
@@ -73,7 +73,7 @@ export class Sequence {
   }
 
   /**
-   * Drops the last `n` tokens. Copies of dropped tokens that were inherited are added to `items`.
+   * Drops the last `n` tokens. If a dropped token was inherited, a copy of it is added to `items`.
    */
   takeBack(n) {
     const dropped = this.kept.splice(Math.max(0, this.kept.length - n), n);
@@ -100,7 +100,7 @@ export class Sequence {
   }
 
   /**
-   * Whether `run` has all tokens of the sequence after its fork, or all but the last one.
+   * Whether the tokens `run` are all own tokens of this sequence, or all except the last one.
    */
   hasWritten(run) {
     const own = this.kept.slice(this.inherited);
@@ -190,7 +190,7 @@ export class Generation {
     return sequence;
   }
 
-  /** Marks the sequence whose tokens the controller of `judge` appended to `judge`. */
+  /** Sets `chosenBy` of the sequence whose tokens a controller appended to the sequence `judge`. */
   #markChosen(judge) {
     if (!judge.run.length) return;
     const others = [...this.sequences.values()].filter((s) => s !== judge);

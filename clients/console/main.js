@@ -44,7 +44,8 @@ connection.addEventListener("state", ({ detail: state }) => {
 let explained = false;
 
 /**
- * If this page's address names an answer of the chat page, generates that answer again, only once.
+ * If this page's address names an answer of the chat page, generates that answer again. Only the
+ * first call has an effect.
  */
 async function explain() {
   if (explained) return;

@@ -142,7 +142,7 @@ function updateNode(element, node) {
 }
 
 const COLUMNS = [
-  // The lower half of the number is a counter. The upper half identifies the broker's run.
+  // The lower 32 bits of a request id are a counter. The upper 32 bits identify the broker process.
   ["Request", (s) => String(BigInt(s.request) & 0xffffffffn)],
   ["State", (s) => s.state],
   ["Program", (s) => s.client || "unnamed"],

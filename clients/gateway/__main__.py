@@ -14,8 +14,8 @@ from ...protocol.settings import SettingError, load
 from .lingering import Leaving, run
 
 LINGERS = "--lingers"
-"""The command-line argument with which a gateway finishes its streams after SIGUSR2, while its
-successor serves (``lingering.py``)."""
+"""If this command-line argument is given, SIGUSR2 makes the gateway finish its streams while its
+successor serves new requests (``lingering.py``)."""
 
 
 def main() -> int:
@@ -49,15 +49,15 @@ def _serve(leaving: Leaving | None) -> int:
         if fault is not None:
             raise SettingError(fault)
         keys = ApiKeys.read(Path(settings.api_keys)) if settings.api_keys else None
-        own_key(settings, "client")  # Reports a key file that cannot be read.
+        own_key(settings, "client")  # Raises KeyFault if the file is not valid.
         listener = listen(settings)
     except (SettingError, KeyFileError, KeyFault, BindError) as error:
         print(f"tokenbus gateway: {error}", file=sys.stderr)
-        # supervisord does not restart a process that exits with 2. The exit code is not 2 if the
+        # After exit code 2, supervisord does not restart the process. The exit code is 1 if the
         # address is in use, because the address may become free.
         return 1 if isinstance(error, BindError) and error.in_use else 2
-    # Each call of a tokenizer encodes one text. The tokenizer's own threads, which share the texts
-    # of a call, would only cost time.
+    # The tokenizers library distributes the texts of a call over threads. Each call here has only
+    # one text, so the threads would only cost time.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     server = GatewayServer(build(settings, keys), settings, leaving)
     log = logging.getLogger("tokenbus.gateway")

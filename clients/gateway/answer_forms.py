@@ -32,9 +32,8 @@ _SEP = _mark("tool sep")
 
 @dataclass(frozen=True)
 class Family:
-    """The form in which a family of models writes tool calls: ``opening``, then for each call
-    ``head NAME middle ARGUMENTS tail`` with ``between`` before each further call, then
-    ``closing``."""
+    """The form in which a family of models writes tool calls: ``opening``, then the calls,
+    separated by ``between``, then ``closing``. A call is ``head NAME middle ARGUMENTS tail``."""
 
     head: str
     middle: str
@@ -260,8 +259,9 @@ class _Building:
 
     def _calls(self, before: str, whole: bool = False) -> list[int]:
         """Adds one tag for the calls of each function; returns the tags' indices. ``before``: the
-        text before the call. ``whole``: a call begins only where the whole text before its
-        arguments occurs. A constrained text may contain a part of that text."""
+        text before the call. ``whole``: whether only the whole text before the arguments begins a
+        call. Otherwise a prefix of this text (``Family.trigger``) begins a call. A constrained text
+        may contain the prefix, so its calls need ``whole``."""
         family = self._family
         trigger = 0 if whole else len(family.trigger)
         if not whole and before == family.between:

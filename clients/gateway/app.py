@@ -59,7 +59,7 @@ class Application(Starlette):
     answers that they make."""
 
     def build_middleware_stack(self) -> ASGIApp:
-        """Called by Starlette, once."""
+        """Wraps the application in ``Traffic``. Starlette calls this method once."""
         return Traffic(super().build_middleware_stack())
 
 

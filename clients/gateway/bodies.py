@@ -21,8 +21,8 @@ from .turns import current_user
 from .wrong_values import refusal
 
 SMALL_BODY_BYTES = 256 * 1024
-"""A body with at most this number of bytes is decoded at once: without counting its values, and
-without waiting for a turn."""
+"""A body with at most this number of bytes is decoded immediately. Its values are not counted, and
+it does not wait until other bodies are decoded."""
 MAX_STRINGS = 65_536
 """Maximum number of strings in a body, including field names. Decoding creates a Python object for
 each string, and blocks the event loop meanwhile."""
@@ -33,7 +33,8 @@ MAX_CONTAINERS = 65_536
 number."""
 _STRUCTURE = b",[{"
 """Outside strings, one of these characters precedes each element of a list and each field of an
-object. Counting the characters therefore counts the values; an empty list or object counts twice.
+object. The number of these characters is therefore about the number of values. An empty list or
+object counts twice.
 """
 
 
@@ -111,8 +112,8 @@ def ignored_of(request: Request) -> Ignored:
 
 def check_json(request: Request) -> None:
     """Raises ApiError 415 if the content type of a request is not JSON. The type that curl declares
-    by default is accepted too, unless the request has an ``Origin`` header: browsers send this
-    header with the requests of web pages."""
+    by default is accepted too, unless the request has an ``Origin`` header, which browsers send
+    with the requests of web pages."""
     declared = request.headers.get("content-type", "")
     kind = declared.partition(";")[0].strip().lower()
     if kind == "application/x-www-form-urlencoded" and "origin" not in request.headers:
@@ -129,8 +130,8 @@ def check_json(request: Request) -> None:
 async def decode_in_turn(
     gateway: Gateway, body: bytes, kind: type[B], ignored: Ignored | None = None
 ) -> B:
-    """Decodes ``body`` as ``decode_body`` does. Large bodies wait for their turn: the event loop
-    decodes at most one in each pass, and users take turns."""
+    """Decodes ``body`` as ``decode_body`` does. The event loop decodes at most one large body in
+    each pass. If bodies of several users wait, the users take turns."""
     if len(body) <= SMALL_BODY_BYTES:
         return decode_body(body, kind, ignored)
     async with gateway.large_bodies.of(current_user.get()):

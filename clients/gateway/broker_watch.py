@@ -62,7 +62,7 @@ class BrokerWatch:
 
     async def begun(self) -> None:
         """Waits until the broker has sent WELCOME, or until ``lost`` was called. Raises
-        TimeoutError if neither happens in time, because the watch's socket cannot be opened.
+        TimeoutError if neither happens in time, for example if the socket cannot be opened.
 
         A tunnel sends its first message only after this wait. If the tunnel sent a message earlier
         and the broker were then restarted, the watch would not report the restart.

@@ -3,9 +3,9 @@ the gateway's connection.
 
 The gateway's connection may have more rights than the users: the broker treats a client on its own
 machine, or with the key of that machine, as the operator. Messages that only the operator may send
-are therefore refused. HELLO and STATUS have effects that depend on the sender's rights, and are
-marked as a user's. The mark of a HELLO is valid only for its connection. If ZeroMQ has connected
-again, the broker does not have this mark, so each STATUS has its own mark.
+are therefore refused. The effects of HELLO and STATUS depend on the sender's rights, so the gateway
+marks these messages as a user's. The mark of a HELLO is valid only for its connection. If ZeroMQ
+has connected again, the broker does not have this mark, so each STATUS has its own mark.
 """
 
 from __future__ import annotations

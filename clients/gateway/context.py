@@ -45,14 +45,15 @@ class Gateway:
         self.draining = False
         """Whether the process has received a signal to end, and finishes its requests first."""
         self.probed = False
-        """Whether ``/ready`` was requested, which a load balancer does."""
+        """Whether ``/ready`` was requested, probably by a load balancer."""
         self.drain_seen = asyncio.Event()
         """Set when ``/ready`` has been answered with 503 during the drain."""
 
     @property
     def client(self) -> SharedClient:
         """The bus client for the current task's request. All HTTP requests of a tenant share one
-        client. Requests whose API key has no tenant share the client with the gateway's own key."""
+        client. Requests whose API key has no tenant share one client, which connects with the
+        gateway's own key."""
         key = current_tenant.get()
         if key is None:
             return self._own

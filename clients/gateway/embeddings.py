@@ -128,7 +128,7 @@ def split(answer: Embedded) -> list[array[float]]:
 
 def _named(error: TokenbusError, field: str, first: int) -> ApiError:
     """Converts an error of the bus about a text to an ApiError that names the text in the HTTP
-    request. ``first``: the number of the request's texts before those that were sent to the bus."""
+    request. ``first``: the index in the request of the first text that was sent to the bus."""
     named = from_tokenbus(error)
     param = named.param or ""
     if param.startswith("inputs["):

@@ -19,8 +19,8 @@ async def first_entries(
     """The first entries of the stream that answers ``request``.
 
     Raises TokenbusError if the bus refuses the request, or if the first entry is an error whose
-    code is not in ``shown``: the body of the answer reports errors with these codes. Raises
-    ClientDisconnect if the client disconnects. If an error is raised, the stream is closed.
+    code is not in ``shown``. The body of the answer reports errors with the codes in ``shown``.
+    Raises ClientDisconnect if the client disconnects. If an error is raised, the stream is closed.
     """
     try:
         first = await unless_disconnected(request.receive, stream.arrived())

@@ -23,8 +23,8 @@ same bound."""
 HEADER_COST = 32
 """Number of bytes that each header counts towards ``MAX_HEAD_BYTES`` in addition to its text."""
 HEAD_S = 30.0
-"""Maximum time from the first byte of a request's headers to the last, in seconds. It also bounds
-the time from the opening of a connection to its first byte."""
+"""Maximum time from the first byte of a request's headers to the last, in seconds. A new
+connection must also receive its first byte within this time."""
 BODY_S = 30.0
 """Time in which a body must arrive, in seconds. Each ``BODY_BYTES_S`` received bytes extend it by
 one second."""
@@ -34,14 +34,14 @@ UNREAD_S = 300.0
 """Time in which a client must read most of the buffered answer, in seconds. After this time, the
 client is disconnected."""
 RESERVE = 64
-"""Number of connections above the maximum that are accepted, but may only request ``PROBES``."""
+"""Number of connections that are accepted beyond the maximum. They may only request ``PROBES``."""
 
 _REFUSAL = b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 class BoundedHttp(HttpToolsProtocol):
     """One connection. If the client exceeds a bound, the connection is closed. Before that, the
-    client receives a 431, 408 or 503, unless another answer is not complete yet."""
+    client receives a 431, 408 or 503, unless an earlier answer is not complete yet."""
 
     max_connections = 10_000
     """Maximum number of connections of one process, including WebSockets."""
@@ -51,15 +51,15 @@ class BoundedHttp(HttpToolsProtocol):
     _unfinished_bytes = 0
     """Number of received bytes of an incomplete first line or header."""
     _finished = False
-    """Whether the parser has reported an event, such as a header, for the data that it parses."""
+    """Whether the parser has reported an event, such as a header, for the last received data."""
     _late: asyncio.TimerHandle | None = None
     """The timer that closes the connection if headers arrive too late."""
     _body_late: asyncio.TimerHandle | None = None
     """The timer that closes the connection if the body arrives too late."""
     _body_due = 0.0
-    """The time by which the rest of the body must have arrived, by the event loop's clock. Until
-    ``_body_late`` is set, the value is a number of seconds: the extension for the bytes that have
-    arrived so far."""
+    """The time by which the rest of the body must have arrived, by the event loop's clock. Before
+    ``_body_late`` is set, the value is the number of seconds by which the bytes that have arrived
+    extend ``BODY_S``."""
     _in_body = False
     """Whether the headers of the current request are complete but its body is not."""
     _unread: asyncio.TimerHandle | None = None

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 HEADER, LAST_EVENT = "idempotency-key", "last-event-id"
 KEY = re.compile(r'"?[!#-~]{1,256}"?')
-"""A valid key: visible characters. The quotes, which the draft requires, may be left out."""
+"""Matches a valid key: visible characters, with or without the quotes that the draft requires."""
 EVENT_ID = re.compile(r"[0-9]{1,15}")
 MAX_NAMED = 256
 """Maximum number of named requests of a gateway that have their own session and thread. Each user
@@ -103,8 +103,8 @@ class NamedRequest:
         return int.from_bytes(self._derived(f"seed {call.base}")[:7], "big")
 
     def number_from(self, number: int) -> None:
-        """Sets the number of the next stream. A repeated request may skip streams, and gives the
-        same numbers to the remaining streams."""
+        """Sets the number of the next stream. A repeated request that skips streams then gives the
+        same numbers to its other streams as the first request."""
         self._streams = number
 
     def client(self, make: Callable[[str], NamedClient]) -> NamedClient | None:
@@ -147,7 +147,7 @@ class NamedRequests:
         self._settings = settings
         self._open: dict[str, tuple[int, int]] = {}
         """For each session token, the first stream id of the named request, and the number of HTTP
-        requests for it that this process serves now."""
+        requests with this token that this process serves now."""
         self._users = Counter[str]()
         """Number of named requests of each user."""
 
@@ -241,11 +241,11 @@ class NamedClient(AsyncClient):
 
 
 class NamedStream(AsyncStream):
-    """A stream that is read entry by entry. Each entry then makes its own event, so that a repeated
-    answer has the same events, however many entries arrive together."""
+    """A stream that is read entry by entry. Each entry becomes its own event, even if several
+    entries arrive together. A repeated answer therefore has the same events."""
 
     async def arrived(self) -> list[Token]:
-        """A list with the next entry; ``[]`` after the last entry."""
+        """Waits for the next entry; returns a list with this entry, or ``[]`` after the last."""
         try:
             return [await anext(self)]
         except StopAsyncIteration:
@@ -319,7 +319,7 @@ def _secret(settings: Settings) -> bytes:
     descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(secrets.token_bytes(32))
-    # The first process that links its complete file sets the secret for all gateways.
+    # The file of the first gateway that creates the link has the secret of all gateways.
     with suppress(FileExistsError):
         path.hardlink_to(made)
     made.unlink()

@@ -40,7 +40,7 @@ class ApiKeys:
         """The tenants' CURVE keys, by the holder's name."""
         self._operators = operators
         """The hashes of the API keys with ``+operator``. A holder may also have API keys without
-        it."""
+        this word."""
 
     @classmethod
     def read(cls, path: Path) -> ApiKeys:
@@ -83,7 +83,8 @@ class ApiKeys:
         return hash_of(key) in self._operators
 
     def tenant_of(self, name: str) -> OwnKey | None:
-        """The CURVE key with which requests of a holder are sent; None for the gateway's own."""
+        """The CURVE key with which requests of a holder are sent; None for the gateway's own
+        key."""
         return self._tenants.get(name)
 
 

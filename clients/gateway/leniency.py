@@ -1,10 +1,10 @@
 """Decides which fields of a request have no effect, and which fields are refused.
 
-Programs send fields that this gateway does not implement. By default, the header
-``x-tokenbus-ignored`` of the answer names unknown fields at the top level that are neither null nor
-false, and unknown fields at deeper levels are dropped. Elements of an unknown ``type``, such as
-hosted tools, are left out of lists, and the header names these elements. With the setting
-``strict_fields``, unknown fields and elements are refused, except fields in ``WITHOUT_EFFECT``.
+Programs send fields that this gateway does not implement. By default, unknown fields are ignored.
+The header ``x-tokenbus-ignored`` of the answer names the unknown fields at the top level that are
+neither null nor false. Elements of an unknown ``type``, such as hosted tools, are left out of
+lists, and the header names these elements. With the setting ``strict_fields``, unknown fields and
+elements are refused, except fields in ``WITHOUT_EFFECT``.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ CHANGES_ANSWER = {
     "use_beam_search": "sequences are sampled; leave use_beam_search out",
 }
 """Unknown fields at the top level that are refused even without ``strict_fields``, because an
-answer that ignores them is not the requested answer. The values are the ends of the error
-messages."""
+answer that ignores them is not the requested answer. Each value is the end of the error message
+for its field."""
 REFERENCES = frozenset({"item_reference"})
 """Types of elements that are never left out, because they stand for parts of the conversation. If
 an interface does not support such a type, it refuses the request."""

@@ -1,9 +1,10 @@
 """Lets the successor of a gateway start before the gateway's last stream has ended.
 
-supervisord starts the successor when the process that it started has exited. That process therefore
-only starts a child process, which serves the requests, and waits for it. On SIGUSR2 the child stops
-listening and the parent exits; the successor then listens on the same port, and the child finishes
-its streams within ``linger_s``. On SIGTERM both processes end within ``drain_s``.
+supervisord starts the successor when the process that supervisord started has exited. This process,
+the *parent*, therefore does not serve requests. It starts a child process that serves them, and
+waits for the child. On SIGUSR2 the child stops listening and the parent exits. The successor then
+listens on the same port, while the child finishes its streams within ``linger_s``. On SIGTERM both
+processes end within ``drain_s``.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ class Leaving:
 
 def run(serve: Callable[[Leaving], int]) -> int:
     """Runs ``serve`` in a child process. In the child, this function returns the result of
-    ``serve``. In the parent, it returns 0 when the child calls ``Leaving.leave``, or the child's
-    exit code when the child ends (128 plus the signal's number if a signal has ended the child).
-    Must be called before the first thread starts."""
+    ``serve``. In the parent, it returns 0 when the child calls ``Leaving.leave``. If the child ends
+    first, it returns the child's exit code, or 128 plus the number of the signal that ended the
+    child. Must be called before the first thread starts."""
     reader, writer = os.pipe()
     parent = os.getpid()
     serving = os.fork()
     if not serving:
         os.close(reader)
         leaving = Leaving(writer)
-        # The parent may have ended before ``Leaving`` has set the signal for this event.
+        # The parent may have ended before ``Leaving`` requested a signal at the parent's end.
         return serve(leaving) if os.getppid() == parent else 1
     os.close(writer)
 

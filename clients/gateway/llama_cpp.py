@@ -125,14 +125,14 @@ class Timings(Struct):
 
 
 class LlamaPiece(Struct):
-    """An event of a streamed answer before the last one."""
+    """Any event of a streamed answer except the last event."""
 
     content: str
     stop: bool = False
 
 
 class LlamaAnswer(Struct, kw_only=True):
-    """An answer, or the last event of a streamed answer, whose content is empty."""
+    """An answer, or the last event of a streamed answer. That event has an empty ``content``."""
 
     content: str
     stop: bool = True

@@ -21,7 +21,7 @@ from .token_bytes import bytes_of, decoders
 from .tokenization import Tokenization
 
 FRESH_S = 10.0
-"""Age in seconds from which a model's cached description is requested again before it is used."""
+"""A cached description of a model that is older than this, in seconds, is requested again."""
 SHORT_TEXT = 4096
 """Maximum length of a text, in characters or tokens, that is encoded or decoded in the event
 loop."""

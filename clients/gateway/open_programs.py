@@ -46,7 +46,7 @@ class OpenPrograms:
                     del self._running[id]
 
     def add(self, stream: AsyncStream) -> None:
-        """Adds a stream, which has a controller, to the current task's request."""
+        """Adds a stream that has a controller to the streams of the current task's request."""
         running = self._current.get()
         if running is None:
             return
@@ -56,8 +56,8 @@ class OpenPrograms:
         running.streams.append(stream)
 
     def stream(self, id: str) -> AsyncStream:
-        """The stream, with a controller, of the request that has this id and the current task's
-        user. Raises ApiError 404 if there is no such stream, and 409 if there are several."""
+        """The stream that has a controller among the streams of the current user's request ``id``.
+        Raises ApiError 404 if there is no such stream, and 409 if there are several."""
         who = current_user.get(), _tenant()
         own = [one for one in self._running.get(id, ()) if (one.user, one.tenant) == who]
         streams = [stream for one in own for stream in one.streams]

@@ -40,9 +40,9 @@ class _About(Struct):
 
     @property
     def is_end(self) -> bool:
-        """Whether the message ends the stream with its ``stream_id``. Exceptions: a MSG that only
-        confirms an ATTACH or an input, and an ERROR that refuses a further message, such as an
-        input, while the stream continues."""
+        """Whether the message ends the stream with its ``stream_id``. The stream continues after a
+        MSG that only confirms an ATTACH or an input, and after an ERROR that refuses a further
+        message of the stream, such as an input."""
         if self.type is None:
             return self.attached is UNSET and self.input is UNSET
         if self.type == "ATTACH":

@@ -16,8 +16,9 @@ PIECE_BYTES = 1024
 """Maximum size of a piece in bytes. The shortest request has 18 bytes, so a piece contains at most
 56 requests."""
 PARSE_S = 0.0005
-"""Time for which a connection's pieces are parsed before the event loop serves others, in seconds.
-The time is checked after each piece. In this time, many pieces of a long body are parsed."""
+"""Time for which a connection's pieces are parsed before the event loop serves other connections,
+in seconds. The time is checked after each piece. Many pieces of a long body can be parsed in this
+time."""
 
 
 class PacedTransport:

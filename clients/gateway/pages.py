@@ -48,7 +48,7 @@ HEADERS = {
 FOLDERS = ("/chat/", "/console/")
 """The paths of the folders with the pages' files."""
 PAGES = ("/", "/console")
-"""The paths of the pages themselves, if the client accepts HTML."""
+"""The paths that answer with a page if the client accepts HTML."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 

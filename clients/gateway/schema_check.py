@@ -32,7 +32,7 @@ def states_of(schema: dict[str, Any], value: Any, keywords: list[str]) -> dict[s
     except Exception:  # The schema of a client can cause errors of several packages.
         return dict.fromkeys(keywords, "not checked")
     finally:
-        # The cache of ``re`` would otherwise keep the patterns of clients.
+        # Without this call, the cache of ``re`` would keep the patterns of clients.
         re.purge()
     return checked
 

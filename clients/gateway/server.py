@@ -30,8 +30,8 @@ MAX_WEBSOCKET_BYTES = 24 * 1024 * 1024
 """Maximum size of a WebSocket message in bytes. A controller module of 16 MiB fits, encoded in
 base64."""
 IDLE_MARGIN_S = 0.5
-"""Additional time for which a draining gateway waits for idle connections, after the time in which
-uvicorn closes them (``timeout_keep_alive``), in seconds."""
+"""Time in seconds, in addition to ``timeout_keep_alive``, after which a draining gateway no longer
+waits for idle connections. uvicorn closes an idle connection after ``timeout_keep_alive``."""
 CHECK_S = 0.05
 """Interval between checks for open connections, in seconds."""
 READY_SEEN_S = 10.0
@@ -100,10 +100,10 @@ class GatewayServer(uvicorn.Server):
             http=http_protocol(settings.max_connections),
             ws=BoundedWebSocket,
             ws_max_size=MAX_WEBSOCKET_BYTES,
-            # Compression needs about 300 KiB per connection, and messages with tokens are short.
+            # Compression is off: it needs 300 KiB per connection, and messages are mostly short.
             ws_per_message_deflate=False,
             lifespan="on",
-            # With X-Forwarded-For, a client could choose the user to whom its requests count.
+            # With X-Forwarded-For, a client could choose the user whose share its requests use.
             proxy_headers=False,
             log_config=None,
             access_log=False,

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Tokenization:
-    """The two lanes of one gateway process."""
+    """Tokenizes texts on the two lanes of one gateway process."""
 
     def __init__(self) -> None:
         self._lanes = (Turns(), Turns())

@@ -2,10 +2,11 @@
 
 The HTTP requests of a tenant share a session at the broker, except requests with an idempotency
 key. Each WebSocket has its own session.
-Users are identified by the name of their API key, otherwise by their address. All users share a
-maximum number of streams and a maximum amount of memory for bodies. A user with too many open
-requests receives a 429, while other users are served. If the maximum number of streams is reached,
-each request for a further stream receives a 503.
+
+A user is identified by the name of the API key, or by the address if the request has no key. All
+users share a maximum number of streams and a maximum amount of memory for bodies. A user with too
+many open requests receives a 429, while other users are served. If the maximum number of streams is
+reached, each request for a further stream receives a 503.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class _User:
 
 
 class UserShares:
-    """The users of one gateway process, which may have ``max_streams`` streams at the broker."""
+    """Counts the open requests of each user of one gateway process. All users together may have
+    ``max_streams`` streams at the broker."""
 
     def __init__(self, max_streams: int, max_body_bytes: int = MAX_BODIES_BYTES) -> None:
         self.group = secrets.token_hex(16)
@@ -72,8 +74,8 @@ class UserShares:
         self._users: dict[str, _User] = {}
         """The users with open requests."""
         self._held: ContextVar[list[tuple[str, int, int]] | None] = ContextVar("held", default=None)
-        """All counts for the current task's request, each with the user, the number of streams and
-        the number of bytes."""
+        """All counts for the current task's request. Each count is a user, a number of streams and
+        a number of bytes."""
 
     @contextmanager
     def request(self) -> Iterator[None]:

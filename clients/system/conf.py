@@ -66,8 +66,8 @@ def _place_workers_in_ray(conf: RawConfigParser) -> None:
         **program,
         "command": program["command"].replace(GPU_WORKER, CLUSTER),
         "numprocs": "1",
-        # The process waits until its workers have ended, which may take as long as for local
-        # workers. The margin is the time that the process itself needs.
+        # The process ends after its workers, which may need as long as local workers (``drains``).
+        # The margin is the time that the process itself needs.
         "stopwaitsecs": str(drains + STOP_MARGIN_S),
     }
 

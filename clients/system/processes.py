@@ -21,8 +21,8 @@ def alive(pid: int) -> bool:
 
 
 def started_by(run_dir: RunDir) -> list[int]:
-    """Ids of the running processes that the supervisord of this run directory started, and of
-    processes that these started.
+    """Ids of the running processes that the supervisord of this run directory started, and of their
+    descendants.
 
     Each of these processes has supervisord's address in its environment. Without ``/proc``, the
     list is empty.

@@ -19,7 +19,7 @@ from .faults import WRONG_SETTING, SystemFault
 SOCKET_PATH_BYTES = 107
 """Maximum length of a Unix socket's path on Linux, in bytes."""
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ ")
-"""The time and the level at the beginning of a log line."""
+"""Matches the time and the level at the beginning of a log line."""
 LONGEST_NAME = "supervisor.sock.4194304"
 """The longest name of a socket in the folder. supervisord first creates its socket under a name
 that ends with its process id."""

@@ -249,12 +249,12 @@ def _watch(
 def _fault(
     supervisor: Supervisor, picture: Picture, exits: Sequence[Exit], was_ready: bool
 ) -> SystemFault | None:
-    """The fault because of which the system cannot continue, or None.
+    """The fault that prevents the system from continuing, or None.
 
     Until all processes have been ready once (``was_ready``), each exit with an exit code is a
     fault. Later, only the exit code 2 is a fault, because supervisord restarts processes with other
     codes. A death by a signal is not a fault. A process that supervisord has given up is always a
-    fault. For a tool worker, neither a later exit code 2 nor being given up is a fault.
+    fault. A tool worker causes a fault only if it exits before all processes have been ready.
     """
     for exited in exits:
         name, code = exited.name, exited.code

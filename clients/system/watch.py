@@ -20,7 +20,7 @@ from .supervisor import Control, ProcessState
 ASK_S = 1.0
 """Maximum time until a broker or a gateway answers, in seconds."""
 LOADING = re.compile(r"\((\d+)%\)$")
-"""The loaded part of a model in percent, at the end of a worker's log line."""
+"""Matches the loaded part of a model, in percent, at the end of a worker's log line."""
 
 MAX_SHOWN = 4
 """Maximum number of tools that the line of a tool worker names."""
@@ -87,8 +87,8 @@ class Watcher:
     def look(self) -> Picture:
         """The current picture of the system.
 
-        The call takes about a second if a broker does not answer, a second more for each of several
-        brokers, and up to ``supervisor.ANSWER_S`` if supervisord does not answer.
+        The call takes about a second for each broker that does not answer, and up to
+        ``supervisor.ANSWER_S`` if supervisord does not answer.
         """
         processes = self._control.processes() or []
         up = any(p.pid for p in processes if p.group == "broker")
@@ -144,8 +144,8 @@ class Watcher:
 
     def _answers(self, process: ProcessState, status: Status) -> bool:
         """Whether the broker in ``process`` answers, and has at least as many workers as
-        ``status``, the answer of some broker of the system. If the system has only one broker,
-        ``status`` is its answer, so the result is True."""
+        ``status`` has. ``status`` is the answer of any broker of the system. If the system has only
+        one broker, ``status`` is the answer of this broker, so the result is True."""
         number = process.name.removeprefix("broker").removeprefix("-")
         if not number:
             return True

@@ -274,7 +274,7 @@ def _name(struct: StructType) -> str:
 
 
 def _type(kind: Type) -> str:
-    """The TypeScript type of the values that JSON has for a type."""
+    """The TypeScript type of the JSON values that represent a Python type."""
     match kind:
         case IntType() | FloatType():
             return "number"

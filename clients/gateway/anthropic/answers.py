@@ -122,7 +122,7 @@ class GrowingMessage:
 
     @property
     def parts(self) -> list[AnswerPart | MadeCall]:
-        """The parts of the message so far, with one block for each."""
+        """The parts of the message so far. Each part becomes one block."""
         return [*self._before, *self._answer.parts]
 
     def begin_turn(self, turn: ModelTurn) -> None:

@@ -76,7 +76,7 @@ class AssistantMessage(Body, tag="assistant", tag_field="role"):
 
 
 class SystemMessage(Body, tag="system", tag_field="role"):
-    """Instructions for the assistant, from this message on."""
+    """Instructions for the assistant, which apply from this message on."""
 
     content: str | list[TextBlock]
 

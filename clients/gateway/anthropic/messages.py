@@ -40,7 +40,7 @@ connection."""
 
 
 class Planned(NamedTuple):
-    """A conversation, and the plan of its answer."""
+    """A conversation and its prepared form."""
 
     conversation: Conversation
     prepared: Prepared
@@ -61,7 +61,7 @@ async def create(request: Request) -> Response:
     job = await unless_disconnected(request.receive, _begin(gateway_of(request), body, ignored))
     if body.stream:
         events = _events(job)
-        # If the bus refuses the request, the answer can still have an error status.
+        # The answer begins after the first event, so that a refusal can have an error status.
         first = await unless_disconnected(request.receive, anext(events))
         return EventStream(_pinged(first, events), ignored.headers)
     await unless_disconnected(request.receive, _read(job))
@@ -198,14 +198,14 @@ async def _pinged(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGen
 
 
 class _Blocks:
-    """The events of an answer's blocks. At most one block is open at a time."""
+    """Makes the events of an answer's blocks. At most one block is open at a time."""
 
     def __init__(self, message: GrowingMessage) -> None:
         self._message = message
         self._open = -1
 
     def events(self, pieces: Iterable[Piece]) -> bytes:
-        """The events of some changes; empty if no block changes."""
+        """The events that report changes of blocks; empty if no block changes."""
         parts = []
         for piece in pieces:
             place = self._message.offset + piece.place
@@ -216,7 +216,7 @@ class _Blocks:
         return b"".join(parts)
 
     def made(self, calls: Sequence[MadeCall]) -> bytes:
-        """The events of the results of a turn's calls, which are the last blocks so far."""
+        """The events that report the results of a turn's calls. The results are the last blocks."""
         parts = []
         for place in range(self._message.offset - len(calls), self._message.offset):
             parts += [self.end(), self._start(place)]

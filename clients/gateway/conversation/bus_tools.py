@@ -35,8 +35,9 @@ async def described(
 ) -> dict[str, Tool]:
     """The tools of the bus with these names. Raises ApiError: 403 if the user's programs may not
     call one of these tools, and 503 if no worker serves one of them. Also raises ApiError 400 if
-    there are too many names, or if the request has an idempotency key and its calls are not
-    ``recorded``."""
+    there are too many names, or if the request has an idempotency key and ``recorded`` is False.
+    ``recorded``: whether the calls are stored, so that a repeated request does not make them
+    again."""
     if current_named.get() is not None and not recorded:
         raise ApiError(
             400,
@@ -131,7 +132,7 @@ async def make_calls(gateway: Gateway, prepared: Prepared, calls: Sequence[Call]
 
 
 def not_made(calls: Sequence[Call], why: str) -> list[MadeCall]:
-    """Reports calls that the gateway does not make. ``why`` becomes the error of each call."""
+    """Converts calls that the gateway does not make to failed calls with the error ``why``."""
     return [
         MadeCall(
             id=call.id, name=call.name, arguments=str(call.arguments), error=why, code="not_called"

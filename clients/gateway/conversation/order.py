@@ -19,9 +19,9 @@ BREAK = "\n\n"
 def arrangements(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
     """Yields the turns unchanged, and then up to three arrangements, each made from the previous
     one. The first has one system message, at the beginning, and joins consecutive turns of a role.
-    If a turn has results of calls and text, the second moves the text into the last result. The
-    third has a user's message in place of the system message. An arrangement that equals the
-    previous one is left out."""
+    The second moves the text of a turn that also has results of calls into the last of these
+    results. The third has a user's message in place of the system message. An arrangement that
+    equals the previous one is left out."""
     given = list(turns)
     yield given
     merged = _merged(_hoisted(given))

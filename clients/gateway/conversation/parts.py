@@ -77,7 +77,8 @@ class Rendering:
     effort: str | None = None
     """The amount of thinking, for templates with the variable ``reasoning_effort``."""
     effort_field: str = "reasoning_effort"
-    """The field of the request that contains ``effort``, for ``x-tokenbus-ignored``."""
+    """The name of the request's field with the value of ``effort``. If the template ignores the
+    value, the header ``x-tokenbus-ignored`` has this name."""
     special: bool = False
     """Whether the tokenizer adds special tokens. Most templates write special tokens themselves."""
 
@@ -87,9 +88,9 @@ class Fitting:
     """Whether and how the prompt is shortened."""
 
     reserve: int | None = None
-    """Number of tokens for which the context must have room after the prompt, but at most half of
-    the context. If there is less room, the oldest turns are left out. If this field is None, all
-    turns are rendered, and a prompt that does not fit is refused."""
+    """Number of tokens for which the context must have room after the prompt; at most half of the
+    context is reserved. If there is less room, the oldest turns are left out. If this field is
+    None, all turns are rendered, and a prompt that does not fit is refused."""
     last_tokens: int | None = None
     """Number of tokens to keep at the end of the prompt, if ``reserve`` is None. The value -1 keeps
     as many as fit into the context, and None keeps all."""
@@ -110,8 +111,8 @@ class AnswerRules:
     thinking_field: str = "max_thinking_tokens"
     """The name of the field that bounds thinking, for errors."""
     thinking_is_optional: bool = False
-    """Whether ``max_thinking_tokens`` is ignored if the model's template does not support thinking.
-    If not, the request is refused."""
+    """If the model's template does not support thinking: True ignores ``max_thinking_tokens``, and
+    False refuses the request."""
     separate_reasoning: bool = True
     """Whether thinking becomes a separate part of the answer, not a part of its text."""
 

@@ -118,7 +118,7 @@ def _form(
     ignored: Ignored,
 ) -> AnswerForm | None:
     """The form of the answer to the prompt ``ids``; None if the answer is one text. Sets the fields
-    of ``wanted`` about thinking to what the chat template supports."""
+    of ``wanted`` that describe thinking, as the chat template and the request determine."""
     rules, template = conversation.rules, conversation.rendering.chat_template
     template = template_of(model) if template is None else template
     family = family_of(template)

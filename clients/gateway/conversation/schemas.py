@@ -44,13 +44,14 @@ MAX_CHECKED_BYTES = 16 * 1024 * 1024
 
 
 class Enforceable(NamedTuple):
-    """A schema that masks can enforce, and the keywords of the schema that it was made from."""
+    """A schema that masks can enforce. It was made from a client's schema: some keywords were
+    rewritten, and others were left out."""
 
     schema: Schema
     enforced: list[str]
     """The keywords that were rewritten (``protocol.json_schema``), so that masks enforce them."""
     left_out: list[str]
-    """The keywords that masks cannot enforce."""
+    """The keywords that were left out, because masks cannot enforce them."""
 
 
 def enforceable(found: Rewritten) -> Enforceable:
@@ -146,7 +147,7 @@ class Checks:
     """The outcome of each keyword, by the number of the sequence."""
     _choices: GrowingChoices = field(init=False)
     _bytes_left: int = MAX_CHECKED_BYTES
-    """Bytes that may still be checked; 0 after a check for which the other process has failed."""
+    """Number of bytes that may still be checked; 0 after the process that checks has failed."""
 
     def __post_init__(self) -> None:
         self._choices = GrowingChoices(self.form)

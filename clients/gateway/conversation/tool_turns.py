@@ -38,8 +38,8 @@ MAX_RESULT_BYTES = 4 * 1024 * 1024
 keeps the results until the answer ends."""
 
 STREAMS_PER_TURN = 64
-"""Number of stream numbers that each turn of a request with an idempotency key reserves. The turn
-uses one of them, and each of its calls uses one."""
+"""Number of stream numbers (``NamedRequest.number_from``) that are reserved for each turn of a
+request with an idempotency key: one for the turn itself, and one for each of its calls."""
 
 End = Literal["", "stop", "length", "tool_calls", "max_tool_turns", "error"]
 """Why an answer ended. ``tool_calls``: the client has to make calls."""
@@ -81,7 +81,7 @@ class ModelTurn:
 
 @dataclass
 class Made:
-    """The calls of one turn after they were made."""
+    """An event: the gateway has made the calls of one turn."""
 
     turn: ModelTurn
     calls: list[MadeCall]
@@ -89,7 +89,7 @@ class Made:
 
 @dataclass
 class Making:
-    """The calls of one turn before they are made."""
+    """An event: the gateway is about to make the calls of one turn."""
 
     turn: ModelTurn
     calls: list[Call]
@@ -97,7 +97,7 @@ class Making:
 
 @dataclass
 class Arrived:
-    """Entries of a turn."""
+    """An event: entries of a turn have arrived."""
 
     turn: ModelTurn
     entries: Sequence[Token]
@@ -149,7 +149,7 @@ class ToolTurns:
         self.made: list[MadeCall] = []
         """The calls so far, including those that were not made."""
         self.end: End = ""
-        """Why the answer ended, after its end."""
+        """Why the answer ended; empty before the end."""
         self._gateway = gateway
         self._conversation = conversation
         self._loop = loop
@@ -164,7 +164,7 @@ class ToolTurns:
 
     async def events(self) -> AsyncGenerator[Arrived | Making | Made, None]:
         """Yields the entries and the calls of all turns in order. The calls of a turn begin when
-        the event after their ``Making`` is requested.
+        the caller requests the event after ``Making``.
 
         Raises ApiError if an error occurs before the first call of a tool. A later error ends the
         answer without an exception, so that the client receives the calls that were made.
@@ -234,7 +234,7 @@ class ToolTurns:
             found |= {call.id: call for call in await make_calls(self._gateway, turn.prepared, new)}
             made = [found[call.id] for call in own[:left]]
             for call, by in zip(made, own, strict=False):
-                # If a recorded call has no result, the record does not contain the tool's name.
+                # The record of a call without a result does not contain the tool's name.
                 call.name = by.name
             made += not_made(own[len(made) :], f"not called: max_tool_calls is {loop.max_calls}")
             self._num_made += len(own[:left])

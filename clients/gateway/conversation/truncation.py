@@ -38,8 +38,8 @@ async def fitting_ids(
 
     if (found := await ids_without(0)) is not None:
         return found
-    # A binary search finds the smallest number of exchanges to leave out. It is possible because
-    # the prompt gets shorter with each exchange that is left out.
+    # A binary search finds the smallest number of exchanges to leave out, because the prompt gets
+    # shorter with each exchange that is left out.
     count = len(begins) - 1
     first = min(1, count)
     while first < count:

@@ -9,8 +9,9 @@ LATEST = ":latest"
 
 
 async def served_name(gateway: Gateway, name: str) -> str:
-    """The name under which the model ``name`` is served. If only ``name`` without ``:latest`` is
-    the name of a loaded model, that name is returned. Otherwise ``name`` is returned."""
+    """The name under which the model ``name`` is served. If no loaded model has this name, but one
+    has the name without ``:latest``, the name without ``:latest`` is returned; otherwise
+    ``name``."""
     if not name.endswith(LATEST):
         return name
     loaded = await loaded_names(gateway)

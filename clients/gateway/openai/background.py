@@ -1,11 +1,12 @@
 """Responses in the background: a task generates a response and stores its events, which any
 gateway with the same run directory can read.
 
-The task has a lease of the response, which it renews in the database. If its gateway ends, the
-lease expires. The next gateway that a client asks for the response then takes over the lease. That
-gateway generates the response with the same idempotency key (``idempotency.py``), so it gets the
-same events, and skips those that are already stored. Stored calls of the bus's tools are not made
-again. A call whose result is not stored gets an error, because it may have been made.
+The task has a lease on the response, and renews the lease in the database. If the task's gateway
+ends, the lease expires. The next gateway that receives a request for the response then takes over
+the lease. That gateway generates the response with the same idempotency key (``idempotency.py``),
+so it gets the same events, and skips the events that are already stored. Stored calls of the bus's
+tools are not made again. A call whose result is not stored gets an error, because the call may have
+been made.
 """
 
 from __future__ import annotations

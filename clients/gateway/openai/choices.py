@@ -15,7 +15,8 @@ FINISH_REASONS = {"stop": "stop", "controller": "stop", "length": "length", "err
 
 
 class Indexes:
-    """Numbers the choices of an answer: first those of each prompt in order, then the forks."""
+    """Numbers the choices of an answer: first the requested choices of each prompt, in the order of
+    the prompts, then the forks."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         """``counts``: the number of choices of each prompt."""

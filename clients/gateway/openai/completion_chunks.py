@@ -114,7 +114,7 @@ class CompletionChunks:
             return self._chunk(self._indexes.of(place, seq), text, None, None, None)
         head = self._heads.get((place, seq))
         if head is None:
-            # The head has the prepared bytes of a chunk before its text.
+            # The head consists of the bytes of a chunk that precede its text.
             whole = self._chunk(self._indexes.of(place, seq), "", None, None, None)
             head = self._heads[place, seq] = whole.partition(b'"text":')[0] + b'"text":'
         return head + encode(text) + self._tail

@@ -113,7 +113,7 @@ async def _prompts(
     """The prompts, and the parts of each prompt that its completions repeat."""
     prompts = body.prompts
     if body.truncate_prompt_tokens is not None:
-        # Only the last tokens of each prompt are kept.
+        # Each prompt is shortened to its last tokens.
         kept, context = body.truncate_prompt_tokens, model.info.context_length
         prompts = [last_tokens(one, kept, context) for one in await _tokenized(model, prompts)]
     echoes = [Echo() for _ in prompts]
@@ -122,7 +122,7 @@ async def _prompts(
     if not body.return_token_ids and body.prompt_logprobs is None:
         return prompts, echoes
     tokenized = await _tokenized(model, prompts)
-    # Each choice repeats its prompt.
+    # The answer contains each prompt once for each choice.
     num_repeated = sum(map(len, tokenized)) * (body.n or 1)
     if body.return_token_ids:
         counter.add_ids(num_repeated)
@@ -156,7 +156,7 @@ async def _echoes(
     ids = await _tokenized(model, prompts)
     if body.logprobs is None:
         return [*ids], [Echo(text) for text in texts]
-    # Each choice repeats the prompt.
+    # The answer contains each prompt once for each choice.
     counter.alternatives = sum(map(len, ids)) * (body.n or 1) * (1 + body.logprobs)
     check_alternatives(counter.alternatives)
     sampled = await asyncio.gather(*(_scored(gateway, body, model, one) for one in ids))

@@ -32,7 +32,7 @@ class EmbeddingsRequest(Body, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     """The form of the vectors. ``base64``: little-endian float32 as text. Default: ``float``."""
     dimensions: Annotated[int, Meta(ge=1)] | None = None
-    """Number of first components of each vector to keep. The result is scaled to the length 1."""
+    """Number of components to keep, from the first. The result is scaled to the length 1."""
     user: str | None = None
 
     # Fields that vLLM adds.

@@ -43,7 +43,7 @@ OPENAI_TEMPERATURE = 1.0
 
 
 class StreamOptions(Body):
-    """``stream_options``."""
+    """The field ``stream_options``."""
 
     include_usage: bool | None = None
     """Whether the last chunk has the usage of the request. All other chunks then have

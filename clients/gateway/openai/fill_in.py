@@ -16,7 +16,7 @@ class Form(NamedTuple):
     prefix: str
     suffix: str
     middle: str
-    """The token after both parts; empty if the text before the gap ends the prompt."""
+    """The token at the end of the prompt; empty if the prompt ends with the text before the gap."""
     suffix_first: bool = False
 
 

@@ -30,8 +30,8 @@ class RerankRequest(Body, kw_only=True):
     documents: TextList
     model: str = ""
     top_n: Annotated[int, Meta(ge=0)] | None = None
-    """Maximum number of documents in the answer, which has the most similar documents. By default,
-    and for 0, the answer has all documents."""
+    """Number of the most similar documents that the answer has. By default, and for 0, the answer
+    has all documents."""
     return_documents: bool | None = None
     """Whether results have the texts of the documents. Default: true, as in vLLM."""
     truncate_prompt_tokens: Truncation | None = None

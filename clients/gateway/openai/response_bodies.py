@@ -74,7 +74,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
     input: str | Annotated[list[dict[str, Any]], Meta(min_length=1)]
     """A text, or items: messages, function calls and their outputs."""
     instructions: str | None = None
-    """A system message before the input."""
+    """The text of a system message that precedes the input."""
     max_output_tokens: RestOfContext | None = None
     """Maximum number of tokens of the answer. The default and -1 allow the rest of the context."""
     text: TextSettings | None = None
@@ -152,7 +152,7 @@ class ResponsesRequest(TextRequest, kw_only=True):
 
     def check_copied(self, size: int, ignored: Ignored) -> None:
         """Bounds the bytes that a stored response copies from its request, whose body has ``size``
-        bytes. Beyond the bound, the response is not stored; ApiError 413 is raised instead if the
+        bytes. Beyond the bound, the response is not stored. Raises ApiError 413 instead if the
         request has ``store`` or ``background``, or if the setting ``strict_fields`` is on."""
         if self.store is False or size <= MAX_COPIED_BYTES:
             return
@@ -270,7 +270,7 @@ class OutputBusCall(Struct, kw_only=True, tag="mcp_call", tag_field="type"):
     server_label: str = "tokenbus"
     status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
     output: str | None = None
-    """The text of the result for the model."""
+    """The result as text, which the model receives."""
     error: str | None = None
     approval_request_id: None = None
     turn: int = 0
@@ -297,14 +297,14 @@ OutputItem = OutputMessage | OutputCall | OutputCustomCall | OutputBusCall | Out
 
 
 class InputDetails(Struct):
-    """``input_tokens_details``."""
+    """The field ``input_tokens_details``."""
 
     cached_tokens: int
     """Number of tokens of the prompt that were in the GPU worker's KV cache."""
 
 
 class OutputDetails(Struct):
-    """``output_tokens_details``."""
+    """The field ``output_tokens_details``."""
 
     reasoning_tokens: int = 0
 

@@ -51,8 +51,8 @@ class ResponseInput:
     given: list[dict[str, Any]]
     """The items of the request, with ids."""
     items: InputItems
-    """All items, decoded: first those of the response ``previous_response_id`` and of the responses
-    before it, then those of the request."""
+    """All items, decoded: first the items of the earlier responses (``previous_response_id``), then
+    the items of the request."""
 
     @classmethod
     def of(
@@ -210,7 +210,7 @@ class ResponseJob:
         return "completed"
 
     def answer(self, status: ResponseStatus, error: Failure | None = None) -> ResponseAnswer:
-        """The response, as far as it has been generated."""
+        """The response with the output that has been generated so far."""
         body = self.body
         choice = body.tool_choice
         ended = status in ("completed", "incomplete", "failed")

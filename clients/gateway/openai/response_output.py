@@ -166,7 +166,7 @@ class Output:
                 )
 
     def _called(self, call: Call) -> OutputCall | OutputCustomCall | OutputBusCall:
-        """The item of a call that begins."""
+        """Makes the item for a call that begins."""
         if call.name in self._offered.bus:
             return OutputBusCall(id=call.id, name=call.name, arguments="", turn=self._turn)
         place = self._offered.places.get(call.name, ToolPlace(None, call.name))

@@ -1,4 +1,5 @@
-"""Adds to an answer the text that the bus leaves out: its stop string, and special tokens."""
+"""Adds the text that the bus leaves out to an answer: the stop string that ended the answer, and
+special tokens."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from ....protocol.messages import Token
 
 
 class PromptDetails(Struct):
-    """``prompt_tokens_details``."""
+    """The field ``prompt_tokens_details``."""
 
     cached_tokens: int
     """Number of tokens of the prompt that were in the GPU worker's KV cache."""

@@ -111,7 +111,7 @@ class DiskBody(ResumeBody, kw_only=True):
     model_path: Folder
     """The folder of the new weights, as in UPDATE_WEIGHTS."""
     weight_version: str | int | None = None
-    """The number of the new version, also as text. Default: the next number."""
+    """The number of the new version, as an integer or as text. Default: the next number."""
     flush_cache: bool | None = None
     """False means the mode ``keep`` of UPDATE_WEIGHTS, true the mode ``recompute``. Default:
     true."""

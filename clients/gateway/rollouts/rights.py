@@ -1,10 +1,10 @@
 """Decides whether an HTTP request comes from the operator.
 
-If the gateway requires API keys, the API key must be the operator's: it was made by ``tokenbus
-api-key NAME --operator``, or it belongs to a tenant whose CURVE key is the operator's. Otherwise
-the setting ``operator_over_http`` must be on, and the request must not have the header ``Origin``,
-which browsers send for pages. Only this module uses the gateway's session that may send the
-operator's messages.
+If the gateway requires API keys, the API key must be the operator's. Such a key was made by
+``tokenbus api-key NAME --operator``, or it belongs to a tenant whose CURVE key is the operator's.
+If the gateway does not require API keys, the setting ``operator_over_http`` must be on, and the
+request must not have the header ``Origin``, which browsers send for pages. Only this module uses
+the gateway's session that may send the operator's messages.
 """
 
 from __future__ import annotations

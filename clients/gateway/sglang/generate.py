@@ -33,8 +33,8 @@ from .bodies import GenerateRequest, Prompt, SamplingParams
 
 GROWTH = 16
 """Each event of a stream repeats the whole answer so far. To bound the size of the stream, an event
-is sent only when the answer has ended or has grown enough: by more than the answer's length in the
-last event divided by this number."""
+is sent only when the answer has ended, or when its new part is longer than 1 / ``GROWTH`` of the
+answer in the last event."""
 FIELDS = {
     "max_tokens": "sampling_params.max_new_tokens",
     "min_tokens": "sampling_params.min_new_tokens",
@@ -327,5 +327,5 @@ async def _read(job: Job, part: Part, queue: Growing) -> None:
         return
     async for _ in generations.batches():
         await queue.put((part, generations.streams[0].sequences))
-        # A thread may compose events of the sequences, which must not grow in the meantime.
+        # The sequences must not grow while a thread composes events of them.
         await queue.join()

@@ -14,8 +14,8 @@ from msgspec import Struct
 from .tables import connect
 
 MAX_BYTES = 512 * 1024 * 1024
-"""Maximum bytes of the stored responses of all users. If they have more, responses of the user with
-the most bytes are deleted: finished responses first, in the order of their last use."""
+"""Maximum bytes of the stored responses of all users. Above this size, responses of the user with
+the most bytes are deleted. Finished responses are deleted first, the least recently used first."""
 MAX_BYTES_OF_ONE = 64 * 1024 * 1024
 """Maximum bytes of the stored responses of one user."""
 MAX_RESPONSES_OF_ONE = 4096
@@ -29,9 +29,9 @@ EVENT_GROUPS, EVENT_BYTES = 64, 1024 * 1024
 """Maximum number of groups of events that are read at a time, and the number of bytes after which
 no further group is read."""
 LEASE_S = 15.0
-"""Duration of a lease in seconds. The gateway that generates a background response has a lease of
-the response. If it does not renew the lease for this time, another gateway may continue the
-response."""
+"""Duration of a lease in seconds. The gateway that generates a background response has a lease on
+the response. If this gateway does not renew the lease for this time, another gateway may continue
+the response."""
 ACTIVE = ("queued", "in_progress")
 """The statuses of a response that is not finished."""
 
@@ -360,7 +360,7 @@ class Database:
         return int(size)
 
     def _shrink(self, user: str) -> None:
-        """Deletes responses until those of ``user``, and those of all users, are within bounds."""
+        """Deletes responses until the bounds for ``user`` and for all users together hold."""
         run = self._connection
         while True:
             row = run.execute(

@@ -37,7 +37,7 @@ async def resolved(stored: StoredResponses, given: list[dict[str, Any]]) -> list
 def replaced(
     stored: Mapping[str, bytes], given: Sequence[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """The items of an input, with those of ``stored`` in place of references to them."""
+    """The items of an input, in which items of ``stored`` replace the references to them."""
     size = 0
     for place, item in enumerate(given):
         id = item.get("id")

@@ -14,7 +14,7 @@ class Running:
     def __init__(self) -> None:
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._begun: dict[tuple[str, str], asyncio.Future[bytes]] = {}
-        """The results of ``begun``, by user and id."""
+        """The futures that the method ``begun`` returns, by user and id."""
         self._changed: dict[tuple[str, str], asyncio.Event] = {}
         """For each response, the flag that its readers wait for. It is set, and removed from this
         dict, when the response has new events or has ended."""

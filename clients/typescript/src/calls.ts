@@ -85,13 +85,13 @@ export class Call {
   resendAt: number | null = null;
   /** Number of entries that arrived in this attempt. */
   received = 0;
-  /** Number of next entries that were already received; known from the answer to ATTACH. */
+  /** Number of coming entries that were already received. The answer to ATTACH sets this number. */
   repeats = 0;
   /** Last known number of times that the stream of this attempt has moved. */
   moves = 0;
   /** All inputs of the stream, in order. */
   readonly inputs: SentInput[] = [];
-  /** When the oldest input that is not stored is sent again; null if it was not sent yet. */
+  /** When the oldest input that is not stored is sent again; null before it is sent once. */
   inputAt: number | null = null;
   /** Number of messages of the program that all attempts together have delivered, by sequence. */
   readonly #seenMessages = new Map<number, number>();
@@ -156,7 +156,7 @@ export class Call {
 
   /**
    * Counts an entry. Returns false if an earlier attempt has already delivered the entry, or if the
-   * entry is a report without a new message.
+   * entry is a report that has no new message and does not say that the program waits.
    */
   isNew(entry: Row | Token): boolean {
     this.received += 1;
@@ -203,7 +203,7 @@ export class Call {
   }
 }
 
-/** Whether an entry only has a program's messages, logs or writes, or says that it waits. */
+/** Whether an entry only reports messages, logs or writes, or that the program waits. */
 function isReport(entry: Token): boolean {
   const changes = entry.token !== null || entry.backtrack > 0 || entry.prompt.length > 0;
   const read = entry.scores.length > 0 || entry.distribution !== null;

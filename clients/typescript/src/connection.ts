@@ -140,7 +140,7 @@ export class Connection {
     for (const [call, events] of ready) call.take(events);
   }
 
-  /** Makes the timer call `#turn` at that time or earlier. */
+  /** Makes the timer call `#turn` at the time `at` or earlier. */
   #wake(at: number): void {
     if (at >= this.#dueAt) return;
     clearTimeout(this.#timer);

@@ -138,8 +138,8 @@ export interface Hello {
   readonly session?: string | null | undefined;
   /**
    * Begin a session with the token in `session`, unless the broker has a session with this token
-   * under any key. The token is then a secret of 32 hexadecimal digits that the client has chosen.
-   * Default: false.
+   * under any key. With this flag, the token is a secret of 32 hexadecimal digits that the client
+   * has chosen. Default: false.
    */
   readonly begin?: boolean | undefined;
   /**
@@ -251,8 +251,8 @@ export interface Generate {
   readonly stream_id: number;
   /**
    * The name of the model; if empty, the default model. The default model is the one that all
-   * workers have as their default. If their defaults differ, it is the embedded model, if that is
-   * one of them. At most 1024 in length.
+   * workers have as their default. If their defaults differ and the embedded model is one of them,
+   * the embedded model is the default model. At most 1024 in length.
    */
   readonly model?: string | undefined;
   /**

@@ -67,8 +67,8 @@ export function oneOf(transports: readonly Transport[]): Transport {
 
 /**
  * Decodes messages of one type. A text is one body in JSON; bytes are one or several bodies in
- * MessagePack. Messages of unknown types are left out. If a body is not valid, this body and the
- * bodies after it are left out; if it is not valid MessagePack, all bodies.
+ * MessagePack. Messages of unknown types are left out. If the bytes are not valid MessagePack, all
+ * bodies are left out. If a body is invalid for another reason, it and all later bodies are left out.
  */
 export function decodeMessages(type: string, bodies: string | Uint8Array): Received[] {
   const messages: Received[] = [];
