@@ -76,8 +76,8 @@ class GpuWorker(Peer):
         super().__init__(world, name, Side.BACK)
         self.role = role
         self.drops = True
-        """Whether the worker immediately drops requests and answers CLAIMs as the broker requests.
-        A busy worker does so later."""
+        """Whether the worker at once drops the requests that the broker tells it to drop, and
+        answers each CLAIM. A busy worker does so later."""
         self.running: dict[int, Running] = {}
         self.lease = Lease(self._registration, lambda _: Heartbeat(), world.now)
         self.out = self.lease.connected(world.now)

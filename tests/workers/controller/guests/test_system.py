@@ -34,8 +34,8 @@ def guests(system: System) -> list[int]:
 def test_streams_continue_when_their_process_is_killed(system: System, controller: str) -> None:
     readers = system.streams(6, controller, retry_s=0)
     for tokens in (20, 60, 100):
-        # If a process ends twice during one call, its controller fails. So tokens must arrive
-        # before the next kill.
+        # A controller fails if its process and the replacement both die during one call. So
+        # tokens must arrive before the next kill.
         until(lambda n=tokens: all(len(r.tokens) >= n for r in readers), BOUND_S, "tokens")  # type: ignore[misc]
         [pid] = guests(system)
         os.kill(pid, signal.SIGKILL)

@@ -148,7 +148,7 @@ class Run:
         return stepped[1]()
 
     def _score(self, result: StepResult) -> list[StepResult]:
-        """The log-probability of token t is -t / 8 after every text."""
+        """Answers with the scores of texts. The log-probability of token t is always -t / 8."""
         scores = [[-token / 8 for token in text] for text in result.texts]
         stepped = self._group.step(result.seq, [], False, None, scores=scores)
         assert stepped is not None

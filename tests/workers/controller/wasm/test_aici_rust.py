@@ -1,5 +1,5 @@
-"""AICI modules in Rust, compiled as AICI's are. The tests are skipped if no Rust compiler for WASI
-is installed."""
+"""Modules in Rust for AICI's interface, which are compiled with the options of AICI's own modules.
+The tests are skipped if no Rust compiler for WASI is installed."""
 
 from __future__ import annotations
 
