@@ -132,8 +132,8 @@ class Ends:
     def _keep(
         self, request: Request, closing: Sequence[bytes] | None, sent: bytes | None = None
     ) -> End | None:
-        """Stores the end of a request, unless the request's session has ended or ends with its
-        connection."""
+        """Stores the end of a request. Stores nothing if the request's session has ended, or if the
+        session cannot outlive its connection."""
         session = request.session
         if not session.alive or not (session.greeted or request.attaching):
             return None

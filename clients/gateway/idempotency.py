@@ -103,8 +103,8 @@ class NamedRequest:
         return int.from_bytes(self._derived(f"seed {call.base}")[:7], "big")
 
     def number_from(self, number: int) -> None:
-        """Sets the number of the next stream. A repeated request that skips streams then gives the
-        same numbers to its other streams as the first request."""
+        """Sets the number of the next stream. If a repeated request skips some
+        streams, its other streams then have the numbers that they had in the first request."""
         self._streams = number
 
     def client(self, make: Callable[[str], NamedClient]) -> NamedClient | None:
@@ -319,7 +319,7 @@ def _secret(settings: Settings) -> bytes:
     descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(secrets.token_bytes(32))
-    # The file of the first gateway that creates the link has the secret of all gateways.
+    # Only the first gateway can create the link. All gateways then use the secret in its file.
     with suppress(FileExistsError):
         path.hardlink_to(made)
     made.unlink()

@@ -1,5 +1,5 @@
-"""A broker that leaves while another broker takes its place first ends the requests that the other
-broker cannot adopt."""
+"""When another broker takes its place, a broker ends the requests that the other broker cannot
+adopt, and then leaves."""
 
 from __future__ import annotations
 

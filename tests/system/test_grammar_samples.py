@@ -71,9 +71,9 @@ def judge_python(text: str) -> None:
 def judge_arithmetic(text: str) -> None:
     """Raises an exception if ``ast`` refuses the text as Python, with ``**`` in place of ``^``.
 
-    Python has keywords (``or`` is not a name) and other numbers (``007`` is not valid). So each
-    name becomes x, and each number becomes 1 if ``float`` accepts it. Parentheses around the text
-    allow line breaks.
+    In Python, some names of the grammar are keywords (``or``), and some of its numbers are not
+    valid (``007``). So each name becomes x, and each number becomes 1 if ``float`` accepts it.
+    Parentheses around the text allow line breaks.
     """
 
     def lexeme(found: re.Match[str]) -> str:

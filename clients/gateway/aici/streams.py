@@ -46,9 +46,9 @@ class Fork(Struct):
     error: str
     finish_reason: str | None
     messages: list[str] | UnsetType = UNSET
+    """The texts that the program sent to the client, if any."""
     waiting: int | UnsetType = UNSET
     """The number of the input that the program waits for."""
-    """The texts that the program sent to the client, if any."""
     exact: bool | UnsetType = UNSET
     """In the last part: whether each step of the sequence was exact (``Receipt.exact``)."""
 

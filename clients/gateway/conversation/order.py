@@ -19,8 +19,8 @@ BREAK = "\n\n"
 def arrangements(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
     """Yields the turns unchanged, and then up to three arrangements, each made from the previous
     one. The first has one system message, at the beginning, and joins consecutive turns of a role.
-    The second moves the text of a turn that also has results of calls into the last of these
-    results. The third has a user's message in place of the system message. An arrangement that
+    In the second, if a turn has text and results of calls, the text is moved into the last result.
+    The third has a user's message in place of the system message. An arrangement that
     equals the previous one is left out."""
     given = list(turns)
     yield given
@@ -63,8 +63,8 @@ def _merged(turns: list[Turn]) -> list[Turn]:
 
 
 def _one(row: list[Turn]) -> Turn:
-    """Joins consecutive turns of one role. If several turns have text, their texts become one text
-    after the other parts."""
+    """Joins consecutive turns of one role. If several turns have text, their texts are joined into
+    one, which follows the other parts."""
     if len(row) == 1:
         return row[0]
     parts = [part for turn in row for part in turn.parts]

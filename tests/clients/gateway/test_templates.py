@@ -265,7 +265,7 @@ async def test_a_client_that_leaves_ends_no_rendering(
         template = "{{ messages | length }} {{ raise_exception }}"
         return await templates.render(model, SHORT, chat_template=template)
 
-    same = await number()  # The text has an address, which differs between processes.
+    same = await number()  # The text has a memory address, which differs between processes.
     leaving = asyncio.create_task(number())
     process = templates._of_requests
     assert isinstance(process, RenderingProcess)

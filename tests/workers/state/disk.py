@@ -1,7 +1,7 @@
 """A folder on a disk that can fail and lose power.
 
-Files are written as usual. The model records what a power failure leaves of them: synced content,
-and names that a sync of the folder has written. As on Linux, pages whose sync has failed count as
+Files are written as usual. This disk records what survives a power failure: synced content, and
+names that were in the folder when it was synced. As on Linux, pages whose sync has failed count as
 clean, so a later sync succeeds without them.
 """
 
@@ -28,8 +28,8 @@ class _File:
     pinned: int
     """A descriptor that keeps the inode from being used again."""
     size: int = 0
-    """Number of first bytes that no sync has to write: they are on the disk, or their sync has
-    failed."""
+    """Length of the beginning of the file that the next sync skips: these bytes are on the disk, or
+    their sync has failed."""
     durable: bytes = b""
 
     def sync(self, fails: bool) -> None:

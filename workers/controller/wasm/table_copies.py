@@ -1,5 +1,5 @@
-"""Stores this machine's copies of tenants' tables as files. In a store without other workers, the
-copies are the only tables.
+"""Stores this machine's copies of tenants' tables as files. If the store of
+modules runs without a state worker, these files are the only tables.
 
 The copies show which modules on this machine are still used. When the state worker does not answer,
 the copies are used to look up names.
