@@ -272,6 +272,8 @@ class _ThisThread(threading.local):
     pool: Pool | None = None
     job: Taken | None = None
     """The job that the thread runs; None between jobs."""
+    waits: bool = False
+    """Whether the thread has freed its slot."""
 
 
 _this_thread = _ThisThread()
@@ -280,13 +282,17 @@ _this_thread = _ThisThread()
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
     """Wraps a wait in ``Pool.waiting`` of this thread's pool. Does nothing if the thread does not
-    belong to a pool, or if jobs of its pool keep their slots."""
+    belong to a pool, if jobs of its pool keep their slots, or inside another ``waiting``."""
     pool = _this_thread.pool
-    if pool is None or pool.keeps_slots:
+    if pool is None or pool.keeps_slots or _this_thread.waits:
         yield
-    else:
-        with pool.waiting():
+        return
+    with pool.waiting():
+        _this_thread.waits = True
+        try:
             yield
+        finally:
+            _this_thread.waits = False
 
 
 @contextlib.contextmanager

@@ -131,17 +131,28 @@ class RequestVariables:
     def perform(self, operation: Variable) -> VariableAnswer:
         """Performs an operation and returns its answer. Raises TokenbusError if the operation is
         refused, or if the copy cannot answer it and the state worker does not answer."""
-        if self._mode is not _Mode.WAITS:
-            with self._in_turn():
+        sent = self._at_once(operation)
+        if sent is None and self._mode is not _Mode.WAITS:
+            # The slot of the pool is freed first and taken again last. So no other thread waits for
+            # the turn while this thread waits for a slot.
+            with waiting(), self._in_turn():
                 if self._mode is _Mode.FIRST:
                     return self._first(operation)
                 if self._mode is _Mode.AHEAD and not self._has_room():
                     self._wait_from_now()
                 if self._mode is _Mode.AHEAD:
-                    if operation.op in COPIED:
-                        return self._ahead(operation)
-                    return self._alone(operation)
-        return self._state.perform(operation)
+                    if operation.op not in COPIED:
+                        return self._alone(operation)
+                    self._wait_until(lambda: len(self._unconfirmed) < MAX_UNCONFIRMED)
+                    sent = self._ahead(operation)
+        if sent is None:
+            return self._state.perform(operation)
+        answer, awaited = sent
+        if awaited:
+            self._wait_until(lambda: awaited not in self._unconfirmed)
+        if answer.error is not None:
+            raise ControllerError(Code.CONTROLLER_FAILED, answer.error)
+        return answer
 
     def when_confirmed(self, action: Callable[[], None]) -> None:
         """Calls ``action`` as soon as all operations so far are confirmed: now, or later on another
@@ -172,15 +183,16 @@ class RequestVariables:
 
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:
-        if not self._turn.acquire(blocking=False):
-            with waiting():
-                self._turn.acquire()
+        self._turn.acquire()
         try:
             yield
         finally:
-            self._turn.release()
-            if self._closed:
-                self._free()
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        self._turn.release()
+        if self._closed:
+            self._free()
 
     def _free(self) -> None:
         """Frees the copy of an ended request, unless an operation is running. The operation then
@@ -203,24 +215,35 @@ class RequestVariables:
         self._mode = _Mode.AHEAD
         return answer
 
-    def _ahead(self, operation: Variable) -> VariableAnswer:
-        """Answers an operation from the copy, and sends it."""
+    def _at_once(self, operation: Variable) -> tuple[VariableAnswer, int] | None:
+        """What ``_ahead`` returns; None if the operation would have to wait first, or if the
+        request has ended here."""
+        if self._mode is not _Mode.AHEAD or operation.op not in COPIED:
+            return None
+        if not self._turn.acquire(blocking=False):
+            return None
+        try:
+            if self._mode is not _Mode.AHEAD or self.failure or self._closed:
+                return None
+            if not self._has_room() or len(self._unconfirmed) >= MAX_UNCONFIRMED:
+                return None
+            return self._ahead(operation)
+        finally:
+            self._end_turn()
+
+    def _ahead(self, operation: Variable) -> tuple[VariableAnswer, int]:
+        """Answers an operation from the copy, and sends it. Returns the answer, and the number of
+        the operation if its confirmation must be awaited (``_send``), otherwise 0."""
         copy = self._copy
         # A guest that runs again in a new process repeats its operations.
         repeated = copy.answered(operation)
-        if not repeated:
-            self._wait_until(lambda: len(self._unconfirmed) < MAX_UNCONFIRMED)
         place = copy.num_answers(operation.request) + self._others
         answer = copy.apply(operation)
         # Neither the copy nor the state worker stores every refusal. A refusal that is not stored
         # does not count in the order, so its operation is not sent.
-        if not repeated and copy.answered(operation):
-            within_share = self._send(structs.replace(operation, place=place), answer)
-            if not within_share:
-                self._wait_until(lambda: not self._unconfirmed)
-        if answer.error is not None:
-            raise ControllerError(Code.CONTROLLER_FAILED, answer.error)
-        return answer
+        if repeated or not copy.answered(operation):
+            return answer, 0
+        return answer, self._send(structs.replace(operation, place=place), answer)
 
     def _alone(self, operation: Variable) -> VariableAnswer:
         """Does an operation that the copy cannot answer."""
@@ -235,17 +258,18 @@ class RequestVariables:
         self._others += not answer.repeated
         return answer
 
-    def _send(self, operation: Variable, answer: VariableAnswer) -> bool:
-        """Sends an operation; returns whether it is within the share of the tenant."""
+    def _send(self, operation: Variable, answer: VariableAnswer) -> int:
+        """Sends an operation. Returns its number if the operation exceeds the share of the tenant,
+        otherwise 0."""
         size = OPERATION_BYTES + len(operation.value)
         with self._lock:
             if self._closed:
-                return True
+                return 0
             taken = self._take(size)
             self._sent += 1
             self._unconfirmed[self._sent] = taken
             self._state.send(operation, partial(self._answered, self._sent, answer))
-        return taken == size
+            return 0 if taken == size else self._sent
 
     def _take(self, size: int) -> int:
         """Takes ``size`` bytes from the tenant's share of ``UNCONFIRMED_BYTES`` and returns

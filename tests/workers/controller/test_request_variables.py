@@ -21,6 +21,7 @@ from tokenbus.workers.controller import request_variables
 from tokenbus.workers.controller.guest_memory import GuestMemory
 from tokenbus.workers.controller.limits import Limits
 from tokenbus.workers.controller.pending_result import PendingResult
+from tokenbus.workers.controller.pool import Pool, waiting
 from tokenbus.workers.controller.request_variables import (
     GRANT_BYTES,
     MAX_UNCONFIRMED,
@@ -37,9 +38,12 @@ from tokenbus.workers.controller.variable_calls import (
 )
 from tokenbus.workers.variables import VariableStorage
 
+from ...processes import until
 from .played import WORDS, vocabulary
 from .test_pending_result import MORE, program, run_all
 
+BOUND_S = 300.0
+"""A limit in seconds that only bounds a hang."""
 Op = Literal["get", "set", "append", "take", "save", "open"]
 
 
@@ -354,6 +358,59 @@ def test_an_operation_waits_while_many_are_not_confirmed() -> None:
     state.deliver()
     assert not variables.waits
     assert not variables.failure
+
+
+@dataclass
+class SlowState(State):
+    """A state worker whose answers to ``perform`` arrive when ``answers`` is set. A thread of a
+    pool frees its slot while it waits for an answer."""
+
+    answers: threading.Event = field(default_factory=threading.Event)
+
+    def perform(self, operation: Variable) -> VariableAnswer:
+        with waiting():
+            assert self.answers.wait(BOUND_S)
+        return super().perform(operation)
+
+
+@pytest.mark.parametrize("waits_for", ["first operation", "other operation", "confirmation"])
+def test_an_operation_that_waits_for_a_slot_delays_no_operation_of_another_thread(
+    waits_for: str,
+) -> None:
+    state = SlowState()
+    variables = RequestVariables(state)
+    sequence = Sequence(variables)
+    if waits_for != "first operation":
+        state.answers.set()
+        sequence.do("set", "x", b"0")
+        state.answers.clear()
+    for _ in range(MAX_UNCONFIRMED * (waits_for == "confirmation")):
+        sequence.do("append", "x", b"1")
+    pool = Pool(1)
+    has_slot, gives_slot, done = threading.Event(), threading.Event(), threading.Event()
+
+    def spins() -> None:
+        has_slot.set()
+        assert gives_slot.wait(BOUND_S)
+
+    def operates() -> None:
+        sequence.do("take" if waits_for == "other operation" else "get", "x")
+        done.set()
+
+    pool.submit([operates, spins])
+    assert has_slot.wait(BOUND_S)
+    state.answers.set()
+    state.deliver()
+    # The first thread has its answer, and cannot continue, because ``spins`` has the only slot.
+    until(lambda: pool._jobs, BOUND_S, "a thread that waits for a slot")
+    answered = threading.Thread(target=Sequence(variables, 1).do, args=("get", "x"), daemon=True)
+    answered.start()
+    answered.join(BOUND_S)
+    assert not answered.is_alive()
+    assert not done.is_set()
+    gives_slot.set()
+    assert done.wait(BOUND_S)
+    pool.close()
 
 
 def test_beyond_the_share_of_its_tenant_each_operation_waits_for_its_confirmation() -> None:
