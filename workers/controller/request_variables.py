@@ -301,7 +301,10 @@ class RequestVariables:
                 self._give_back(self._unconfirmed.pop(number, 0))
                 first = next(iter(self._unconfirmed), self._sent + 1)
                 while self._held and self._held[0][0] < first:
-                    self._held.popleft()[1]()
+                    # ``waits`` stays True until the action has been done, so that no later action
+                    # overtakes it.
+                    self._held[0][1]()
+                    self._held.popleft()
             else:
                 self.failure = answer.error or "the state worker has another value of a variable"
                 self._abandon()

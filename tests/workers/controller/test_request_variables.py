@@ -413,6 +413,16 @@ def test_an_operation_that_waits_for_a_slot_delays_no_operation_of_another_threa
     pool.close()
 
 
+def test_an_action_is_done_before_later_actions_may_overtake_it() -> None:
+    state, variables, sequence = begun()
+    sequence.do("append", "x", b"1")
+    waited = []
+    variables.when_confirmed(lambda: waited.append(variables.waits))
+    state.deliver()
+    assert waited == [True]
+    assert not variables.waits
+
+
 def test_beyond_the_share_of_its_tenant_each_operation_waits_for_its_confirmation() -> None:
     shares = GuestMemory(8 * OPERATION_BYTES)
     state = State()
