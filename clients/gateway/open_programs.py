@@ -57,7 +57,7 @@ class OpenPrograms:
 
     def stream(self, id: str) -> AsyncStream:
         """The stream that has a controller among the streams of the current user's request ``id``.
-        Raises ApiError 404 if there is no such stream, and 409 if there are several."""
+        Raises ApiError: 404 if such a stream does not exist, and 409 if several exist."""
         who = current_user.get(), _tenant()
         own = [one for one in self._running.get(id, ()) if (one.user, one.tenant) == who]
         streams = [stream for one in own for stream in one.streams]

@@ -170,7 +170,7 @@ class Generation:
     # --- inside ---------------------------------------------------------------------------------
 
     def _sample_freely(self, mask: memoryview) -> Answer:
-        """Samples without a constraint. If there is no bias, several tokens are sampled before the
+        """Samples without a constraint. Without a bias, the model samples several tokens before the
         next round (``Answer.run``). The next round comes earlier after a token in which the text
         may end."""
         most = self._asked.max_tokens
