@@ -216,8 +216,8 @@ class RequestVariables:
         return answer
 
     def _at_once(self, operation: Variable) -> tuple[VariableAnswer, int] | None:
-        """What ``_ahead`` returns; None if the operation would have to wait first, or if the
-        request has ended here."""
+        """Does an operation and returns the result of ``_ahead``. Returns None without doing the
+        operation if it would have to wait first, or if the request has ended here."""
         if self._mode is not _Mode.AHEAD or operation.op not in COPIED:
             return None
         if not self._turn.acquire(blocking=False):
