@@ -129,9 +129,9 @@ class Local:
             "NO_PROXY": "127.0.0.1",
         }
 
-    def run_python(self, client: str, program: str, home: Path) -> None:
-        """Runs a program in ``programs`` with the packages of a client."""
-        self.run([FOLDER / client / "bin" / "python", PROGRAMS / program], home)
+    def run_python(self, client: str, program: str, home: Path) -> str:
+        """Runs a program in ``programs`` with the packages of a client, and returns its output."""
+        return self.run([FOLDER / client / "bin" / "python", PROGRAMS / program], home).stdout
 
 
 def plain(prompt: str, thinking: bool = True) -> str:

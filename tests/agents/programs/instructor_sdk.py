@@ -1,4 +1,5 @@
-"""Gets typed values from a conversation with Instructor, by tools and by a JSON schema."""
+"""Gets typed values from a conversation with Instructor, by tools and by a JSON schema, and prints
+each value on a line."""
 
 import instructor
 from openai import OpenAI
@@ -26,4 +27,5 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         else:
             found = client.chat.completions.create(response_model=Weather, **asked)
         assert isinstance(found.days, int), found
+        print(found.model_dump_json())
         messages.append({"role": "assistant", "content": found.model_dump_json()})
