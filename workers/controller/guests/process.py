@@ -21,10 +21,11 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from ....protocol.errors import ControllerError, TokenbusError
-from ..guest_clock import add_guest_cpu
+from ..guest_clock import QUESTION_S, add_guest_cpu
 from ..guest_memory import TenantMemory
 from ..limits import Limits
 from ..pool import freeing_slot, waiting
+from ..priority import Priority
 from ..variable_calls import VariablesMark
 from . import messages
 from .channel import MAX_REASON, SHARED_BYTES, Channel, ChannelClosed, ChannelFiles
@@ -40,8 +41,10 @@ MAX_WARM = 4
 """If a process has at least this number of free channels, the memory of a further channel is freed
 after its request."""
 MAX_QUESTIONS = 10_000
-"""Maximum questions of a guest in one call. The time limit of the call is not a sufficient bound,
-because it does not include the worker's time for the answers."""
+"""Maximum questions of a guest in one call."""
+MIN_QUESTIONS = 100
+"""A call may ask this number of questions more than its time limit allows, if each question takes
+``QUESTION_S``. The sandbox counts this time too, so only a compromised process asks more."""
 GRACE_S = 1.0
 """Seconds of CPU time by which a call may exceed its limit before its process is killed. The
 sandbox in the process stops a guest at its limit, so only code that the sandbox cannot stop runs
@@ -51,7 +54,8 @@ EXCESS_S = 0.25
 seconds. Guests have no threads. So between requests, a process uses CPU time only when it starts: a
 few milliseconds."""
 WATCHED_S = 0.05
-"""Seconds that a call must have run before the watchdog reads the CPU time of its process."""
+"""Seconds that a call must have run before the watchdog reads the CPU time of its process, and
+before the priority of the process is lowered."""
 BUSY_S = 0.005
 """If a process has used more than this CPU time, in seconds, since the last check, the watchdog
 counts its threads."""
@@ -131,7 +135,7 @@ class _Running:
 
 
 class _Seen(NamedTuple):
-    """The times of a process at the last check of ``watch_excess``."""
+    """The times of a process at the last check of ``watch_usage``."""
 
     at_s: float
     served_s: float
@@ -172,6 +176,7 @@ class GuestProcess:
         self._served_s = 0.0
         """Duration of all requests that have ended, in seconds."""
         self._seen = _Seen(time.monotonic(), 0.0, self._cpu_s())
+        self._priority = Priority(spawned.pid)
         self._excess_s = 0.0
         """Recent CPU time beyond the duration of requests, in seconds."""
 
@@ -209,10 +214,11 @@ class GuestProcess:
         request. Raises GuestDied if the process ends. ``limit_s``: CPU time limit of each of the
         ``items``."""
         channel.current = 0
+        questions = int(min(MAX_QUESTIONS, MIN_QUESTIONS + limit_s / QUESTION_S))
         running = self._running[channel] = _Running(limit_s, items)
         try:
             channel.send(messages.encode(request))
-            for _ in range(MAX_QUESTIONS * items):
+            for _ in range(1 + questions * items):
                 answer = self._receive(channel)
                 if isinstance(answer, Done):
                     add_guest_cpu(answer.cpu_s)
@@ -220,7 +226,7 @@ class GuestProcess:
                 with self._paused(running):
                     told = messages.encode(self._told(answer))
                 channel.send(told)
-            raise ChannelClosed(f"more than {MAX_QUESTIONS} questions in a call")
+            raise ChannelClosed(f"more than {questions} questions in a call")
         except ChannelClosed as error:
             if not self.dead:
                 running.killed = f"it sent a message that is not valid: {error}"
@@ -247,17 +253,23 @@ class GuestProcess:
             elif now_s - running.began_s > WATCHED_S:
                 self._check(running, now_s)
 
-    def watch_excess(self, now_s: float) -> None:
-        """Kills the process if it uses CPU time beyond the duration of its requests, or has too
-        many threads. In both cases, the process runs code that does not belong to a request."""
+    def watch_usage(self, now_s: float) -> None:
+        """Lowers the priority of the process during a long call. Kills the process if it uses
+        CPU time beyond the duration of its requests, or has too many threads. In both cases, it
+        runs code that does not belong to a request."""
         before = self._seen
         if now_s - before.at_s < WATCHED_S:
             return
         with self._lock:
             running_s = sum(now_s - each.started_s for each in self._running.values())
             seen = self._seen = _Seen(now_s, self._served_s + running_s, self._cpu_s())
-        used_s = seen.cpu_s - before.cpu_s
-        self._excess_s = max(0.0, self._excess_s + used_s - (seen.served_s - before.served_s))
+        used_s, served_s = seen.cpu_s - before.cpu_s, seen.served_s - before.served_s
+        long = any(
+            not each.paused and now_s - each.began_s > WATCHED_S
+            for each in list(self._running.values())
+        )
+        self._priority.watch(used_s / (now_s - before.at_s), long, self.busy)
+        self._excess_s = max(0.0, self._excess_s + used_s - served_s)
         if self._excess_s > EXCESS_S:
             self._kill_compromised("it used CPU time without a call")
         elif used_s > BUSY_S and (threads := _num_threads(self.pid)) > MAX_THREADS:

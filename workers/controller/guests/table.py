@@ -153,7 +153,7 @@ class ProcessTable:
             elif not process.controllers and now_s - process.last_used_s > IDLE_S:
                 self._retire(process, "it was idle")
             if not self._setup.trusted:
-                process.watch_excess(now_s)
+                process.watch_usage(now_s)
 
     def series(self) -> list[Series]:
         """The metrics of the processes."""

@@ -30,6 +30,7 @@ from ....protocol.errors import TokenbusError
 from ...machine import machine_memory, memory_limits
 from ..host import Vocabulary
 from ..interface import Program
+from ..priority import lower_priority
 from ..python import load_program
 from ..python.printed import captured
 from ..python.script_constraints import load_vocabulary
@@ -50,9 +51,6 @@ MAX_TEXT = 16 * 1024
 MEMORY_PART = 2
 """A guest process may have 1 / MEMORY_PART of the machine's memory. The share of a tenant is
 smaller, but only this limit, which the kernel enforces, also holds for a compromised process."""
-_NICENESS = 5
-"""The nice value of processes that run clients' code. If the cores are busy, such a process gets a
-third of the CPU time that a process of the system gets, for example the broker."""
 _FIRST_TO_END = 1000
 """The highest OOM score: if the machine runs out of memory, the kernel ends guest processes before
 all others."""
@@ -200,7 +198,7 @@ class Zygote:
 
     def _run_sandboxed(self, control: socket.socket, process: guest.GuestProcess) -> None:
         """Runs code of clients."""
-        _lower_priority()
+        lower_priority()
         # Standard output and error are closed, because a compromised process could fill the
         # worker's log, or write lines that seem to come from the worker.
         os.dup2(self._nothing, 1)
@@ -222,15 +220,6 @@ class Zygote:
                 return
             code = os.waitstatus_to_exitcode(status)
             self._control.send(msgspec.json.encode(("died", code, pid, "")))
-
-
-def _lower_priority() -> None:
-    """Lowers the priority of this process, the only one in its session, by ``_NICENESS``."""
-    os.nice(_NICENESS)
-    # If the kernel divides CPU time among sessions (autogroup), the session's nice value decides.
-    # The kernel may refuse to set this value, for example if another process has just set one.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(_NICENESS))
 
 
 def _close_files(control: socket.socket) -> None:

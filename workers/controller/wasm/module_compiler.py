@@ -31,6 +31,7 @@ import wasmtime
 from ....protocol.errors import Code, ControllerError, RequestError, ServiceError
 from ....protocol.python_command import plain_environment, python_command
 from ..limits import Limits
+from ..priority import lower_priority
 from ..scripts.engines import booted, boots
 from ..scripts.modules import script_module
 from ..scripts.sources import Source, check_program
@@ -46,8 +47,6 @@ CPU_S = 30
 WALL_S = 300.0
 """Maximum wall-clock time of compiling, in seconds. Compiling takes longer only on an overloaded
 machine."""
-_NICENESS = 5
-"""The nice value of a task for an upload. Streams have priority over uploads."""
 MEMORY_BYTES = 2 * 1024**3
 """Maximum bytes of memory that a task may allocate."""
 COMPILED_BYTES = 256 * 1024**2
@@ -249,8 +248,8 @@ def _run(task: _Task) -> int:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * COMPILED_BYTES, 2 * COMPILED_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if task.kind != "interpreter":
-        os.nice(_NICENESS)
+    if task.kind != "interpreter":  # Streams have priority over uploads.
+        lower_priority()
     if task.kind == "script":
         return _check(task)
     wasm = task.given

@@ -64,6 +64,13 @@ tb_answer tb_pre_process(void) {
     return tb_go_on();
 }
 """
+ASKS = """
+#include "tokenbus.h"
+tb_answer tb_pre_process(void) {
+    for (int i = 0; i < 9; i++) tb_var_append("asked", "x", 1);
+    return tb_go_on();
+}
+"""
 BIAS = """
 #include "tokenbus.h"
 #pragma clang diagnostic ignored "-Wunused-parameter"
@@ -252,6 +259,18 @@ def test_a_process_that_hangs_is_killed_and_only_its_call_fails(
     other.round()
     assert calm.allowed() == other.allowed() == [2]
     assert other.controller._process is before  # type: ignore[attr-defined]
+
+
+def test_a_call_may_ask_as_often_as_its_time_limit_allows(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sandbox counts the time of questions too, so only a compromised process asks more."""
+    monkeypatch.setattr(process_module, "QUESTION_S", 1000.0)
+    monkeypatch.setattr(process_module, "MIN_QUESTIONS", 9)
+    sequence = Sequence(runtime.program(ASKS, "asks", "asks"))
+    monkeypatch.setattr(process_module, "MIN_QUESTIONS", 8)
+    with pytest.raises(ControllerError, match="more than 8 questions in a call"):
+        sequence.round()
 
 
 def test_a_process_cannot_begin_its_items_again_without_end(

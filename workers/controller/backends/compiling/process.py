@@ -18,6 +18,7 @@ import time
 import msgspec
 
 from .....protocol.errors import RequestError
+from ...priority import lower_priority
 from ...task_pipes import read, write
 from .bounds import STACK_BYTES
 from .tasks import Done, Task
@@ -71,6 +72,7 @@ def _serve() -> None:
 
 if __name__ == "__main__":
     memory = int(sys.argv[1])
+    lower_priority()
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)

@@ -1,0 +1,81 @@
+"""The priorities of processes that run or compile clients' code.
+
+The kernel divides busy cores among processes by their nice values. If it groups processes by
+session (autogroup), it divides the cores among sessions, by the nice values of the sessions.
+So each such process becomes a session of its own, and both values are set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+CLIENT_NICENESS = 5
+"""The nice value of these processes. If the cores are busy, such a process gets a third of the CPU
+time that a process of the system gets, for example the broker."""
+LOW_NICENESS = 15
+"""The nice value of a guest process during a long call. If the cores are busy, such a process gets
+a thirtieth of the CPU time that a process of the system gets."""
+MIN_SHARE = 0.1
+"""A call that waits is not long: it counts as long only if its process uses at least this share of
+a core's time."""
+_CAP_SYS_NICE = 1 << 23
+
+
+def lower_priority() -> None:
+    """Makes this process a session of its own with the nice value ``CLIENT_NICENESS``."""
+    with contextlib.suppress(PermissionError):  # The process leads a session already.
+        os.setsid()
+    os.nice(CLIENT_NICENESS)
+    _set_autogroup(os.getpid(), CLIENT_NICENESS)
+
+
+class Priority:
+    """The priority of a guest process. It is lowered during long calls, so that other processes
+    lose little CPU time to a guest that computes until its limit."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._niceness = CLIENT_NICENESS
+
+    def watch(self, share: float, long: bool, running: bool) -> None:
+        """Sets the priority. ``share``: the share of a core's time that the process has used since
+        the last call of this method; ``long``: whether a call in the process has begun long ago;
+        ``running``: whether a call is running."""
+        if long and share > MIN_SHARE:
+            self._set(LOW_NICENESS)
+        elif not running:
+            self._set(CLIENT_NICENESS)
+
+    def _set(self, niceness: int) -> None:
+        if niceness == self._niceness:
+            return
+        # Without this capability, a nice value cannot be lowered again, but that of a session can.
+        if _MAY_RAISE:
+            with contextlib.suppress(ProcessLookupError):
+                # The values of all threads of the process are set.
+                os.setpriority(os.PRIO_PGRP, self._pid, niceness)
+        if _set_autogroup(self._pid, niceness) or _MAY_RAISE:
+            self._niceness = niceness
+
+
+def _set_autogroup(pid: int, niceness: int) -> bool:
+    """Sets the nice value of a session; returns whether the kernel has accepted the value. It may
+    refuse it, for example if another process has just set one."""
+    try:
+        Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
+    except OSError:
+        return False
+    return True
+
+
+def _may_raise() -> bool:
+    """Whether this process may raise the priorities of processes."""
+    status = Path("/proc/self/status").read_text()
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) & _CAP_SYS_NICE)
+
+
+_MAY_RAISE = _may_raise()
