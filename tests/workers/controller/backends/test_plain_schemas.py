@@ -17,6 +17,7 @@ from tokenbus.workers.controller.backends.llguidance.plain import (
     MAX_COPIES,
     MAX_NODES,
     MAX_UNROLLED,
+    MAX_VALUES,
     is_plain,
     unrolled,
 )
@@ -135,6 +136,9 @@ def test_what_may_take_long_is_not_plain() -> None:
         product(8, 4),
         deep("properties", 60),
         {"type": "object", "properties": many},
+        {"type": "object", "properties": dict.fromkeys(many, True)},
+        {"type": "object", "required": [f"p{number}" for number in range(MAX_VALUES)]},
+        {"const": list(range(MAX_VALUES))},
         {**TEXT, "pattern": "^(a{1,50}b){1,50}$"},
         {**TEXT, "pattern": "a" * MAX_UNROLLED},
         {"type": "array", "minItems": 10_000},

@@ -29,8 +29,12 @@ MAX_LEVELS = 400
 """Maximum nesting of arrays and objects, including targets of references. Each level takes up to 7
 kB of llguidance's stack."""
 MAX_NODES = 1_500
-"""Maximum objects of a schema. The slowest schema is one object with this number of properties:
-llguidance compares the properties in pairs, which takes 0.2 s of CPU time."""
+"""Maximum objects and booleans of a schema. Of the schemas with this number, the slowest is one
+object with this number of properties: llguidance compares the properties in pairs, which takes
+0.2 s of CPU time."""
+MAX_VALUES = 3_000
+"""Maximum values of a schema: members of objects, and elements of arrays. The slowest schema with
+this number has a long array in ``const``, or in ``required``, and takes 0.2 s of CPU time."""
 MAX_COPIES = 500
 """Maximum number of alternatives that result from one intersection, and maximum number of objects
 in one intersection."""
@@ -100,8 +104,8 @@ def is_plain(text: str, root: Any) -> bool:
     """Whether a schema certainly compiles quickly. ``text``: the JSON text of the schema."""
     if len(text) > MAX_TEXT:
         return False
-    nodes, depth = _nodes(root)
-    if depth > MAX_DEPTH or len(nodes) > MAX_NODES:
+    nodes, depth, num_values, num_booleans = _nodes(root)
+    if depth > MAX_DEPTH or len(nodes) + num_booleans > MAX_NODES or num_values > MAX_VALUES:
         return False
     found = [node for node in nodes if not _WATCHED.isdisjoint(node)]
     try:
@@ -110,10 +114,11 @@ def is_plain(text: str, root: Any) -> bool:
         return False
 
 
-def _nodes(root: Any) -> tuple[list[Schema], int]:
-    """The objects in a value, and its depth, up to ``MAX_DEPTH`` + 1."""
+def _nodes(root: Any) -> tuple[list[Schema], int, int, int]:
+    """The objects in a value; its depth, up to ``MAX_DEPTH`` + 1; and the numbers of values and of
+    booleans in it."""
     nodes: list[Schema] = []
-    level, depth = [root], 0
+    level, depth, num_values, num_booleans = [root], 0, 0, 0
     while level and depth <= MAX_DEPTH:
         depth += 1
         below: list[Any] = []
@@ -124,7 +129,9 @@ def _nodes(root: Any) -> tuple[list[Schema], int]:
             else:
                 below += one
         level = [one for one in below if type(one) is dict or type(one) is list]
-    return nodes, depth
+        num_values += len(below)
+        num_booleans += sum(type(one) is bool for one in below)
+    return nodes, depth, num_values, num_booleans
 
 
 class _Counts(NamedTuple):
