@@ -178,7 +178,7 @@ class Adoption:
     def _session(self, header: Header, stream_id: int, reached: tuple[int, int]) -> Session | None:
         """The session to which an adopted request belongs; None if the request must not be adopted.
 
-        Two workers may have the request if one was cut off before the request moved to the other.
+        If a worker was cut off and its request has moved, two workers have a copy of the request.
         The copy that has moved more often is valid. If both copies have moved equally often, the
         copy with more entries is valid. ``reached``: the number of moves and the number of entries
         of the reported copy.
@@ -274,8 +274,9 @@ class Adoption:
         return session
 
     def _claimed(self, token: str, key: str, now: float) -> Session:
-        """The session of a client's token: a new session, or the session whose streams workers have
-        reported. Workers may report more streams of the session."""
+        """The session of a client's token: the session that this broker already has, for example
+        because workers have reported its streams, or a new session. Workers may report more streams
+        of the session later."""
         self._recovery.follow()
         number = session_id(token, key)
         session = self._sessions.by_id.get(number)
@@ -303,7 +304,7 @@ class Adoption:
 
     def on_claimed(self, worker: Worker, frames: list[bytes]) -> None:
         """Handles a worker's CLAIMED: the worker has sent all its streams of a session. A CLAIMED
-        for session 0 means that the worker has dropped an attempt that the broker has given up."""
+        with session 0 only ends fences (``fences.py``)."""
         claimed: Claimed = decode_as(Claimed, frames[2], "msgpack")
         session = claimed.session
         worker.fences.answered(session, self._state.now)
@@ -327,18 +328,18 @@ class Adoption:
         self._finish_claims(self._claims.begin(now))
 
     def _finish_claims(self, sessions: Iterable[int]) -> None:
-        """Ends the claims of these sessions that every worker has answered, and refuses ATTACHes to
-        streams that no worker has reported. During ``recover_s`` the claims stay, because more
-        workers may register."""
+        """Ends each of these sessions' claims if every worker has answered the claim. Refuses the
+        session's ATTACHes to streams that no worker has reported. During ``recover_s``, claims
+        stay and nothing is refused, because more workers may register."""
         is_open = self.open()
         for session in sessions:
             if self._claims.finish(session, forget=not is_open):
                 self._attaches.refuse(session, self._sessions.by_id.get(session))
 
     def on_released(self, worker: Worker, frames: list[bytes]) -> None:
-        """Handles a worker's RELEASED: another broker has claimed requests of this worker. If the
-        other broker had been paused, its claim may be late, and the client may already be connected
-        to this broker again (``Session.displaced``)."""
+        """Handles a worker's RELEASED: another broker has claimed requests of this worker. A broker
+        that was paused may send such a claim late, when the client is already connected to this
+        broker again. ``Session.displaced`` is then set."""
         released: Released = decode_as(Released, frames[2], "msgpack")
         for number in released.requests:
             request = self._state.requests.get(number)

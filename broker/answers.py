@@ -24,14 +24,12 @@ from .stream_log import Answer, End
 log = logging.getLogger(__name__)
 
 PASS_BYTES = 1024 * 1024
-"""Budget in bytes for reading, decoding and sending between two ticks. A part that exceeds the rest
-of the budget also uses the budget of later ticks."""
+"""Maximum bytes that are read, decoded and sent between two ticks. The last part may exceed this
+bound; fewer bytes are then sent after the next ticks."""
 ENTRY_BYTES = 200
-"""Number of bytes that are charged to the budget for each entry, in addition to the bytes of the
-entry."""
+"""Number of bytes that are counted for each entry, in addition to the bytes of the entry."""
 TURN_BYTES = 256
-"""Number of bytes that are charged to the budget for each turn, in addition to the bytes of its
-part."""
+"""Number of bytes that are counted for each turn, in addition to the bytes of its part."""
 
 
 class Answers:
@@ -42,10 +40,10 @@ class Answers:
         self._out = state.out
         self._on_sent = on_sent
         self._waiting: OrderedDict[str | int, OrderedDict[int, Session]] = OrderedDict()
-        """The sessions with incomplete answers, by key; a session without a key has its own entry.
-        Keys, and sessions of a key, are in the order of their turns."""
+        """By key: the sessions with incomplete answers. A session without a key has its own entry.
+        Keys, and the sessions of each key, are in the order of their turns."""
         self._left = PASS_BYTES
-        """Number of bytes that are left of the budget until the next tick; negative after a large
+        """Number of bytes that may still be sent before the next tick; negative after a large
         part."""
 
     @property
@@ -78,8 +76,8 @@ class Answers:
         self.advance()
 
     def advance(self) -> None:
-        """Gives turns to the waiting sessions, as long as the budget lasts. Call it at the end of
-        an event, so that ATTACHes that arrive together are answered together."""
+        """Gives turns to the waiting sessions as long as ``_left`` is above 0. Call this method at
+        the end of an event, so that ATTACHes that arrive together are answered together."""
         while self._left > 0 and self._waiting:
             owner, sessions = self._waiting.popitem(last=False)
             _, session = sessions.popitem(last=False)
@@ -92,7 +90,7 @@ class Answers:
 
     def _turn(self, session: Session) -> int:
         """Reads or sends the next part of a session's incomplete answers; returns the number of
-        bytes to charge. ATTACHes that arrive while answers are read wait for the next reading."""
+        bytes to count. ATTACHes that arrive while answers are read wait for the next reading."""
         session_log = session.log
         if session.peer is None or not session.alive:
             session_log.answering.clear()
@@ -105,7 +103,7 @@ class Answers:
 
     def _read(self, session: Session, answers: Sequence[Answer]) -> Iterator[int]:
         """Reads the log of a session once for several answers, and sends these answers. Yields the
-        number of bytes to charge for each part."""
+        number of bytes to count for each part."""
         session_log, malformed = session.log, False
         by_request = {answer.end.request: answer for answer in answers if answer.end.stored}
         try:

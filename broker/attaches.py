@@ -1,7 +1,7 @@
 """Handles ATTACH, by which a client resumes a stream of its session. Every ATTACH is answered.
 
-Usually the worker of the stream answers, because it stores the entries that it has sent. If the
-stream has no worker, or has ended, the broker answers from the log of the session.
+Usually the worker of the stream answers, because the worker stores the entries that it has sent. If
+the stream has no worker, or has ended, the broker answers from the log of the session.
 
 After a restart of the broker, or when a client comes from another broker, the stream may be unknown
 to the broker. The broker then holds the ATTACH until a worker reports the stream, and answers from
@@ -67,9 +67,9 @@ class Attaches:
             raise _unknown(message.stream_id)
 
     def on_cancel(self, session: Session, stream_id: int, hold: bool) -> bool:
-        """Drops the held ATTACH and the stored end of a stream that a client cancels. Returns
-        whether the stream is not live here: it has ended, or no worker has reported it yet.
-        ``hold``: as in ``on_attach``."""
+        """Drops the held ATTACH and the stored end of a stream that a client cancels. Returns True
+        if this broker does not have the stream: the stream has ended, or no worker has reported it
+        yet. ``hold``: as in ``on_attach``."""
         self._take(session, stream_id)
         self._ends.drop(session, stream_id)
         if stream_id in session.streams:
@@ -194,14 +194,14 @@ class Attaches:
         return self._awaited.get(session, {}).get(stream_id, ...) is None
 
     def refuse_held(self, sessions: Mapping[int, Session], waiting: Collection[int]) -> None:
-        """Refuses held ATTACHes when workers have reported all streams, except ATTACHes of the
-        sessions in ``waiting``."""
+        """Refuses the held ATTACHes of all sessions except those in ``waiting``. Called when
+        workers have reported all streams of the other sessions."""
         for number in [number for number in self._awaited if number not in waiting]:
             self.refuse(number, sessions.get(number))
 
     def refuse(self, number: int, session: Session | None) -> None:
-        """Refuses the held ATTACHes of a session when workers have reported all streams of the
-        session."""
+        """Refuses the held ATTACHes of a session. Called when workers have reported all streams of
+        the session."""
         for stream_id in self.drop_held(number):
             if session is not None:
                 error = error_body(_unknown(stream_id), stream_id)

@@ -1,9 +1,9 @@
-"""Claims the sessions of clients that come from another broker: sends CLAIMs, which GPU workers
-answer with reports of the streams of these sessions.
+"""Claims the sessions of clients that come from another broker. The broker sends CLAIM to each GPU
+worker, and each worker reports its streams of the session.
 
-Any client can invent a token, and so cause a CLAIM to each GPU worker. So each connection has at
-most one active claim, and all connections together have at most ``MAX_CLAIMS``. Further claims
-wait, and connections take turns.
+A client can invent a token, for which the broker then sends a CLAIM to each GPU worker. So each
+connection has at most one active claim, and all connections together have at most ``MAX_CLAIMS``.
+Further claims wait, and connections take turns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .worker import Worker
 MAX_CLAIMS = 512
 """Maximum number of active claims of all connections together."""
 MAX_TURN_S = 0.5
-"""Seconds after which an unanswered claim does not count as active, so that another can begin."""
+"""Seconds after which an unanswered claim stops counting as active, so that another claim can
+begin."""
 
 
 @dataclass(slots=True)
@@ -41,8 +42,8 @@ class Claims:
         self._pools = state.pools
         self._by_session: dict[int, _Claim] = {}
         self._waiting: OrderedDict[bytes, dict[int, None]] = OrderedDict()
-        """By connection, in the order of their turns: sessions whose claim waits to begin, or to
-        begin again after the current claim."""
+        """By connection: the sessions whose claim waits to begin, or to begin again after the
+        current claim. The connections are in the order of their turns."""
         self._turns: dict[bytes, tuple[int, float]] = {}
         """By connection, oldest first: the session of its active claim, and the time at which the
         claim began, in seconds."""
@@ -131,8 +132,8 @@ class Claims:
         return found
 
     def on_ended(self, session: int) -> None:
-        """Handles the end of a session. The session's claim is dropped when all CLAIMs that were
-        sent have been answered and no fence needs another CLAIM (``fences.py``)."""
+        """Handles the end of a session. Drops the session's claim if all its CLAIMs have been
+        answered, and no fence needs another CLAIM (``fences.py``)."""
         claim = self._by_session.get(session)
         if claim is None or claim.asked:
             return
@@ -142,10 +143,11 @@ class Claims:
             self._stop_waiting(session, claim)
 
     def finish(self, session: int, *, forget: bool) -> bool:
-        """Ends the turn of a session's claim when every worker has answered it; returns whether the
-        claim was removed. The claim stays if it waits for another turn, or if ``forget`` is False.
+        """If every worker has answered a session's claim, ends the turn of the claim, and removes
+        the claim unless it waits for another turn or ``forget`` is False. Returns whether the claim
+        was removed.
 
-        ``forget`` is True if all workers that may have streams of the session have registered.
+        ``forget``: whether all workers that may have streams of the session have registered.
         """
         claim = self._by_session.get(session)
         if claim is None or claim.asked:

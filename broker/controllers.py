@@ -41,9 +41,9 @@ class Controllers:
         """Rate at which requests with a controller end."""
         self._waiting = WaitingStarts()
         self._left: dict[str, float] = {}
-        """The time at which the last worker for a pattern was lost, in seconds, by pattern. A
-        *pattern* is a controller's name or ``ANY_MODULE``, as a worker registers it. Only losses of
-        the last ``move_wait_s`` are kept."""
+        """By pattern: the time at which its last worker was lost, in seconds. A *pattern* is a
+        controller's name or ``ANY_MODULE``, as a worker registers it. Only losses of the last
+        ``move_wait_s`` are kept."""
 
     def check(self, name: str) -> bool:
         """Whether a request for the controller ``name`` has to wait for a worker that may still
@@ -191,10 +191,10 @@ class Controllers:
         If ``unknown`` is empty, the worker has no room, because other brokers use it too. Another
         worker receives the START, or the START waits.
 
-        Otherwise the worker does not know the controller, and ``unknown`` is its error. After a
-        restart of the broker, a worker for modules may receive the START before the worker that
-        serves the controller has registered. While that worker may still register, the START waits
-        for it. Otherwise the request ends with the error.
+        If the worker does not know the controller, ``unknown`` is the error that it has sent. After
+        a restart of the broker, a worker for modules may receive the START before the worker that
+        serves the controller has registered. As long as that worker may still register, the START
+        waits for it; if it may not, the request ends with the error.
         """
         if unknown:
             # Unlike a worker without room, this worker has begun the request.

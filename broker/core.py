@@ -278,16 +278,16 @@ class Broker:
             return False
         workers = self.state.workers.values()
         if any(worker.succeeded and worker.requests for worker in workers):
-            # Such a worker leaves after its step, so the next broker would wait in vain for the
-            # worker's report.
+            # Such a worker leaves after its current step, and does not report its streams to the
+            # next broker.
             return False
         roles = {worker.role for worker in workers}
         return all(request.role not in roles for request in self.state.waiting)
 
     def stepped_since(self, then: float) -> bool:
         """Whether each worker with requests has begun a step after the time ``then``, as its
-        heartbeats report. If so, each worker that had received a signal by then has sent its DRAIN,
-        because a worker sends DRAIN before its next step."""
+        heartbeats report. A worker that has received a signal sends DRAIN before its next step. So
+        if the result is True, all these workers that had a signal at ``then`` have sent DRAIN."""
         workers = self.state.workers.values()
         return all(worker.stepped_at > then for worker in workers if worker.requests)
 

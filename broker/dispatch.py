@@ -126,8 +126,8 @@ class Dispatcher:
         """Ends a request because its client has sent CANCEL, or because its time is up. The last
         TOKEN entry of the request has the reason.
 
-        The worker of the request sends this entry. The broker sends it if the request has no
-        worker, or if the worker does not send it in time, for example because its step hangs.
+        The worker of the request sends this entry. If the request has no worker, or if the worker
+        does not send the entry in time (for example in a step that hangs), the broker sends it.
         """
         if request.worker is None:
             self._ends.finish(request, reason)
@@ -428,7 +428,7 @@ class Dispatcher:
             self._notify_queued(request, place)
 
     def _continue_moved(self, worker: Worker | None = None) -> None:
-        """Sends requests whose worker was lost to other workers, as long as the other workers have
+        """Sends the requests that have lost their worker to other workers, as long as these have
         room. If ``worker`` is given, stops when this worker has no room."""
         full: set[tuple[str, str, int]] = set()
         """The role, the model and ``began_with`` of requests for which no worker has room."""

@@ -209,7 +209,7 @@ class Ends:
             self.fail(session, stream_id, error)
 
     def _closed(self, session: Session, stream_id: int, closing: Sequence[bytes]) -> End:
-        """The stored end of a stream, which now has ``closing`` as its final message."""
+        """Makes ``closing`` the final message of a stream's stored end, and returns this end."""
         end = session.log.ends.get(stream_id)
         if end is None:
             # A refused request has no id, so its end gets a number that no request has.

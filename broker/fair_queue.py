@@ -150,8 +150,8 @@ class FairQueue:
         return higher + min(self._lengths.get(request.priority, 0), turns * others - 1)
 
     def places(self) -> Iterator[tuple[Request, int]]:
-        """Yields each request with its place, from 1, as the queue is when this method is
-        called."""
+        """Yields each request with its place, counted from 1. Later changes of the queue do not
+        affect the result."""
         levels = [
             [
                 [

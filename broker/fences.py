@@ -8,13 +8,15 @@ broker usually forwards bodies of TOKEN without reading them. While a worker has
 decodes the worker's bodies for the session of the fence, and removes the entries of the fenced
 stream.
 
-A worker handles messages in order and answers each CLAIM with CLAIMED. So a fence ends with the
-CLAIMED that answers the first CLAIM after the attempt was given up. A worker answers CLAIMs of the
-same session in order, and CLAIMs of different sessions in any order. There are two kinds of fences:
+After the broker has given up the attempt, it sends a CLAIM for the fence. The worker answers with
+CLAIMED, which ends the fence. A worker handles messages in order, but may send a CLAIMED later: it
+answers CLAIMs of the same session in order, and CLAIMs of different sessions in any order. There
+are two kinds of fences:
 
 - For an attempt that the worker is ordered to drop: the broker ignores all messages of the worker
   about the request.
-- For an attempt that the worker is asked to report: the JOURNAL of the request also ends the fence.
+- For an attempt that the worker is asked to report: the broker discards only entries of the
+  attempt. The fence also ends when the broker adopts the request from its JOURNAL.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ class Fence:
     end: int | None = None
     """The number of the CLAIM whose answer ends the fence; None before the CLAIM was sent."""
     void: int = 0
-    """All messages about the request are ignored until the CLAIM with this number is answered. With
-    0, only entries are discarded."""
+    """The number of a CLAIM. All messages about the request are ignored until this CLAIM is
+    answered. 0 if only entries are discarded."""
 
 
 @dataclass(slots=True)
@@ -91,8 +93,8 @@ class Fences:
         return bool(self._by_request)
 
     def add(self, request: int, session: int, stream_id: int) -> Fence:
-        """Adds or restarts the fence of a request. The fence ends with the answer to the next CLAIM
-        that ``asked`` records with this fence."""
+        """Adds or restarts the fence of a request. The fence ends when the worker answers the next
+        CLAIM for which ``asked`` gets this fence, or with ``reported``."""
         fence = self._by_request.get(request)
         if fence is None:
             fence = self._by_request[request] = Fence(request, session, stream_id)
@@ -114,8 +116,8 @@ class Fences:
         return [fence for fence in self._by_request.values() if fence.end is None]
 
     def asked(self, fences: list[Fence], now: float, session: int = NO_SESSION) -> int:
-        """Records that a CLAIM of a session is sent, whose answer ends these fences; returns the
-        number of the CLAIM."""
+        """Records that a CLAIM with this session is sent, and that its answer ends these fences.
+        Returns the number of the CLAIM."""
         self._asked += 1
         number = self._asked
         self._unanswered[number] = _Unanswered(now, fences)
@@ -125,8 +127,8 @@ class Fences:
         return number
 
     def answered(self, session: int, now: float) -> None:
-        """Handles a CLAIMED of a session; raises RequestError if no CLAIM of the session is
-        unanswered."""
+        """Handles a CLAIMED with this session; raises RequestError if every CLAIM with this session
+        is already answered."""
         numbers = self._of_session.get(session)
         if not numbers:
             raise RequestError(
@@ -137,14 +139,14 @@ class Fences:
             del self._of_session[session]
         self.progressed(now)
         for fence in self._unanswered.pop(number).fences:
-            # The request's JOURNAL may have ended the fence already, or a later CLAIM may have to
-            # end it.
+            # The request's JOURNAL may have ended the fence already. Or ``add`` has restarted the
+            # fence, and the answer to a later CLAIM ends it.
             if self._by_request.get(fence.request) is fence and fence.end == number:
                 self._remove(fence)
 
     def progressed(self, now: float) -> None:
-        """Restarts the time in which the worker must answer. A worker with many entries to report
-        sends some of them between two steps, and must not count as hung."""
+        """Restarts the time in which the worker must answer. A worker that has many entries to
+        report sends some of them after each step, and must not count as hung meanwhile."""
         self._reported_at = now
 
     def reported(self, request: int) -> None:
@@ -240,7 +242,7 @@ def send_claim(
 
 
 def overdue(state: BrokerState, worker: Worker) -> str:
-    """The reason why a worker counts as lost if it has not answered a CLAIM in time; otherwise
+    """If a worker has not answered a CLAIM in time, the reason why it counts as lost; otherwise
     ``""``.
 
     A worker answers between two steps, so the limit is the longest time that a step may take.

@@ -11,7 +11,7 @@ NEVER = 1_000_000_000
 
 
 def bound_pauses() -> None:
-    """Turns full collections off in this process, and leaves those of young objects on.
+    """Turns full collections off in this process. Collections of young objects stay on.
 
     A full collection visits every object. With a million live streams it takes more than a second,
     in which the broker does not route messages. A full collection would not free anything:

@@ -191,8 +191,8 @@ class Inputs:
 
 
 def answers_input(worker: Worker, frames: list[bytes]) -> bool:
-    """Whether a worker's message is the answer to an input, which the broker itself has sent to the
-    state worker."""
+    """Whether a worker's message answers an input. The broker itself has sent the input to the
+    state worker, so the answer is for the broker."""
     return (
         frames[0] == b"VARIABLE_ANSWER"
         and worker.role == "state"

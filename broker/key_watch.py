@@ -18,8 +18,8 @@ SETTLED_S = 2.0
 the folder again. A later change may have the same time stamp."""
 
 Keys = tuple[Mapping[str, Allowed], Mapping[str, Allowed]]
-"""The keys that may connect as clients, and those that may connect as workers, each by the name of
-its holder."""
+"""The keys that may connect as clients, and the keys that may connect as workers, by the names of
+their holders."""
 
 
 class KeyWatch:
@@ -51,8 +51,8 @@ class KeyWatch:
         return self.read()
 
     def _changed_at(self) -> tuple[list[int], bool]:
-        """The time of the last change of the folders, and whether this change is at least
-        ``SETTLED_S`` old."""
+        """The time at which each folder last changed, in nanoseconds (0 if it cannot be read), and
+        whether the latest of these changes is more than ``SETTLED_S`` old."""
         changed = []
         for folder in self._folder.folders():
             try:

@@ -73,8 +73,8 @@ class Leases:
         registration. The broker requests at most one registration in ``heartbeat_s``, because each
         registration begins a new lease."""
         self._lost: dict[str, tuple[int, float]] = {}
-        """Workers that were silent or whose connections closed, by name: the number of the process,
-        which may still run, and the time of the loss."""
+        """By name of a worker that was silent or whose connection has closed: the number of its
+        process, which may still run, and the time of the loss."""
         self._names = ContestedNames(state.settings.expiry_s)
         self._stopped_until = float("-inf")
         """If a connection ends before this time, its worker does not count as dead. The time is set

@@ -5,9 +5,10 @@ state.
 request. ``transition`` also updates the tables of each state, so that no other code can leave a
 request in a table of another state. These are the tables of a request:
 
-- in ``QUEUED``, ``RUNNING``, ``MOVING`` and ``RETURNING``: the streams of its session;
-- in ``QUEUED``: its queue; in ``MOVING``: the requests that have lost their worker;
+- in ``QUEUED``: its queue;
+- in ``MOVING``: the requests that have lost their worker;
 - in ``RUNNING``, ``RETURNING`` and ``ENDED``: the requests of its worker;
+- in ``QUEUED``, ``RUNNING``, ``MOVING`` and ``RETURNING``: the streams of its session;
 - in all states but ``NEW`` and ``GONE``: the requests of the broker, their deadlines, the numbers
   of TOKENIZER requests by key, and the ids that log lines show.
 """

@@ -27,8 +27,8 @@ def log_end(
     """Logs the end of a worker's lease: a warning, unless the worker drained and then left.
 
     ``streams``: the requests that were open at the worker. ``live``: all requests that have not
-    ended, by id. Those of ``streams`` that are live and have no worker now wait for another worker,
-    for at most ``wait_s`` seconds.
+    ended, by id. A request in both that has no worker waits for another worker, for at most
+    ``wait_s`` seconds.
     """
     # A state worker has no requests to finish, so it leaves without a drain.
     planned = not loss.died and (worker.state is WorkerState.DRAINING or worker.role == "state")

@@ -1,5 +1,5 @@
-"""Handles requests whose worker is lost. Such requests wait for another worker, before all queued
-requests.
+"""Handles requests whose worker is lost. Such requests wait for another worker, and are started
+before all queued requests.
 
 A request moves with its journal (``stream_log.py``): the next worker continues after the entries
 that were routed, so that the client misses no entry and receives none twice.
@@ -42,7 +42,7 @@ class Moves:
 
     def sent(self, request: Request, before: bytes = b"", *, back: bool = False) -> None:
         """Records that a request goes to a worker. From now on, the log of the request's session
-        stores the request's entries, without which the request cannot move.
+        stores the request's entries, so that the request can move.
 
         If the broker does not store journals, the request's frames are dropped. ``before``: the
         entries that were routed earlier, as a body of TOKEN. ``back``: the request returns to its
@@ -173,8 +173,8 @@ class Moves:
     def _guilty(
         self, taken: list[tuple[Request, list[Token]]], worker: Worker, loss: Loss
     ) -> list[Request]:
-        """The guilty requests among ``taken``, the requests of a lost worker, each with its entries
-        (``quarantine.py``)."""
+        """The requests that the quarantine finds guilty of the loss of ``worker``. ``taken``: the
+        worker's requests, each with its entries."""
         silent_since = worker.last_seen + 2 * self._settings.heartbeat_s
         idle = [
             request

@@ -86,9 +86,9 @@ class Placement:
         return min(free, key=pool.rank, default=None)
 
     def beyond_capacity(self, request: Request) -> Worker | None:
-        """When all workers are full, chooses a worker that takes a request above its capacity.
-        Returns None if the request must wait, because a worker already has a request of the same
-        key or of the same user.
+        """Chooses a worker for a request although all workers are full. Returns None if the request
+        must wait, for example because a worker already has a request of the same key or of the same
+        user.
 
         Without this exception, the first request of a key would wait until a long stream of another
         key ends. For such requests, each worker accepts an eighth more than its capacity. A request

@@ -92,7 +92,8 @@ class Pool:
 
     def rank(self, worker: Worker) -> Rank:
         """The rank of a worker; lower ranks are preferred. Workers that have loaded the model
-        precede all others. Among these and among the others, less filled workers come first."""
+        precede workers that have not. Within each of these groups, less filled workers come
+        first."""
         return bool(self._model) and self._model not in worker.models, worker.fill
 
     def least_loaded(self) -> Worker | None:

@@ -132,7 +132,7 @@ class Prefixes:
         while depth < len(keys) and keys[depth] in self._holders:
             depth += 1
         if not depth or self._has(least_loaded.id, keys[depth - 1]):
-            # The other workers have neither more pages of the prompt nor fewer requests.
+            # No other worker has more pages of the prompt, or fewer requests.
             return least_loaded
         best, least = least_loaded, self._cost(least_loaded, keys, depth)
         for worker in islice(self._holding(keys, depth, pool), MAX_CANDIDATES):

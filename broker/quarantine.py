@@ -20,9 +20,9 @@ class Quarantine:
     """Counts for each request the workers that died before they sent a new token of the request.
 
     After two such deaths, which may be a coincidence, the request is a suspect. A suspect that runs
-    at another worker is on trial. If a suspect is on trial alone and its worker dies too, the
-    suspect is guilty. If there are several suspects, only some are on trial at the same time. Each
-    further death halves their number, until one suspect is on trial alone.
+    at another worker is on trial. The number of suspects on trial is limited. When a worker dies
+    before it has sent a new token of some suspects, the limit becomes half of their number, at
+    least one. If the limit was one and a suspect on trial is among them, this suspect is guilty.
     """
 
     def __init__(self) -> None:
@@ -39,8 +39,8 @@ class Quarantine:
     ) -> list[Request]:
         """Handles the loss of a worker. Returns a list with the guilty request, or an empty list.
 
-        ``idle``: the worker's streams of which it has sent no new token. ``others``: the worker's
-        other streams. ``died``: as in ``Loss``.
+        ``idle``: the streams that got no new token from the worker. ``others``: the worker's other
+        streams. ``died``: as in ``Loss``.
         """
         for request in others:
             self._clear(request)

@@ -13,8 +13,8 @@ from .session import KeyUse, Session
 from .settings import BrokerSettings
 
 MAX_WAITING = 0.5
-"""A request is refused if its expected time in the queue is more than this part of the time that is
-left of its ``timeout_s``."""
+"""A request is refused if its expected time in the queue exceeds this fraction of its remaining
+time (``timeout_s``)."""
 
 MAX_QUEUES = 256
 """Maximum number of models for which requests wait. A client may name any model that a worker can

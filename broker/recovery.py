@@ -42,8 +42,8 @@ class Recovery:
         self._follows = False
         self._expiry_s = settings.expiry_s
         self._back_until: dict[Code | str, float] = {}
-        """By error code: the time until which requests that would be refused with this error wait,
-        because a lost worker may register again."""
+        """By error code: a time in seconds. Until this time, requests wait instead of being refused
+        with the error, because a lost worker may register again."""
 
     def lost(self, role: str, now: float) -> None:
         """Records the loss of the last worker that served a model or a controller. This worker or

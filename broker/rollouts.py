@@ -286,8 +286,8 @@ class Rollouts:
         self._out.to_session(one.session, b"MSG", Msg(stream_id=one.stream_id, result=one.result))
 
     def _pass_on(self, one: _Running, upload: Upload) -> None:
-        """Passes the part of the weights that waits at the broker to the workers, if all workers
-        have requested this part."""
+        """If a part of the weights waits at the broker, and all workers have requested this part,
+        passes the part to them."""
         if not upload.part or not one.awaited.keys() <= upload.ready:
             return
         for worker in one.awaited.values():
@@ -382,7 +382,7 @@ class Rollouts:
         return self._states.get(model) or ModelState(model=model)
 
     def _serving(self, model: str, besides: Worker | None = None) -> list[Worker]:
-        """The GPU workers that serve a model, including workers that would first load the model."""
+        """The GPU workers that serve a model, including workers that have not loaded it yet."""
         workers = self._state.workers.values()
         return [w for w in workers if w.role == "gpu" and w.serves(model) and w is not besides]
 

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class KeyUse:
-    """The number and bytes of waiting requests, and the bytes of buffers, of all sessions of one
-    key. Each session without a key has its own ``KeyUse``."""
+    """The resources that all sessions of one key use together: waiting requests, their bytes, and
+    the bytes of buffers. Each session without a key has its own ``KeyUse``."""
 
     queued: int = 0
     queued_bytes: int = 0
     buffer_bytes: int = 0
     lists_until: float = 0.0
-    """The time at which the charges for lists of streams are paid off, in seconds (``check_lists``
-    in ``status.py``)."""
+    """Each list of streams moves this time, in seconds, further into the future. While it is more
+    than ``MAX_LISTED_S`` ahead, further lists are refused (``check_lists`` in ``status.py``)."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -77,8 +77,8 @@ class Session:
     """The time at which the session lost its connection, in seconds; None while the session has a
     connection."""
     probed: float | None = None
-    """The value of ``last_seen`` when the broker last checked the connection, because the client
-    was silent."""
+    """The broker checks the connection of a silent client. This is the value of ``last_seen`` at
+    the last check; None before the first."""
     cut: bool = False
     """Whether the broker has removed the connection because the client was silent. The client may
     still run."""
@@ -162,7 +162,7 @@ class SessionTable:
         self.by_peer: dict[bytes, Session] = {}
         self.by_token: dict[str, Session] = {}
         self._by_key: dict[str, dict[int, Session]] = {}
-        """The sessions of clients with a key, by key."""
+        """By key: the sessions of its clients. Sessions without a key are not in this dict."""
         self._uses: dict[str, KeyUse] = {}
         """The ``KeyUse`` of each key that has a session."""
         self.unread = UnreadAnswers()
@@ -201,12 +201,13 @@ class SessionTable:
         self.by_token[token] = session
 
     def of_key(self, key: str) -> list[Session]:
-        """The sessions of the clients with a key."""
+        """The sessions of the clients whose key is ``key``."""
         return list(self._by_key.get(key, {}).values())
 
     def some(self, key: str, number: int) -> list[Session]:
-        """Up to ``number`` sessions of the clients with a key, or of all clients if ``key`` is
-        empty. The next call returns other sessions, until all sessions were returned."""
+        """Up to ``number`` sessions of the clients whose key is ``key``, or of all clients if
+        ``key`` is empty. The next call returns other sessions, until all sessions were
+        returned."""
         sessions = self._by_key.get(key, {}) if key else self.by_id
         found = list(islice(sessions.values(), number))
         for session in found:
@@ -214,7 +215,7 @@ class SessionTable:
         return found
 
     def num_of_key(self, key: str) -> int:
-        """The number of sessions of the clients with a key."""
+        """The number of sessions of the clients whose key is ``key``."""
         return len(self._by_key.get(key, ()))
 
     def keys(self) -> dict[str, int]:

@@ -31,8 +31,8 @@ from .zap import number_connections, require_keys
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 2 * (MAX_BODY_BYTES + MAX_ATTACHMENT_BYTES)
-"""Maximum bytes of a frame. libzmq closes a connection on which a larger frame arrives. The broker
-refuses smaller frames above the protocol's limits with an ERROR."""
+"""Maximum bytes of a frame. libzmq closes a connection on which a larger frame arrives. If a frame
+is smaller but exceeds the protocol's limits, the broker answers with an ERROR."""
 MAX_PIPE_MESSAGES = 1000
 """Maximum number of a connection's messages that libzmq stores before the broker takes them."""
 HEARTBEAT_MS = 5000

@@ -93,9 +93,9 @@ class BrokerState:
 
     def is_operator(self, session: Session) -> bool:
         """Whether a client may send the operator's messages and see the streams of all clients.
-        Without keys, every client may, because all clients run on the broker's machine. With keys,
-        the client's key decides. A gateway never may, because its users would then have the same
-        rights."""
+        If the broker has no keys, each client may do so, because all clients run on the broker's
+        machine. With keys, the client's key decides. A gateway may never do so, because its users
+        would then have the same rights."""
         allowed = self.keyring.client(session.key)
         local = not session.key
         return not session.carries_users and (local or (allowed is not None and allowed.operator))

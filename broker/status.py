@@ -23,11 +23,11 @@ from .state import BrokerState
 from .tools import Tools
 
 LISTED_S = 50e-6
-"""Seconds that are charged to a client for each stream in a list. Listing a stream takes the broker
-about 1 to 2 µs."""
+"""Seconds by which a list moves ``lists_until`` (``KeyUse``) for each stream in the list. Listing a
+stream takes the broker about 1 to 2 µs."""
 MAX_LISTED_S = 1.0
-"""A client may not list streams while more than this number of seconds is charged to it. A charge
-is paid off as time passes."""
+"""A client may not list streams while its ``lists_until`` is more than this number of seconds in
+the future."""
 
 
 class Statuses:
@@ -125,10 +125,11 @@ def add_metrics(status: Status, state: BrokerState) -> None:
 
 
 def check_lists(session: Session, shown: Iterable[Session], now: float) -> None:
-    """Charges the key of ``session`` for a list of the streams of the sessions ``shown``. If the
-    session carries users, the session itself is charged, because its users share a key.
+    """Limits how often the clients of a key list streams. Each list moves ``KeyUse.lists_until`` of
+    the key of ``session`` by ``LISTED_S`` for each stream of the sessions ``shown``. If the session
+    carries users, ``Session.lists_until`` is used instead, because its users share a key.
 
-    Raises UnavailableError if more than ``MAX_LISTED_S`` is charged already. Without this bound, a
+    Raises UnavailableError if this time is more than ``MAX_LISTED_S`` ahead. Without this bound, a
     client could request hundreds of lists at the same time, and a list of thousands of streams
     takes the broker milliseconds.
     """

@@ -1,10 +1,10 @@
 """Handles the calls of tools: checks whether a client's program may make a call, chooses the tool
 worker, and records the end of the call.
 
-A program's controller worker sends CALL. The broker passes the call to a tool worker. It passes the
-answer to the controller worker that runs the program when the answer arrives. A call that was
-passed to a tool worker is never passed to another tool worker. If the last worker of a tool drains
-or was lost a moment ago, new calls of the tool wait for a worker that serves the tool.
+A program's controller worker sends CALL, and the broker passes the call to a tool worker. When the
+answer arrives, the broker passes it to the controller worker that then runs the program. A call
+that was passed to a tool worker is never passed to another tool worker. If the last worker of a
+tool drains or was lost a moment ago, new calls of the tool wait for a worker that serves the tool.
 """
 
 from __future__ import annotations

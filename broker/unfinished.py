@@ -12,8 +12,8 @@ too.
 
 A handshake may have properties of any number and size, which libzmq stores as long as the
 connection exists. A small property takes 40 times its bytes in memory. So all bytes that a
-connection has received outside its messages count as unfinished, until a check finds at most
-``QUIET_BYTES`` of them.
+connection has received outside its messages count as unfinished, until a check finds that they are
+at most ``QUIET_BYTES``.
 
 Unix sockets do not count bytes, and are not checked. Only processes of the broker's own user can
 open them.
@@ -40,7 +40,7 @@ CONNECTIONS_AT_ONCE = 128
 """Number of connections that one check visits. If ``TICKS`` checks would not visit all connections,
 a check visits more."""
 TICKS = 32
-"""Maximum number of checks in which all connections are visited once."""
+"""All connections are visited once within this number of checks."""
 MAX_UNFINISHED_BYTES = MAX_MESSAGE_BYTES
 """Maximum bytes of one message on the wire. A complete message between the protocol's limit and
 this bound is refused with an ERROR."""

@@ -18,7 +18,7 @@ LARGE_BYTES = 64 * 1024
 """Minimum bytes of an answer whose bytes are counted. A pipe full of smaller answers has at most 16
 MiB."""
 UNREAD_FACTOR = 16
-"""Another large answer is sent to a client only if its unread large answers have less than this
+"""A client gets another large answer only if its unread large answers have fewer bytes than this
 number times ``max_pending_bytes``."""
 MAX_CONNECTIONS = 20_000
 """Maximum number of connections with counts. Above this number, the counts of the connection that

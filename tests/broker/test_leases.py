@@ -127,9 +127,10 @@ def test_a_change_before_the_lease_is_granted_follows_it() -> None:
 
 
 def test_the_answer_to_an_earlier_register_grants_no_lease() -> None:
-    """The broker has requested a registration twice. The answer to the first REGISTER arrives after
-    the second was sent. If this answer granted a lease, entries that the worker then posts would
-    reach the broker under the second lease, before the JOURNALs of their streams."""
+    """The worker has sent a second REGISTER, because the broker asked for it with REREGISTER. The
+    answer to the first arrives. If the worker took this answer as its lease, it would post entries.
+    The broker, which has already begun the second lease, would accept them before it has the
+    JOURNALs of their streams."""
     bench = Bench(expiry_s=5.0)
     worker = begun(bench)
     bench.pass_time(7.0)
