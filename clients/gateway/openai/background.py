@@ -177,8 +177,8 @@ class BackgroundTask:
         it."""
         self.user = current_user.get()
         self.begun: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        """Receives the response in the form that is stored before its first token, or the error if
-        the response cannot begin."""
+        """Receives the response as it is first stored (status ``queued``), or the error if the
+        response cannot begin."""
         self._gateway = gateway
         self._stored = gateway.stored
         self._id = id

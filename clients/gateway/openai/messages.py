@@ -24,7 +24,8 @@ class CalledFunction(Body):
 
     name: str
     arguments: str
-    """The arguments as JSON text, unchanged from the model's output."""
+    """The arguments, normally the JSON text of the model's earlier answer. This struct does not
+    check the text."""
 
 
 class MessageCall(Body):
@@ -72,7 +73,8 @@ class FunctionMessage(Body, tag="function", tag_field="role"):
 
 
 class AssistantMessage(Body, tag="assistant", tag_field="role"):
-    """An assistant's message, in the form in which an answer contains it."""
+    """An assistant's message. It has all fields of the message in an answer (``AnsweredMessage``),
+    so a client can send an answer back as it is."""
 
     content: Content | None = None
     name: str | None = None
@@ -80,7 +82,7 @@ class AssistantMessage(Body, tag="assistant", tag_field="role"):
     reasoning_content: str | None = None
     """The thinking of the message, which is passed to the chat template."""
     refusal: str | None = None
-    """The text that the model sees if ``content`` is missing."""
+    """The text that the model sees if ``content`` is missing or empty."""
     audio: None = None
     function_call: CalledFunction | None = None
     """The older form of ``tool_calls``."""

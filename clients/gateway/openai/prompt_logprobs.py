@@ -24,8 +24,8 @@ class PromptLogprob(Struct):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each token of the prompt, a dict by token id, which has this token and the most likely tokens
-at its position. The first token has null."""
+"""An element for each token of the prompt: a dict by token id, which has this token and the most
+likely tokens at its position. The first element is null."""
 
 
 async def prompt_logprobs(

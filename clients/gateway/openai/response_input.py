@@ -188,9 +188,9 @@ def to_turns(
 def _add_to_answer(turns: list[Turn], parts: Sequence[Part], ends: tuple[type[Part], ...]) -> None:
     """Adds ``parts`` to the assistant's turn at the end of ``turns``.
 
-    A new turn begins if the last turn is not the assistant's, or if its last part is of a kind in
-    ``ends``: the kinds that cannot precede ``parts`` in one answer. Thinking precedes text, and
-    text precedes calls.
+    ``ends``: the kinds of parts that cannot precede ``parts`` in one answer. Thinking precedes
+    text, and text precedes calls. A new turn begins if the last part of the last turn is of such a
+    kind, or if the last turn is not the assistant's.
     """
     last = turns[-1] if turns else None
     ended = last is not None and bool(last.parts) and isinstance(last.parts[-1], ends)

@@ -19,7 +19,7 @@ was loaded."""
 
 
 class Model(Struct):
-    """A loaded model, a LoRA adapter of a loaded model, or a further name of one of these."""
+    """A loaded model, a LoRA adapter of a loaded model, or a further name of a model or adapter."""
 
     id: str
     created: int

@@ -1,4 +1,4 @@
-"""Adds the text that the bus leaves out to an answer: the stop string that ended the answer, and
+"""Adds to an answer the text that the bus leaves out: the stop string that ended the answer, and
 special tokens."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class ShownText:
     """The text to add to an answer."""
 
     with_stop: bool
-    """Whether the text ends with the stop string or the special token that ended it."""
+    """Whether the stop string or the special token that ended the answer is added to the text."""
     special: Mapping[int, str]
     """The names of special tokens that are added to the text, by their ids."""
 

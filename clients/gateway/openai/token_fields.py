@@ -38,8 +38,8 @@ class WeightSpan(Struct, omit_defaults=True):
 
 
 def weights_label(version: int, weights: str) -> str:
-    """The version of weights as a text: its number, or a hash before the first update. The LoRA
-    adapter, if any, follows in both cases."""
+    """The version of weights as a text: the number of the last update; before the first update, the
+    hash of the loaded weights. A LoRA adapter follows after ``+``."""
     _, plus, adapter = weights.partition("+")
     return f"{version}{plus}{adapter}" if version else weights
 
@@ -56,11 +56,12 @@ class TokenFields(Struct, kw_only=True):
     processed_logprobs: list[float | None] | UnsetType = UNSET
     """The log-probability of each new token under the distribution that it was drawn from."""
     kept: list[int | list[int] | None] | UnsetType = UNSET
-    """For each new token, the ids of the candidates that it was drawn from. If the candidates are
-    more than 1,024 tokens or the whole vocabulary, the value is their number."""
+    """For each new token, the ids of the candidates that it was drawn from. If there are more than
+    1,024 candidates, or if all tokens of the vocabulary are candidates, the value is the number of
+    candidates."""
     spans: list[WeightSpan] | UnsetType = UNSET
     """With ``return_token_ids``: how the tokens were computed. A chunk has a span only if the
-    span begins with its token."""
+    chunk's token is the first token of the span."""
     removed_tokens: int | UnsetType = UNSET
     """In a chunk, with ``return_token_ids``: the number of tokens that the client must remove
     before it adds the chunk's tokens."""

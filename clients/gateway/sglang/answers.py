@@ -42,8 +42,9 @@ class MetaInfo(Struct, kw_only=True):
     completion_tokens: int
     cached_tokens: int
     weight_version: str
-    """The version of the weights that computed the last token: the number of their update, or a
-    hash before the first update."""
+    """The weights that computed the last token: the number of the last update; before the first
+    update, the hash of the loaded weights. A LoRA adapter follows after ``+``. Empty if there are
+    no spans."""
     spans: list[WeightSpan]
     e2e_latency: float
     """Seconds since the request arrived."""
@@ -54,8 +55,9 @@ class MetaInfo(Struct, kw_only=True):
     output_processed_logprobs: list[float | None] | UnsetType = UNSET
     """The log-probability of each new token under the distribution that it was drawn from."""
     output_kept: list[int | list[int] | None] | UnsetType = UNSET
-    """For each new token, the ids of the candidates that it was drawn from. If the candidates are
-    more than 1,024 tokens or the whole vocabulary, the value is their number."""
+    """For each new token, the ids of the candidates that it was drawn from. If there are more than
+    1,024 candidates, or if all tokens of the vocabulary are candidates, the value is the number of
+    candidates."""
     tokenbus: Receipt | UnsetType = UNSET
     """The receipt of an ended sequence."""
 
@@ -91,9 +93,10 @@ class Reports:
     processed: bool
     kept: bool
     prompt: PromptLogprobs | None = None
-    """The reported part of the prompt; None: only new tokens are reported."""
+    """The reported part of the prompt. None if only new tokens are reported."""
     _prompt: tuple[list[Logprob], list[list[Logprob] | None]] | None = field(default=None)
-    """``prompt`` in the form of the answer, and its most likely tokens at each position."""
+    """The tokens of ``prompt`` as the answer reports them, and the most likely tokens at each
+    position. ``add_to`` makes them at its first use if ``logprobs`` is set; None before."""
 
     def add_to(self, info: MetaInfo, sequence: GeneratedSequence) -> None:
         """Adds the requested data about the tokens of a sequence to ``info``."""

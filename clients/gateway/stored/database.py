@@ -207,7 +207,7 @@ class Database:
         return [data for found in rows for (data,) in found]
 
     def given(self, user: str, id: str) -> list[bytes]:
-        """The items of a response's input, without those of earlier responses."""
+        """The items of a response's input, without the items of earlier responses."""
         return [
             data
             for (data,) in self._connection.execute(

@@ -16,22 +16,23 @@ class Running:
         self._begun: dict[tuple[str, str], asyncio.Future[bytes]] = {}
         """The futures that the method ``begun`` returns, by user and id."""
         self._changed: dict[tuple[str, str], asyncio.Event] = {}
-        """For each response, the flag that its readers wait for. It is set, and removed from this
-        dict, when the response has new events or has ended."""
+        """By response: the flag that its readers wait for. When the response has new events or has
+        ended, the flag is set and removed from this dict."""
 
     def start(
         self, user: str, id: str, work: Coroutine[Any, Any, None], begun: asyncio.Future[bytes]
     ) -> None:
-        """Runs ``work``, which generates a response of ``user``, in the context of this call.
-        ``begun``: receives the response as it is stored before its first token, or the error."""
+        """Starts a task that runs ``work``, which generates a response of ``user``. The task gets a
+        copy of the caller's context variables. ``begun``: the future that receives the response as
+        it is first stored (status ``queued``), or the error if the response cannot begin."""
         key = user, id
         task = asyncio.ensure_future(work)
         self._tasks[key], self._begun[key] = task, begun
         task.add_done_callback(lambda _: self._ended(key))
 
     def begun(self, user: str, id: str) -> asyncio.Future[bytes] | None:
-        """The future with the response as it is stored before its first token; None if this process
-        does not generate the response."""
+        """The future that receives the response as it is first stored (``start``); None if this
+        process does not generate the response."""
         return self._begun.get((user, id))
 
     def changes(self, user: str, id: str) -> asyncio.Event | None:
