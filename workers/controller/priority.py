@@ -42,7 +42,7 @@ class Priority:
 
     def watch(self, share: float, long: bool, running: bool) -> None:
         """Sets the priority. ``share``: the share of a core's time that the process has used since
-        the last call of this method; ``long``: whether a call in the process has begun long ago;
+        the last call of this method. ``long``: whether a call in the process has begun long ago.
         ``running``: whether a call is running."""
         if long and share > MIN_SHARE:
             self._set(LOW_NICENESS)

@@ -16,8 +16,9 @@ from .messages import Outcome
 
 
 def answers_of(outcome: Outcome, size: int) -> Iterator[Answer | TokenbusError]:
-    """Yields the answers in ``outcome``, and then its error if a call failed. ``size``: number of
-    tokens of the vocabulary. Raises ValueError or TokenbusError if an answer is not valid."""
+    """Yields the answers in ``outcome`` and, if a call failed, the error of this call. ``size``:
+    number of tokens of the vocabulary. Raises ValueError or TokenbusError if an answer is not
+    valid."""
     if outcome.post is not None:
         yield CONTINUE if outcome.post == Action.CONTINUE else STOP
     if outcome.pre is not None:

@@ -163,9 +163,9 @@ class Channel:
         self._head[_CURRENT_AT : _CURRENT_AT + 4] = number.to_bytes(4, "little")
 
     def shrink(self, *, masks: bool) -> None:
-        """Called by the worker after a request. Frees the memory of both areas if a part was large,
-        or the memory of both areas and of the masks if ``masks`` is true. Freed memory then reads
-        as zeros."""
+        """Called by the worker after a request. If ``masks`` is true, frees the memory of both
+        areas and of the masks. Otherwise frees only the memory of both areas, and only if a part
+        was large. Freed memory reads as zeros."""
         if masks:
             self._map.madvise(mmap.MADV_REMOVE, HEAD_BYTES, SHARED_BYTES - HEAD_BYTES)
         elif self._largest > KEPT_BYTES:

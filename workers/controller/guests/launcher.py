@@ -21,8 +21,8 @@ from .setup import Setup
 log = logging.getLogger(__name__)
 
 SPAWN_S = 60.0
-"""Maximum wait for a new process, in seconds. The wait may be long because the zygote itself may
-still be starting, on a loaded machine."""
+"""Maximum wait for a new process, in seconds. On a loaded machine, the zygote itself may still be
+starting."""
 MAX_REPORT = 64 * 1024
 """Maximum bytes of a message from the zygote."""
 

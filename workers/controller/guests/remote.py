@@ -75,9 +75,9 @@ class Place(NamedTuple):
         return "the controller" if self.load else f"the controller {self.module}"
 
     def blamed(self, arg: bytes) -> str:
-        """The module that is refused if its process ends several times. If the argument of a
-        request is its script, only this script is refused, because other users of the tenant run
-        other scripts in the same interpreter."""
+        """The module that is refused if guest processes die several times during its calls. If the
+        argument of a request is its script, only this script is refused, because other users of
+        the tenant run other scripts in the same interpreter."""
         if not self.module.startswith(INTERPRETER):
             return self.module
         return self.module + hashlib.sha256(arg).hexdigest()
@@ -320,7 +320,7 @@ class RemoteController:
         )
 
     def _note(self, died: GuestDied) -> None:
-        """Counts the end of a process during a call of this controller. If this is the
+        """Counts the end of a process during a call of this controller. If this end is the
         ``MAX_LOSSES``-th in a row, or if the watchdog killed the process because of this call, sets
         the error with which the sequence ends."""
         if died.cause is Cause.OTHER:

@@ -51,10 +51,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def isolate(*, same_users: bool) -> list[str]:
     """Moves this process and its later forks to an empty network and an empty file system. Called
-    by its only thread. Returns the layers that are missing.
+    by the only thread of this process. Returns the layers that are missing.
 
-    ``same_users``: whether this process must keep its user ids. If it need not, it may enter a new
-    user namespace, which gives it the rights to enter the other namespaces.
+    ``same_users``: whether this process must keep its user ids. Otherwise the process may enter a
+    new user namespace, which gives it the rights to enter the other namespaces.
     """
     spaces = {
         "a network namespace": _CLONE_NEWNET | _CLONE_NEWIPC,
@@ -95,9 +95,9 @@ def bound_memory(memory_bytes: int) -> None:
 def drop_rights(
     memory_bytes: int = resource.RLIM_INFINITY, user: GuestUser | None = None
 ) -> list[str]:
-    """Gives up the rights of this process. Called by its only thread. Returns the layers that are
-    missing. ``memory_bytes``: bound on the private writable memory of the process. ``user``: the
-    new user of the process; None if the user does not change."""
+    """Gives up the rights of this process. Called by the only thread of this process. Returns the
+    layers that are missing. ``memory_bytes``: bound on the private writable memory of the process.
+    ``user``: the new user of the process; None if the user does not change."""
     bound_memory(memory_bytes)
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

@@ -26,14 +26,14 @@ KEEP_S = 1.0
 """A process with controllers may be ended to make room for another process if its last call ended
 at least this number of seconds ago."""
 TURN_S = 10.0
-"""If all processes were used recently, the oldest process may be ended to make room once it has run
-for this number of seconds. So if there are more tenants than processes, the tenants take turns."""
+"""If all processes were used recently, the oldest process that is not in a call may be ended to
+make room, once it has run for this number of seconds. So the tenants take turns."""
 MAX_LAUNCHES = 3
 """Maximum number of zygotes (parents of guest processes) that are tried for one guest process, if
 each zygote ends before it has forked the process."""
 MAX_DEATHS = 3
-"""A module is refused to a tenant if, within ``DEATHS_S`` seconds, this number of the tenant's
-sequences end because their calls of the module have ended a guest process."""
+"""A module is refused to a tenant when this number of the tenant's sequences have ended within
+``DEATHS_S`` seconds, each because guest processes had died during its calls of the module."""
 DEATHS_S = 60.0
 
 _Key = tuple[str, int]
@@ -41,9 +41,9 @@ _Key = tuple[str, int]
 
 
 class Deaths:
-    """Counts the sequences that ended because one of their calls had ended the guest process. Each
-    pair of tenant and module has its own count. Several tenants may have uploaded the same module,
-    so tenants are counted separately. Thread-safe."""
+    """Counts the sequences that ended because guest processes had died during their calls. Each
+    pair of tenant and module has its own count, because several tenants may have uploaded the same
+    module. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -92,10 +92,11 @@ class _Known(NamedTuple):
 class ProcessTable:
     """The guest processes of a worker. Thread-safe.
 
-    At most ``max_processes`` processes run. If another process is needed, the table ends a process
-    without controllers. If each process has controllers, it ends the least recently used process,
-    or the oldest if all were used recently. The controllers of the ended process are replayed in a
-    new process at their next calls.
+    At most ``max_processes`` processes run. To make room for another process, the table ends a
+    process that is not in a call: first processes without controllers, then the least recently used
+    process. If all these processes have controllers and were used less than ``KEEP_S`` ago, the
+    table ends the oldest of them, but only if this process has run for ``TURN_S``. The controllers
+    of the ended process are replayed in a new process at their next calls.
     """
 
     def __init__(self, setup: Setup, max_processes: int) -> None:

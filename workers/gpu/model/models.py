@@ -259,9 +259,10 @@ class Models:
             raise ModelLoadError(str(error)) from error
 
     def _draft_model_for(self, loaded: LoadedModel) -> LoadedModel | None:
-        """The draft model, loaded at its first use. None if no draft model is configured, or if the
-        draft model cannot draft for this model. Raises ModelLoadError if the draft model cannot be
-        loaded, or if it cannot draft for the default model."""
+        """The draft model, loaded at its first use. None if no draft model is configured, if
+        ``speculation`` is ``off``, or if the draft model cannot draft for this model. Raises
+        ModelLoadError if the draft model cannot be loaded, or cannot draft for the default
+        model."""
         settings = self._settings
         if not settings.draft_model or settings.speculation == "off":
             return None

@@ -449,8 +449,8 @@ class Arrivals:
 def client_of(session: int, message: Generate | Score) -> int:
     """Returns a number that identifies the client of a request. The engine shares its slots fairly
     among clients. If the request has neither ``by`` nor ``group``, the client is the session.
-    Otherwise the client is the user ``by`` in the group of sessions ``group``, or in the session if
-    ``group`` is empty."""
+    Otherwise the client is the user ``by`` of the group of sessions ``group``. Without a group,
+    the client is the user ``by`` of the session."""
     if not message.by and not message.group:
         return session
     owner = message.group or str(session)
@@ -459,9 +459,8 @@ def client_of(session: int, message: Generate | Score) -> int:
 
 
 def _with_controller(message: Generate) -> Generate:
-    """Returns a request with ``heal_prompt``, and ensures that the request has a controller,
-    because controllers apply the healing. A request without a controller gets a controller that
-    allows any text."""
+    """Returns a request that has ``heal_prompt``. Controllers apply the healing, so a request
+    without a controller gets a controller that allows any text."""
     if message.controller:
         return message
     name = controller_of(message.controller, message.heal_prompt)

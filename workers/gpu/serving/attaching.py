@@ -3,8 +3,8 @@
 An answer can contain all entries of a stream, up to 100,000, and a client may send many ATTACHes or
 cause many CLAIMs. So each pass of the worker's loop sends a bounded number of entries, and sessions
 take turns. A CLAIM is answered with a JOURNAL for each stream of its session, and with CLAIMED.
-Entries that are rows (``streams.ROW``) are sent in columns, without an object for each token. One
-message has the rows of all streams of a session that the pass answers.
+Entries that are rows (``streams.ROW``) are sent in columns, without an object for each token. If a
+pass answers several streams of a session, one message has the rows of all these streams.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The table of live streams, and everything that a GPU worker sends to their clients.
 
 A stream ends either with the TOKEN message that contains the end of its last sequence, or with an
-ERROR. Every stream gets one of these messages, even if its tokens cannot be sent, unless the stream
-is dropped.
+ERROR. Every stream that is not dropped gets one of these messages, even if its tokens cannot be
+sent.
 """
 
 from __future__ import annotations

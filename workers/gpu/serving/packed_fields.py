@@ -29,7 +29,7 @@ fields."""
 
 def pack(entry: Token) -> int:
     """Replaces long fields of a sent entry by ``msgspec.Raw``, which has their bytes in msgpack.
-    Returns the number of these bytes. Lists and maps with at most one value stay as they are.
+    Returns the number of these bytes. Does not replace lists and maps that have at most one value.
     """
     size = 0
     for name in _KINDS:
@@ -42,7 +42,8 @@ def pack(entry: Token) -> int:
 
 
 def unpacked(entry: Token) -> Token:
-    """The entry before ``pack``, with the same bits; the entry itself if no field is packed."""
+    """The entry as it was before ``pack``; floats have the same bits as before. Returns ``entry``
+    itself if no field is packed."""
     found = {
         name: msgpack.decode(value, type=kind)
         for name, kind in _KINDS.items()

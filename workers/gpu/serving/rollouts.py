@@ -164,8 +164,8 @@ class Rollouts:
     # --- between two steps ----------------------------------------------------------------------
 
     def act(self) -> None:
-        """Carries out the orders that have arrived, and replaces weights with those that have been
-        read. Called between two steps."""
+        """Carries out the orders that have arrived, and replaces the weights of models whose new
+        weights have been read. Called between two steps."""
         while not self._read.empty():
             self._take_read(*self._read.get())
         for reading in self._readings.values():

@@ -150,9 +150,9 @@ class Steering:
         self._post([b"START", encode_header(request), body], link)
 
     def note_text_ends(self, request: int) -> None:
-        """Records how the texts of a request end, before the request is cancelled. If the
-        constraint of a sequence has sent its mask, the text is complete if the mask allows an
-        end-of-sequence token, and is cut otherwise."""
+        """Records how the texts of a request end, before the request is cancelled. A text whose
+        constraint has sent the next mask is complete if this mask allows an end-of-sequence token.
+        Otherwise such a text is cut."""
         steered = self._requests.get(request)
         if steered is None or not steered.constrained:
             return
@@ -164,8 +164,8 @@ class Steering:
                 steered.text_ends[seq] = "complete" if whole else "cut"
 
     def kept_ends(self, request: int) -> list[TokenOutput]:
-        """The last outputs of a cancelled request that were waiting for a controller's last
-        round."""
+        """The stored last outputs of the sequences of a cancelled request. These outputs wait for
+        the controller's last round."""
         steered = self._requests.get(request)
         return list(steered.ends.values()) if steered is not None else []
 
@@ -634,8 +634,8 @@ class Steering:
 
     def _ends_run(self, update: StepSequence, logprob: float) -> bool:
         """Adds the token of an update, and the token's log-probability, to the sequence's run.
-        Returns False while the run continues. At its end, or without a run, returns True; the
-        update then has all tokens of the run."""
+        Returns False while the run continues. When the run ends, gives the update all tokens of the
+        run and returns True. If the sequence has no run, returns True."""
         key = update.request, update.seq
         run = self._runs.get(key)
         if run is None:

@@ -124,7 +124,8 @@ class Stream:
     metrics: ModelMetrics | None = None
     """The metrics of the model, while an engine runs the request."""
     move: Move | None = None
-    """The move of a moved stream, until the client is notified."""
+    """The move of a moved stream. None if the stream has not moved, or after the client was
+    notified."""
     moves: int = 0
     """Number of moves of the stream so far, including the move to this worker."""
     span: Span | None = None
@@ -182,8 +183,8 @@ class Stream:
         self.begun.clear()
 
     def begin(self, entry: Token) -> None:
-        """Adds the span to an entry that is its sequence's first entry from this worker, and
-        ``exact`` to an entry that is its sequence's last entry."""
+        """Adds the span to the first entry that a sequence gets from this worker, and ``exact`` to
+        the last entry of a sequence."""
         if self.span is None:
             return
         if entry.seq not in self.begun:

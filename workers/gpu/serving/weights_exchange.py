@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 AGAIN_S = 2.0
 """Seconds after which a part is requested again, from another worker if there are several."""
 KEPT_S = 30.0
-"""Seconds after the last part was sent until the description of the sent file is dropped."""
+"""The description of a sent file is dropped this number of seconds after the last part was sent."""
 
 
 class Sender:

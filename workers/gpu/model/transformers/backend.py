@@ -22,8 +22,9 @@ log = logging.getLogger(__name__)
 
 MAX_COMPILED_VARIANTS = 64
 """Maximum number of compiled forms of one function; torch's default is 8. torch compiles a separate
-form for zero, one and several rows of logits, and for one and several tokens. If methods of several
-classes have the same decorator, each class also has separate forms."""
+form for zero, one and several rows of logits, and for one and several tokens. Methods that have the
+same decorator share the code of the decorator's wrapper, so torch counts the forms of all their
+classes as forms of one function."""
 
 
 class TransformersBackend(ForwardBackend):
@@ -75,9 +76,10 @@ def compiled_model(model: Any) -> Any:
     """A model or function through torch.compile.
 
     torch stores the C++ code that it generates, and later processes use the stored code. By
-    default, the key of the stored code does not contain the width of the vectors. Code that was
-    generated for vectors of 8 floats was then compiled with vectors of 16 floats, and wrote past
-    the end of its output. The option ``cpp.simdlen`` adds the width to the key.
+    default, the key of the stored code does not contain the width of the vectors. So a process that
+    uses vectors of 16 floats could compile stored code that was generated for vectors of 8 floats.
+    Such code wrote past the end of its output. The option ``cpp.simdlen`` adds the width to the
+    key.
     """
     # This import takes more than a second.
     from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -99,8 +101,8 @@ def attention_name(layout: Layout) -> str:
 def compiled_backend(
     name: str, model: Any, tensors: StepTensors, layout: Layout
 ) -> CompiledBackend | None:
-    """The model through torch.compile; None, with the reason in the log, if its logits differ from
-    the model's own."""
+    """The model through torch.compile. If it raises an exception, or if its logits differ from the
+    model's own, returns None and logs the reason."""
     # This import takes more than a second.
     from torch._dynamo import config
 
