@@ -6,7 +6,6 @@ from pathlib import Path
 
 from .local import INTERRUPTED, QUESTIONS, Local, conversations, plain
 
-
 ANSWERED = [number for number in range(len(QUESTIONS)) if number != INTERRUPTED]
 
 
