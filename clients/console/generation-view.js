@@ -119,11 +119,11 @@ export class GenerationView extends EventTarget {
       this.#generation.add(entry, now);
       this.#dialogue.add(entry);
     }
-    const refused = this.#generation.failed && !this.#generation.tokens;
-    const begun = this.#generation.tokens || !this.#generation.running;
+    const refused = this.#generation.failed && !this.#generation.received;
+    const begun = this.#generation.received || !this.#generation.running;
     if (begun && !refused && this.#shown !== this.#generation) this.#show();
     const waits = entries.some((entry) => entry.messages?.length || entry.waiting);
-    if (this.#generation.tokens || waits) this.#say("running");
+    if (this.#generation.received || waits) this.#say("running");
     if (this.#generation.running) return this.#update();
     this.#draw();
     this.#ended();
@@ -142,7 +142,7 @@ export class GenerationView extends EventTarget {
     this.dispatchEvent(new CustomEvent("running", { detail: false }));
     if (failed.length === sequences.length) {
       const [{ code, error }] = failed;
-      if (!this.#generation.tokens) this.#refused();
+      if (!this.#generation.received) this.#refused();
       this.dispatchEvent(
         new CustomEvent("fault", { detail: { code, message: error, path: null } }),
       );
@@ -153,7 +153,7 @@ export class GenerationView extends EventTarget {
     this.#dialogue.end();
     this.#generation.fail(fault, performance.now());
     this.#say("failed");
-    if (!this.#generation.tokens) this.#refused();
+    if (!this.#generation.received) this.#refused();
     this.dispatchEvent(new CustomEvent("running", { detail: false }));
     this.dispatchEvent(new CustomEvent("fault", { detail: fault }));
     this.#update();
@@ -231,15 +231,15 @@ function showHeading() {
 }
 
 function showFigures(generation) {
-  const { tokens, takenBack, promptTokens, cachedTokens, request } = generation;
+  const { tokens, received, takenBack, promptTokens, cachedTokens, request } = generation;
   const { startedAt, firstAt, endedAt } = generation;
   const list = byId("figures");
   list.hidden = false;
   const taken = takenBack ? `, ${count(takenBack)} taken back` : "";
   const facts = [["Tokens", count(tokens) + taken]];
   if (firstAt !== null) facts.push(["First token", micros((firstAt - startedAt) * 1000)]);
-  if (endedAt !== null && tokens > 1 && endedAt > firstAt) {
-    facts.push(["Tokens/s", count(Math.round(((tokens - 1) * 1000) / (endedAt - firstAt)))]);
+  if (endedAt !== null && received > 1 && endedAt > firstAt) {
+    facts.push(["Tokens/s", count(Math.round(((received - 1) * 1000) / (endedAt - firstAt)))]);
   }
   if (promptTokens) facts.push(["Prompt", `${count(promptTokens)}, ${count(cachedTokens)} cached`]);
   if (generation.sequences.size > 1) facts.push(["Sequences", count(generation.sequences.size)]);

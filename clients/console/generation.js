@@ -47,12 +47,12 @@ export class Sequence {
   /** Number of the sequence's own tokens that a splice dropped. */
   takenBack = 0;
   /**
-   * The other sequence to which a controller has appended all tokens of this sequence, for example
+   * The other sequence to which a controller has appended the text of this sequence, for example
    * because this sequence was the best of several.
    */
   chosenBy = null;
-  /** The ids of the tokens that the controller appended after the last sampled token or splice. */
-  run = [];
+  /** The text that the controller appended after the last sampled token or splice. */
+  run = "";
 
   constructor(seq, parent, from) {
     this.seq = seq;
@@ -87,25 +87,21 @@ export class Sequence {
         this.items.push(Object.assign(copy, { taken: true, inherited: true }));
       }
     }
-    this.run = [];
+    this.run = "";
     this.inherited = Math.min(this.inherited, this.kept.length);
     this.splices.push({ from: this.kept.length + n, to: this.kept.length });
   }
 
   append(item) {
-    if (!item.appended) this.run = [];
-    else this.run.push(item.id);
+    this.run = item.appended ? this.run + item.text : "";
     this.items.push(item);
     this.kept.push(item);
   }
 
-  /**
-   * Whether the tokens `run` are all own tokens of this sequence, or all except the last one.
-   */
+  /** Whether `run` is the text of all own tokens of this sequence, or of all except the last one. */
   hasWritten(run) {
-    const own = this.kept.slice(this.inherited);
-    const rest = own.length - run.length;
-    return (rest === 0 || rest === 1) && run.every((id, i) => own[i].id === id);
+    const own = this.kept.slice(this.inherited).map((item) => item.text);
+    return [own, own.slice(0, -1)].some((texts) => texts.join("") === run);
   }
 }
 
@@ -114,7 +110,8 @@ export class Generation {
   sequences = new Map();
   logs = [];
   writes = [];
-  tokens = 0;
+  /** Number of received tokens, including tokens that splices dropped. */
+  received = 0;
   promptTokens = 0;
   cachedTokens = 0;
   firstAt = null;
@@ -131,6 +128,11 @@ export class Generation {
   /** Whether all sequences ended with errors. */
   get failed() {
     return !this.running && [...this.sequences.values()].every((s) => s.error);
+  }
+
+  /** Number of tokens of all sequences, without tokens that splices dropped. */
+  get tokens() {
+    return [...this.sequences.values()].reduce((sum, s) => sum + s.own, 0);
   }
 
   /** Number of tokens that splices dropped. */
@@ -160,7 +162,7 @@ export class Generation {
     if (entry.backtrack) sequence.takeBack(entry.backtrack);
     if (entry.token !== null) {
       this.firstAt ??= now;
-      this.tokens++;
+      this.received++;
       sequence.append(new Item(entry));
     }
     this.#note(sequence, entry);
@@ -190,9 +192,9 @@ export class Generation {
     return sequence;
   }
 
-  /** Sets `chosenBy` of the sequence whose tokens a controller appended to the sequence `judge`. */
+  /** Sets `chosenBy` of the sequence whose text a controller appended to the sequence `judge`. */
   #markChosen(judge) {
-    if (!judge.run.length) return;
+    if (!judge.run) return;
     const others = [...this.sequences.values()].filter((s) => s !== judge);
     const chosen = others.find((s) => s.hasWritten(judge.run));
     if (chosen) chosen.chosenBy = judge;
