@@ -84,7 +84,7 @@ def test_best_of_gives_sequence_0_the_best_text() -> None:
     best = max(range(1, 5), key=lambda seq: len(run.text(seq)))
     assert run.text(0) == run.text(best)
     assert run.text(best).endswith("cccc")
-    assert f"best of 4: sequence {best}" in run.logs[0]
+    assert f"best of 4: text {best} " in run.logs[0]
     firsts = [run.tokens[seq][0] for seq in range(1, 5)]
     assert len({token % 4 for token in firsts}) == 4
 
