@@ -26,24 +26,32 @@ export const EXAMPLES = [
   {
     name: "Arithmetic",
     kind: "yacc",
-    prompt: "result = ",
-    argument: `%start sum
-
-%left "+" "-"
-%left "*" "/"
+    prompt: "def area(width, height):\n    return ",
+    argument: `%start line
 %%
 
-NUMBER: "/[0-9]+/" ;
-NAME: "/[a-z_]+/" ;
+NAME: "/width|height/" ;
+NUMBER: "/[2-9]/" ;
+
+line
+    : terms "\\n"
+    ;
+
+terms
+    : sum " + " product
+    | sum " - " product
+    ;
 
 sum
-    : sum "+" sum
-    | sum "-" sum
-    | sum "*" sum
-    | sum "/" sum
-    | "(" sum ")"
-    | NAME
-    | NUMBER
+    : product
+    | terms
+    ;
+
+product
+    : NAME
+    | NAME " * " NAME
+    | NAME " / " NUMBER
+    | NAME " * (" terms ")"
     ;
 `,
   },
@@ -87,7 +95,7 @@ sum
     name: "The longest of four, by forks",
     kind: "controller",
     module: "best_of",
-    prompt: "def ",
+    prompt: 'class Stack:\n    def pop(self):\n        """',
     argument: "4 20 longest",
   },
   {

@@ -225,15 +225,55 @@ def test_the_sequence_that_a_controller_chose_is_marked_and_the_counts_agree(
     console.finished()
     chosen = console.page.get_by_text("✓ chosen by #0")
     expect(chosen).to_have_count(1)
-    marked = console.page.locator("#sequences > li").filter(has=chosen).locator(".token")
-    judged = console.sequence(0).locator(".token.appended")
-    assert marked.all_text_contents()[: judged.count()] == judged.all_text_contents()
+    marked = console.page.locator("#sequences > li").filter(has=chosen)
+    texts = [
+        "".join(sequence.locator(f".token{kind}").all_text_contents()).removesuffix("·")
+        for sequence, kind in ((console.sequence(0), ".appended"), (marked, ""))
+    ]
+    assert texts[0] == texts[1]
     assert console.page.locator("#forks text", has_text="✓").count() == 1
     shown = console.page.locator("#sequences .state").all_inner_texts()
-    counts = [int(n) for text in shown for n in re.findall(r"(\d+) (?:tokens?|taken)", text)]
-    total = figure(console, "Tokens").partition(",")[0]
-    assert sum(counts) == int(total)
-    expect(console.page.locator("#progress")).to_have_text(f"finished: {total} tokens")
+    counts = [int(n) for text in shown for n in re.findall(r"(\d+) tokens?", text)]
+    assert figure(console, "Tokens") == f"{sum(counts)}, 1 taken back"
+    expect(console.page.locator("#progress")).to_have_text(f"finished: {sum(counts)} tokens")
+
+
+def test_the_example_of_arithmetic_gives_a_short_expression_for_every_seed(
+    console: Console,
+) -> None:
+    console.page.locator("#example").select_option(label="Arithmetic")
+    prompt = console.page.locator("#prompt").input_value()
+    for seed in range(1, 9):
+        console.generate(seed=seed)
+        expect(console.page.locator("#figures")).to_contain_text(
+            f"Seed\n{seed}", use_inner_text=True
+        )
+        console.finished()
+        text = console.sequence(0).locator(".text").text_content().removeprefix(prompt)
+        expression = text.strip("↵\n")
+        assert re.search("[a-z].*[a-z]", expression), expression
+        assert len(expression) < 100
+        eval(expression, {"width": 3, "height": 5})
+
+
+def test_the_counts_agree_after_a_splice(console: Console) -> None:
+    example(console, "A word replaced, by backtracking")
+    console.generate(max_tokens=12, temperature=0)
+    console.finished()
+    [shown] = re.findall(r"(\d+ tokens, \d+ taken back)", console.sequence(0).inner_text())
+    assert figure(console, "Tokens") == shown.replace(" tokens", "")
+    expect(console.page.locator("#progress")).to_have_text("finished: 12 tokens")
+
+
+def test_the_texts_that_an_example_writes_to_variables_are_shown_as_texts(
+    console: Console,
+) -> None:
+    example(console, "The longest of four, by forks")
+    console.generate(seed=1)
+    console.finished()
+    variables = console.page.locator("#variables .value").all_text_contents()
+    assert len(variables) == 4
+    assert all(re.fullmatch(r'text [1-4] = ".*"', one, re.DOTALL) for one in variables), variables
 
 
 def test_a_generation_waits_for_the_upload_of_its_controller(
