@@ -278,19 +278,23 @@ def test_errors_name_the_line_of_the_script(script: str, error: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "call"),
+    ("lines", "call", "line"),
     [
-        (["ctx.fixed('a')"], "fixed"),
-        (["await ctx.fixed('a')", "return ctx.stop()"], "stop"),
-        (["ctx.log(ctx.gen(max_tokens=3) + 'a')"], "gen"),
-        (["if ctx.gen(choice=['yes']) == 'yes': pass", "await ctx.fixed('b')"], "gen"),
-        (["ctx.call('weather', city='Oslo')", "await ctx.fixed('b')"], "call"),
+        (["ctx.fixed('a')"], "fixed", "2"),
+        (["await ctx.fixed('a')", "return ctx.stop()"], "stop", "3"),
+        (["ctx.log(ctx.gen(max_tokens=3) + 'a')"], "gen", "2"),
+        (["if ctx.gen(choice=['yes']) == 'yes': pass", "await ctx.fixed('b')"], "gen", "2"),
+        (["ctx.call('weather', city='Oslo')", "await ctx.fixed('b')"], "call", "2"),
+        (["await ctx.fixed('a')  # ctx.fixed()", "", "ctx.fixed('b')"], "fixed", "4"),
+        (["await (ctx.fixed('a'))", "ctx.fixed('b')", "ctx.fixed('c')"], "fixed", "3 or 4"),
+        (["f = ctx.gen", "f(max_tokens=3)"], "gen", ""),
     ],
 )
-def test_a_call_that_is_not_awaited_is_an_error(lines: list[str], call: str) -> None:
+def test_a_call_that_is_not_awaited_is_an_error(lines: list[str], call: str, line: str) -> None:
     run = play(main(*lines))
     assert run.errors[0].endswith(
-        f"ctx.{call}(…) was not awaited, so it has no effect; expected await ctx.{call}(…)"
+        f"{f'line {line}: ' if line else ''}ControllerError: ctx.{call}(…) was not awaited, so it "
+        f"has no effect; expected await ctx.{call}(…)"
     )
     assert run.text() in ("", "a")
 
