@@ -161,6 +161,12 @@ def test_errors_name_the_line_of_the_script(script: str, error: str) -> None:
     assert re.search(error, said), said
 
 
+def test_a_call_before_the_earlier_call_was_awaited_is_an_error() -> None:
+    run = play(main("ctx.fixed('a');\nctx.log(ctx.gen({regex: '[0-9]'}));"))
+    [error] = run.errors.values()
+    assert error.endswith("line 3: Error: gen: the script has to await its previous call first")
+
+
 @pytest.mark.parametrize("before", ["", "await ctx.fixed('a');"])
 def test_an_endless_loop_is_an_error_of_the_script(before: str) -> None:
     with Ticker(engine):

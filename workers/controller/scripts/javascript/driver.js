@@ -297,7 +297,12 @@ function give_bias(bias) {
 }
 
 function ask(operation, name) {
-  if (pending) throw new Error(`${name}: the script has to await its previous call first`);
+  if (pending) {
+    // The script's functions are asynchronous. If the script does not await this call either, its
+    // error would be lost.
+    failure = { error: new Error(`${name}: the script has to await its previous call first`) };
+    throw failure.error;
+  }
   if (ended) throw new Error(`${name}: the script has ended`);
   return new Promise((resolve, reject) => {
     if (operation.finished) return resolve(operation.answer);
