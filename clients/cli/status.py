@@ -74,12 +74,17 @@ def absence_lines(status: Status) -> list[str]:
 
 
 def isolation_lines(status: Status) -> list[str]:
-    """One line for each controller worker whose guests run without some layers of isolation."""
-    return [
-        f"{worker.name}: guests lack {'; '.join(worker.missing_layers)}"
-        for worker in status.workers
-        if worker.missing_layers
-    ]
+    """Lines with the layers of isolation that are missing at each controller worker, and the
+    remedies."""
+    lines = []
+    for worker in status.workers:
+        if worker.missing_layers:
+            lines.append(
+                f"{worker.name} runs clients' controllers without these layers of isolation "
+                "(docs/security.md):"
+            )
+            lines += [f"  {layer}" for layer in worker.missing_layers]
+    return lines
 
 
 def path_lines(status: Status) -> list[str]:
@@ -89,7 +94,8 @@ def path_lines(status: Status) -> list[str]:
         for model, path in worker.paths.items():
             if path.attention:
                 graphs = f", {path.graphs} CUDA graphs" if path.graphs else ""
-                lines.append(f"{worker.name}, {model}: {path.attention}{graphs}")
+                how = f"{path.attention} of the KV cache{graphs}"
+                lines.append(f"{worker.name} computes the attention of {model} with {how}")
             if path.quantized is not None:
                 lines.append(f"  {_quantized(path.quantized)}")
             if path.why_not_exact:

@@ -109,7 +109,7 @@ def status() -> Status:
 
 def test_status_shows_the_attention_and_each_fallback() -> None:
     assert path_lines(status()) == [
-        "gpu-1, m: SDPA over gathered blocks",
+        "gpu-1 computes the attention of m with SDPA over gathered blocks of the KV cache",
         "  not exact: torch computes its steps",
         "  slower than possible: attention: torch 2.11 has none",
     ]

@@ -78,9 +78,12 @@ class Zygote:
         """Reports the missing layers of isolation to the worker."""
         missing = isolate(same_users=self._user is not None)
         if self._user is None:
-            missing.append("a user of their own (guest_user is not set)")
+            missing.append("a user of their own (set guest_user: tokenbus up --guest-user NAME)")
         if min(memory_limits(), default=MAX_MEMORY) >= MAX_MEMORY:
-            missing.append("a cgroup with a memory limit")
+            missing.append(
+                "a cgroup with a memory limit (run the worker in a container, or in a systemd unit "
+                "with MemoryMax)"
+            )
         read, write = os.pipe()
         if not os.fork():
             try:

@@ -54,9 +54,10 @@ def test_streams_continue_when_the_parent_of_all_processes_is_killed(system: Sys
 def test_the_status_names_the_missing_layers(system: System) -> None:
     status = system.client.status()
     [worker] = [each for each in status.workers if each.role == "controller"]
-    assert "a user of their own (guest_user is not set)" in worker.missing_layers
-    [line] = isolation_lines(status)
-    assert line == f"{worker.name}: guests lack {'; '.join(worker.missing_layers)}"
+    [title, *layers] = isolation_lines(status)
+    assert title.startswith(f"{worker.name} runs clients' controllers without these layers")
+    assert layers == [f"  {layer}" for layer in worker.missing_layers]
+    assert "  a user of their own (set guest_user: tokenbus up --guest-user NAME)" in layers
 
 
 def test_guest_processes_end_with_their_worker(system: System) -> None:
