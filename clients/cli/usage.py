@@ -73,6 +73,11 @@ class Parser(argparse.ArgumentParser):
             )
         if setting in PARAMETERS and "--set" in self._option_string_actions:
             self.error(f"the parameter {setting!r} has no flag; use --set {setting}=VALUE")
+        if name == "--front" and "--back" in self._option_string_actions:
+            self.error(
+                "unknown flag '--front'; a worker connects to the broker's address for workers: "
+                "use --back ADDRESS, or --run-dir with the folder of tokenbus up"
+            )
         self.error(f"unknown flag {name!r}{suggestion(name, list(self._option_string_actions))}")
 
 

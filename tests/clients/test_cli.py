@@ -284,6 +284,10 @@ def test_parameters_are_split_from_a_line(
         (["fly"], 2, "COMMAND: unknown value 'fly'"),
         ([], 2, "COMMAND is missing; valid: up, down, "),
         (["controller"], 2, "ACTION is missing; valid: upload, tag, list, delete, run, serve"),
+        (["controller", "serve", "x:y", "--front", "tcp://127.0.0.1:1"], 2,
+         "unknown flag '--front'; a worker connects to the broker's address for workers: use "
+         "--back ADDRESS"),
+        (["tool", "serve", "x.py", "--front=tcp://127.0.0.1:1"], 2, "use --back ADDRESS"),
         (["--nonsense"], 2, "unknown flag '--nonsense' before COMMAND; valid: up, down, "),
         (["up", "--exact", "on"], 2, "the setting 'exact' has no flag; set TOKENBUS_EXACT=VALUE"),
         (["up", "--device", "gpu"], 2,
