@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from ...protocol.endpoints import host_and_port, separate
 from ...protocol.messages import StoredModule
 from ...protocol.python_command import python_command
 from ...protocol.settings import Settings, environment
@@ -23,6 +25,8 @@ from .options import add_connection, add_parameters, add_request, client_for
 SHORT_ID = 12
 """Number of characters of a module id that messages show. Commands accept the first 8 or more
 characters of an id."""
+CONNECT_S = 1.0
+"""Seconds after which a broker's TCP address counts as not in use."""
 
 
 def add_command(commands: Any) -> None:
@@ -186,11 +190,10 @@ def _show(module: StoredModule, as_json: bool) -> int:
 
 
 def wait_notice(settings: Settings) -> None:
-    """Prints a notice if the broker's Unix socket for workers does not exist, so that a worker that
+    """Prints a notice if nothing listens at the broker's address for workers, so that a worker that
     starts now has to wait for a broker."""
     back = settings.back_endpoint
-    socket = back.removeprefix("ipc://")
-    if socket != back and not socket.startswith("@") and not Path(socket).exists():
+    if not any(map(_listens, separate(back))):
         where = f"--back {back}" if settings.back else f"--run-dir {settings.run_folder}"
         print(
             f"tokenbus: waiting for a broker at {back}; is a system running with {where}?",
@@ -198,6 +201,22 @@ def wait_notice(settings: Settings) -> None:
             flush=True,
         )
     sys.stdout.flush()
+
+
+def _listens(address: str) -> bool:
+    """Whether a process listens at an address. True for an address that cannot be checked."""
+    kind, _, rest = address.partition("://")
+    if kind == "ipc":
+        return rest.startswith("@") or Path(rest).exists()
+    if kind != "tcp":
+        return True
+    try:
+        with socket.create_connection(host_and_port(rest), CONNECT_S):
+            return True
+    except ValueError:
+        return True
+    except OSError:
+        return False
 
 
 # --- a worker for Python controllers --------------------------------------------------------------

@@ -15,7 +15,7 @@ from tokenbus.clients import Client
 from tokenbus.clients.cli.controller_run import _lent
 from tokenbus.protocol.messages import MAX_INPUT_BYTES, StoredModule
 
-from ..processes import Bus, clean_environment, until
+from ..processes import Bus, clean_environment, free_port, until
 from ..worlds.controllers import serving_main
 from .controller_command import PROMPT, TOKENBUS, start_long_run, tokenbus
 from .test_cli import tokenbus as every_command
@@ -525,9 +525,12 @@ def test_an_input_that_is_refused_does_not_end_the_dialogue(steered: Bus, tmp_pa
 
 
 @pytest.mark.process
-def test_serve_says_that_it_waits_where_no_broker_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["--run-dir", "--back"])
+def test_serve_says_that_it_waits_where_no_broker_is(tmp_path: Path, flag: str) -> None:
+    folder, tcp = str(tmp_path), f"tcp://127.0.0.1:{free_port()}"
+    value, address = (folder, f"ipc://{folder}/back.sock") if flag == "--run-dir" else (tcp, tcp)
     process = subprocess.Popen(
-        [TOKENBUS, "controller", "serve", "tokenbus_example:None", "--run-dir", str(tmp_path)],
+        [TOKENBUS, "controller", "serve", "tokenbus_example:None", flag, value],
         env=clean_environment(),
         stderr=subprocess.PIPE,
         text=True,
@@ -535,7 +538,6 @@ def test_serve_says_that_it_waits_where_no_broker_is(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=300)
     first, second = errors.splitlines()
     assert first == (
-        f"tokenbus: waiting for a broker at ipc://{tmp_path}/back.sock; is a system running with "
-        f"--run-dir {tmp_path}?"
+        f"tokenbus: waiting for a broker at {address}; is a system running with {flag} {value}?"
     )
     assert (process.returncode, "tokenbus_example" in second) == (2, True)

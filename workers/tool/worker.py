@@ -60,7 +60,7 @@ class ToolWorker:
     def run(self) -> int:
         """Serves; returns 0. Returns 1 after ``fail``, or if a tool has blocked the event loop for
         ``hung_step_s``; the broker then ends the calls with errors."""
-        log.info("serves the tools %s", ", ".join(self._tools))
+        log.info("loaded the tools %s", ", ".join(self._tools))
         self._bus.start()
         while not self._done():
             if time.monotonic() - self._seen_at > self._settings.hung_step_s:
