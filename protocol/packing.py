@@ -55,11 +55,15 @@ def pack(frames: Sequence[bytes]) -> Frames:
     return [b"".join((start, *frames[:count])), *frames[count:]]
 
 
+_CLIENT_FRAMES = 2
+"""Number of frames of a message between a broker and its clients: the type and the body."""
+
+
 def unpack(received: Frames) -> Frames:
     """The frames of a message. ``received``: the frames from the socket, at least one.
 
     Raises RequestError: ``unsupported_version`` for another version, ``bad_message`` if the sizes
-    do not match the frame.
+    do not match the frame, or for a message between a broker and its clients.
     """
     packed = received[0]
     if len(packed) >= _THREE_SIZE and len(received) == 1:
@@ -75,6 +79,12 @@ def unpack(received: Frames) -> Frames:
 def _unpack_any(received: Frames) -> Frames:
     packed = received[0]
     if packed[:1] != bytes((PACKING_VERSION,)):
+        if len(received) == _CLIENT_FRAMES and packed.isalpha():
+            raise RequestError(
+                Code.BAD_MESSAGE,
+                f"{packed.decode()} is a message between a broker and its clients; a worker needs "
+                "the broker's address for workers (the setting back), not its address for clients",
+            )
         raise _another_version(packed)
     count = int.from_bytes(packed[2:4], "little")
     at = 4 * count

@@ -353,6 +353,8 @@ class Dealer:
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._received = False
+        self._dropped = ""
+        """The message of the last error of a received message. Each error is logged once."""
         self._refusals = Counter[str]()
         for valid in self._addresses:
             check_address(valid)
@@ -603,7 +605,10 @@ class Dealer:
             try:
                 unpacked.append(unpack(frames))
             except RequestError as error:
-                log.warning("dropped a message from the broker at %s: %s", self.address, error)
+                # A wrong broker sends the same answer about once a second.
+                if error.message != self._dropped:
+                    self._dropped = error.message
+                    log.warning("dropped a message from the broker at %s: %s", self.address, error)
         return unpacked
 
     def _clear_wake(self) -> None:

@@ -14,6 +14,7 @@ import pytest
 import zmq
 from tokenbus.protocol.errors import TokenbusError
 from tokenbus.protocol.frames import Frames
+from tokenbus.protocol.packing import pack
 from tokenbus.transport.dealer import NEVER_MS, AddressError, Dealer, check_address, make_dealer
 from zmq.utils.monitor import recv_monitor_message
 
@@ -130,6 +131,21 @@ def test_messages_go_both_ways_and_a_close_sends_what_is_left(router: Router) ->
     dealer.close()
     assert [router.receive()[1:] for _ in range(2)] == [[b"one", b"more"], [b"last"]]
     assert peer.reasons == [""]
+
+
+def test_a_worker_at_the_address_for_clients_logs_once_that_it_needs_the_other_one(
+    router: Router, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = Echo()
+    dealer = Dealer(router.address, peer, "test", linger_ms=0, packed=True)
+    dealer.start()
+    worker, _ = router.receive()
+    for frames in ([b"ERROR", b"body"], [b"ERROR", b"body"], pack([b"HEARTBEAT"])):
+        router.send([worker, *frames])
+    until(lambda: peer.received == [[b"HEARTBEAT"]], WAIT_S, "the last message was received")
+    dealer.close()
+    [record] = [one for one in caplog.records if "dropped a message" in one.message]
+    assert "a worker needs the broker's address for workers (the setting back)" in record.message
 
 
 def test_a_wake_up_from_another_thread_sends_at_once(router: Router) -> None:
