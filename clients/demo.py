@@ -41,16 +41,17 @@ HTTP_PORTS = range(26_000, 32_000)
 """Ports of the gateway."""
 
 PROMPT = 'def read_lines(path):\n    """'
-EIGHT = [
-    "import os\nimport ",
-    "class Stack:\n    def ",
-    '{"name": "',
-    "for line in ",
-    "    raise ValueError(",
-    '    """Return the ',
-    "[1, 2, 3, ",
-    "if __name__ == ",
-]
+EIGHT = {
+    "import os\nimport ": 4,
+    "class Stack:\n    def ": 3,
+    '{"name": "': 2,
+    "for line in ": 5,
+    "    raise ValueError(": 3,
+    '    """Return the ': 13,
+    "[1, 2, 3, ": 12,
+    "if __name__ == ": 2,
+}
+"""Prompts, each with a seed for which the embedded model writes a good text."""
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red", "bright_cyan", "white")
 SCORED = ("import ", ("os", "sys", "banana"))
 STEERED = {
@@ -170,7 +171,8 @@ async def _eight(front: str, console: Console) -> None:
     order: list[int] = []
     async with AsyncClient(front) as client:
         streams = [
-            client.generate(p, max_tokens=40, temperature=0.6, seed=i) for i, p in enumerate(EIGHT)
+            client.generate(prompt, max_tokens=40, temperature=0.6, seed=seed)
+            for prompt, seed in EIGHT.items()
         ]
         started = time.monotonic()
         with Live(console=console, refresh_per_second=20, transient=True) as live:
@@ -193,10 +195,10 @@ async def _eight(front: str, console: Console) -> None:
 def _lines(streams: list[AsyncStream]) -> Table:
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True, overflow="ellipsis")
-    for number, stream in enumerate(streams):
+    for prompt, stream, colour in zip(EIGHT, streams, COLOURS, strict=True):
         text = "".join(s.text for s in stream.sequences)
-        line = Text(EIGHT[number].replace("\n", "⏎"), style="bold")
-        line.append(text.replace("\n", "⏎"), style=COLOURS[number])
+        line = Text(prompt.replace("\n", "⏎"), style="bold")
+        line.append(text.replace("\n", "⏎"), style=colour)
         table.add_row(line)
     return table
 
