@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -37,6 +38,8 @@ FLAGS = {
     "n": "number of sequences (default: 1)",
 }
 """The options that have their own flag, and the help text of the flag."""
+NOT_IN_JSON = re.compile(r"[+-]?(\.[0-9]+|[0-9]+\.[0-9]*)")
+"""Matches numbers that JSON does not have, such as ``.7``."""
 
 
 def add_connection(parser: argparse.ArgumentParser) -> None:
@@ -157,7 +160,7 @@ def _value(name: str, text: str) -> Any:
     try:
         value = msgspec.json.decode(text)
     except msgspec.DecodeError:
-        value = text
+        value = float(text) if NOT_IN_JSON.fullmatch(text) else text
     if name == "stop" and not isinstance(value, list):
         value = [value]
     try:

@@ -205,6 +205,7 @@ def test_an_error_of_several_lines_is_one(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("line", "prompt", "options"),
     [
+        ("Hi temperature=.5 top_p=1.", "Hi", {"temperature": 0.5, "top_p": 1.0}),
         (
             "Hello there temperature=1.2 max_tokens=5",
             "Hello there",
