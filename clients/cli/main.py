@@ -101,7 +101,14 @@ class _ShowVersion(argparse.Action):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    words = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(words: Sequence[str]) -> int:
     args = build_parser(*words[:1]).parse_args(words)
     try:
         names = {field.name for field in msgspec.structs.fields(Settings)}
@@ -126,9 +133,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         byte = error.object[error.start]
         print(f"tokenbus: the input is not valid UTF-8 at byte {byte:#x}", file=sys.stderr)
         return WRONG_USAGE
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return INTERRUPTED
     except BrokenPipeError:
         # The output's reader has closed the pipe. Python would report the error again at exit, so
         # further output is discarded.

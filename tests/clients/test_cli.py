@@ -230,6 +230,17 @@ def test_parameters_are_split_from_a_line(
         assert split_parameters(line) == (prompt, options)
 
 
+def test_ctrl_c_while_a_command_is_imported_is_not_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules[main.__module__], "import_module", interrupted)
+    assert main(["status"]) == 130
+    assert capsys.readouterr().err == "\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
