@@ -96,8 +96,9 @@ const FACTS = {
 
 /** The attention backend and the graphs of a model, and the reasons why fast paths are missing. */
 function pathFacts({ attention, graphs, fallbacks = [] }) {
-  const how = graphs ? `${attention}, ${count(graphs)} CUDA graphs` : attention;
-  return [how ?? "", ...fallbacks.map((why) => `slower than possible: ${why}`)];
+  const how = attention ? `attention: ${attention}` : "";
+  const shown = graphs ? `${how}, ${count(graphs)} CUDA graphs` : how;
+  return [shown, ...fallbacks.map((why) => `slower than possible: ${why}`)];
 }
 
 function makeNode(node) {
