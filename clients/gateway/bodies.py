@@ -18,24 +18,8 @@ from .errors import ApiError
 from .idempotency import HEADER, LAST_EVENT, current_named
 from .leniency import Ignored, decode
 from .turns import current_user
+from .value_counts import MAX_STRINGS, SMALL_BODY_BYTES, ValueCounts
 from .wrong_values import refusal
-
-SMALL_BODY_BYTES = 256 * 1024
-"""A body with at most this number of bytes is decoded immediately. Its values are not counted, and
-it does not wait until other bodies are decoded."""
-MAX_STRINGS = 65_536
-"""Maximum number of strings in a body, including field names. Decoding creates a Python object for
-each string, and blocks the event loop meanwhile."""
-MAX_VALUES = 1_048_576
-"""Maximum number of values in a body, such as token ids."""
-MAX_CONTAINERS = 65_536
-"""Maximum number of lists and objects in a body. Decoding one of them takes longer than decoding a
-number."""
-_STRUCTURE = b",[{"
-"""Outside strings, one of these characters precedes each element of a list and each field of an
-object. The number of these characters is therefore about the number of values. An empty list or
-object counts twice.
-"""
 
 
 class Body(Struct, kw_only=True):
@@ -160,10 +144,10 @@ def check_inner(texts: Sequence[str]) -> None:
     Decoding them would block the event loop for too long."""
     if sum(map(len, texts)) <= SMALL_BODY_BYTES:
         return
-    counts = [_counts(text.encode(errors="surrogatepass")) for text in texts]
-    num_strings, num_values, _ = (sum(counted) for counted in zip(*counts, strict=True))
-    if num_strings + num_values > MAX_STRINGS:
-        raise _too_many(num_strings + num_values, "values in texts that are JSON", MAX_STRINGS)
+    counts = ValueCounts.of(text.encode(errors="surrogatepass") for text in texts)
+    count = counts.strings + counts.values
+    if count > MAX_STRINGS:
+        raise _too_many(count, "values in texts that are JSON", MAX_STRINGS)
 
 
 def _check_values(body: bytes) -> None:
@@ -172,26 +156,9 @@ def _check_values(body: bytes) -> None:
     Decoding them would block the event loop for too long. The values are therefore counted in the
     raw bytes.
     """
-    num_strings, num_values, num_containers = _counts(body)
-    if num_strings > MAX_STRINGS:
-        raise _too_many(num_strings, "strings (with field names)", MAX_STRINGS)
-    if num_values > MAX_VALUES:
-        raise _too_many(num_values, "values", MAX_VALUES)
-    if num_containers > MAX_CONTAINERS:
-        raise _too_many(num_containers, "lists and objects", MAX_CONTAINERS)
-
-
-def _counts(body: bytes) -> tuple[int, int, int]:
-    """The numbers of strings, of values, and of lists and objects in a JSON text. The last two
-    numbers are 0 if the text has more than MAX_STRINGS strings."""
-    # After the escaped quotes are removed, every string is the text between two quotes.
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
-    num_strings = plain.count(b'"') // 2
-    if num_strings > MAX_STRINGS:
-        return num_strings, 0, 0
-    structure = b"".join(plain.split(b'"')[::2])
-    num_values = len(structure) - len(structure.translate(None, _STRUCTURE))
-    return num_strings, num_values, structure.count(b"[") + structure.count(b"{")
+    excess = ValueCounts.of((body,)).excess
+    if excess is not None:
+        raise _too_many(*excess)
 
 
 def _too_many(count: int, what: str, limit: int) -> ApiError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from ..value_counts import SMALL_BODY_BYTES, ValueCounts
 from .tables import connect
 
 MAX_BYTES = 512 * 1024 * 1024
@@ -86,7 +88,8 @@ class UnfinishedError(NotStoredError):
 
 
 class ContextTooLargeError(Exception):
-    """The items of earlier responses exceed ``MAX_CONTEXT_BYTES``."""
+    """The items of earlier responses exceed ``MAX_CONTEXT_BYTES``, or have more values than a body
+    may have."""
 
 
 class Database:
@@ -159,21 +162,22 @@ class Database:
 
     def items(self, user: str, ids: Sequence[str]) -> dict[str, bytes]:
         """The stored items of a user with these ids, by id. If several items have the same id, an
-        item of an output takes precedence over an item of an input. Raises
-        ContextTooLargeError."""
+        item of an output takes precedence over an item of an input. Raises ContextTooLargeError. An
+        item counts as often as ``ids`` names it."""
         found: dict[str, bytes] = {}
         sql = (
             "SELECT data FROM items JOIN responses ON response = number"
             " WHERE items.id = ? AND user = ? ORDER BY given, number DESC LIMIT 1"
         )
         size = 0
-        for id in dict.fromkeys(ids):
+        for id, count in Counter(ids).items():
             row = self._connection.execute(sql, (id, user)).fetchone()
             if row is not None:
                 found[id] = row[0]
-                size += len(row[0])
+                size += count * len(row[0])
             if size > MAX_CONTEXT_BYTES:
                 raise ContextTooLargeError
+        _check_values([found[id] for id in ids if id in found])
         return found
 
     def context(self, user: str, id: str) -> list[bytes]:
@@ -204,7 +208,9 @@ class Database:
             run.executemany(sql, [(now, number) for number in chain])
         sql = "SELECT data FROM items WHERE response = ? ORDER BY place"
         rows = (self._connection.execute(sql, (number,)) for number in reversed(chain))
-        return [data for found in rows for (data,) in found]
+        items = [data for found in rows for (data,) in found]
+        _check_values(items)
+        return items
 
     def given(self, user: str, id: str) -> list[bytes]:
         """The items of a response's input, without the items of earlier responses."""
@@ -394,6 +400,14 @@ class Database:
             run.execute("ROLLBACK")
             raise
         run.execute("COMMIT")
+
+
+def _check_values(items: Sequence[bytes]) -> None:
+    """Raises ContextTooLargeError if items have more values together than a body may have. The
+    gateway decodes the items at once."""
+    is_small = sum(map(len, items)) <= SMALL_BODY_BYTES
+    if not is_small and ValueCounts.of(items).excess is not None:
+        raise ContextTooLargeError
 
 
 def _size_of(items: Sequence[Item]) -> int:

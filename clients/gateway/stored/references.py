@@ -86,8 +86,8 @@ async def context_of(stored: StoredResponses, previous: str) -> list[dict[str, A
 def _too_large(param: str) -> ApiError:
     return invalid_field(
         param,
-        f"{param}: the stored items of this input have more than {MAX_CONTEXT_BYTES} bytes "
-        "together; begin a new conversation, and refer to each item only once",
+        f"{param}: the stored items of this input have more than {MAX_CONTEXT_BYTES} bytes or too "
+        "many values together; begin a new conversation, and refer to each item only once",
     )
 
 

@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from tokenbus.clients.gateway.bodies import (
-    MAX_CONTAINERS,
-    MAX_STRINGS,
-    MAX_VALUES,
-    SMALL_BODY_BYTES,
-    Body,
-    decode_body,
-    decode_in_turn,
-)
+from tokenbus.clients.gateway.bodies import Body, decode_body, decode_in_turn
 from tokenbus.clients.gateway.context import Gateway
 from tokenbus.clients.gateway.conversation.parts import Call, Turn
 from tokenbus.clients.gateway.conversation.rendering import for_template
 from tokenbus.clients.gateway.errors import ApiError
 from tokenbus.clients.gateway.turns import current_user
+from tokenbus.clients.gateway.value_counts import (
+    MAX_CONTAINERS,
+    MAX_STRINGS,
+    MAX_VALUES,
+    SMALL_BODY_BYTES,
+)
 from tokenbus.protocol.body_bounds import MAX_PLAIN_BODY_BYTES
 from tokenbus.protocol.errors import RequestError
 from tokenbus.protocol.lines import line_frames

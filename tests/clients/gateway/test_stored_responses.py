@@ -25,6 +25,7 @@ from tokenbus.clients.gateway.stored.database import (
 )
 from tokenbus.clients.gateway.stored.references import replaced
 from tokenbus.clients.gateway.stored.tables import FILE
+from tokenbus.clients.gateway.value_counts import MAX_CONTAINERS
 
 from ...processes import Bus, Gateway
 from .openai_requests import MODEL, openai_client
@@ -170,6 +171,21 @@ def test_the_items_of_an_input_are_bounded(
         database.context("ann", "2")
     with pytest.raises(ContextTooLargeError):
         database.items("ann", ["a", "b"])
+
+
+@pytest.mark.parametrize("value", [[], "", {}])
+def test_the_values_of_an_input_s_items_are_bounded(database: Database, value: Any) -> None:
+    half = [value] * (MAX_CONTAINERS // 2 + 1)
+    for id, previous in (("1", None), ("2", "1")):
+        found = Item(id, json.dumps({"id": id, "x": half, "text": "x" * 2**17}).encode(), False)
+        database.save("ann", stored(id, previous), [found])
+    assert ids(database.context("ann", "1")) == ["1"]
+    with pytest.raises(ContextTooLargeError):
+        database.context("ann", "2")
+    assert set(database.items("ann", ["1"])) == {"1"}
+    for repeated in (["1", "2"], ["1", "1"]):
+        with pytest.raises(ContextTooLargeError):
+            database.items("ann", repeated)
 
 
 def test_references_are_replaced() -> None:

@@ -1,0 +1,60 @@
+"""Counts the values in JSON texts before they are decoded, because decoding many values blocks the
+event loop for too long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+SMALL_BODY_BYTES = 256 * 1024
+"""The values in JSON texts that have at most this number of bytes together are not counted."""
+MAX_STRINGS = 65_536
+"""Maximum number of strings in a body, including field names. Decoding creates a Python object for
+each string, and blocks the event loop meanwhile."""
+MAX_VALUES = 1_048_576
+"""Maximum number of values in a body, such as token ids."""
+MAX_CONTAINERS = 65_536
+"""Maximum number of lists and objects in a body. Decoding one of them takes longer than decoding a
+number."""
+_STRUCTURE = b",[{"
+"""Outside strings, one of these characters precedes each element of a list and each field of an
+object. The number of these characters is therefore about the number of values. An empty list or
+object counts twice.
+"""
+
+
+class ValueCounts(NamedTuple):
+    """The numbers of strings, of values, and of lists and objects. The last two numbers are 0 if
+    one text has more than ``MAX_STRINGS`` strings."""
+
+    strings: int
+    values: int
+    containers: int
+
+    @classmethod
+    def of(cls, texts: Iterable[bytes]) -> ValueCounts:
+        """The counts of some JSON texts together."""
+        counted = [_counts(text) for text in texts]
+        return cls(*(sum(column) for column in zip(cls(0, 0, 0), *counted, strict=True)))
+
+    @property
+    def excess(self) -> tuple[int, str, int] | None:
+        """The first count above its bound, with the name of the counted values and the bound. None
+        if all bounds hold."""
+        bounds = (
+            (self.strings, "strings (with field names)", MAX_STRINGS),
+            (self.values, "values", MAX_VALUES),
+            (self.containers, "lists and objects", MAX_CONTAINERS),
+        )
+        return next((bound for bound in bounds if bound[0] > bound[2]), None)
+
+
+def _counts(text: bytes) -> ValueCounts:
+    # After the escaped quotes are removed, every string is the text between two quotes.
+    plain = text.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in text else text
+    num_strings = plain.count(b'"') // 2
+    if num_strings > MAX_STRINGS:
+        return ValueCounts(num_strings, 0, 0)
+    structure = b"".join(plain.split(b'"')[::2])
+    num_values = len(structure) - len(structure.translate(None, _STRUCTURE))
+    return ValueCounts(num_strings, num_values, structure.count(b"[") + structure.count(b"{"))
