@@ -91,7 +91,9 @@ class GpuWorker:
         )
         self._ranks = Ranks(settings.tp, settings.device) if settings.tp > 1 else None
         self._models = Models(settings, self._bus.interrupt, self._ranks)
-        self._streams = LiveStreams(self._bus.post, self._release, name=self._name)
+        self._streams = LiveStreams(
+            self._bus.post, self._release, name=self._name, num_workers=settings.gpu_workers
+        )
         self._steering = Steering(
             partial(self._bus.post, wake=False),
             decision_timeout(settings),

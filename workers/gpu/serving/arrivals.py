@@ -300,8 +300,8 @@ class Arrivals:
         path = engine.path_of(stream.adapter)
         _check_adapter(stream, waiting.sent or (), path)
         stream.compute_by(path)
-        client = client_of(stream.session, message)
-        common = {"priority": message.priority, "client": client}
+        stream.client = client_of(stream.session, message)
+        common = {"priority": message.priority, "client": stream.client}
         if isinstance(message, Score):
             stream.usage = engine.score(
                 stream.request,
@@ -346,7 +346,7 @@ class Arrivals:
             inspect=message.inspect,
             speculate=not steered,
             priority=message.priority,
-            client=client_of(stream.session, message),
+            client=stream.client,
             continued=continued,
             healed=stream.healed,
             adapter=stream.adapter,

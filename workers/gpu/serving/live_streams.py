@@ -24,6 +24,7 @@ from .metrics import WorkerMetrics
 from .packed_fields import unpacked
 from .recipients import Recipients
 from .spans import record_span
+from .stored_bytes import StoredBytes, max_stored_bytes
 from .streams import (
     Frames,
     Stream,
@@ -52,13 +53,17 @@ class LiveStreams:
         release: Callable[[Stream], None],
         metrics: WorkerMetrics | None = None,
         name: str = "",
+        num_workers: int = 1,
     ) -> None:
+        """``num_workers``: the number of GPU workers on this machine, which share the bound on the
+        bytes of stored entries."""
         self.metrics = metrics or WorkerMetrics()
         self._post = post
         self._release = release
         self._name = name
         self._streams: dict[int, Stream] = {}
         self._kept = KeptStreams()
+        self._stored = StoredBytes(max_stored_bytes(num_workers))
         self._recipients: dict[str, Recipients] = {}
         """For each model: the recipients of its current batch. Removed when a stream of the batch
         changes."""
@@ -77,6 +82,7 @@ class LiveStreams:
     def add(self, stream: Stream) -> None:
         """Adds the stream of a request that was passed to an engine."""
         self._streams[stream.request] = stream
+        self._stored.count(stream)
         stream.metrics = self.metrics.of(stream.model)
 
     def get(self, request: int) -> Stream | None:
@@ -219,6 +225,16 @@ class LiveStreams:
                 self._end(stream, end.finish_reason or "cancelled", end.error)
                 if end.finish_reason != "cancelled":
                     self._kept.add(stream)
+        self._bound(*new, *(recipients.reporting if recipients is not None else ()))
+
+    def _bound(self, *streams: Stream) -> None:
+        """Ends the live streams among ``streams`` whose clients exceed their shares of the bytes of
+        stored entries."""
+        for stream in streams:
+            if self._streams.get(stream.request) is stream:
+                error = self._stored.count(stream)
+                if error is not None:
+                    self.fail(stream, error, "storing its entries")
 
     def _messages(
         self, new: Mapping[Stream, list[Token]], recipients: Recipients | None
@@ -367,6 +383,7 @@ class LiveStreams:
         if stream.trace:
             record_span(stream, reason, error)
         self._streams.pop(stream.request, None)
+        self._stored.drop(stream)
         try:
             self._release(stream)
         except Exception:

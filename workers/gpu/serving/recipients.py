@@ -122,6 +122,14 @@ class Recipients:
         self._candidates = [candidates[row] or Candidate() for row in ordered]
         own = compress(self._candidates, self._reporting)
         deque(map(list.append, self._sent_candidates, own), maxlen=0)
+        for stream, candidate in zip(self._streams, self._candidates, strict=True):
+            if isinstance(candidate.kept, bytes):
+                stream.id_bytes += len(candidate.kept)
+
+    @property
+    def reporting(self) -> list[Stream]:
+        """The streams with rows that report the distribution of their token, each once."""
+        return list(dict.fromkeys(compress(self._streams, self._reporting)))
 
     def settle(self) -> None:
         """Adds the rows of the last steps to the streams, with the time of the last step. Must be

@@ -26,7 +26,7 @@ from ....protocol.worker_messages import Journal
 from ..engine.sequence import PromptUsage
 from ..sampling.candidates import Candidate
 from .model_metrics import ModelMetrics
-from .packed_fields import pack, unpacked
+from .packed_fields import pack, unpacked, written_bytes
 
 Frames = list[bytes]
 Form = Literal["json", "msgpack", "columns"]
@@ -36,6 +36,9 @@ ROW = Struct("<IdII")
 log-probability, position and sequence number."""
 ROWS = np.dtype([("token", "<u4"), ("logprob", "<f8"), ("pos", "<u4"), ("seq", "<u4")])
 """The fields of ``ROW`` as a NumPy type."""
+
+LONG_ENTRY_BYTES = 2048
+"""The memory of an entry with 256 ``top_logprobs`` in addition to its packed fields, in bytes."""
 
 
 class Move(NamedTuple):
@@ -79,6 +82,8 @@ class Stream:
     """Whether the client accepts columns with texts."""
     link: int = 0
     """The link to the client's broker."""
+    client: int = 0
+    """The number of the client (``arrivals.client_of``)."""
     adapter: str = ""
     """The LoRA adapter of the model; empty if the stream uses the model itself."""
     type: bytes = b"GENERATE"
@@ -105,6 +110,12 @@ class Stream:
     entry are packed (``packed_fields``) when its message has been encoded."""
     packed_bytes: int = 0
     """Number of bytes of all packed fields."""
+    written_bytes: int = 0
+    """Number of bytes of the logs, the messages and the writes of a program in all entries."""
+    id_bytes: int = 0
+    """Number of bytes of the ids of candidates of all rows."""
+    num_long: int = 0
+    """Number of entries with packed fields or with logs, messages or writes of a program."""
     claimed_by: int | None = None
     """The link whose CLAIM waits for the JOURNAL of this stream. Set and cleared by
     ``ReportQueue``."""
@@ -207,8 +218,14 @@ class Stream:
     @property
     def size(self) -> int:
         """The memory of the stream's entries, measured in tokens. The ids of five candidates, or 20
-        bytes of packed fields, count as a token."""
-        return self.num_tokens + self.num_candidates // 5
+        bytes of packed fields or of a program's logs, messages and writes, count as a token."""
+        return self.num_tokens + self.num_candidates // 5 + self.written_bytes // 20
+
+    @property
+    def long_bytes(self) -> int:
+        """The memory of the stream's long fields, in bytes."""
+        fields = self.packed_bytes + self.written_bytes + self.id_bytes
+        return fields + LONG_ENTRY_BYTES * self.num_long
 
     @property
     def num_candidates(self) -> int:
@@ -224,7 +241,12 @@ class Stream:
 
     def pack(self, entries: Iterable[Token]) -> None:
         """Packs the fields of stored entries that have been sent."""
-        self.packed_bytes += sum(map(pack, entries))
+        for entry in entries:
+            packed = pack(entry)
+            self.packed_bytes += packed
+            written = written_bytes(entry)
+            self.written_bytes += written
+            self.num_long += packed + written > 0
 
     def sent(self, received: int = 0, last_rows: int = 0) -> list[Token]:
         """The entries that were sent, in order, without the first ``received`` entries and the last
