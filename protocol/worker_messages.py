@@ -683,7 +683,8 @@ class Variable(Struct, array_like=True):
     name: str
     value: bytes = b""
     when_version_is: int | None = None
-    """Write only if the variable has this version; 0 stands for a variable that does not exist."""
+    """Write only if the variable has this version; 0 stands for a variable that does not exist. For
+    an ``open`` in the state worker's log: the number of bytes of a context that is refused."""
     place: int | None = None
     """The number of operations of the request that come before this one. The operation is applied
     only if exactly these have been applied. It is answered without a value, because its sender has

@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from ..protocol.messages import MAX_INPUT_BYTES, MAX_WAITING_INPUT_BYTES, MAX_WAITING_INPUTS
 from ..protocol.worker_messages import Variable, VariableAnswer
@@ -205,6 +205,16 @@ class VariableStorage:
             f"{MAX_WAITING_INPUTS} inputs with {MAX_WAITING_INPUT_BYTES} bytes may wait"
         )
 
+    def opening(self, op: Variable, content: bytes, used: int) -> Variable:
+        """An operation that opens a context, in the form in which it is logged and applied. Its
+        value is the content of the context. If the request does not have room for the content,
+        ``when_version_is`` has the number of its bytes instead, so that refused contexts do not
+        fill the log. ``used``: an upper bound on the bytes of the request before the operation."""
+        size = len(content)
+        if max(used, REQUEST_BYTES) + VARIABLE_BYTES + size <= self.limits.request_bytes:
+            return structs.replace(op, value=content, when_version_is=None)
+        return structs.replace(op, value=b"", when_version_is=size)
+
     @staticmethod
     def cost(op: Variable) -> int:
         """An upper bound on the bytes that an operation adds."""
@@ -336,12 +346,11 @@ class VariableStorage:
         return _Result(number, value, length)
 
     def _open(self, held: _Held, op: Variable) -> _Result:
-        """The answer to an operation that opens a context. ``op.value`` is the content of the
-        context, which ``DurableVariables`` has added to the operation."""
-        size = len(op.value)
+        """The answer to an operation of ``opening``."""
+        size = op.when_version_is or len(op.value)
         if not size:
             return _Result()
-        if held.bytes + VARIABLE_BYTES + size > self.limits.request_bytes:
+        if op.when_version_is or held.bytes + VARIABLE_BYTES + size > self.limits.request_bytes:
             return _Result(
                 error=f"the context {_shown(op.name)} has {size} bytes: the request's variables "
                 f"and the stored answers take {held.bytes} bytes; at most "

@@ -150,8 +150,11 @@ class DurableVariables:
                         quotas[context.tenant] = quota
                         too_long = storage.refusal(op) or self._contexts.refusal(context, quota)
                     if context is not None:
-                        value = b"" if op.op == "save" else context.content
-                        op = structs.replace(op, value=value)
+                        if op.op == "save":
+                            op = structs.replace(op, value=b"")
+                        else:
+                            used = self._shares.size(op.request)
+                            op = storage.opening(op, context.content, used)
                         body = _encode(op)
                         ops[place] = op, body
                     full = storage.no_room(op)

@@ -75,6 +75,29 @@ def test_a_repeated_operation_gets_its_first_answer(tmp_path: Path) -> None:
             variables.close()
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_context_without_room_is_not_logged_and_is_refused_again(
+    tmp_path: Path, at_once: bool
+) -> None:
+    size, limits = 50_000, StorageLimits(request_bytes=130_000)
+    opens = [operation("open", count) for count in range(2, 42)]
+    variables = DurableVariables(tmp_path / "state", limits)
+    apply(variables, "a", operation("save", 1, value=b"x" * size))
+    before = variables.counts.log_bytes
+    found: list[VariableAnswer] = []
+    for ops in [opens] if at_once else [[op] for op in opens]:
+        found += apply(variables, "a", *ops)
+    assert [bool(answer.error) for answer in found] == [False] * 2 + [True] * 38
+    assert variables.counts.log_bytes - before < 2 * size + 20_000
+    variables.close()
+    variables = DurableVariables(tmp_path / "state", limits)
+    try:
+        again = apply(variables, "a", *opens)
+        assert [(a.value, a.error) for a in again] == [(f.value, f.error) for f in found]
+    finally:
+        variables.close()
+
+
 def test_contexts_outlive_their_request_and_a_rewritten_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
