@@ -22,7 +22,7 @@ _ENDS = re.compile(rb'finish_reason(?:":"|[\xa0-\xbf])')
 """Matches a finish reason that is not null, in JSON or msgpack."""
 
 
-class _Named(Struct):
+class NamedStream(Struct):
     """The stream id of a client's message. The other fields are not checked."""
 
     stream_id: StreamId | None = None
@@ -67,7 +67,7 @@ class OpenStreams:
         """The stream id in the body of a client's message; None if the body has no stream id or is
         not valid."""
         try:
-            named: _Named = decode_as(_Named, body)
+            named: NamedStream = decode_as(NamedStream, body)
         except RequestError:
             return None
         return named.stream_id

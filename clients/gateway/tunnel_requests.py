@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 
-from msgspec import Struct
-
 from ...protocol.bodies import decode_as
 from ...protocol.errors import Code, RequestError
 from ...protocol.frames import Frames
-from .open_streams import ANSWERED, OpenStreams
+from .open_streams import ANSWERED, NamedStream, OpenStreams
 from .user_shares import MAX_NAME, UserShares, check_priority
 
 QUEUED = frozenset({b"GENERATE", b"SCORE", b"MODEL_INFO", b"TOKENIZER", b"EMBED"})
@@ -24,7 +22,7 @@ STORED = frozenset({b"UPLOAD", b"TAG", b"TAGS", b"DELETE"})
 _SPACE = b" \t\r\n"
 
 
-class _Ranked(Struct):
+class _Ranked(NamedStream):
     priority: int = 0
 
 
@@ -47,11 +45,18 @@ class TunnelRequests:
 
     def sent(self, frames: Frames) -> Frames:
         """Counts a client's message if its type is in ``ANSWERED``, and returns the frames to send
-        to the broker; raises TokenbusError."""
+        to the broker; raises TokenbusError.
+
+        A body that cannot be decoded is refused here. The broker might decode it, because the
+        allowed depth of nested lists depends on the depth of the decoder's own calls.
+        """
         kind = frames[0]
         if kind not in ANSWERED:
             return frames
-        stream = self.open.named(frames[1])
+        fields: NamedStream = decode_as(_Ranked if kind in QUEUED else NamedStream, frames[1])
+        stream = fields.stream_id
+        if isinstance(fields, _Ranked) and not self._ranks:
+            check_priority(fields.priority)
         if stream is not None and kind != b"ATTACH" and stream in self.open:
             raise RequestError(
                 Code.DUPLICATE_STREAM,
@@ -80,17 +85,10 @@ class TunnelRequests:
         self._taken = count
 
     def _signed(self, frames: Frames) -> Frames:
-        """The frames with the gateway's own ``group`` and ``by``; raises RequestError."""
+        """The frames with the gateway's own ``group`` and ``by``."""
         kind, body, *attached = frames
         if (kind not in QUEUED and kind not in STORED) or not body:
             return frames
-        try:
-            ranked: _Ranked = decode_as(_Ranked, body)
-        except RequestError:
-            # The body is not valid; the broker's answer reports the error.
-            return frames
-        if not self._ranks:
-            check_priority(ranked.priority)
         by = self._user[:MAX_NAME] if kind in QUEUED else self._name[:MAX_NAME]
         own = json.dumps({"group": self._shares.group, "by": by})[1:].encode()
         begun = body.rstrip(_SPACE)[:-1].rstrip(_SPACE)

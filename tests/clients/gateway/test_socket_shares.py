@@ -14,6 +14,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from tokenbus.clients.gateway.tunnel_requests import TunnelRequests
+from tokenbus.clients.gateway.user_shares import UserShares
+from tokenbus.protocol.errors import RequestError
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
@@ -199,3 +202,33 @@ def test_no_user_without_a_key_of_the_bus_goes_before_all_others(
         stream = worker.begun()
         assert stream.generate.priority == -1
         stream.step(finish_reason="stop")
+
+
+@pytest.mark.parametrize("kind", [b"GENERATE", b"EMBED", b"TAG", b"STATUS"])
+def test_a_body_that_the_gateway_cannot_decode_is_not_passed_on(kind: bytes) -> None:
+    """The broker can decode a body whose depth is a little above the limit of the gateway."""
+    requests = TunnelRequests(UserShares(MOST), "ann", "ann", ranks=False)
+    for ending in (b'"x":%b' % (b"[" * 2000 + b"]" * 2000), b'"stream_id":"1"'):
+        with pytest.raises(RequestError):
+            requests.sent([kind, b'{"by":"ben","stream_id":1,%b}' % ending])
+    assert not requests.open
+
+
+def test_a_field_of_another_type_does_not_choose_the_user() -> None:
+    requests = TunnelRequests(UserShares(MOST), "address", "ann", ranks=False)
+    [_, body] = requests.sent([b"TAG", b'{"stream_id":1,"priority":"x","by":"ben"}'])
+    assert json.loads(body)["by"] == "ann"
+
+
+def test_no_depth_of_a_body_chooses_the_user(narrow: tuple[Bus, SteppedWorker]) -> None:
+    bus, _ = narrow
+    gateway = bus.start_gateway()
+    own = {**GENERATE, "by": "127.0.0.9", "priority": 1}
+    with web_socket(gateway, "127.0.0.2") as ws:
+        for depth in range(900, 1010, 2):
+            body = json.dumps({"stream_id": depth, **own})[:-1]
+            ws.send(f'GENERATE {body},"x":{"[" * depth}{"]" * depth}}}')
+            message = str(ws.recv(WAIT_S))
+            # The setting ``max_priority`` is the broker's, to which no such message may come.
+            assert "max_priority" not in message
+            assert "not_allowed" in message or "nested too deeply" in message
