@@ -115,7 +115,9 @@ async def decode_in_turn(
     gateway: Gateway, body: bytes, kind: type[B], ignored: Ignored | None = None
 ) -> B:
     """Decodes ``body`` as ``decode_body`` does. The event loop decodes at most one large body in
-    each pass. If bodies of several users wait, the users take turns."""
+    each pass. If bodies of several users wait, the users take turns. The memory of the decoded
+    values counts towards the user's share; raises UnavailableError if it is used up."""
+    gateway.shares.take_bytes(ValueCounts.of((body,)).memory)
     if len(body) <= SMALL_BODY_BYTES:
         return decode_body(body, kind, ignored)
     async with gateway.large_bodies.of(current_user.get()):

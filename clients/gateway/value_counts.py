@@ -16,6 +16,8 @@ MAX_VALUES = 1_048_576
 MAX_CONTAINERS = 65_536
 """Maximum number of lists and objects in a body. Decoding one of them takes longer than decoding a
 number."""
+STRING_BYTES, CONTAINER_BYTES = 64, 80
+"""The memory of a short string, and of an empty list or object, after decoding."""
 _STRUCTURE = b",[{"
 """Outside strings, one of these characters precedes each element of a list and each field of an
 object. The number of these characters is therefore about the number of values. An empty list or
@@ -36,6 +38,12 @@ class ValueCounts(NamedTuple):
         """The counts of some JSON texts together."""
         counted = [_counts(text) for text in texts]
         return cls(*(sum(column) for column in zip(cls(0, 0, 0), *counted, strict=True)))
+
+    @property
+    def memory(self) -> int:
+        """The memory of the decoded strings, lists and objects in addition to the text, in bytes.
+        Decoded empty lists take 27 times the bytes of their text."""
+        return STRING_BYTES * self.strings + CONTAINER_BYTES * self.containers
 
     @property
     def excess(self) -> tuple[int, str, int] | None:

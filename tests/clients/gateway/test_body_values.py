@@ -14,6 +14,7 @@ from tokenbus.clients.gateway.conversation.parts import Call, Turn
 from tokenbus.clients.gateway.conversation.rendering import for_template
 from tokenbus.clients.gateway.errors import ApiError
 from tokenbus.clients.gateway.turns import current_user
+from tokenbus.clients.gateway.user_shares import UserShares
 from tokenbus.clients.gateway.value_counts import (
     MAX_CONTAINERS,
     MAX_STRINGS,
@@ -21,11 +22,12 @@ from tokenbus.clients.gateway.value_counts import (
     SMALL_BODY_BYTES,
 )
 from tokenbus.protocol.body_bounds import MAX_PLAIN_BODY_BYTES
-from tokenbus.protocol.errors import RequestError
+from tokenbus.protocol.errors import RequestError, UnavailableError
 from tokenbus.protocol.lines import line_frames
 from tokenbus.protocol.messages import MAX_BODY_BYTES
 from tokenbus.protocol.settings import Settings
 
+MAX_BYTES = 1_000_000
 ANY_TEXT = 'a "quoted" \\ text, [with] {marks}: \\" '
 
 
@@ -156,3 +158,26 @@ def test_a_line_with_a_long_hello_is_refused_before_it_is_decoded() -> None:
     names = json.dumps({"capabilities": ["a"] * MAX_PLAIN_BODY_BYTES})
     with pytest.raises(RequestError, match=f"{MAX_PLAIN_BODY_BYTES} are allowed"):
         line_frames(f"HELLO {names}")
+
+
+def test_the_memory_of_decoded_values_counts_towards_the_share(tmp_path: Path) -> None:
+    async def decoded() -> list[int]:
+        gateway = Gateway(Settings(run_dir=str(tmp_path)))
+        gateway.shares = UserShares(8, MAX_BYTES)
+        counts = []
+        for value in ("x" * MAX_BYTES, [[]] * 1000, ["xy"] * 1000):
+            body = json.dumps({"value": value}).encode()
+            with gateway.shares.request():
+                for count in range(100):
+                    try:
+                        await decode_in_turn(gateway, body, AnyBody)
+                    except UnavailableError:
+                        counts.append(count)
+                        break
+                else:
+                    counts.append(100)
+        await gateway.close()
+        return counts
+
+    # The text was counted when it was read. The user may have half of ``MAX_BYTES``.
+    assert asyncio.run(decoded()) == [100, 6, 8]
