@@ -25,6 +25,9 @@ FRESH_S = 10.0
 SHORT_TEXT = 4096
 """Maximum length of a text, in characters or tokens, that is encoded or decoded in the event
 loop."""
+MAX_NEW_TEXTS = 256
+"""Maximum number of texts of single tokens that are computed in the event loop at once. Each takes
+about 20 µs."""
 MAX_REASON = 500
 """Maximum number of characters of the error message for a tokenizer that cannot be read."""
 LOAD_S = 600.0
@@ -121,6 +124,14 @@ class ServedModel:
         if text is None:
             text = self._texts[token] = self._text(token)
         return text
+
+    async def texts_of(self, tokens: list[int]) -> list[str]:
+        """The texts of single tokens, as ``text_of`` returns them. Many new texts are computed on a
+        thread."""
+        new = set(tokens) - self._texts.keys()
+        if len(new) > MAX_NEW_TEXTS:
+            await self.tokenization.run(len(new), lambda: [self.text_of(one) for one in new])
+        return [self.text_of(token) for token in tokens]
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes of one token, which may be a part of a character."""

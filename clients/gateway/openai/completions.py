@@ -181,7 +181,7 @@ async def _scored(
             raise from_tokenbus(error) from None
         logprobs[1:] = reported(scores.logprobs)
         tops[1:] = scores.top_logprobs
-    return Sampled(ids, logprobs, tops, [model.text_of(i) for i in ids])
+    return Sampled(ids, logprobs, tops, await model.texts_of(ids))
 
 
 async def _answer(job: Job) -> Completion:

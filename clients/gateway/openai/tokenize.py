@@ -78,7 +78,7 @@ async def tokenize(request: Request) -> Response:
         conversation.rendering = rendering_of(body)
         conversation.rendering.special = bool(body.add_special_tokens)
         ids = await prompt_ids(gateway, model, conversation, ignored)
-    pieces = [model.text_of(token) for token in ids] if body.return_token_strs else None
+    pieces = await model.texts_of(ids) if body.return_token_strs else None
     found = Tokenized(len(ids), model.info.context_length, ids, pieces)
     return json_response(found, headers=ignored.headers)
 

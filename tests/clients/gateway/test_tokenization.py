@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from tokenbus.clients.gateway.models import ServedModel
+from tokenbus.clients.gateway.models import MAX_NEW_TEXTS, ServedModel
 from tokenbus.clients.gateway.tokenization import Tokenization
 from tokenbus.clients.gateway.turns import current_user
 from tokenbus.protocol.errors import RequestError
@@ -49,6 +49,23 @@ def test_a_text_that_cannot_fit_is_refused(length: int, size: TokenSize, message
 def test_a_long_text_that_fits_is_tokenized_as_a_whole() -> None:
     model = served(LONG, TokenSize(1, False))
     assert asyncio.run(model.tokenize("7" * LONG)) == [7] * LONG
+
+
+@pytest.mark.parametrize(("count", "on_loop"), [(MAX_NEW_TEXTS, True), (2000, False)])
+def test_many_texts_of_tokens_are_computed_outside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, count: int, on_loop: bool
+) -> None:
+    model = served(LONG, TokenSize(1, False))
+    threads: set[threading.Thread] = set()
+
+    def text(_: ServedModel, token: int) -> str:
+        threads.add(threading.current_thread())
+        return str(token)
+
+    monkeypatch.setattr(ServedModel, "_text", text)
+    tokens = [*range(count), 0]
+    assert asyncio.run(model.texts_of(tokens)) == list(map(str, tokens))
+    assert (threads == {threading.current_thread()}) == on_loop
 
 
 class Held:
