@@ -29,9 +29,9 @@ MAX_LEVELS = 400
 """Maximum nesting of arrays and objects, including targets of references. Each level takes up to 7
 kB of llguidance's stack."""
 MAX_NODES = 1_500
-"""Maximum objects and booleans of a schema. Of the schemas with this number, the slowest is one
-object with this number of properties: llguidance compares the properties in pairs, which takes
-0.2 s of CPU time."""
+"""Maximum objects and booleans of a schema. The slowest schema with this number is one object whose
+properties are the other objects or booleans: llguidance compares the properties in pairs, which
+takes 0.2 s of CPU time."""
 MAX_VALUES = 3_000
 """Maximum values of a schema: members of objects, and elements of arrays. The slowest schema with
 this number has a long array in ``const``, or in ``required``, and takes 0.2 s of CPU time."""
