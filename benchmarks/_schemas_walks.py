@@ -146,7 +146,10 @@ class Walks:
         controller = self._program.start(replace(self._world.host(arg), max_tokens=limit))
         controller.init_prompt([1])
         self._measure(controller)
-        tokens = self._sampled(controller, limit, rng)
+        try:
+            tokens = self._sampled(controller, limit, rng)
+        except TokenbusError as error:
+            return error.message[:200]
         self.figures.tokens += len(tokens)
         end = controller.text_end()
         self.figures.closed += end == "closed"

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from ....protocol.json_schema import FORMATS, LOOK_AROUND, Rewritten
+from ....protocol.json_schema import Rewritten
+from ....protocol.json_schema.relaxing import relaxed
 from ....protocol.messages import Token
 from ..answer_parts import AnswerForm
 from ..errors import ApiError
@@ -24,18 +25,6 @@ from .constraints import KeywordState, Schema
 from .growing import GrowingChoices
 from .parts import Call, of_kind, text_of
 
-NOT_ENFORCED = frozenset(
-    {"propertyNames", "uniqueItems", "not", "if", "then", "else"}
-    | {"contains", "minContains", "maxContains", "dependencies", "dependentRequired"}
-    | {"dependentSchemas", "unevaluatedProperties", "unevaluatedItems"}
-)
-"""Keywords that llguidance does not implement."""
-_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
-"""Keywords whose value is an object with schemas as its values."""
-_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
-_SCHEMAS = ("items", "additionalProperties", "additionalItems")
-MAX_DEPTH = 200
-"""Maximum depth to which schemas are searched; deeper parts are not changed."""
 MAX_SCHEMA_BYTES = 256 * 1024
 """Maximum size of a checked schema as JSON, in bytes. For each value that is checked, the event
 loop sends the schema to another process, and serves no requests meanwhile."""
@@ -56,51 +45,10 @@ class Enforceable(NamedTuple):
 
 def enforceable(found: Rewritten) -> Enforceable:
     """Leaves out the keywords of a rewritten schema that masks cannot enforce."""
-    left_out: dict[str, None] = {}
-    made = _part(found.schema, left_out, 0)
-    left_out |= dict.fromkeys(found.ignored)
-    return Enforceable(
-        made, [name for name in found.enforced if name not in left_out], list(left_out)
-    )
-
-
-def _part(schema: Any, left_out: dict[str, None], depth: int) -> Any:
-    if not isinstance(schema, dict) or depth > MAX_DEPTH:
-        return schema
-    found: dict[str, Any] = {}
-    for name, value in schema.items():
-        if name in NOT_ENFORCED or _is_unknown(name, value):
-            left_out[name] = None
-        elif name in _OF_SCHEMAS and isinstance(value, dict):
-            found[name] = {key: _part(one, left_out, depth + 1) for key, one in value.items()}
-        elif name in _LISTS and isinstance(value, list):
-            found[name] = [_part(one, left_out, depth + 1) for one in value]
-        elif name in _SCHEMAS:
-            found[name] = _part(value, left_out, depth + 1)
-        else:
-            found[name] = value
-    return _without_one_of(found, left_out)
-
-
-def _is_unknown(name: str, value: Any) -> bool:
-    """Whether ``value`` is a pattern or a format that llguidance does not implement. ``name``: the
-    keyword."""
-    if name == "pattern":
-        return isinstance(value, str) and LOOK_AROUND.search(value) is not None
-    return name == "format" and isinstance(value, str) and value not in FORMATS
-
-
-def _without_one_of(schema: Schema, left_out: dict[str, None]) -> Schema:
-    """Replaces ``oneOf`` in a schema by ``anyOf``, because masks cannot enforce that only one
-    alternative matches."""
-    if "oneOf" not in schema:
-        return schema
-    left_out["oneOf"] = None
-    rest = {name: value for name, value in schema.items() if name != "oneOf"}
-    alternatives = {"anyOf": schema["oneOf"]}
-    if "anyOf" in rest:
-        return {**rest, "allOf": [*rest.get("allOf", ()), alternatives]}
-    return {**rest, **alternatives}
+    made = relaxed(found.schema, found.schema, frozenset(("look_around",)))
+    left_out = list(dict.fromkeys((*made.keywords, *found.ignored)))
+    kept = [name for name in found.enforced if name not in left_out]
+    return Enforceable(made.schema, kept, left_out)
 
 
 @dataclass(frozen=True)
@@ -120,10 +68,13 @@ class Checked:
 
 def checked_schema(schema: Schema, found: Rewritten, strict: bool) -> tuple[Schema, Checked | None]:
     """The schema for the masks, and the check of the finished text; None if no keyword has to be
-    reported. ``found``: the rewritten schema. ``strict``: whether the schema keeps the keywords
-    that masks cannot enforce, so that the controller refuses it."""
+    reported. ``found``: the rewritten schema. ``strict``: whether the schema keeps all keywords, so
+    that the controller either enforces all of them or refuses the schema."""
     if strict:
-        made, enforced, left_out = schema, found.enforced, found.ignored
+        rest = relaxed(schema, found.schema).keywords
+        made, left_out = schema, [name for name in rest if name == "format"] or found.ignored
+        enforced = [name for name in (*found.enforced, *rest) if name not in left_out]
+        enforced = list(dict.fromkeys(enforced))
     else:
         made, enforced, left_out = enforceable(found)
     if not enforced and not left_out:

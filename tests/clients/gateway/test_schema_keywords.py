@@ -268,12 +268,13 @@ def test_a_check_that_takes_too_long_is_the_last_of_its_request() -> None:
 
 
 @pytest.mark.process
-def test_a_strict_schema_with_such_keywords_is_refused(gateway: Gateway) -> None:
-    refused = called(gateway, OTHER, strict=True)
+def test_a_strict_schema_is_enforced_or_refused(gateway: Gateway) -> None:
+    refused = called(gateway, {**OTHER, "$dynamicRef": "#"}, strict=True)
     assert refused.status_code == 400
     assert '"not"' in refused.json()["error"]["message"]
-    [choice] = called(gateway, NAMES, strict=True).json()["choices"]
-    assert choice["tokenbus"]["keywords"] == {"propertyNames": "enforced"}
+    for schema, keyword in ((NAMES, "propertyNames"), (OTHER, "not")):
+        [choice] = called(gateway, schema, strict=True).json()["choices"]
+        assert choice["tokenbus"]["keywords"] == {keyword: "enforced"}
 
 
 @pytest.mark.process

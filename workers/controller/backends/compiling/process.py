@@ -49,6 +49,10 @@ def _done(task: Task) -> Done:
             from ..llguidance.schemas import implemented
 
             return Done(tables=implemented(task.grammar.decode()).encode())
+        case "relax":
+            from ..llguidance.schemas import relaxed_text
+
+            return Done(tables=relaxed_text(task.grammar))
     from ..grammar.automata import MAKERS
 
     try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import threading
+from collections.abc import Collection
 
 import msgspec
 
@@ -39,15 +40,16 @@ class Processes:
         self._lock = threading.Lock()
         self._idle: list[subprocess.Popen[bytes]] = []
 
-    def check(self, grammar: str) -> None:
+    def check(self, grammar: str, unblamed: Collection[str] = ()) -> None:
         """Compiles an llguidance grammar in a process, for a vocabulary of bytes. Then appends to
         an empty text the first tokens that the grammar allows.
 
         Raises RefusedGrammar if the grammar is not valid or exceeds the bounds; the reason names
-        the faulty part of the grammar if this part is found. Raises UnavailableError if no process
+        the faulty part of the grammar if this part is found. If the reason contains a text of
+        ``unblamed``, this part is not searched. Raises UnavailableError if no process
         becomes free in time or the machine is too busy.
         """
-        self._done("llguidance", grammar.encode())
+        self._done("llguidance", grammar.encode(), unblamed)
 
     def shortest(self, grammar: str) -> bytes | None:
         """The shortest text of an llguidance grammar that a search finds; None if the search does
@@ -56,8 +58,8 @@ class Processes:
         return self._done("shortest", grammar.encode()).shortest
 
     def run(self, kind: Kind, grammar: bytes) -> bytes:
-        """Runs a task that compiles automata or rewrites a schema; returns their tables or the
-        rewritten schema. Raises the same errors as ``check``; the reason is the compiler's
+        """Runs a task that compiles automata, or rewrites or relaxes a schema; returns their tables
+        or the schema. Raises the same errors as ``check``; the reason is the compiler's
         message."""
         return self._done(kind, grammar).tables
 
@@ -70,7 +72,7 @@ class Processes:
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _done(self, kind: Kind, grammar: bytes) -> Done:
+    def _done(self, kind: Kind, grammar: bytes, unblamed: Collection[str] = ()) -> Done:
         tenant = tenant_of_thread()
         with waiting():
             if not self._turns.acquire(tenant, bounds.TURN_S):
@@ -82,7 +84,8 @@ class Processes:
                 )
             try:
                 done = self._ask(Task(kind, self.limits.cpu_s, grammar))
-                if done.refused and kind == "llguidance":
+                blamed = kind == "llguidance" and not any(one in done.refused for one in unblamed)
+                if done.refused and blamed:
                     done.refused += self._blame(grammar, done.refused)
             finally:
                 self._turns.release(tenant)

@@ -6,10 +6,12 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal["llguidance", "shortest", "blame", "rewrite", "regex", "choice", "combination"]
+Kind = Literal[
+    "llguidance", "shortest", "blame", "rewrite", "relax", "regex", "choice", "combination"
+]
 """The kind of a task. ``llguidance`` checks a grammar, ``shortest`` searches for its shortest text,
-``blame`` finds the faulty part of a refused grammar, and ``rewrite`` rewrites a schema. Other kinds
-compile tables."""
+``blame`` finds the faulty part of a refused grammar, ``rewrite`` rewrites a schema, and
+``relax`` relaxes a schema. Other kinds compile tables."""
 
 
 class Task(msgspec.Struct):

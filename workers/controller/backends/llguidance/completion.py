@@ -18,10 +18,14 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain, islice
 from typing import NamedTuple
 
 from llguidance import LLMatcher
 
+from .checking.budget import Budget, Exhausted
+from .checking.obeying import similar
+from .checking.walks import Checks, Invalid, Walk
 from .distinct_names import counts_names, repeated, with_distinct_names
 from .patterns import Pattern, patterns_of, required_names
 from .trial import byte_tokenizer, parser_limits
@@ -48,6 +52,11 @@ MAX_RUN = 1_024
 """Maximum number of times that one byte is repeated to fill a string."""
 FREE_BYTES = 128
 """Text is free if more than this number of the 256 bytes are allowed next."""
+MAX_SIMILAR = 100
+"""Maximum completions that are tried if the values of the completion that was found do not pass the
+checks."""
+MAX_CHECKS = 20_000
+"""Maximum steps of the checks of these completions (``checking.budget.Budget``)."""
 MAX_TAILS = 8
 """Maximum suffixes of the last completion that are tried at each place."""
 
@@ -95,8 +104,11 @@ class Completions:
     """Finds completions of texts under one grammar. The caller serializes all calls of this object
     and of the objects that it creates, because their matchers share the lexer's states."""
 
-    def __init__(self, grammar: str) -> None:
+    def __init__(self, grammar: str, checks: Checks | None = None) -> None:
+        """``checks``: the checks that the values of a completed text have to pass; None if masks
+        enforce the whole schema."""
         self._grammar = grammar
+        self.checks = checks
         self._matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=parser_limits())
         self._patterns: list[Pattern] | None = None
         self._names: list[bytes] | None = None
@@ -114,7 +126,7 @@ class Completions:
         if self._shortest is None:
             matcher = self._matcher.deep_copy()
             found = _Search(self, matcher, 0, b"").run(b"", until)
-            self._shortest = self.distinct(b"", found, matcher)
+            self._shortest = self.start().obeying(self.distinct(b"", found, matcher))
         return self._shortest
 
     def distinct(self, text: bytes, found: bytes | None, matcher: LLMatcher) -> bytes | None:
@@ -157,6 +169,9 @@ class Completion:
         """Whether the text has any bytes."""
         self._text = b""
         """The whole text if names are counted; otherwise empty."""
+        self._walk = Walk()
+        self._checked = b""
+        """The whole text if its values are checked; otherwise empty."""
         self.steps = 0
         """Number of states that searches have visited."""
 
@@ -166,10 +181,16 @@ class Completion:
         other._quoted, other._string = self._quoted, self._string
         other._known, other._since = self._known, self._since
         other._begun, other._text = self._begun, self._text
+        other._walk, other._checked = self._walk, self._checked
         return other
 
     def append(self, text: bytes) -> bool:
-        """Appends bytes to the text; returns whether the grammar allows these bytes."""
+        """Appends bytes to the text; returns whether the grammar and the checks allow them."""
+        if self._shared.checks is not None:
+            walk = self._walk_after(text)
+            if walk is None:
+                return False
+            self._walk, self._checked = walk, self._checked + text
         for at in range(0, len(text), AT_ONCE):
             if not self._matcher.consume_tokens(list(text[at : at + AT_ONCE])):
                 return False
@@ -198,10 +219,37 @@ class Completion:
         return True
 
     def fits(self, text: bytes) -> bool:
-        """Whether these bytes complete the text, without a repeated name if names are counted."""
-        return _completes(self._matcher, text) and not (
-            self._shared.counts_names and repeated(self._text + text, len(self._text))
+        """Whether these bytes complete the text, without a repeated name if names are counted, and
+        with values that pass the checks."""
+        return (
+            _completes(self._matcher, text)
+            and not (self._shared.counts_names and repeated(self._text + text, len(self._text)))
+            and self._obeys(text)
         )
+
+    def obeying(self, found: bytes | None) -> bytes | None:
+        """The completion ``found``, or a similar completion, whose values pass the checks; None if
+        no such completion is found."""
+        if found is None or self._shared.checks is None:
+            return found
+        self._shared.checks.begin(Budget(MAX_CHECKS))
+        tried = chain((found,), islice(similar(found, self.in_string), MAX_SIMILAR))
+        return next((one for one in tried if self.fits(one)), None)
+
+    def _obeys(self, text: bytes) -> bool:
+        checks = self._shared.checks
+        if checks is None:
+            return True
+        walk = self._walk_after(text)
+        return walk is not None and checks.ends(walk, self._checked + text)
+
+    def _walk_after(self, text: bytes) -> Walk | None:
+        """The walk after more text; None if a value of the text does not pass the checks."""
+        assert self._shared.checks is not None
+        try:
+            return self._shared.checks.after(self._walk, self._checked, text)
+        except (Invalid, Exhausted):
+            return None
 
     @property
     def free(self) -> bool:
@@ -231,7 +279,8 @@ class Completion:
                 return text
         search = _Search(self._shared, self._matcher, self._quoted, self._string)
         found = search.run(known, until)
-        self._known, self._since = self._shared.distinct(self._text, found, self._matcher), 0
+        found = self.obeying(self._shared.distinct(self._text, found, self._matcher))
+        self._known, self._since = found, 0
         self.steps += search.steps
         return self._known
 

@@ -14,6 +14,7 @@ from .....protocol.messages import ConstraintEnd
 from ...host import Host
 from ...interface import COMPLETE, CONTINUE, STOP, Action, Answer
 from ..text_before import before_end, tokens_before
+from .checking.checked_text import CheckedText
 from .closing import Closing
 from .matchers import Grammar
 from .trial import reason
@@ -39,6 +40,7 @@ class MatcherController:
         closing: Closing,
         name: str,
         text: Sequence[int] = (),
+        checked: CheckedText | None = None,
     ) -> None:
         self._grammar = grammar
         self._matcher = matcher
@@ -47,6 +49,8 @@ class MatcherController:
         """Decides when and how the text is closed."""
         self._name = name
         self._text = list(text)
+        self._checked = grammar.checked_text() if checked is None else checked
+        """The text, if masks do not enforce all of its schema; otherwise None."""
         self._forced = False
         """Whether the next appended tokens were forced."""
         self._mask: memoryview | None = None
@@ -103,15 +107,19 @@ class MatcherController:
         if mask is not self._mask:
             self._use_mask(mask)
         with self._grammar.lock:
+            if self._checked is not None:
+                self._checked.begin()
             # The first tokens of a text are usually forced.
-            forced = [] if self._text else self._matcher.compute_ff_tokens()
+            forced = [] if self._text else self._forced_tokens()
             if not forced:
                 self._fill(mask)
                 if self.closing.narrows:
                     self.closing.restrict(self._words, self._text)
+                if self._checked is not None:
+                    self._restrict(self._checked, mask)
                 if np.count_nonzero(self._words) > self._grammar.tokens.end_words:
                     return _MASKED
-                forced = self._matcher.compute_ff_tokens()
+                forced = self._forced_tokens()
             complete = self._matcher.is_accepting()
             if self._matcher.is_error():
                 raise self._failed()
@@ -129,6 +137,23 @@ class MatcherController:
             raise self._failed()
         return COMPLETE
 
+    def _restrict(self, checked: CheckedText, mask: memoryview) -> None:
+        """Removes the tokens from the mask that would end a value that is not valid."""
+        checked.restrict(self._words)
+        if self.closing.narrows and not self._words.any():
+            self._fill(mask)
+            checked.restrict(self._words)
+        if not self._words.any():
+            raise self._error(
+                Code.CONTROLLER_FAILED,
+                "each token that the grammar allows here would end a value that the schema does "
+                "not allow",
+            )
+
+    def _forced_tokens(self) -> list[int]:
+        forced: list[int] = self._matcher.compute_ff_tokens()
+        return forced if self._checked is None else self._checked.allowed(forced)
+
     def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
         """Writes the masks after the tokens of a draft. Stops at the first place where a token is
         forced, only the end of the sequence may follow, or the closing must be computed."""
@@ -139,6 +164,7 @@ class MatcherController:
         if self.closing.end is not None or not draft:
             return 0
         matcher, most = self._grammar.copy(self._matcher), self._host.limits.mid_s
+        checked = None if self._checked is None else self._checked.copy()
         along = zip(draft, masks, restricted, strict=False)
         for number, (token, mask, few_starts) in enumerate(along):
             with self._grammar.lock:
@@ -148,6 +174,10 @@ class MatcherController:
                 words = self._fill_from(matcher, mask)
                 if few_starts is not None:
                     words &= few_starts
+                if checked is not None:
+                    if not checked.append([token]):
+                        return number
+                    checked.restrict(words)
                 few = np.count_nonzero(words) <= self._grammar.tokens.end_words
                 if few or matcher.is_error():
                     return number
@@ -173,6 +203,13 @@ class MatcherController:
                 raise self._failed()
             if took > self._host.limits.mid_s:
                 raise self._too_slow(took)
+        if self._checked is not None:
+            with self._grammar.lock:
+                if not self._checked.append(tokens):
+                    raise self._error(
+                        Code.CONTROLLER_FAILED,
+                        "the appended text ends a value that the schema does not allow",
+                    )
         self._text += tokens
         self.closing.append(tokens, self._forced)
         self._forced = False
@@ -184,7 +221,7 @@ class MatcherController:
         string counts."""
         if not stop and self.closing.end is not None:
             return self.closing.end
-        matcher = self._matcher
+        matcher, checked = self._matcher, self._checked
         if stop:
             tokens = tokens_before(stop, self._text, self._host.vocabulary)
             matcher = self._grammar.start()
@@ -194,14 +231,25 @@ class MatcherController:
                         return "cut"
             if tokens is None:
                 return "cut"
+            checked = self._grammar.checked_text()
         with self._grammar.lock:
+            if checked is not None and not (
+                (not stop or checked.append(tokens or ())) and checked.may_end
+            ):
+                return "cut"
             return "complete" if matcher.is_accepting() else "cut"
 
     def fork(self, host: Host) -> MatcherController:
         """A controller with a copy of the matcher."""
         matcher = self._grammar.copy(self._matcher)
         return MatcherController(
-            self._grammar, matcher, host, self.closing.copy(host), self._name, self._text
+            self._grammar,
+            matcher,
+            host,
+            self.closing.copy(host),
+            self._name,
+            self._text,
+            None if self._checked is None else self._checked.copy(),
         )
 
     def close(self) -> None:

@@ -12,12 +12,15 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
+import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from .....protocol.errors import ControllerError
+from .....protocol.json_schema.relaxing import Path
 from ...host import Vocabulary
 from ...pool import tenant_of_thread
 from ..compiling import bounds
@@ -26,11 +29,24 @@ from ..compiling.kept import Kept
 from ..compiling.meter import CompileMeter
 from ..compiling.processes import Processes
 from ..compiling.shared import Shared
+from .checking.checked_text import CheckedText, EndingTokens
+from .checking.obligations import Obligations
+from .checking.walks import Checks
 from .completion import Completion, Completions
 from .least_length import Growth, growth, least_bytes
 from .plain import MAX_TEXT, is_plain
 from .token_sets import TokenSets
 from .trial import parser_limits, plain_limits, reason, step_error
+
+
+class Weakened(NamedTuple):
+    """A schema of which masks enforce only a relaxed form."""
+
+    schema: str
+    """The schema as JSON."""
+    places: list[Path]
+    """The weakened places (``protocol.json_schema.relaxing``)."""
+
 
 Found = tuple[bytes | None, list[int] | None]
 """The shortest text of a grammar and its tokens; both are None if no text was found."""
@@ -98,6 +114,7 @@ class Tokens:
         token, or only the end of the sequence, has at most this number of nonzero words."""
         self._vocabulary = vocabulary
         self._sets: TokenSets | None = None
+        self._ending: EndingTokens | None = None
         self._sets_lock = threading.Lock()
 
     @property
@@ -110,6 +127,16 @@ class Tokens:
                 tokens = [vocabulary.token(number) for number in range(vocabulary.size)]
                 self._sets = TokenSets(tokens, -(-vocabulary.size // 32), vocabulary.tokenize)
             return self._sets
+
+    @property
+    def ending(self) -> EndingTokens:
+        """Sets of the tokens that may end values. They are computed when the first schema with
+        obligations is compiled."""
+        with self._sets_lock:
+            if self._ending is None:
+                size = self._vocabulary.size
+                self._ending = EndingTokens(size, -(-size // 32), self._vocabulary.token)
+            return self._ending
 
 
 class Grammar:
@@ -131,6 +158,7 @@ class Grammar:
         schema: object | None,
         plain: bool,
         vocabulary: Vocabulary,
+        checks: Checks | None,
     ) -> None:
         """``plain``: the grammar was compiled without a separate process."""
         self.lock = threading.Lock()
@@ -142,6 +170,7 @@ class Grammar:
         self._plain = plain
         self._growth: Growth | None = None
         self._vocabulary = vocabulary
+        self._checks = checks
         self._shortest: Found | None = None
         """The result of the search for the shortest text."""
         self._matchers = matchers
@@ -193,6 +222,12 @@ class Grammar:
         with self.lock:
             return self._all_completions().shortest(time.thread_time() + SEARCH_S)
 
+    def obeying(self, found: bytes | None) -> bytes | None:
+        """The whole text ``found``, or a similar text, if its values pass the checks; otherwise
+        None."""
+        with self.lock:
+            return self._all_completions().start().obeying(found)
+
     def start(self) -> LLMatcher:
         """A matcher at the beginning of a text."""
         return self.copy(self._matcher)
@@ -202,6 +237,14 @@ class Grammar:
         with self.lock:
             return matcher.deep_copy()
 
+    def checked_text(self) -> CheckedText | None:
+        """An empty text whose values are checked; None if masks enforce the whole schema."""
+        if self._checks is None:
+            return None
+        tokens = self.tokens
+        ends = np.frombuffer(tokens.only_end, np.uint32)
+        return CheckedText(self._checks, tokens.ending, self._vocabulary.token, ends)
+
     def completion(self) -> Completion:
         """A completion for a text that has not begun. The caller holds ``lock`` around each call of
         the completion."""
@@ -210,7 +253,7 @@ class Grammar:
 
     def _all_completions(self) -> Completions:
         if self._completions is None:
-            self._completions = Completions(self.text)
+            self._completions = Completions(self.text, self._checks)
         return self._completions
 
     def give_up(self) -> None:
@@ -235,12 +278,21 @@ class Matchers:
         self._tokens_lock = threading.Lock()
         self._tokens: OrderedDict[object, Tokens] = OrderedDict()
 
-    def get(self, vocabulary: Vocabulary, grammar: str, constraint: str = "lark") -> Grammar:
+    def get(
+        self,
+        vocabulary: Vocabulary,
+        grammar: str,
+        constraint: str = "lark",
+        weakened: Weakened | None = None,
+        unblamed: Collection[str] = (),
+    ) -> Grammar:
         """The compiled form of an ``LLMatcher.grammar_from_*`` text. Raises RefusedGrammar if the
         grammar is not valid or exceeds the bounds. ``constraint``: the label of the compilation in
-        the metrics."""
-        name = (vocabulary.fingerprint, vocabulary.size, vocabulary.eos_ids)
-        key = hashlib.sha256(f"{name}\n{grammar}".encode()).digest()
+        the metrics. ``weakened``: the schema against which values are checked, because masks do not
+        enforce all of it. ``unblamed``: see ``Processes.check``."""
+        name = _name_of(vocabulary)
+        checked = "" if weakened is None else weakened.schema
+        key = hashlib.sha256(f"{name}\n{grammar}\n{checked}".encode()).digest()
         found = self._grammars.get(key)
         if found is not None:
             self._meter.hit(constraint)
@@ -251,28 +303,47 @@ class Matchers:
             if found is not None:
                 return found
             with self._meter.measured(constraint):
-                return self._make(vocabulary, name, key, grammar)
+                return self._make(vocabulary, key, grammar, weakened, unblamed)
 
         return self._compiled.get(key, make)
 
-    def _make(self, vocabulary: Vocabulary, name: object, key: bytes, grammar: str) -> Grammar:
-        tokens = self._tokens_of(name, vocabulary)
+    def _make(
+        self,
+        vocabulary: Vocabulary,
+        key: bytes,
+        grammar: str,
+        weakened: Weakened | None,
+        unblamed: Collection[str],
+    ) -> Grammar:
+        tokens = self._tokens_of(vocabulary)
         schema = _schema_of(grammar)
-        least = None if schema is None else least_bytes(schema)
+        # Values that are checked may be longer than the schema of the masks requires.
+        least = None if schema is None or weakened is not None else least_bytes(schema)
         plain = schema is not None and is_plain(grammar, schema)
         if plain:
             matcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=plain_limits())
             plain = not step_error(matcher)  # The separate process names the faulty part.
         if not plain:
-            self.processes.check(grammar)
+            self.processes.check(grammar, unblamed)
             matcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=parser_limits())
             if matcher.is_error():
                 raise RefusedGrammar(reason(matcher.get_error()))
         if schema is not None:
             _ = tokens.sets  # Computes the sets before a text begins.
-        made = Grammar(self, key, tokens, matcher, grammar, least, schema, plain, vocabulary)
+        checks = None if weakened is None else self._checks_of(weakened)
+        made = Grammar(
+            self, key, tokens, matcher, grammar, least, schema, plain, vocabulary, checks
+        )
         self._grammars.add(tenant_of_thread(), key, made)
         return made
+
+    def _checks_of(self, weakened: Weakened) -> Checks:
+        """Raises RefusedGrammar if the patterns of the schema exceed the bounds of compiling."""
+        from .checking.values import Values  # Importing jsonschema takes 0.2 s.
+
+        values = Values(weakened.schema)
+        self.processes.check(values.grammar)
+        return Checks(Obligations(values, weakened.places))
 
     def shortest(self, grammar: Grammar, vocabulary: Vocabulary) -> Found:
         """The shortest text of a compiled grammar, and its tokens; both are None if a search does
@@ -287,7 +358,7 @@ class Matchers:
         try:
             found = grammar.searched()
             if found is None:
-                found = self.processes.shortest(grammar.text)
+                found = grammar.obeying(self.processes.shortest(grammar.text))
             return found, None if found is None else vocabulary.tokenize(found)
         except (RefusedGrammar, ControllerError):
             return None, None
@@ -300,7 +371,8 @@ class Matchers:
         """Ends the processes."""
         self.processes.close()
 
-    def _tokens_of(self, name: object, vocabulary: Vocabulary) -> Tokens:
+    def _tokens_of(self, vocabulary: Vocabulary) -> Tokens:
+        name = _name_of(vocabulary)
         with self._tokens_lock:
             tokens = self._tokens.get(name)
             if tokens is None:
@@ -309,6 +381,10 @@ class Matchers:
                     self._tokens.popitem(last=False)
             self._tokens.move_to_end(name)
             return tokens
+
+
+def _name_of(vocabulary: Vocabulary) -> object:
+    return (vocabulary.fingerprint, vocabulary.size, vocabulary.eos_ids)
 
 
 def _schema_of(grammar: str) -> object | None:

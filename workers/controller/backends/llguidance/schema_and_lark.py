@@ -3,16 +3,21 @@ llguidance grammars."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from typing import NamedTuple
 
 from .....protocol.errors import Code, RequestError
+from .....protocol.json_schema.relaxing import Measure
 from ...host import Host
+from ...pool import tenant_of_thread
 from ..compiling.bounds import RefusedGrammar
+from ..compiling.kept import Kept
 from .closing import Closing
 from .matcher_controller import MatcherController
-from .matchers import Matchers
-from .schemas import Rewriting, schema_grammar
+from .matchers import Grammar, Matchers, Weakened
+from .schemas import KEPT_CHARACTERS, KEPT_SCHEMAS, Rewriting, schema_grammar
 from .spacing import spaced_lark
 
 MAX_BYTES = 1024 * 1024
@@ -29,6 +34,27 @@ _LEXEME = re.compile(
 comments, and the names of special tokens. llguidance's lexer defines them in the same way."""
 
 
+MEASURES: dict[str, tuple[Measure, ...]] = {
+    "Unimplemented keys": ("keywords",),
+    "oneOf constraints": ("keywords",),
+    "Unknown format": ("keywords",),
+    "patternProperty regexes": ("patterns",),
+    "look-around": ("patterns",),
+    "circular references": ("references", "patterns"),
+    "min/maxProperties": ("counts",),
+    "Unable to determine if regex is empty": ("texts",),
+}
+"""By a part of llguidance's error about a schema: the measures that relax the schema, in the order
+in which they are taken (``protocol.json_schema.relaxing``)."""
+
+
+class _Relaxed(NamedTuple):
+    grammar: str
+    """The grammar of the relaxed schema."""
+    weakened: Weakened | None
+    made: Grammar
+
+
 class JsonSchemaProgram:
     """The built-in constraint ``json_schema``: the text is a JSON value that matches the schema in
     the argument.
@@ -40,18 +66,61 @@ class JsonSchemaProgram:
     def __init__(self, matchers: Matchers) -> None:
         self._matchers = matchers
         self._rewriting = Rewriting(matchers.processes)
+        self._relaxed = Kept[bytes, tuple[str, Weakened | None]](KEPT_SCHEMAS, KEPT_CHARACTERS)
+        """The grammars and schemas of the schemas that were relaxed."""
 
     def start(self, host: Host) -> MatcherController:
         """Makes the controller. Raises RequestError, with llguidance's reason, if the argument is
         not a schema that llguidance supports."""
         schema = _argument(host, "json_schema", "a JSON schema")
         try:
-            grammar = schema_grammar(_object_of(schema), self._rewriting.implemented)
+            made = self._compiled(host, _object_of(schema))
         except RefusedGrammar as error:
             raise _refusal(f"json_schema: {error}") from None
         except ValueError as error:
             raise _refusal(f"json_schema: the argument is not a JSON schema: {error}") from None
-        return _start(self._matchers, host, "json_schema", grammar)
+        return MatcherController(made, made.start(), host, Closing(made, host), "json_schema")
+
+    def _compiled(self, host: Host, schema: str) -> Grammar:
+        """Compiles a schema. If llguidance does not implement its keywords, the schema is relaxed
+        in as few ways as possible."""
+        key = hashlib.sha256(schema.encode()).digest()
+        known = self._relaxed.get(key)
+        if known is not None:
+            return self._matchers.get(host.vocabulary, known[0], "json_schema", known[1])
+        grammar = schema_grammar(schema, self._rewriting.implemented)
+        try:
+            return self._matchers.get(host.vocabulary, grammar, "json_schema", None, MEASURES)
+        except RefusedGrammar as error:
+            found = self._relaxed_grammar(host, schema, str(error))
+        if found is None:
+            # This call raises the error, with the faulty part of the schema.
+            return self._matchers.get(host.vocabulary, grammar, "json_schema")
+        size = len(found.grammar) + len(schema)
+        self._relaxed.add(tenant_of_thread(), key, (found.grammar, found.weakened), size)
+        return found.made
+
+    def _relaxed_grammar(self, host: Host, schema: str, refused: str) -> _Relaxed | None:
+        """The grammar of a relaxed schema; None if no relaxed schema compiles. ``refused``: the
+        reason why the schema itself was refused."""
+        measures: set[Measure] = set()
+        while True:
+            known = next((found for text, found in MEASURES.items() if text in refused), ())
+            taken = next((one for one in known if one not in measures), None)
+            if taken is None:
+                return None
+            measures.add(taken)
+            relaxed = self._rewriting.relaxed(schema, frozenset(measures))
+            weakened = Weakened(schema, relaxed.places) if relaxed.places else None
+            grammar = schema_grammar(relaxed.schema, str)
+            try:
+                made = self._matchers.get(
+                    host.vocabulary, grammar, "json_schema", weakened, MEASURES
+                )
+            except RefusedGrammar as error:
+                refused = str(error)
+            else:
+                return _Relaxed(grammar, weakened, made)
 
 
 class LarkProgram:

@@ -6,14 +6,17 @@ import hashlib
 import json
 from collections.abc import Callable
 
+import msgspec
 from llguidance import LLMatcher
 
 from .....protocol.json_schema import needs_rewriting, rewritten
+from .....protocol.json_schema.relaxing import Measure, Path, relaxed
 from ...pool import tenant_of_thread
 from ..compiling import bounds
 from ..compiling.kept import Kept
 from ..compiling.processes import Processes
 from ..compiling.shared import Shared
+from .matchers import Weakened
 from .plain import MAX_TEXT
 from .spacing import spaced_schema
 
@@ -52,6 +55,29 @@ def _parsed(text: str) -> object:
         return None
 
 
+class _Relaxing(msgspec.Struct):
+    """The input of ``relaxed_text``."""
+
+    schema: str
+    measures: list[Measure]
+
+
+class _Relaxed(msgspec.Struct):
+    """The result of ``relaxed_text``."""
+
+    schema: str
+    places: list[Path]
+
+
+def relaxed_text(task: bytes) -> bytes:
+    """Rewrites and relaxes a schema (``protocol.json_schema``). ``task`` is an encoded
+    ``_Relaxing``; returns an encoded ``_Relaxed``."""
+    given = msgspec.json.decode(task, type=_Relaxing)
+    root = _parsed(given.schema)
+    found = relaxed(root, rewritten(root).schema, frozenset(given.measures))
+    return msgspec.json.encode(_Relaxed(json.dumps(found.schema), found.places))
+
+
 class Rewriting:
     """Rewrites the schemas of a worker in separate processes (``implemented``), and caches the
     results. Thread-safe."""
@@ -70,6 +96,13 @@ class Rewriting:
             found = self._shared.get(key, lambda: self._made(text))
             self._kept.add(tenant_of_thread(), key, found, len(found))
         return found
+
+    def relaxed(self, text: str, measures: frozenset[Measure]) -> Weakened:
+        """The relaxed form of a schema, which is the schema of the result. Raises the errors of
+        ``implemented``."""
+        task = msgspec.json.encode(_Relaxing(text, sorted(measures)))
+        found = msgspec.json.decode(self._processes.run("relax", task), type=_Relaxed)
+        return Weakened(found.schema, found.places)
 
     def _made(self, text: str) -> str:
         if not needs_rewriting(_parsed(text)):

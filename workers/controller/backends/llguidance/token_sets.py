@@ -56,22 +56,22 @@ class TokenSets:
                     ending.append(number)
         self.starts = bytes(starts)
         """For each token: how many items of arrays or objects it may begin."""
-        self.few = _words(few, words)
+        self.few = words_of(few, words)
         """Tokens that begin at most ``FEW_STARTS`` items."""
-        self.some = _words(some, words)
+        self.some = words_of(some, words)
         """Tokens that begin at most ``SOME_STARTS`` items."""
-        self.whole = _words(whole, words)
+        self.whole = words_of(whole, words)
         """Tokens that are content of a JSON string and consist of whole characters and escapes. In
         a string without a pattern, such a token does not change the text that completes the
         JSON."""
-        self.ending = _words(ending, words)
+        self.ending = words_of(ending, words)
         """Tokens of ``whole`` that continue a word: they do not contain white space."""
-        self.single = _words([by_text[one] for one in by_text if len(one) == 1], words)
+        self.single = words_of([by_text[one] for one in by_text if len(one) == 1], words)
         """Tokens of one byte."""
         self.bytes = {one: token for one, token in by_text.items() if len(one) == 1}
         self.digits = [by_text[b"%d" % one] for one in range(10) if b"%d" % one in by_text]
         """The tokens of the digits."""
-        plain = _words([by_text[bytes((b,))] for b in _PLAIN if bytes((b,)) in by_text], words)
+        plain = words_of([by_text[bytes((b,))] for b in _PLAIN if bytes((b,)) in by_text], words)
         self._at = np.flatnonzero(plain)
         self._plain = plain[self._at]
         self._by_text = by_text
@@ -121,7 +121,14 @@ def put(words: Words, tokens: Sequence[int]) -> None:
         words[token >> 5] |= np.uint32(1 << (token & 31))
 
 
-def _words(tokens: Sequence[int], words: int) -> Words:
+def clear(words: Words, tokens: Sequence[int]) -> None:
+    """Removes tokens from a mask."""
+    for token in tokens:
+        words[token >> 5] &= ~np.uint32(1 << (token & 31))
+
+
+def words_of(tokens: Sequence[int], words: int) -> Words:
+    """The mask of ``words`` u32 words that allows these tokens."""
     made = np.zeros(words, np.uint32)
     numbers = np.asarray(tokens, np.int64)
     np.bitwise_or.at(made, numbers >> 5, np.uint32(1) << (numbers & 31).astype(np.uint32))
