@@ -10,7 +10,7 @@ from .budget import Budget, Exhausted
 from .walks import Checks, Invalid, Walk
 
 MAX_STEPS = 100_000
-"""Maximum steps of the checks for one mask. A step takes 1 to 3 us. If the steps are used up, the
+"""Maximum steps of the checks for one mask. A step takes up to 3 us. If the steps are used up, the
 remaining tokens that would end a value are removed from the mask."""
 MAX_BRACKETS = 3
 """``EndingTokens`` distinguishes tokens by their number of closing brackets, up to this number."""

@@ -30,6 +30,8 @@ MAX_PATTERNS = 64
 """Maximum number of patterns and formats of a schema whose values are checked."""
 MAX_STATES = 5_000
 """Maximum states of the lexer for one pattern or format. A state has about 0.5 kB."""
+STEPS_OF_REFERENCE = 8
+"""Number of steps that resolving a reference counts."""
 DIGITS = 400
 """Precision of the divisions of ``multipleOf``, in digits."""
 
@@ -115,14 +117,17 @@ class Values:
             "additionalProperties": self._additional_properties,
             "uniqueItems": self._unique_items,
         }
-        return {name: self._counted(own.get(name, each)) for name, each in base.VALIDATORS.items()}
+        return {
+            name: self._counted(own.get(name, each), STEPS_OF_REFERENCE if name == "$ref" else 1)
+            for name, each in base.VALIDATORS.items()
+        }
 
-    def _counted(self, check: Callable[..., Any]) -> Callable[..., Any]:
+    def _counted(self, check: Callable[..., Any], steps: int) -> Callable[..., Any]:
         def counted(validator: Validator, value: Any, instance: Any, schema: Any) -> Any:
             sized = isinstance(instance, str | list | dict)
             listed = len(value) if isinstance(value, list | dict) else 0
             size = (len(instance) if sized else 0) + listed
-            self._budget.take(1 + size // BYTES_OF_STEP)
+            self._budget.take(steps + size // BYTES_OF_STEP)
             return check(validator, value, instance, schema)
 
         return counted
