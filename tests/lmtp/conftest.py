@@ -14,7 +14,7 @@ from .transports import Lmtp, Transport
 
 
 @pytest.fixture(scope="session")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
+def system(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Iterator[InProcess]:
     """A system within this process."""
     folder: Path = tmp_path_factory.mktemp("run")
     with InProcess(Settings(run_dir=str(folder), capacity=8)) as system:
