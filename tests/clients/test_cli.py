@@ -111,7 +111,7 @@ def test_status_shows_the_workers(bus: Bus) -> None:
         assert all(worker.name in shown for worker in client.status().workers)
     assert "embedded" in shown
     assert "ready" in shown
-    assert re.search("over (gathered )?blocks\n", shown)
+    assert re.search("over (gathered )?blocks of the KV cache\n", shown)
     assert json.loads(tokenbus(bus, "status", "--json").stdout)["workers"][0]["role"] == "gpu"
 
 
