@@ -165,7 +165,8 @@ def test_the_memory_of_decoded_values_counts_towards_the_share(tmp_path: Path) -
         gateway = Gateway(Settings(run_dir=str(tmp_path)))
         gateway.shares = UserShares(8, MAX_BYTES)
         counts = []
-        for value in ("x" * MAX_BYTES, [[]] * 1000, ["xy"] * 1000):
+        values: list[object] = ["x" * MAX_BYTES, [[]] * 1000, ["xy"] * 1000]
+        for value in values:
             body = json.dumps({"value": value}).encode()
             with gateway.shares.request():
                 for count in range(100):
