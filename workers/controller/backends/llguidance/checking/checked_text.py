@@ -9,7 +9,7 @@ from ..token_sets import Words, allowed, clear, words_of
 from .budget import Budget, Exhausted
 from .walks import Checks, Invalid, Walk
 
-MAX_STEPS = 100_000
+MAX_STEPS = 10_000
 """Maximum steps of the checks for one mask. A step takes up to 3 us. If the steps are used up, the
 remaining tokens that would end a value are removed from the mask."""
 MAX_BRACKETS = 3
