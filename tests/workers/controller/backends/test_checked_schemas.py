@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from tokenbus.protocol.errors import ControllerError, RequestError
 from tokenbus.workers.controller.backends.llguidance.checking import checked_text
+from tokenbus.workers.controller.backends.llguidance.checking.budget import Budget, Exhausted
+from tokenbus.workers.controller.backends.llguidance.checking.values import Values
 from tokenbus.workers.controller.backends.llguidance.matchers import Matchers
 from tokenbus.workers.controller.backends.llguidance.schema_and_lark import JsonSchemaProgram
 from tokenbus.workers.controller.interface import Action
@@ -280,6 +282,28 @@ def test_checks_of_a_mask_take_a_bounded_number_of_steps(
     push(stream, [1 + ord("[")])
     stream.mid()
     assert 1 + ord("]") not in stream.allowed
+
+
+def test_a_long_list_of_values_is_checked_in_few_steps() -> None:
+    listed = [["a", number] for number in range(10_000)]
+    values = Values(json.dumps({"anyOf": [{"enum": listed}, {"const": ["b"]}]}))
+    assert values.holds(values.root, ["a", 9_999], Budget(500))
+    assert values.holds(values.root, ["b"], Budget(500))
+    assert not values.holds(values.root, ["a", True], Budget(500))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"contains": {}, "minContains": 1_000},
+        {"items": {}},
+        {"oneOf": [{"minItems": 1}] * 1_000},
+    ],
+)
+def test_each_item_and_each_schema_of_a_list_counts_as_a_step(schema: Any) -> None:
+    values = Values(json.dumps(schema))
+    with pytest.raises(Exhausted):
+        values.holds(values.root, [0] * 1_000, Budget(500))
 
 
 @pytest.mark.parametrize(

@@ -342,7 +342,8 @@ class Matchers:
         from .checking.values import Values  # Importing jsonschema takes 0.2 s.
 
         values = Values(weakened.schema)
-        self.processes.check(values.grammar)
+        self.processes.check(values.texts.grammar)
+        values.texts.prepare()
         return Checks(Obligations(values, weakened.places))
 
     def shortest(self, grammar: Grammar, vocabulary: Vocabulary) -> Found:

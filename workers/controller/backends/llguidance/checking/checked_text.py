@@ -9,8 +9,8 @@ from ..token_sets import Words, allowed, clear, words_of
 from .budget import Budget, Exhausted
 from .walks import Checks, Invalid, Walk
 
-MAX_STEPS = 10_000
-"""Maximum steps of the checks for one mask. A step takes up to 3 us. If the steps are used up, the
+MAX_STEPS = 5_000
+"""Maximum steps of the checks for one mask. A step takes up to 10 us. If the steps are used up, the
 remaining tokens that would end a value are removed from the mask."""
 MAX_BRACKETS = 3
 """``EndingTokens`` distinguishes tokens by their number of closing brackets, up to this number."""

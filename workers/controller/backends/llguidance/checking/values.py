@@ -30,10 +30,21 @@ MAX_PATTERNS = 64
 """Maximum number of patterns and formats of a schema whose values are checked."""
 MAX_STATES = 5_000
 """Maximum states of the lexer for one pattern or format. A state has about 0.5 kB."""
+MAX_SCANNED = 50_000
+"""Maximum sum of the numbers of objects in all parts with their own ``$id``."""
 STEPS_OF_REFERENCE = 8
 """Number of steps that resolving a reference counts."""
+STEPS_OF_TEXT = 4
+"""Number of steps that matching a pattern counts."""
 DIGITS = 400
 """Precision of the divisions of ``multipleOf``, in digits."""
+
+_OF_ITEMS = frozenset(
+    ("items", "additionalItems", "contains", "propertyNames", "additionalProperties")
+)
+"""Keywords whose schema is applied to items, properties or names."""
+_OF_PARTS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems"))
+"""Keywords with a list of schemas."""
 
 _END = byte_tokenizer().eos_token
 _LOCAL: Registry[Any] = Registry()
@@ -55,24 +66,33 @@ class Texts:
             json.dumps({"properties": {str(at): _string(one) for at, one in enumerate(found)}})
         )
         """A grammar that compiles if all patterns and formats do."""
+        self._all = found
+
+    def prepare(self) -> None:
+        """Compiles all patterns and formats, so that the first checks do not."""
+        for key in self._all:
+            self._matchers[key] = self._compiled(key)
 
     def match(self, schema: dict[str, str], text: str) -> bool:
         """Whether a string matches a schema with only ``pattern`` or ``format``."""
         key = json.dumps(schema)
         matcher = self._matchers.get(key)
         if matcher is None or matcher.is_error():
-            matcher = LLMatcher(
-                byte_tokenizer(),
-                LLMatcher.grammar_from_json_schema(json.dumps(_string(key))),
-                log_level=0,
-                limits=LLParserLimits(max_lexer_states=MAX_STATES, verbose_errors=False),
-            )
-            self._matchers[key] = matcher
+            matcher = self._matchers[key] = self._compiled(key)
         try:
             written = json.dumps(text, ensure_ascii=False).encode()
         except UnicodeEncodeError:  # Half of a surrogate pair.
             return False
         return bool(matcher.validate_tokens([*written, _END]) == len(written) + 1)
+
+    @staticmethod
+    def _compiled(key: str) -> LLMatcher:
+        return LLMatcher(
+            byte_tokenizer(),
+            LLMatcher.grammar_from_json_schema(json.dumps(_string(key))),
+            log_level=0,
+            limits=LLParserLimits(max_lexer_states=MAX_STATES, verbose_errors=False),
+        )
 
 
 class Values:
@@ -84,8 +104,16 @@ class Values:
         self.root: Any = exact(schema)
         """The schema, with exact decimal numbers."""
         _refuse(self.root)
-        self._texts = Texts(self.root)
-        self.grammar = self._texts.grammar
+        self.texts = Texts(self.root)
+        self._enums: dict[int, frozenset[Any]] = {}
+        """The identities of the values of each ``enum``, by the id of the list."""
+        self._consts: dict[int, Any] = {}
+        """The identity of each array or object in ``const``, by its id."""
+        for one in objects(self.root):
+            if isinstance(values := one.get("enum"), list):
+                self._enums[id(values)] = frozenset(map(identity, values))
+            if isinstance(value := one.get("const"), list | dict):
+                self._consts[id(value)] = identity(value)
         self._budget = Budget(0)
         make = extend(validator_for(self.root, default=Draft202012Validator), self._keywords())
         self._validator: Validator = make(
@@ -103,8 +131,8 @@ class Values:
 
     def matches(self, pattern: str, text: str, budget: Budget) -> bool:
         """Whether a pattern matches a part of a text. Raises ``Exhausted``."""
-        budget.take(1 + len(text) // BYTES_OF_STEP)
-        return self._texts.match({"pattern": pattern}, text)
+        budget.take(STEPS_OF_TEXT + len(text) // BYTES_OF_STEP)
+        return self.texts.match({"pattern": pattern}, text)
 
     # --- keywords -------------------------------------------------------------------------------
 
@@ -116,18 +144,24 @@ class Values:
             "patternProperties": self._pattern_properties,
             "additionalProperties": self._additional_properties,
             "uniqueItems": self._unique_items,
+            "enum": self._enum,
+            "const": self._const,
         }
         return {
-            name: self._counted(own.get(name, each), STEPS_OF_REFERENCE if name == "$ref" else 1)
-            for name, each in base.VALIDATORS.items()
+            name: self._counted(name, own.get(name, each)) for name, each in base.VALIDATORS.items()
         }
 
-    def _counted(self, check: Callable[..., Any], steps: int) -> Callable[..., Any]:
+    def _counted(self, name: str, check: Callable[..., Any]) -> Callable[..., Any]:
+        """``check``, whose steps are counted before it runs. Each value or part to which a keyword
+        applies schemas counts as a step."""
+        own = STEPS_OF_REFERENCE if name == "$ref" else 1
+
         def counted(validator: Validator, value: Any, instance: Any, schema: Any) -> Any:
-            sized = isinstance(instance, str | list | dict)
-            listed = len(value) if isinstance(value, list | dict) else 0
-            size = (len(instance) if sized else 0) + listed
-            self._budget.take(steps + size // BYTES_OF_STEP)
+            steps = own + _length(instance) // BYTES_OF_STEP
+            if name in _OF_ITEMS:
+                steps += _length(instance)
+            steps += _length(value) // (1 if name in _OF_PARTS else BYTES_OF_STEP)
+            self._budget.take(steps)
             return check(validator, value, instance, schema)
 
         return counted
@@ -145,7 +179,7 @@ class Values:
         if name in PATTERNS:
             fits = self._matches(PATTERNS[name], instance)
         else:
-            fits = name not in FORMATS or self._texts.match({"format": name}, instance)
+            fits = name not in FORMATS or self.texts.match({"format": name}, instance)
         if not fits:
             yield ValidationError("format")
 
@@ -172,6 +206,21 @@ class Values:
             self._budget.take(_size(instance) // BYTES_OF_STEP)
             if len(set(map(identity, instance))) < len(instance):
                 yield ValidationError("uniqueItems")
+
+    def _enum(self, _: Validator, values: Any, instance: Any, __: Any) -> Iterator[Any]:
+        self._budget.take(_size(instance) // BYTES_OF_STEP)
+        if identity(instance) not in self._enums[id(values)]:
+            yield ValidationError("enum")
+
+    def _const(self, _: Validator, value: Any, instance: Any, __: Any) -> Iterator[Any]:
+        self._budget.take(_size(instance) // BYTES_OF_STEP)
+        wanted = self._consts[id(value)] if isinstance(value, list | dict) else identity(value)
+        if identity(instance) != wanted:
+            yield ValidationError("const")
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, str | list | dict) else 0
 
 
 def _size(value: Any) -> int:
@@ -207,15 +256,19 @@ def _string(text: str) -> Any:
 
 def _refuse(root: Any) -> None:
     """Raises RefusedGrammar if jsonschema would use ``re`` or the references of another base."""
+    draft, scanned = draft_of(root), 0
+    has_patterns = any("patternProperties" in one for one in objects(root))
     for one in objects(root):
-        if "unevaluatedProperties" in one and any("patternProperties" in o for o in objects(root)):
+        if has_patterns and "unevaluatedProperties" in one:
             raise RefusedGrammar(
                 "unevaluatedProperties is not supported in a schema with patternProperties"
             )
         if not {"$dynamicRef", "$recursiveRef"}.isdisjoint(one):
             raise RefusedGrammar("$dynamicRef and $recursiveRef are not supported")
-        base = one.get("id" if draft_of(root) <= 4 else "$id", "#")
+        base = one.get("id" if draft <= 4 else "$id", "#")
         if one is root or not isinstance(base, str) or base.startswith("#"):
             continue
-        if any("$ref" in inner for inner in objects(one)):
-            raise RefusedGrammar("a part with its own $id is not supported")
+        for inner in objects(one):
+            scanned += 1
+            if "$ref" in inner or scanned > MAX_SCANNED:
+                raise RefusedGrammar("a part with its own $id is not supported")
