@@ -187,7 +187,7 @@ class Completion:
     def append(self, text: bytes) -> bool:
         """Appends bytes to the text; returns whether the grammar and the checks allow them."""
         if self._shared.checks is not None:
-            walk = self._walk_after(text)
+            walk = self._walk_after(text, Budget(MAX_CHECKS))
             if walk is None:
                 return False
             self._walk, self._checked = walk, self._checked + text
@@ -218,13 +218,13 @@ class Completion:
         self._known, self._since = known, 0
         return True
 
-    def fits(self, text: bytes) -> bool:
+    def fits(self, text: bytes, budget: Budget | None = None) -> bool:
         """Whether these bytes complete the text, without a repeated name if names are counted, and
-        with values that pass the checks."""
+        with values that pass the checks. ``budget``: the steps of several checks together."""
         return (
             _completes(self._matcher, text)
             and not (self._shared.counts_names and repeated(self._text + text, len(self._text)))
-            and self._obeys(text)
+            and self._obeys(text, budget or Budget(MAX_CHECKS))
         )
 
     def obeying(self, found: bytes | None) -> bytes | None:
@@ -232,22 +232,25 @@ class Completion:
         no such completion is found."""
         if found is None or self._shared.checks is None:
             return found
-        self._shared.checks.begin(Budget(MAX_CHECKS))
+        budget = Budget(MAX_CHECKS)
         tried = chain((found,), islice(similar(found, self.in_string), MAX_SIMILAR))
-        return next((one for one in tried if self.fits(one)), None)
+        return next((one for one in tried if self.fits(one, budget)), None)
 
-    def _obeys(self, text: bytes) -> bool:
+    def _obeys(self, text: bytes, budget: Budget) -> bool:
         checks = self._shared.checks
         if checks is None:
             return True
-        walk = self._walk_after(text)
-        return walk is not None and checks.ends(walk, self._checked + text)
+        walk = self._walk_after(text, budget)
+        try:
+            return walk is not None and checks.ends(walk, self._checked + text, budget)
+        except Exhausted:
+            return False
 
-    def _walk_after(self, text: bytes) -> Walk | None:
+    def _walk_after(self, text: bytes, budget: Budget) -> Walk | None:
         """The walk after more text; None if a value of the text does not pass the checks."""
         assert self._shared.checks is not None
         try:
-            return self._shared.checks.after(self._walk, self._checked, text)
+            return self._shared.checks.after(self._walk, self._checked, text, budget)
         except (Invalid, Exhausted):
             return None
 

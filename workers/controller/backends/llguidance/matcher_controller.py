@@ -107,8 +107,6 @@ class MatcherController:
         if mask is not self._mask:
             self._use_mask(mask)
         with self._grammar.lock:
-            if self._checked is not None:
-                self._checked.begin()
             # The first tokens of a text are usually forced.
             forced = [] if self._text else self._forced_tokens()
             if not forced:

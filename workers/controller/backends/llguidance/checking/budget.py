@@ -8,10 +8,13 @@ BYTES_OF_STEP = 32
 
 
 class Budget:
-    """The steps that the checks for one mask may still take."""
+    """The steps that some checks, for example those for one mask, may still take together."""
 
     def __init__(self, steps: int) -> None:
         self._left = steps
+        self.verdicts: dict[tuple[int, bytes], bool] = {}
+        """The verdicts of these checks, by the id of a part of the schema and the text of a value.
+        So equal checks are made once."""
 
     def take(self, steps: int) -> None:
         """Counts steps. Raises ``Exhausted`` if none are left."""
@@ -21,4 +24,4 @@ class Budget:
 
 
 class Exhausted(Exception):
-    """The checks for one mask have taken all their steps."""
+    """The checks have taken all steps of their budget."""

@@ -56,16 +56,11 @@ class CheckedText:
         other._text, other._walk = self._text, self._walk
         return other
 
-    def begin(self) -> None:
-        """Begins the checks for one mask."""
-        self._checks.begin(Budget(MAX_STEPS))
-
     def append(self, tokens: Sequence[int]) -> bool:
         """Appends tokens; returns False if they end a value that is not valid."""
         added = b"".join(map(self._token, tokens))
-        self.begin()
         try:
-            self._walk = self._checks.after(self._walk, self._text, added)
+            self._walk = self._checks.after(self._walk, self._text, added, Budget(MAX_STEPS))
         except (Invalid, Exhausted):
             return False
         self._text += added
@@ -74,11 +69,11 @@ class CheckedText:
     def allowed(self, forced: Sequence[int]) -> list[int]:
         """The first of the forced tokens, up to the first token that would end a value that is not
         valid."""
-        walk, text, kept = self._walk, self._text, list[int]()
+        walk, text, kept, budget = self._walk, self._text, list[int](), Budget(MAX_STEPS)
         for token in forced:
             added = self._token(token)
             try:
-                walk = self._checks.after(walk, text, added)
+                walk = self._checks.after(walk, text, added, budget)
             except (Invalid, Exhausted):
                 break
             text += added
@@ -89,7 +84,7 @@ class CheckedText:
     def may_end(self) -> bool:
         """Whether the text may end here, as far as the checks decide."""
         try:
-            return self._checks.ends(self._walk, self._text)
+            return self._checks.ends(self._walk, self._text, Budget(MAX_STEPS))
         except Exhausted:
             return False
 
@@ -101,15 +96,16 @@ class CheckedText:
             tokens.sort(key=lambda token: len(self._token(token)))
         else:
             tokens = allowed(words & ~self._ends)
-        clear(words, [token for token in tokens if not self._allows(token)])
+        budget = Budget(MAX_STEPS)
+        clear(words, [token for token in tokens if not self._allows(token, budget)])
         if (words & self._ends).any() and not self.may_end:
             words &= ~self._ends
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _allows(self, token: int) -> bool:
+    def _allows(self, token: int, budget: Budget) -> bool:
         try:
-            self._checks.after(self._walk, self._text, self._token(token))
+            self._checks.after(self._walk, self._text, self._token(token), budget)
         except (Invalid, Exhausted):
             return False
         return True

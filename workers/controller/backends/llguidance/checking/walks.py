@@ -68,14 +68,6 @@ class Checks:
 
     def __init__(self, obligations: Obligations) -> None:
         self._obligations = obligations
-        self._verdicts: dict[tuple[int, bytes], bool] = {}
-        """The verdicts for the current mask, by the id of a part and the text of a value."""
-        self._budget = Budget(0)
-
-    def begin(self, budget: Budget) -> None:
-        """Begins the checks for one mask."""
-        self._verdicts.clear()
-        self._budget = budget
 
     def parts_of(self, walk: Walk) -> Parts:
         """The parts of the value that has begun or begins next."""
@@ -93,7 +85,7 @@ class Checks:
             return False
         return self._obligations.few_items(frame.parts) is not None
 
-    def after(self, walk: Walk, text: bytes, added: bytes) -> Walk:
+    def after(self, walk: Walk, text: bytes, added: bytes, budget: Budget) -> Walk:
         """The walk after ``added``, which follows ``text``. ``walk`` is the walk after ``text``.
         Raises ``Invalid`` or ``Exhausted``."""
         base, end = walk.length, walk.length + len(added)
@@ -110,24 +102,24 @@ class Checks:
                 if added[at - base] == _BACKSLASH:
                     walk = walk._replace(escaped=True)
                 elif walk.kind == "string":
-                    walk = self._value(walk, _cut(text, added, walk.start, at + 1))
+                    walk = self._value(walk, _cut(text, added, walk.start, at + 1), budget)
                 else:
-                    walk = self._name(walk, _cut(text, added, walk.start, at + 1))
+                    walk = self._name(walk, _cut(text, added, walk.start, at + 1), budget)
                 at += 1
                 continue
             if walk.kind == "number":
                 if byte in b"0123456789+-.eE":
                     at += 1
                     continue
-                walk = self._value(walk, _cut(text, added, walk.start, at))
+                walk = self._value(walk, _cut(text, added, walk.start, at), budget)
             elif walk.kind == "word":
                 at += 1
                 written = _cut(text, added, walk.start, at)
                 if len(written) == _LENGTHS[written[0]]:
-                    walk = self._value(walk, written)
+                    walk = self._value(walk, written, budget)
                 continue
             if byte in b"}]":
-                walk = self._closed(walk, _cut(text, added, _start(walk), at + 1))
+                walk = self._closed(walk, _cut(text, added, _start(walk), at + 1), budget)
             else:
                 walk = self._outside(walk, at, byte)
             at += 1
@@ -136,11 +128,12 @@ class Checks:
             self._check_beginning(walk.frame, _cut(text, added, walk.start, end))
         return walk
 
-    def ends(self, walk: Walk, text: bytes) -> bool:
-        """Whether the text may end here, as far as the obligations decide."""
+    def ends(self, walk: Walk, text: bytes, budget: Budget) -> bool:
+        """Whether the text may end here, as far as the obligations decide. Raises
+        ``Exhausted``."""
         if walk.kind == "number" and walk.frame is None:
             try:
-                self._value(walk, text[walk.start :])
+                self._value(walk, text[walk.start :], budget)
             except Invalid:
                 return False
         return True
@@ -188,26 +181,26 @@ class Checks:
         frame = Frame(walk.frame, is_object, at, parts, unique=unique)
         return walk._replace(frame=frame, at_name=is_object)
 
-    def _closed(self, walk: Walk, text: bytes) -> Walk:
+    def _closed(self, walk: Walk, text: bytes, budget: Budget) -> Walk:
         assert walk.frame is not None
         outer = walk._replace(frame=walk.frame.outer, at_name=False)
-        return self._value(outer, text, walk.frame)
+        return self._value(outer, text, budget, walk.frame)
 
-    def _name(self, walk: Walk, text: bytes) -> Walk:
+    def _name(self, walk: Walk, text: bytes, budget: Budget) -> Walk:
         """The walk after the closing quote of a property's name."""
         frame, walk = walk.frame, walk._replace(kind="", at_name=False)
         assert frame is not None
         if not frame.parts:
             return walk
         name = json.loads(text)
-        inner = self._obligations.property(frame.parts, name, self._budget)
+        inner = self._obligations.property(frame.parts, name, budget)
         if False in inner:
             raise Invalid
         names = frame.names
         for part in frame.parts:
             if part is False or not self._obligations.is_weakened(part):
                 continue
-            if "propertyNames" in part and not self._holds(part["propertyNames"], text):
+            if "propertyNames" in part and not self._holds(part["propertyNames"], text, budget):
                 raise Invalid
             if isinstance(most := part.get("maxProperties"), int):
                 names = frame.names | {name}
@@ -215,47 +208,49 @@ class Checks:
                     raise Invalid
         return walk._replace(frame=frame._replace(inner=inner, names=names))
 
-    def _value(self, walk: Walk, text: bytes, ended: Frame | None = None) -> Walk:
+    def _value(self, walk: Walk, text: bytes, budget: Budget, ended: Frame | None = None) -> Walk:
         """The walk after the end of a value. ``ended``: the value, if it is an array or object."""
         parts = self.parts_of(walk) if ended is None else ended.parts
         for part in parts:
-            if self._obligations.is_obligated(part) and not self._holds(part, text):
+            if self._obligations.is_obligated(part) and not self._holds(part, text, budget):
                 raise Invalid
         frame, walk = walk.frame, walk._replace(kind="")
         if frame is None:
             return walk._replace(ended=True)
         if frame.unique:
-            frame = self._unique(frame, text)
+            frame = _with_item(frame, text, budget)
         if not frame.is_object:
             frame = frame._replace(number=frame.number + 1)
         return walk._replace(frame=frame)
 
-    def _unique(self, frame: Frame, text: bytes) -> Frame:
-        self._budget.take(1 + len(text) // BYTES_OF_STEP)
-        item = identity(exact(text))
-        if item in frame.items or item in frame.recent:
-            raise Invalid
-        recent = (*frame.recent, item)
-        if len(recent) < MERGED:
-            return frame._replace(recent=recent)
-        return frame._replace(items=frame.items.union(recent), recent=())
-
-    def _holds(self, part: Any, text: bytes) -> bool:
+    def _holds(self, part: Any, text: bytes, budget: Budget) -> bool:
         if part is False:
             return False
         key = id(part), text
-        known = self._verdicts.get(key)
+        known = budget.verdicts.get(key)
         if known is None:
-            self._budget.take(1 + len(text) // BYTES_OF_STEP)
+            budget.take(1 + len(text) // BYTES_OF_STEP)
             try:
                 value = exact(text)
             except (ValueError, RecursionError):
                 value = None
                 known = False
             else:
-                known = self._obligations.values.holds(part, value, self._budget)
-            self._verdicts[key] = known
+                known = self._obligations.values.holds(part, value, budget)
+            budget.verdicts[key] = known
         return known
+
+
+def _with_item(frame: Frame, text: bytes, budget: Budget) -> Frame:
+    """The array after another item. Raises ``Invalid`` if an earlier item is equal."""
+    budget.take(1 + len(text) // BYTES_OF_STEP)
+    item = identity(exact(text))
+    if item in frame.items or item in frame.recent:
+        raise Invalid
+    recent = (*frame.recent, item)
+    if len(recent) < MERGED:
+        return frame._replace(recent=recent)
+    return frame._replace(items=frame.items.union(recent), recent=())
 
 
 def _start(walk: Walk) -> int:
