@@ -117,21 +117,26 @@ async def decode_in_turn(
     """Decodes ``body`` as ``decode_body`` does. The event loop decodes at most one large body in
     each pass. If bodies of several users wait, the users take turns. The memory of the decoded
     values counts towards the user's share; raises UnavailableError if it is used up."""
-    gateway.shares.take_bytes(ValueCounts.of((body,)).memory)
     if len(body) <= SMALL_BODY_BYTES:
-        return decode_body(body, kind, ignored)
+        gateway.shares.take_bytes(ValueCounts.of((body,)).memory)
+        return _decoded(body, kind, ignored)
     async with gateway.large_bodies.of(current_user.get()):
         # Without this pause, several requests could decode large bodies in the same pass, if each
         # of them finds the lock free.
         await asyncio.sleep(0)
-        return decode_body(body, kind, ignored)
+        gateway.shares.take_bytes(_checked_counts(body).memory)
+        return _decoded(body, kind, ignored)
 
 
 def decode_body(body: bytes, kind: type[B], ignored: Ignored | None = None) -> B:
     """Decodes ``body`` as a ``kind``, as ``read_body`` does. Raises ApiError 413 if the body has
     too many values, and 400 with the path of a faulty field."""
     if len(body) > SMALL_BODY_BYTES:
-        _check_values(body)
+        _checked_counts(body)
+    return _decoded(body, kind, ignored)
+
+
+def _decoded(body: bytes, kind: type[B], ignored: Ignored | None) -> B:
     try:
         return decode(body, kind, ignored or Ignored(strict=True, accepted=frozenset()))
     except msgspec.ValidationError as error:
@@ -152,15 +157,16 @@ def check_inner(texts: Sequence[str]) -> None:
         raise _too_many(count, "values in texts that are JSON", MAX_STRINGS)
 
 
-def _check_values(body: bytes) -> None:
-    """Raises ApiError 413 if a body has too many values.
+def _checked_counts(body: bytes) -> ValueCounts:
+    """The numbers of values in a body. Raises ApiError 413 if they are too large.
 
-    Decoding them would block the event loop for too long. The values are therefore counted in the
-    raw bytes.
+    Decoding many values would block the event loop for too long. The values are therefore counted
+    in the raw bytes.
     """
-    excess = ValueCounts.of((body,)).excess
-    if excess is not None:
-        raise _too_many(*excess)
+    counts = ValueCounts.of((body,))
+    if counts.excess is not None:
+        raise _too_many(*counts.excess)
+    return counts
 
 
 def _too_many(count: int, what: str, limit: int) -> ApiError:
