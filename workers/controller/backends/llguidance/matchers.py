@@ -112,7 +112,7 @@ class Tokens:
         self.end_words = len({end // 32 for end in ends})
         """Number of nonzero words of ``only_end``, but at least 1. A mask that allows at most one
         token, or only the end of the sequence, has at most this number of nonzero words."""
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._sets: TokenSets | None = None
         self._ending: EndingTokens | None = None
         self._sets_lock = threading.Lock()
@@ -123,7 +123,7 @@ class Tokens:
         when the first schema is compiled."""
         with self._sets_lock:
             if self._sets is None:
-                vocabulary = self._vocabulary
+                vocabulary = self.vocabulary
                 tokens = [vocabulary.token(number) for number in range(vocabulary.size)]
                 self._sets = TokenSets(tokens, -(-vocabulary.size // 32), vocabulary.tokenize)
             return self._sets
@@ -134,8 +134,8 @@ class Tokens:
         obligations is compiled."""
         with self._sets_lock:
             if self._ending is None:
-                size = self._vocabulary.size
-                self._ending = EndingTokens(size, -(-size // 32), self._vocabulary.token)
+                size = self.vocabulary.size
+                self._ending = EndingTokens(size, -(-size // 32), self.vocabulary.token)
             return self._ending
 
 
@@ -157,7 +157,6 @@ class Grammar:
         least: int | None,
         schema: object | None,
         plain: bool,
-        vocabulary: Vocabulary,
         checks: Checks | None,
     ) -> None:
         """``plain``: the grammar was compiled without a separate process."""
@@ -169,7 +168,7 @@ class Grammar:
         self._schema = schema
         self._plain = plain
         self._growth: Growth | None = None
-        self._vocabulary = vocabulary
+        self._vocabulary = tokens.vocabulary
         self._checks = checks
         self._shortest: Found | None = None
         """The result of the search for the shortest text."""
@@ -331,9 +330,7 @@ class Matchers:
         if schema is not None:
             _ = tokens.sets  # Computes the sets before a text begins.
         checks = None if weakened is None else self._checks_of(weakened)
-        made = Grammar(
-            self, key, tokens, matcher, grammar, least, schema, plain, vocabulary, checks
-        )
+        made = Grammar(self, key, tokens, matcher, grammar, least, schema, plain, checks)
         self._grammars.add(tenant_of_thread(), key, made)
         return made
 

@@ -110,9 +110,8 @@ class JsonSchemaProgram:
             if taken is None:
                 return None
             measures.add(taken)
-            relaxed = self._rewriting.relaxed(schema, frozenset(measures))
-            weakened = Weakened(schema, relaxed.places) if relaxed.places else None
-            grammar = schema_grammar(relaxed.schema, str)
+            relaxed, weakened = self._rewriting.relaxed(schema, frozenset(measures))
+            grammar = schema_grammar(relaxed, str)
             try:
                 made = self._matchers.get(
                     host.vocabulary, grammar, "json_schema", weakened, MEASURES

@@ -97,12 +97,12 @@ class Rewriting:
             self._kept.add(tenant_of_thread(), key, found, len(found))
         return found
 
-    def relaxed(self, text: str, measures: frozenset[Measure]) -> Weakened:
-        """The relaxed form of a schema, which is the schema of the result. Raises the errors of
-        ``implemented``."""
+    def relaxed(self, text: str, measures: frozenset[Measure]) -> tuple[str, Weakened | None]:
+        """The relaxed form of a schema, and the schema with its weakened places; None if masks
+        enforce the whole schema. Raises the errors of ``implemented``."""
         task = msgspec.json.encode(_Relaxing(text, sorted(measures)))
         found = msgspec.json.decode(self._processes.run("relax", task), type=_Relaxed)
-        return Weakened(found.schema, found.places)
+        return found.schema, Weakened(text, found.places) if found.places else None
 
     def _made(self, text: str) -> str:
         if not needs_rewriting(_parsed(text)):
