@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,13 +28,6 @@ LETTERS = vocabulary(BYTES)
 SHORT = vocabulary([*TOKENS, b'a"]}', b'"], "b": ["a"]}', b'", "a"]'])
 STRINGS = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
 LONG_OR_SHORT = {"oneOf": [{"minLength": 2}, {"maxLength": 3}], "type": "string"}
-
-
-@pytest.fixture(scope="module")
-def matchers() -> Iterator[Matchers]:
-    made = Matchers()
-    yield made
-    made.close()
 
 
 def accepts(matchers: Matchers, schema: Any, text: str) -> bool:

@@ -8,7 +8,7 @@ import random
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -27,13 +27,6 @@ from ..tokens.small_tokenizers import vocabulary as tokenizer_vocabulary
 from .llguidance_streams import PERSON, SPECIAL, TOKENS, Stream
 
 pytestmark = pytest.mark.process
-
-
-@pytest.fixture(scope="module")
-def matchers() -> Iterator[Matchers]:
-    made = Matchers()
-    yield made
-    made.close()
 
 
 # --- masks ----------------------------------------------------------------------------------------

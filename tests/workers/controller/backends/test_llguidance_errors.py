@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from tokenbus.protocol.errors import Code, ControllerError, RequestError
@@ -26,13 +26,6 @@ from ..tokens.real_tokenizers import tekken
 from .llguidance_streams import PERSON, TOKENS, Stream, host
 
 pytestmark = pytest.mark.process
-
-
-@pytest.fixture(scope="module")
-def matchers() -> Iterator[Matchers]:
-    made = Matchers()
-    yield made
-    made.close()
 
 
 # --- errors ---------------------------------------------------------------------------------------

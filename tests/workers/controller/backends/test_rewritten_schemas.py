@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -113,13 +112,6 @@ SAMPLES: list[Any] = [
     *({"ab": True}, {"name": "", "age": 9}, {"name": "red", "age": 10, "ab": True}),
 ]
 FORMATS = Draft202012Validator.FORMAT_CHECKER
-
-
-@pytest.fixture(scope="module")
-def matchers() -> Iterator[Matchers]:
-    made = Matchers()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("draft", ["draft-04", "draft-06", "draft-07"])

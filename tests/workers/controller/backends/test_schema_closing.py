@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
@@ -102,13 +102,6 @@ SCHEMAS: dict[str, tuple[dict[str, Any], str]] = {
     "counted": (COUNTED, r'\{("[a-z]{1,3}": \{"far": \d\}(, )?){3}\}'),
     "anywhere": ({"type": "string", "pattern": "long|[0-9]+:[0-9]{2}"}, '"([0-9]:[0-9]{2}|long)"'),
 }
-
-
-@pytest.fixture(scope="module")
-def matchers() -> Iterator[Matchers]:
-    made = Matchers()
-    yield made
-    made.close()
 
 
 def schema_grammar(schema: dict[str, Any]) -> str:

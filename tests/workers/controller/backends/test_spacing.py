@@ -4,7 +4,6 @@ grammar."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 from tokenbus.grammars import library
@@ -31,13 +30,6 @@ RUNS = [
     DUMPED.replace("[1", "[\n\n1"),
     DUMPED.replace("{", "{\t", 1),
 ]
-
-
-@pytest.fixture(scope="module")
-def matchers() -> Iterator[Matchers]:
-    made = Matchers()
-    yield made
-    made.close()
 
 
 def accepts(program: ConstraintProgram, arg: object, text: str) -> bool:
