@@ -16,9 +16,9 @@ from .parts import Schema, Unsupported, any_of, draft_of, objects, target
 from .rewriting import LOOK_AROUND
 
 Measure = Literal["keywords", "patterns", "references", "counts", "texts", "look_around"]
-"""The keywords that are left out. ``keywords``: those that llguidance does not implement, which are
-always left out. ``look_around``: each ``pattern`` with look-ahead or look-behind. llguidance
-implements the others unless they meet in one value. ``patterns``: ``patternProperties``.
+"""Kinds of keywords that are left out. ``keywords``: keywords that llguidance does not implement.
+They are always left out. ``look_around``: each ``pattern`` with look-ahead or look-behind.
+llguidance refuses some uses of the other kinds. ``patterns``: ``patternProperties``.
 ``references``: the keywords next to a circular ``$ref``. ``counts``: the bounds of the number of
 properties. ``texts``: ``pattern`` in ``allOf``."""
 Path = tuple[str | int, ...]
