@@ -14,6 +14,7 @@ import msgspec
 
 from ..protocol.bodies import Encoding, decode_as, encode_body
 from ..protocol.columns import TokenBody, TokenColumns, plain_entry, unpack_columns
+from ..protocol.decoders import json_decoder, msgpack_decoder
 from ..protocol.errors import Code, RequestError
 from ..protocol.messages import Token
 
@@ -30,8 +31,8 @@ MSGPACK = b"\x80"
 smaller."""
 _LISTS = b"\xdc\xdd"
 """The first bytes of lists of at least 16 elements, in msgpack."""
-_BODIES = msgspec.msgpack.Decoder(list[TokenBody])
-_LINES = msgspec.json.Decoder(list[Token])
+_BODIES = msgpack_decoder(list[TokenBody])
+_LINES = json_decoder(list[Token])
 
 
 @dataclass(slots=True)

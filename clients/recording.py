@@ -27,6 +27,7 @@ from msgspec import UNSET, Struct
 
 from ..protocol.bodies import unpack_tokens
 from ..protocol.columns import Row, plain_entry
+from ..protocol.decoders import json_decoder
 from ..protocol.errors import Code, ConnectionLostError, RequestError, TokenbusError
 from ..protocol.expected_values import plain
 from ..protocol.messages import PROTOCOL_VERSION, Generate, ModelInfo, Token
@@ -181,7 +182,7 @@ def read_recording(file: str | Path) -> Recording:
     """Reads the recording in a file. Raises RequestError if the recording is not valid, and OSError
     if the file cannot be read."""
     try:
-        recording = msgspec.json.decode(Path(file).read_bytes(), type=Recording)
+        recording = json_decoder(Recording).decode(Path(file).read_bytes())
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(
             Code.INVALID_FIELD, f"{file} is not a recording: {plain(str(error))}"

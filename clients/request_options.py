@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from ..protocol.bodies import pack_tokens
+from ..protocol.decoders import convert
 from ..protocol.errors import Code, RequestError
 from ..protocol.messages import (
     Buffer,
@@ -291,7 +292,7 @@ def part_call(weights: WeightsContent, offset: int, part: bytes, timeout_s: floa
 
 def rollout_of(answer: Msg) -> Rollout:
     """Returns the result in the answer to a PAUSE, RESUME or UPDATE_WEIGHTS."""
-    return msgspec.convert(answer.result, Rollout)
+    return convert(answer.result, Rollout)
 
 
 def drained_requests(answer: Msg) -> int:
@@ -335,12 +336,12 @@ def delete_call(name: str, timeout_s: float) -> Call:
 
 def stored_module(answer: Msg) -> StoredModule:
     """The module in an answer of the module store."""
-    return msgspec.convert(answer.result, StoredModule)
+    return convert(answer.result, StoredModule)
 
 
 def stored_modules(answer: Msg) -> list[StoredModule]:
     """The modules in an answer of the module store."""
-    return msgspec.convert(answer.result, list[StoredModule])
+    return convert(answer.result, list[StoredModule])
 
 
 def _store_call(

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from .decoders import json_decoder, msgpack_decoder
 from .errors import Code, RequestError, TokenbusError
 from .expected_values import MAX_REPEATED_BYTES, named_values, out_of_bounds, parted, plain
 from .messages import Error
@@ -50,9 +51,7 @@ def encoding_of(body: bytes) -> Encoding:
 
 @cache
 def _decoder(kind: Any, encoding: Encoding) -> _Decoder:
-    module = msgspec.json if encoding == "json" else msgspec.msgpack
-    decoder: _Decoder = module.Decoder(kind)
-    return decoder
+    return json_decoder(kind) if encoding == "json" else msgpack_decoder(kind)
 
 
 def decode_as(kind: Any, body: bytes, encoding: Encoding | None = None) -> Any:

@@ -30,6 +30,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta, Struct
 
+from .decoders import convert
 from .settings import Settings
 
 Role = Literal["client", "worker"]
@@ -289,7 +290,7 @@ def check_name(name: str) -> None:
 
 def _read(path: Path, kind: type[Any]) -> Any:
     try:
-        return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), kind)
+        return convert(tomllib.loads(path.read_text(encoding="utf-8")), kind)
     except OSError as error:
         raise KeyFault(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:

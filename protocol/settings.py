@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Meta, Struct
 
+from .decoders import convert
 from .endpoints import numbered, separate
 from .expected_values import expected
 from .model_names import AdapterNameError, AliasError, Aliases, adapter_folders
@@ -331,10 +332,10 @@ def resolve(
             values[name], places[name] = value, "--" + name.replace("_", "-")
     for name, value in values.items():
         try:
-            msgspec.convert({name: value}, Settings, strict=False)
+            convert({name: value}, Settings, strict=False)
         except msgspec.ValidationError as error:
             raise SettingError(f"{places[name]}: {_fault(name, value, error)}") from None
-    return _checked(msgspec.convert(values, Settings, strict=False))
+    return _checked(convert(values, Settings, strict=False))
 
 
 def _checked(settings: Settings) -> Settings:

@@ -18,6 +18,8 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 from msgspec import Struct
 
+from .decoders import json_decoder
+
 SPECIAL = b"\xff"
 """The byte before and after the name of a special token."""
 MAX_TAGS = 512
@@ -145,7 +147,7 @@ FREE_TEXT: Final[dict[str, Any]] = {"phases": [{"text": True, "may_end": True}],
 def decode_structure(arg: bytes) -> Structure:
     """Reads and checks a structure. Raises StructureError if the structure is not valid."""
     try:
-        structure = msgspec.json.decode(arg, type=Structure)
+        structure = json_decoder(Structure).decode(arg)
     except msgspec.MsgspecError as error:
         raise StructureError(str(error)) from None
     structure.check()

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from ...protocol.decoders import convert
 from ...protocol.keys import Allowed, KeyFault, KeyFolder, KeyPair, Quotas, Role
 from ...protocol.settings import Settings
 
@@ -203,7 +204,7 @@ def _allowed(args: argparse.Namespace, public: str, before: Quotas) -> Allowed:
 
 def _public(text: str) -> str:
     try:
-        msgspec.convert({"public": text, "secret": text}, KeyPair)
+        convert({"public": text, "secret": text}, KeyPair)
     except msgspec.ValidationError:
         raise KeyFault(
             f"{text!r} is not a public key; expected 64 hexadecimal digits, as printed by "

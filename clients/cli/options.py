@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from ...protocol.decoders import convert
 from ...protocol.errors import Code, RequestError
 from ...protocol.expected_values import expected
 from ...protocol.messages import Generate
@@ -97,7 +98,7 @@ def at_least_one(text: str) -> int:
     """Parses a count of at least 1. argparse calls this function as a ``type``, and adds the flag's
     name to errors."""
     try:
-        return msgspec.convert(text, AtLeastOne, strict=False)
+        return convert(text, AtLeastOne, strict=False)
     except msgspec.ValidationError as error:
         raise argparse.ArgumentTypeError(expected(error, text)) from None
 
@@ -164,12 +165,12 @@ def _value(name: str, text: str) -> Any:
     if name == "stop" and not isinstance(value, list):
         value = [value]
     try:
-        return msgspec.convert(value, PARAMETERS[name].type, strict=False)
+        return convert(value, PARAMETERS[name].type, strict=False)
     except msgspec.ValidationError:
         # A text that consists of digits was decoded as a number, but may be the name of a
         # controller, such as the beginning of a module id.
         with suppress(msgspec.ValidationError):
-            return msgspec.convert(text, PARAMETERS[name].type, strict=False)
+            return convert(text, PARAMETERS[name].type, strict=False)
         raise
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
+from ...protocol.decoders import json_decoder
 from ...protocol.errors import ControllerError
 from ...workers.controller.tokens.vocabulary import TokenizerVocabulary
 from ...workers.gpu import embedded
@@ -110,7 +111,7 @@ def _configured(folder: Path | None, name: str) -> Any:
 def _setting(folder: Path | None, file: str) -> dict[str, Any]:
     if folder is None or not (folder / file).exists():
         return {}
-    return msgspec.json.decode((folder / file).read_bytes(), type=dict[str, Any])
+    return json_decoder(dict[str, Any]).decode((folder / file).read_bytes())
 
 
 # --- Tekken ---------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw, Struct, inspect
 
+from ...protocol.decoders import convert, json_decoder
 from ...protocol.expected_values import kinds_of, type_of
 from .errors import invalid_field
 
@@ -133,7 +134,7 @@ def decode(data: bytes, kind: type[K], ignored: Ignored) -> K:
     msgspec.DecodeError or ValidationError if the body is not valid."""
     if ignored.strict:
         return _repaired(data, kind, ignored)
-    given = msgspec.json.decode(data, type=dict[str, Raw])
+    given = json_decoder(dict[str, Raw]).decode(data)
     known = _fields(kind)
     for name, value in given.items():
         if name in known or bytes(value) in (b"null", b"false"):
@@ -142,7 +143,7 @@ def decode(data: bytes, kind: type[K], ignored: Ignored) -> K:
             raise invalid_field(name, f"{name} is not supported: {CHANGES_ANSWER[name]}")
         ignored.add(name)
     try:
-        return msgspec.json.decode(data, type=kind)
+        return json_decoder(kind).decode(data)
     except msgspec.ValidationError:
         return _repaired(data, kind, ignored)
 
@@ -158,7 +159,7 @@ def _fields(kind: Hashable) -> frozenset[str]:
 def _repaired(data: bytes, kind: type[K], ignored: Ignored) -> K:
     """Decodes a body after its unknown elements and fields have been removed or refused."""
     value = _walk(msgspec.json.decode(data), type_of(kind), "", ignored)
-    return msgspec.convert(value, kind, str_keys=True)
+    return convert(value, kind, str_keys=True)
 
 
 def _walk(value: Any, kind: inspect.Type, path: str, ignored: Ignored) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from ...protocol.decoders import json_decoder
 from ...protocol.settings import Settings
 from .faults import WRONG_SETTING, SystemFault
 
@@ -120,7 +121,7 @@ class RunDir:
         line = "".join(_tail(self.logs / f"{process}.log")[-1:])
         if line.startswith("{"):
             with suppress(msgspec.MsgspecError):
-                return msgspec.json.decode(line, type=_JsonLine).message
+                return json_decoder(_JsonLine).decode(line).message
         return _STAMP.sub("", line)
 
     def last_error(self) -> str:

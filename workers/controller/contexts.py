@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import MsgspecError, Struct, msgpack
 
+from ...protocol.decoders import msgpack_decoder
 from .host import Vocabulary
 from .variable_calls import SequenceVariables
 
@@ -33,7 +34,7 @@ class Refusal(Exception):
 
 
 _encode = msgpack.Encoder().encode
-_decode = msgpack.Decoder(SavedTokens).decode
+_decode = msgpack_decoder(SavedTokens).decode
 
 
 def save(

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from ...protocol.bodies import decode_as, encode_body
+from ...protocol.decoders import json_decoder
 from ...protocol.errors import Code, ControllerError, TokenbusError
 from ...protocol.header import encode_header
 from ...protocol.worker_messages import (
@@ -52,7 +53,7 @@ NO_TOOLS = "this controller cannot call tools"
 Perform = Callable[[Variable], VariableAnswer]
 
 
-_decode = msgspec.json.Decoder(ToolAnswer).decode
+_decode = json_decoder(ToolAnswer).decode
 
 
 def answer_of(record: bytes) -> ToolAnswer | None:

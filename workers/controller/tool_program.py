@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from ...protocol.decoders import json_decoder
 from ...protocol.errors import Code, ControllerError, RequestError
 from ...protocol.messages import MAX_INPUT_BYTES
 from ...protocol.worker_messages import ToolCall
@@ -18,7 +19,7 @@ from .interface import STOP, SUSPEND, Answer
 from .tool_calls import NO_TOOLS, answer_of
 from .variable_calls import ROUND_BYTES
 
-_decode = msgspec.json.Decoder(ToolCall).decode
+_decode = json_decoder(ToolCall).decode
 
 
 class ToolProgram:

@@ -20,6 +20,7 @@ import msgspec
 
 from ...protocol import logs
 from ...protocol.bodies import Encoding, decode_as, encode_body, error_body
+from ...protocol.decoders import msgpack_decoder
 from ...protocol.errors import Code, TokenbusError
 from ...protocol.guest_user import GuestUser
 from ...protocol.header import Flag, decode_header, encode_header
@@ -96,7 +97,7 @@ SWITCH_S = 0.0005
 A round takes the GIL a few times. With Python's default of 5 ms, the round would wait 5 ms each
 time while another thread runs long Python code."""
 
-_decode_step = msgspec.msgpack.Decoder(Step).decode
+_decode_step = msgpack_decoder(Step).decode
 
 
 def limits_of(settings: Settings) -> Limits:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from msgspec import msgpack, structs
 
+from ...protocol.decoders import msgpack_decoder
 from ...protocol.tenants import Tenant
 from ...protocol.worker_messages import (
     ModuleTable,
@@ -52,12 +53,12 @@ _UNBOUNDED = 1 << 62
 _DELETED = FileNotFoundError(ENOENT, "the file was deleted")
 
 _encode = msgpack.Encoder().encode
-_operation = msgpack.Decoder(Variable).decode
-_request = msgpack.Decoder(int).decode
-_saved = msgpack.Decoder(SavedRequest).decode
-_table = msgpack.Decoder(SavedTable).decode
-_context = msgpack.Decoder(SavedContext).decode
-_tenant = msgpack.Decoder(tuple[int, str]).decode
+_operation = msgpack_decoder(Variable).decode
+_request = msgpack_decoder(int).decode
+_saved = msgpack_decoder(SavedRequest).decode
+_table = msgpack_decoder(SavedTable).decode
+_context = msgpack_decoder(SavedContext).decode
+_tenant = msgpack_decoder(tuple[int, str]).decode
 
 
 class Counts(NamedTuple):

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from msgspec import DecodeError, Struct, msgpack
 
+from ...protocol.decoders import msgpack_decoder
 from ..variables import StorageLimits
 from .folder import Folder, FolderError
 
@@ -194,7 +195,7 @@ class Reader:
 
     def _head(self, body: bytes) -> StorageLimits:
         with contextlib.suppress(DecodeError):
-            head = msgpack.decode(body, type=Head)
+            head = msgpack_decoder(Head).decode(body)
             if head.format == FORMAT:
                 return head.limits
         self.close()

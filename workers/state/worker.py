@@ -15,6 +15,7 @@ from itertools import takewhile
 from msgspec import DecodeError, Struct, msgpack
 
 from ...protocol.bodies import decode_as
+from ...protocol.decoders import msgpack_decoder
 from ...protocol.errors import TokenbusError
 from ...protocol.header import encode_header
 from ...protocol.health_file import HealthFile
@@ -58,9 +59,9 @@ class _Name(Struct, array_like=True):
 
 
 _encode = msgpack.Encoder().encode
-_operation = msgpack.Decoder(Variable).decode
-_name = msgpack.Decoder(_Name).decode
-_table = msgpack.Decoder(ModuleTable).decode
+_operation = msgpack_decoder(Variable).decode
+_name = msgpack_decoder(_Name).decode
+_table = msgpack_decoder(ModuleTable).decode
 
 
 class StateWorker:

@@ -24,6 +24,7 @@ from typing import Any, Protocol, TypeVar, overload
 
 import msgspec
 
+from ...protocol.decoders import json_decoder
 from ...protocol.errors import Code, RequestError
 from ...protocol.messages import TOOL_NAME, Tool
 
@@ -92,7 +93,7 @@ class Function:
         self._is_async = inspect.iscoroutinefunction(function)
         try:
             arguments = _arguments(name, function)
-            self._decode = msgspec.json.Decoder(arguments).decode
+            self._decode = json_decoder(arguments).decode
             parameters = _object_schema(arguments)
         except (TypeError, ValueError, NameError) as error:
             raise _wrong(

@@ -18,6 +18,7 @@ from mcp import ClientSession, MCPError, StdioServerParameters, stdio_client
 from mcp import Tool as McpTool
 from mcp.types import CONNECTION_CLOSED, CallToolResult, PaginatedRequestParams, TextContent
 
+from ...protocol.decoders import json_decoder
 from ...protocol.errors import Code, RequestError
 from ...protocol.messages import TOOL_NAME, Tool
 from .functions import InThread, Served
@@ -28,7 +29,7 @@ START_S = 60.0
 """Maximum time until a server has listed its tools, in seconds."""
 MAX_TOOLS = 1_000
 
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
+_decode = json_decoder(dict[str, Any]).decode
 
 
 class McpServer:

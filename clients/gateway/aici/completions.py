@@ -15,6 +15,7 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ....protocol.decoders import json_decoder
 from ....protocol.errors import TokenbusError
 from ....protocol.messages import Name
 from ....protocol.sampling import StopString, TokenId
@@ -112,7 +113,7 @@ class Completion(Struct):
     usage: CompletionUsage
 
 
-_marked = msgspec.json.Decoder(Marked)
+_marked = json_decoder(Marked)
 
 
 def handles(body: bytes) -> bool:

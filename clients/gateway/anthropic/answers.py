@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from ....protocol.decoders import json_decoder
 from ....protocol.messages import Token
 from ..conversation.answers import Answer, AnswerPart, Piece, entry_text
 from ..conversation.constraints import Receipt
@@ -227,5 +228,5 @@ class GrowingMessage:
 
 def _input(call: Call) -> dict[str, Any]:
     with suppress(msgspec.DecodeError):
-        return msgspec.json.decode(str(call.arguments), type=dict[str, Any])
+        return json_decoder(dict[str, Any]).decode(str(call.arguments))
     return {}

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Raw
 
+from ....protocol.decoders import json_decoder
 from ....protocol.errors import Code, RequestError, TokenbusError, error_for
 from ....protocol.messages import MAX_DESCRIBED_TOOLS, Status
 from ....protocol.worker_messages import CALL_TOOL, MAX_ARGUMENT_BYTES, ToolAnswer, ToolCall
@@ -87,7 +88,7 @@ class _Running:
         if self._stream is not None:
             try:
                 [sequence] = await self._stream.wait()
-                answer = msgspec.json.decode("".join(sequence.messages), type=ToolAnswer)
+                answer = json_decoder(ToolAnswer).decode("".join(sequence.messages))
                 if answer.error is not None:
                     raise error_for(answer.code, answer.error)
                 self._made.result = answer.value
@@ -148,7 +149,7 @@ def _checked(made: MadeCall) -> Raw:
         what = f"they have {len(data)} bytes; at most {MAX_ARGUMENT_BYTES} are allowed"
         raise RequestError(Code.INVALID_FIELD, f"the arguments of {made.name!r}: {what}")
     try:
-        return msgspec.json.decode(data, type=Raw)
+        return json_decoder(Raw).decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:
         what = f"the arguments of {made.name!r} are not JSON: {error}"
         raise RequestError(Code.INVALID_FIELD, what) from None

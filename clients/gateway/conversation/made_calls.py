@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
+
+from ....protocol.decoders import json_decoder
 
 
 class MadeCall(Struct, kw_only=True, omit_defaults=True):
@@ -30,7 +31,7 @@ class MadeCall(Struct, kw_only=True, omit_defaults=True):
         if isinstance(self.result, UnsetType):
             return self.error
         data = bytes(self.result)
-        return msgspec.json.decode(data, type=str) if data[:1] == b'"' else data.decode()
+        return json_decoder(str).decode(data) if data[:1] == b'"' else data.decode()
 
 
 def as_messages(calls: Sequence[MadeCall]) -> list[dict[str, Any]]:

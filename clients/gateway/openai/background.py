@@ -24,6 +24,7 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ....protocol.decoders import json_decoder
 from ....protocol.errors import TokenbusError
 from ..bodies import decode_in_turn
 from ..context import Gateway, gateway_of
@@ -226,7 +227,7 @@ class BackgroundTask:
 
     async def _begin(self, job: ResponseJob) -> None:
         if self._taken is not None:
-            job.created = msgspec.json.decode(self._taken.answer, type=_Head).created_at
+            job.created = json_decoder(_Head).decode(self._taken.answer).created_at
             return
         stored = job.stored_answer(job.answer("queued"), self._data)
         items = job.given_items()

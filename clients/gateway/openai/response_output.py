@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
+from ....protocol.decoders import json_decoder
 from ....protocol.messages import Token
 from ..conversation.answers import Answer, Piece, entry_text
 from ..conversation.constraints import Receipt
@@ -308,7 +308,7 @@ def recorded_calls(events: Iterable[bytes]) -> dict[str, MadeCall]:
     for data in events:
         if b"mcp_call" not in data:
             continue
-        one = msgspec.json.decode(data.partition(b"data: ")[2], type=_CallEvent)
+        one = json_decoder(_CallEvent).decode(data.partition(b"data: ")[2])
         item = one.item
         if one.type == "response.mcp_call_arguments.done":
             call = MadeCall(id=one.item_id, name="", arguments=one.arguments)

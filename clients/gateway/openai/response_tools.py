@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ....protocol.decoders import json_decoder
 from ..bodies import Body
 from ..conversation.constraints import Schema
 from ..conversation.parts import Call
@@ -140,7 +141,7 @@ def _each(
 def text_input(call: Call) -> str:
     """The input of a call of a tool whose input is a text; empty if the call was cut off."""
     try:
-        found = msgspec.json.decode(str(call.arguments), type=dict[str, str])
+        found = json_decoder(dict[str, str]).decode(str(call.arguments))
     except msgspec.MsgspecError:
         return ""
     return found.get("input", "")

@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ....protocol.decoders import convert
 from ..context import gateway_of
 from ..errors import ApiError, invalid_field
 from ..events import EventStream
@@ -141,7 +142,7 @@ async def _found(request: Request) -> Stored:
 def _query(request: Request, kind: type[Q]) -> Q:
     given = dict(request.query_params)
     try:
-        return msgspec.convert(given, kind, strict=False)
+        return convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
         raise refusal(error, kind, lambda: given) from None
 

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
 
+from ....protocol.decoders import convert
 from ....protocol.messages import (
     MAX_FOLDER,
     MAX_TIMEOUT_S,
@@ -125,7 +126,7 @@ class DiskBody(ResumeBody, kw_only=True):
         if self.weight_version is None:
             return 0
         try:
-            given = msgspec.convert(self.weight_version, WeightsVersion, strict=False)
+            given = convert(self.weight_version, WeightsVersion, strict=False)
         except msgspec.ValidationError:
             given = 0  # The check below raises the error.
         if not given:
@@ -199,7 +200,7 @@ def query_of(request: Request) -> PauseQuery:
     """The query of a request; raises ApiError 400 for a wrong value."""
     given = dict(request.query_params)
     try:
-        return msgspec.convert(given, PauseQuery, strict=False)
+        return convert(given, PauseQuery, strict=False)
     except msgspec.ValidationError as error:
         raise refusal(error, PauseQuery, lambda: given) from None
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ....protocol.decoders import json_decoder
 from ....protocol.errors import Code, RequestError, UnavailableError
 from ....protocol.python_command import plain_environment, python_command
 from ..host import Vocabulary
@@ -161,7 +162,7 @@ class Launcher:
                 break
             if not body:
                 break
-            name, number, pid, text = msgspec.json.decode(body, type=tuple[str, int, int, str])
+            name, number, pid, text = json_decoder(tuple[str, int, int, str]).decode(body)
             if name == "died":
                 self._died(pid, number)
                 continue

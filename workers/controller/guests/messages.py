@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from ....protocol.decoders import msgpack_decoder
 from ....protocol.errors import Code, ControllerError, TokenbusError
 from ....protocol.sampling import MAX_SCORED_TEXTS, Distribution, Override, Query, Scores, TokenId
 from ..interface import Action
@@ -253,10 +254,10 @@ class Asked(Message):
 FromGuest = Done | Asked
 
 encode = msgspec.msgpack.Encoder().encode
-decode_to_guest = msgspec.msgpack.Decoder(ToGuest).decode
-decode_text = msgspec.msgpack.Decoder(ConstrainedText).decode
-decode_from_guest = msgspec.msgpack.Decoder(FromGuest).decode
-_decoders = {kind: msgspec.msgpack.Decoder(kind).decode for kind in (PreAnswer, MidAnswer, Asked)}
+decode_to_guest = msgpack_decoder(ToGuest).decode
+decode_text = msgpack_decoder(ConstrainedText).decode
+decode_from_guest = msgpack_decoder(FromGuest).decode
+_decoders = {kind: msgpack_decoder(kind).decode for kind in (PreAnswer, MidAnswer, Asked)}
 
 
 def encode_checked(message: PreAnswer | MidAnswer | Asked) -> bytes:

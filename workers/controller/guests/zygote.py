@@ -26,6 +26,7 @@ from typing import NoReturn
 import msgspec
 
 from ....protocol import logs, settings
+from ....protocol.decoders import json_decoder
 from ....protocol.errors import TokenbusError
 from ...machine import machine_memory, memory_limits
 from ..host import Vocabulary
@@ -137,7 +138,7 @@ class Zygote:
             return False
         if not body:
             return False
-        name, number, which = msgspec.json.decode(body, type=tuple[str, int, int])
+        name, number, which = json_decoder(tuple[str, int, int]).decode(body)
         if name == "vocabulary":
             with open(files[0], "rb") as file:
                 file.seek(0)
@@ -238,7 +239,7 @@ def _main() -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(_FIRST_TO_END))
     control = socket.socket(fileno=int(sys.argv[1]))
-    setup = msgspec.json.decode(sys.argv[2], type=Setup)
+    setup = json_decoder(Setup).decode(sys.argv[2])
     zygote = Zygote(control, setup)
     # If the worker has ended, for example because of an invalid setting, writing to the socket
     # fails.

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from ....protocol.decoders import json_decoder
 from ....protocol.errors import Code, ControllerError, TokenbusError
 from ....protocol.sampling import MAX_STOP, StopString
 from ..biases import Bias
@@ -41,7 +42,7 @@ class Generate(msgspec.Struct, frozen=True):
     """Whether the script asks for the log-probabilities of the text's tokens."""
 
 
-_decoder = msgspec.json.Decoder(Generate)
+_decoder = json_decoder(Generate)
 
 
 def decode_generate(data: bytes) -> Generate:

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import wasmtime
 
+from ....protocol.decoders import json_decoder
 from ....protocol.errors import Code, ControllerError
 from ....protocol.sampling import Query
 from .. import interface
@@ -61,8 +62,8 @@ class _Context(msgspec.Struct):
     pin_s: float = 0.0
 
 
-_decode_texts = msgspec.json.Decoder(list[list[int]]).decode
-_decode_context = msgspec.json.Decoder(_Context).decode
+_decode_texts = json_decoder(list[list[int]]).decode
+_decode_context = json_decoder(_Context).decode
 
 
 class ScriptModule:
@@ -177,7 +178,7 @@ class ScriptGuest(NativeController):
             texts = checked_texts(_decode_texts(given), self._host.vocabulary.size)
             return Answer(Action.SCORE, texts=texts)
         if action == LOOK:
-            query = Query(msgspec.json.decode(given, type=int))
+            query = Query(json_decoder(int).decode(given))
             return Answer(Action.LOOK, query=checked_query(query, self._host.vocabulary.size))
         context = _decode_context(given)
         name, pin_s = context.name, context.pin_s

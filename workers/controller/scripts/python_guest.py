@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-import msgspec
 import wasmtime
 
+from ....protocol.decoders import json_decoder
 from ....protocol.errors import Code, ControllerError, TokenbusError
 from ..guest_clock import call_cpu_s
 from ..host import Host, Stored, Written
@@ -174,9 +174,7 @@ class PythonContext(Context):
         failed."""
         if asked.name == "failed":
             raise ControllerError(Code.CONTROLLER_FAILED, asked.text)
-        name, args, kwargs = msgspec.json.decode(
-            asked.text, type=tuple[str, list[Any], dict[str, Any]]
-        )
+        name, args, kwargs = json_decoder(tuple[str, list[Any], dict[str, Any]]).decode(asked.text)
         given = [_made(each) for each in args]
         named = {key: _made(each) for key, each in kwargs.items()}
         value: Any = None

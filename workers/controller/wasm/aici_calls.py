@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from ....protocol.decoders import json_decoder
 from ....protocol.errors import Code, ControllerError
 from .. import biases
 from ..interface import CONTINUE, STOP, SUSPEND, Action, Answer
@@ -65,10 +66,10 @@ class _Post(Struct):
 
 _T = TypeVar("_T")
 
-_init = msgspec.json.Decoder(Nothing)
-_pre = msgspec.json.Decoder(_Pre)
-_mid = msgspec.json.Decoder(Literal["Stop"] | _Mid)
-_post = msgspec.json.Decoder(_Post)
+_init = json_decoder(Nothing)
+_pre = json_decoder(_Pre)
+_mid = json_decoder(Literal["Stop"] | _Mid)
+_post = json_decoder(_Post)
 _numbers = msgspec.json.Encoder().encode
 
 _MID_IS = (

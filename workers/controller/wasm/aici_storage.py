@@ -10,9 +10,9 @@ from __future__ import annotations
 import binascii
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from ....protocol.decoders import json_decoder
 from ....protocol.errors import Code, ControllerError
 from ..host import Stored, Variables, Written
 from .aici_calls import decode, shown
@@ -37,7 +37,7 @@ class _Command(Struct, rename="pascal", forbid_unknown_fields=True):
     write_var: _Write | UnsetType = UNSET
 
 
-_command = msgspec.json.Decoder(_Command)
+_command = json_decoder(_Command)
 
 _COMMAND_IS = (
     '{"ReadVar":{"name":"a"}} or {"WriteVar":{"name":"a","value":"00ff","op":"Set" or '

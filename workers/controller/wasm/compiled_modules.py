@@ -28,6 +28,7 @@ from weakref import WeakValueDictionary
 import msgspec
 import wasmtime
 
+from ....protocol.decoders import json_decoder
 from ....protocol.errors import Code, UnavailableError
 from ...whole_files import clear_left, write_first, write_whole
 from ..limits import Limits
@@ -231,7 +232,7 @@ class CompiledModules:
         if not hmac.compare_digest(mac, self._mac(module, content)):
             return None
         head, _, code = content.partition(b"\n")
-        abi, why_no_fork = msgspec.json.decode(head, type=Head)
+        abi, why_no_fork = json_decoder(Head).decode(head)
         if abi not in ("native", "aici"):
             return self.interpreter(abi)._replace(script=code), len(code)
         with suppress(wasmtime.WasmtimeError):  # The code is for another target.

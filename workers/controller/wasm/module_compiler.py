@@ -28,6 +28,7 @@ from typing import Literal, NamedTuple, NoReturn
 import msgspec
 import wasmtime
 
+from ....protocol.decoders import json_decoder, msgpack_decoder
 from ....protocol.errors import Code, ControllerError, RequestError, ServiceError
 from ....protocol.python_command import plain_environment, python_command
 from ..limits import Limits
@@ -131,7 +132,7 @@ def _compile(kind: Kind, wasm: bytes, limits: Limits) -> Compiled:
             f"the {kind}'s compiled form has {len(code)} bytes; at most {COMPILED_BYTES} are "
             "allowed"
         )
-    return Compiled(msgspec.json.decode(head, type=Examined), code)
+    return Compiled(json_decoder(Examined).decode(head), code)
 
 
 def check_script(source: Source, interpreter: bytes, limits: Limits) -> None:
@@ -191,7 +192,7 @@ def _outcome(task: bytes) -> _Outcome:
         )
     with _idle_lock:
         _idle.append(process)
-    return msgspec.msgpack.decode(reply, type=_Outcome)
+    return msgpack_decoder(_Outcome).decode(reply)
 
 
 # --- in the process -----------------------------------------------------------------------------
@@ -223,7 +224,7 @@ def _forked(task: bytes) -> _Outcome:
                 os._exit(1)
             for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), output, errors)):
                 os.dup2(file, number)
-            code = _run(msgspec.msgpack.decode(task, type=_Task))
+            code = _run(msgpack_decoder(_Task).decode(task))
         except BaseException:
             traceback.print_exc()
         finally:

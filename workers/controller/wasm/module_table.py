@@ -15,6 +15,7 @@ from itertools import islice
 import msgspec
 from msgspec import Struct
 
+from ....protocol.decoders import json_decoder
 from ....protocol.errors import Code, RequestError, UnavailableError
 from ....protocol.messages import StoredModule, Tagged
 from ....protocol.pace import RETRY_AFTER_S
@@ -144,7 +145,7 @@ class Table(Struct, omit_defaults=True):
             self.tagged.pop(tag, None)
 
 
-_decoder = msgspec.json.Decoder(Table)
+_decoder = json_decoder(Table)
 
 
 def encode_table(table: Table) -> bytes:

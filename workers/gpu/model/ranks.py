@@ -22,6 +22,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from ....protocol.decoders import msgpack_decoder
 from ....protocol.python_command import python_command
 from ..engine.packing import Packed, decode_array, encode_array
 from .kv_cache import Layout
@@ -73,7 +74,7 @@ class Drop(msgspec.Struct, tag=True):
 
 
 Order = Load | Open | Forward | Clear | Drop
-decode_order = msgspec.msgpack.Decoder(Order, dec_hook=decode_array).decode
+decode_order = msgpack_decoder(Order, dec_hook=decode_array).decode
 
 
 class Ranks:

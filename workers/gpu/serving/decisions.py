@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from ....protocol.bodies import decode_as
+from ....protocol.decoders import msgpack_decoder
 from ....protocol.errors import Code, ControllerError
 from ....protocol.worker_messages import Result, StepResult
 from ..sampling.biases import Bias, read_bias
@@ -20,8 +21,8 @@ from .mask_file import MaskFile
 
 log = logging.getLogger(__name__)
 
-_decode_result = msgspec.msgpack.Decoder(Result).decode
-_decode_entry = msgspec.msgpack.Decoder(StepResult).decode
+_decode_result = msgpack_decoder(Result).decode
+_decode_entry = msgpack_decoder(StepResult).decode
 _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -61,7 +62,7 @@ class _Name(msgspec.Struct, array_like=True):
     seq: int
 
 
-_decode_name = msgspec.msgpack.Decoder(_Name).decode
+_decode_name = msgpack_decoder(_Name).decode
 
 
 def decode_decisions(body: bytes) -> Decisions:

@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec import Raw, msgpack, structs
 
+from ....protocol.decoders import msgpack_decoder
 from ....protocol.messages import Token
 from ....protocol.sampling import Distribution, Scores
 
@@ -51,7 +52,7 @@ def unpacked(entry: Token) -> Token:
     """The entry as it was before ``pack``; floats have the same bits as before. Returns ``entry``
     itself if no field is packed."""
     found = {
-        name: msgpack.decode(value, type=kind)
+        name: msgpack_decoder(kind).decode(value)
         for name, kind in _KINDS.items()
         if isinstance(value := getattr(entry, name), Raw)
     }

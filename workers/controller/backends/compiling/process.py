@@ -17,6 +17,7 @@ import time
 
 import msgspec
 
+from .....protocol.decoders import msgpack_decoder
 from .....protocol.errors import RequestError
 from ...priority import lower_priority
 from ...task_pipes import read, write
@@ -63,7 +64,7 @@ def _done(task: Task) -> Done:
 
 def _serve() -> None:
     while (message := read(sys.stdin.buffer)) is not None:
-        task = msgspec.msgpack.decode(message, type=Task)
+        task = msgpack_decoder(Task).decode(message)
         # A task of another kind checks its own CPU time. Its timer ends later than ``cpu_s``, so
         # that the task can report its error before the kernel ends the process.
         spare = 0.0 if task.kind in ("llguidance", "shortest") else 0.3 + task.cpu_s / 4

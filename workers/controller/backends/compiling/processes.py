@@ -17,6 +17,7 @@ from collections.abc import Collection
 
 import msgspec
 
+from .....protocol.decoders import msgpack_decoder
 from .....protocol.errors import Code, ServiceError, UnavailableError
 from .....protocol.python_command import plain_environment, python_command
 from ...pool import tenant_of_thread, waiting
@@ -125,7 +126,7 @@ class Processes:
             raise
         with self._lock:
             self._idle.append(process)
-        return msgspec.msgpack.decode(reply, type=Done)
+        return msgpack_decoder(Done).decode(reply)
 
     def _why_ended(self, code: int, task: Task) -> str:
         if task.kind == "blame":

@@ -25,6 +25,7 @@ from .....grammars.regex import Dfa
 from .....grammars.substring import compile_substring
 from .....grammars.yacc import CompiledGrammar, GrammarError
 from .....grammars.yacc.compiled import VERSION
+from .....protocol.decoders import convert, msgpack_decoder
 from .....protocol.expected_values import parted, plain
 from ...pool import tenant_of_thread, waiting
 from ..compiling.bounds import RefusedGrammar
@@ -80,7 +81,7 @@ class Tables:
             given = msgspec.json.decode(arg)
             if isinstance(given, dict) and list(given) == ["choices"]:
                 given = given["choices"]
-            choices = msgspec.convert(given, list[str])
+            choices = convert(given, list[str])
         except msgspec.MsgspecError as error:
             shown = arg[:100].decode("utf-8", "replace")
             message, path = parted(error)
@@ -112,7 +113,7 @@ class Tables:
     def combination(self, arg: bytes) -> dict[str, bytes]:
         """The tables of the regular parts of a combination (``combination.py``), by the paths of
         the parts."""
-        return msgspec.msgpack.decode(self._automata("combination", arg), type=dict[str, bytes])
+        return msgpack_decoder(dict[str, bytes]).decode(self._automata("combination", arg))
 
     def yacc(self, arg: bytes) -> bytes:
         """The tables of a yacc grammar. The argument is its text, the name of a library grammar, or
@@ -211,7 +212,7 @@ def _check(kind: str, tables: bytes) -> None:
         case "yacc":
             CompiledGrammar.from_bytes(tables)
         case "combination":
-            for each in msgspec.msgpack.decode(tables, type=dict[str, bytes]).values():
+            for each in msgpack_decoder(dict[str, bytes]).decode(tables).values():
                 Dfa.from_bytes(each)
         case _:
             Dfa.from_bytes(tables)

@@ -16,6 +16,7 @@ import sys
 import msgspec
 
 from .....grammars.yacc import GrammarError, compile_grammar
+from .....protocol.decoders import json_decoder
 from .....protocol.errors import Code, ServiceError, UnavailableError
 from .....protocol.python_command import python_command
 from ..compiling.turns import Turns
@@ -81,7 +82,7 @@ def compile_apart(text: str, tenant: str) -> bytes:
     if done.returncode == 0:
         return done.stdout
     if done.returncode == _WRONG:
-        wrong = msgspec.json.decode(done.stderr, type=_Wrong)
+        wrong = json_decoder(_Wrong).decode(done.stderr)
         raise GrammarError(wrong.message, wrong.line, wrong.column)
     if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
         raise GrammarError(f"compiling the grammar takes more than {CPU_S} s of CPU time")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 from llguidance import LLMatcher
 
+from .....protocol.decoders import json_decoder
 from .....protocol.json_schema import needs_rewriting, rewritten
 from .....protocol.json_schema.relaxing import Measure, Path, relaxed
 from ...pool import tenant_of_thread
@@ -72,7 +73,7 @@ class _Relaxed(msgspec.Struct):
 def relaxed_text(task: bytes) -> bytes:
     """Rewrites and relaxes a schema (``protocol.json_schema``). ``task`` is an encoded
     ``_Relaxing``; returns an encoded ``_Relaxed``."""
-    given = msgspec.json.decode(task, type=_Relaxing)
+    given = json_decoder(_Relaxing).decode(task)
     root = _parsed(given.schema)
     found = relaxed(root, rewritten(root).schema, frozenset(given.measures))
     return msgspec.json.encode(_Relaxed(json.dumps(found.schema), found.places))
@@ -101,7 +102,7 @@ class Rewriting:
         """The relaxed form of a schema, and the schema with its weakened places; None if masks
         enforce the whole schema. Raises the errors of ``implemented``."""
         task = msgspec.json.encode(_Relaxing(text, sorted(measures)))
-        found = msgspec.json.decode(self._processes.run("relax", task), type=_Relaxed)
+        found = json_decoder(_Relaxed).decode(self._processes.run("relax", task))
         return found.schema, Weakened(text, found.places) if found.places else None
 
     def _made(self, text: str) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from .....protocol.decoders import json_decoder
 from ....whole_files import write_whole
 from ..kv_cache import Kernel
 from ..loader import LoadedModel
@@ -74,7 +75,7 @@ def store(key: str, kernel: Kernel) -> None:
 
 def _read() -> dict[str, Kernel]:
     try:
-        return msgspec.json.decode(path().read_bytes(), type=dict[str, Kernel])
+        return json_decoder(dict[str, Kernel]).decode(path().read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, RuntimeError, msgspec.MsgspecError) as error:

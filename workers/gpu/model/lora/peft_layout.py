@@ -16,6 +16,7 @@ import torch
 from msgspec import Meta, Struct
 from safetensors import SafetensorError, safe_open
 
+from .....protocol.decoders import convert, json_decoder
 from ..weights import version_of
 
 CONFIG = "adapter_config.json"
@@ -123,7 +124,7 @@ def _read_updates(folder: Path) -> dict[str, Update]:
 
 def _read_config(path: Path) -> _Config:
     try:
-        fields = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        fields = json_decoder(dict[str, Any]).decode(path.read_bytes())
     except OSError as error:
         raise AdapterError(f"cannot read {path}: {error.strerror}") from None
     except msgspec.DecodeError as error:
@@ -143,7 +144,7 @@ def _read_config(path: Path) -> _Config:
             "convert it to a plain LoRA"
         )
     try:
-        return msgspec.convert(fields, _Config)
+        return convert(fields, _Config)
     except msgspec.ValidationError as error:
         raise AdapterError(f"{path} is not valid: {error}") from None
 
