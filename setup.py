@@ -32,7 +32,7 @@ QUICKJS_SHA256 = "1205953abc24ff757f4a795304d5d61e4bf1e555c9ef6ec96a132d4b955354
 QuickJS."""
 QUICKJS_SOURCES = ["quickjs.c", "cutils.c", "libregexp.c", "libunicode.c", "libbf.c"]
 # -DEMSCRIPTEN makes QuickJS leave out atomics. WASI's libc has only one rounding mode, so the
-# others are defined as 0.
+# constants of the other modes are defined as 0.
 QUICKJS_FLAGS = [
     "-target",
     "wasm32-wasi",
@@ -116,7 +116,8 @@ def _download(requirement: str, sha256: str, folder: Path) -> Path:
 
 def _compile(arguments: list[str], to: Path) -> None:
     to.parent.mkdir(parents=True, exist_ok=True)
-    # The file is replaced, because processes may have loaded the old file.
+    # The old file is removed first. Overwriting it would change the code of processes that have
+    # loaded it.
     to.unlink(missing_ok=True)
     subprocess.check_call([sys.executable, "-m", "ziglang", "cc", "-o", str(to), *arguments])
 

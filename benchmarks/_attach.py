@@ -23,13 +23,13 @@ BETWEEN = 20
 
 
 class Return(NamedTuple):
-    """The figures of one cut of the client's connection. Each figure is measured until all streams
-    have received their next entry."""
+    """The figures of one cut of the client's connection. The measurement ends when all streams have
+    received their next entry."""
 
     cut_s: float
-    """Seconds since the cut of the connection."""
+    """Seconds from the cut of the connection to the end of the measurement."""
     attach_s: float
-    """Seconds since the client sent its ATTACHes."""
+    """Seconds from the client's ATTACHes to the end of the measurement."""
     cpu_s: float
     """Seconds of CPU time of all processes, minus the CPU time that the same number of entries
     takes without a cut."""
@@ -39,7 +39,7 @@ async def come_back(
     front: str, streams: int, tokens: int, rounds: int, pids: Sequence[int]
 ) -> list[Return]:
     """Begins ``streams`` streams, waits until each has received ``tokens`` tokens, and cuts the
-    client's connection ``rounds`` times. ``pids``: the processes whose CPU time counts."""
+    client's connection ``rounds`` times. ``pids``: the processes whose CPU time is measured."""
     client = Returning(front, streams)
     processes = [psutil.Process(pid) for pid in pids]
 
@@ -115,7 +115,7 @@ class Returning:
 
     async def come_back(self) -> tuple[float, float]:
         """Cuts the connection, and waits until each stream has received its next entry. Returns the
-        seconds since the cut and since the client's ATTACHes."""
+        seconds from the cut until then, and from the client's ATTACHes until then."""
         self._aim([-1] * len(self._counts))
         cut_at = time.monotonic()
         cut(self._front)

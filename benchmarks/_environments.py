@@ -1,4 +1,4 @@
-"""Creates virtual environments for the packages of other engines (peers), which conflict with the
+"""Creates virtual environments for other engines (peers), because their packages conflict with the
 packages of this project."""
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ def backends(device: torch.device) -> list[Backend]:
             True,
             (16, FLASH3_BLOCK_SIZE),
             True,
-            # FlashAttention 3's tiles may depend on the longest chunk of the batch.
+            # A row's result may depend on the batch: FlashAttention 3 may choose its tiles by the
+            # longest chunk.
             False,
         ),
     ]

@@ -16,7 +16,8 @@ deviation, because kernels round differently."""
 
 
 class Reference:
-    """A model that runs with transformers' attention, and checks of tokens against this model."""
+    """A model that runs with transformers' attention. The methods compare the engine's tokens with
+    this model."""
 
     def __init__(self, world: World, loaded: LoadedModel) -> None:
         self._world = world
@@ -26,8 +27,8 @@ class Reference:
 
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Returns the ``count`` tokens that transformers' ``generate`` samples greedily. Tokens
-        that end a sequence are not sampled."""
+        """Returns the ``count`` tokens that transformers' ``generate`` samples greedily.
+        End-of-sequence tokens are excluded from sampling."""
         with self._own_attention():
             out = self._model.generate(
                 torch.tensor([list(prompt)], device=self._device),
@@ -43,8 +44,8 @@ class Reference:
     def check_same(
         self, what: str, prompt: Sequence[int], expected: Sequence[int], got: Sequence[int]
     ) -> bool:
-        """Whether both continuations are equal. Records a fault if their first difference is not a
-        tie, or if only their lengths differ."""
+        """Returns whether ``expected`` and ``got`` are equal. Records a fault if their first
+        difference is not a tie, or if only their lengths differ."""
         if list(expected) == list(got):
             return True
         first = next(

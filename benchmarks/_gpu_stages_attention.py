@@ -63,7 +63,8 @@ def run(world: World) -> None:
 
 
 def _cases(world: World, backend: Backend) -> list[Case]:
-    """All cases. A dry run has only some of them, in which each value occurs at least once."""
+    """All cases. A dry run has only some of them, in which each value of each field occurs at least
+    once."""
     table = [
         Case(size, heads, kv_heads, dim, window, cap, chunks)
         for size in backend.block_sizes
@@ -190,7 +191,7 @@ def _chunks(rng: random.Random, lengths: Items[int], case: Case) -> list[Chunk]:
 
 
 def _start(rng: random.Random, length: int, chunks: str, place: int) -> int:
-    """The first token of a chunk that ends at ``length``."""
+    """The position of the first token of a chunk that ends at ``length``."""
     if chunks == "decode" or (chunks == "mixed" and place % 3 == 0):
         return length - 1
     if chunks == "prefill" or place % 3 == 1:

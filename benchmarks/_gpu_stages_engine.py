@@ -83,8 +83,8 @@ class Checks:
         self._world.expect(hits > 0, "the cache does not have a prefix of the prompts")
 
     def forks(self) -> None:
-        """Checks that each token of a greedy fork is the most likely token, and that the two
-        sampled forks of a sequence differ."""
+        """Checks that each token of a forked greedy sequence is the most likely token, and that the
+        two forks of a sampled sequence differ."""
         for i, prompt in enumerate(self._prompts):
             sampled = Sampling(max_tokens=NEW, temperature=1.0, ignore_eos=True)
             self._engine.add(i, prompt, greedy(NEW) if i % 2 == 0 else sampled)
@@ -100,7 +100,7 @@ class Checks:
         for i, prompt in enumerate(self._prompts):
             texts = [got[i, seq] for seq in range(3)]
             lengths = [len(text) for text in texts]
-            # The outputs of a fork begin after the fork.
+            # The outputs of a forked sequence do not include the tokens before the fork.
             shared = NEW - min(lengths)
             full = [texts[0][: NEW - n] + text for n, text in zip(lengths, texts, strict=True)]
             self._world.expect(shared <= 3, f"fork {i}: {lengths} tokens")
@@ -130,8 +130,8 @@ class Checks:
             self._reference.check_greedy(f"splice {i}", prompt, text, places)
 
     def masks(self) -> None:
-        """Checks masks that allow only even token ids and only odd token ids in turn. The last
-        third of each sequence has no masks."""
+        """Checks masks that alternately allow only even and only odd token ids. The last third of
+        each sequence has no masks."""
         self._add_all()
         words = [np.full(self._engine.mask_words, w, dtype=np.uint32) for w in (EVEN, ODD)]
         masked = 2 * NEW // 3

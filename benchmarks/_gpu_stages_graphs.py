@@ -46,7 +46,7 @@ def run(world: World) -> None:
 
 
 def _capture(world: World, loaded: LoadedModel) -> None:
-    """Records the time and the memory of each size's capture."""
+    """Records the time and the memory that the capture of each graph size takes."""
     marks: list[tuple[float, int]] = []
 
     def mark(part: float = 0.0, stage: str = "") -> None:
@@ -63,8 +63,8 @@ def _capture(world: World, loaded: LoadedModel) -> None:
 
 
 def _sizes(world: World, loaded: LoadedModel) -> None:
-    """Compares steps with and without graphs: their times and their logits. Covers each graph size,
-    and batches that are padded to the size."""
+    """Compares steps with and without graphs: their times and their logits. Covers full batches of
+    each graph size, and batches that are padded to this size."""
     with_graphs, without = (
         world.engine(loaded, max_num_seqs=SIZES[-1], overlap=False) for _ in range(2)
     )

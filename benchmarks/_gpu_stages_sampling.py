@@ -18,7 +18,8 @@ from tokenbus.workers.gpu.sampling.sampler import Sampled, draw, guess, score
 
 ROWS = 64
 MAX_DIFFERENT = 1e-3
-"""Maximum share of tokens that may differ, because kernels sum in different orders."""
+"""Maximum share of the tokens that may differ. Some differ because kernels sum in different
+orders."""
 LOGPROB_TOLERANCE = 1e-4
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -79,7 +80,7 @@ def _different(world: World, mode: str, vocab: int, step: int) -> int:
 
 @contextmanager
 def _path_of_the_device(world: World) -> Iterator[None]:
-    """Makes the sampler of a dry run use the code for a GPU on the CPU."""
+    """Makes the sampler of a dry run execute the GPU's code path on the CPU."""
     if not world.dry:
         yield
         return
@@ -124,8 +125,8 @@ def _logits(vocab: int, step: int) -> torch.Tensor:
 
 def _on_device(world: World, logits: torch.Tensor) -> torch.Tensor:
     """Copies logits to the device. In a dry run, the copy has gaps between its rows. torch accepts
-    these gaps, and the native code for the CPU does not. So a dry run fails if it uses that
-    code instead of the code for a GPU."""
+    these gaps, but the native code for the CPU does not. So a dry run fails if it executes the
+    native code instead of the GPU's code path."""
     if not world.dry:
         return logits.to(world.device)
     wide = torch.zeros(len(logits), logits.shape[1] + 1)

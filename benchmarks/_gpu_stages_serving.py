@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 PROFILED = 5
 """Number of decode steps in the profile."""
 ROWS = 25
-"""Maximum number of kernels that are recorded, slowest first."""
+"""Maximum number of recorded kernels. The slowest kernels are recorded."""
 REGEX = {"controller": "regex", "controller_arg": r"([a-z]{1,8} )*"}
 TARGET = 0.98
 """Target ratio of the tokens per second with a constraint to the tokens per second without it,

@@ -1,8 +1,8 @@
 """Stage 6 of ``gpu_check.py``: times decode steps of models of 8B and 1B, by batch and context.
 
-A step must read the weights, the keys and the values. ``of_bandwidth`` is the time in which a copy
-within the device's memory reads and writes the same number of bytes, divided by the time of the
-step.
+A step must read the weights, the keys and the values. ``of_bandwidth`` is the rate at which a step
+reads these bytes, divided by the rate at which a copy within the device's memory reads and writes
+bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BATCHES = (1, 64, 8, 256)
 CONTEXTS = (128, 2048, 8192, 32_768)
 STEPS, WARM_UPS = 40, 10
 MEMORY_PART = 0.85
-"""Part of the device's memory for weights and the KV cache."""
+"""Share of the device's memory that the weights and the KV cache may use."""
 TARGET = 0.7
 """Target of ``of_bandwidth`` for the 8B model at batches of 1 and 64."""
 
@@ -35,7 +35,8 @@ class Point(NamedTuple):
 
 
 def run(world: World) -> None:
-    """Measures the points with targets first, because the time limit may cut the last points."""
+    """Measures all points. Points with targets come first, because the time limit may be reached
+    before the last points."""
     bandwidth = measure_bandwidth(world)
     world.record("bandwidth_gb_per_s", bandwidth / 1e9)
     for shape, part in (("8b", 0.65), ("1b", 0.95)):
@@ -63,8 +64,8 @@ def measure_bandwidth(world: World) -> float:
 
 
 def step_bytes(loaded: LoadedModel, point: Point) -> int:
-    """Minimum number of bytes that a decode step reads: the matrices that it multiplies by, the
-    keys and the values."""
+    """Minimum number of bytes that a decode step reads: the weights that it multiplies by, the keys
+    and the values. The input embedding counts only if it is also the output layer."""
     model = loaded.model
     weights = sum(p.nbytes for p in model.parameters())
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight

@@ -39,7 +39,7 @@ Makers = dict[str, Callable[[], Engine]]
 
 @dataclass(slots=True)
 class Line:
-    """The figures of a case: the mean time of a step, by engine, over the texts of the case."""
+    """The figures of a case: for each engine, the mean time of a step over the case's texts."""
 
     case: str
     tokens: int
@@ -68,7 +68,7 @@ class Comparison:
         self._outlines = self._optional(OutlinesCore.name, OutlinesCore.words)
 
     def regexes(self) -> Iterator[Line]:
-        """One line for each of ``CASES``."""
+        """Yields a ``Line`` for each of ``CASES``."""
         for case in CASES:
             pattern = case.pattern
             makers, others = self._makers(
@@ -83,7 +83,7 @@ class Comparison:
             yield self._line(case.name, case.texts, makers, others)
 
     def json(self) -> Iterator[Line]:
-        """One line for each JSON text."""
+        """Yields a ``Line`` for each JSON text."""
         tables = compile_grammar(library.grammar("json")).grammar.to_bytes()
         makers, others = self._makers(tables, LLMatcher.grammar_from_lark(LARK_JSON))
         if self._xgrammar:

@@ -28,8 +28,8 @@ class Engine(Protocol):
     """One engine for one grammar. It walks one text after another, with the same caches."""
 
     def walk(self, tokens: Sequence[int]) -> list[float]:
-        """Walks a text. Returns the seconds to fill the mask at the beginning of the text, and for
-        each token the seconds to accept the token and to fill the next mask."""
+        """Walks a text. Returns the seconds to fill the first mask, at the beginning of the text.
+        Then, for each token, returns the seconds to accept the token and to fill the next mask."""
 
     def masks(self, tokens: Sequence[int]) -> list[bytes]:
         """The masks of a text: one at the beginning, and one after each token."""
@@ -157,7 +157,8 @@ class LLGuidance(_Walking):
     def walk_rounds(
         self, rounds: Sequence[Sequence[int]], clock: Callable[[], float] = _clock
     ) -> list[float]:
-        """Seconds of each round: accept all tokens of the round, then fill the next mask."""
+        """Seconds of each round. In a round, the engine accepts all tokens of the round, then fills
+        the next mask."""
         fill = self._begin()[1]
         accept = self._matcher.consume_tokens
         seconds = []

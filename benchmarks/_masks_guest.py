@@ -67,7 +67,8 @@ def _walk(
 
 
 def substring(world: World, fresh: int) -> dict[str, float]:
-    """Microseconds of a step in parts of a text of 4 kB, under the constraint ``substring``."""
+    """Microseconds of a step under the constraint ``substring`` of a text of 4 kB. The steps
+    generate parts of this text."""
     text = (TEXTS / "harbour.txt").read_text()
     tables = compile_substring(text).to_bytes()
     parts = [world.tokens(text[at : at + 400]) for at in range(0, len(text) - 400, 331)]
@@ -89,10 +90,10 @@ def substring(world: World, fresh: int) -> dict[str, float]:
 
 
 def first_masks(world: World, times: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds from a constraint's argument to the constraint's first mask. The second dict has
-    one figure for each regular expression. Work that a worker does only once is excluded. Each
-    figure is the best of several runs with new ``Constraints``, because other work on the machine
-    slows most runs."""
+    """Milliseconds from a constraint's argument to the constraint's first mask. The first dict has
+    the reported figures, the second dict a figure for each regular expression. Work that a worker
+    does only once is excluded. Each figure is the best of several runs with new ``Constraints``,
+    because other work on the machine slows most runs."""
     by_regex = {
         case.name: min(
             _first_mask(world, Constraints(world.engine, None), "regex", _wrapped(case.pattern, i))
@@ -154,9 +155,10 @@ def _round(controller: Controller, mask: memoryview) -> None:
 
 
 def sequences(world: World, count: int) -> dict[str, float]:
-    """The cost of another sequence under the C grammar: the microseconds to the sequence's first
-    mask, which an earlier sequence has already computed, and bytes of the sandbox's memory. The
-    bytes are those by which the sandbox grows for a sequence in the middle of a file."""
+    """The cost of another sequence under the C grammar, in time and in memory. The time, in
+    microseconds, ends with the sequence's first mask, which an earlier sequence has already
+    computed. The memory is the number of bytes by which the sandbox grows for a sequence in the
+    middle of a file."""
     constraints = Constraints(world.engine, None)
     program = constraints.get("yacc")
     assert program is not None

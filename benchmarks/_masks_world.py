@@ -52,7 +52,7 @@ class World:
         return self.vocabulary.tokenize(text.encode())
 
     def host(self, arg: str) -> Host:
-        """The controller's host for a sequence with the argument ``arg``."""
+        """The ``Host`` of a controller, for a sequence with the argument ``arg``."""
         limits = Limits()
         log = Log(limits.log_bytes)
         return Host(1, 0, arg.encode(), self.vocabulary, None, log, limits, MAX_TOKENS)  # type: ignore[arg-type]

@@ -41,8 +41,8 @@ def llama_folder(folder: Path, eos: bool = True, words: bool = False, **changes:
     has no end-of-sequence token, so that a stream under a regex reaches its limit.
 
     By default, tokens above 256 are pairs of bytes, which the tokenizer never produces. With
-    ``words``, these tokens are words of up to four letters with a space before them, so that
-    sampled text has the same tokens if it is tokenized again.
+    ``words``, these tokens are words of up to four letters with a space before them. Sampled text
+    then has the same tokens if it is tokenized again.
     """
     llama(eos_token_id=0 if eos else None, **changes).save_pretrained(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -60,7 +60,7 @@ def llama_folder(folder: Path, eos: bool = True, words: bool = False, **changes:
 
 
 def _word_merges() -> list[tuple[str, str]]:
-    """The merges of a BPE that make words of one to four letters, the shorter ones first."""
+    """The BPE merges that make words of one to four letters. Merges of shorter words come first."""
     merges = []
     shorter = [SPACE]
     for _ in range(4):

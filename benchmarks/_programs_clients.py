@@ -86,7 +86,7 @@ class _Line:
         return (self.sum + (self.parent.tries if self.parent else 0) ** 0.5) / self.tries
 
     def path(self) -> list[_Line]:
-        """This line and all lines before it."""
+        """This line and its ancestors in the tree."""
         return [self, *(self.parent.path() if self.parent else ())]
 
 
@@ -140,7 +140,7 @@ async def react(
     turns: int,
     tokens: int,
 ) -> int:
-    """Thinks, calls tools and answers; returns the number of calls."""
+    """Runs ReAct: the model thinks, calls tools and answers. Returns the number of calls."""
     words, text = door.words, prompt
     actions: Sequence[str] = [*tools, "answer"]
     for turn in range(turns):

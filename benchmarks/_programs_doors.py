@@ -27,7 +27,7 @@ class Completed(NamedTuple, Generic[Text]):
     """A completion."""
 
     text: Text
-    """The new text, without the line end if the completion was to end there."""
+    """The new text. If ``Wanted.line`` is set, the line end is not included."""
     logprobs: list[float]
     """The log-probability of each token, if requested."""
     top: list[tuple[Text, float]]
@@ -45,7 +45,7 @@ class Wanted(NamedTuple):
     top: int = 0
     """Number of likeliest first tokens to report."""
     choice: Sequence[str] = ()
-    """The texts of which one is chosen; empty for any text."""
+    """The texts from which the model chooses; empty if any text is allowed."""
     schema: Mapping[str, Any] | None = None
     """The JSON schema of the text."""
 
@@ -96,7 +96,7 @@ class Words:
         return ids
 
     def decode(self, text: list[int]) -> str:
-        """The string of tokens."""
+        """The string that the tokens represent."""
         return str(self._tokenizer.decode(text))
 
     def token(self, text: str) -> int:
@@ -249,7 +249,8 @@ class LlamaDoor:
             body["ignore_eos"] = False
         answer = await self._http.post("/completion", body)
         while wanted.top and "completion_probabilities" not in answer:
-            # The sampled token is part of a character. The server does not report such tokens.
+            # The sampled token is only a part of a character. The server does not report the
+            # log-probabilities of such tokens, so the request is sent again.
             answer = await self._http.post("/completion", body)
         tokens, seen = answer["tokens"], answer.get("completion_probabilities", [])
         if answer["stop_type"] == "eos":

@@ -3,8 +3,8 @@
     tokenbus up
     python benchmarks/_rollouts_example.py
 
-The loss is that of REINFORCE with the mean reward of a group as the baseline. ``rollouts.py`` has
-the loop of GRPO whose rollouts overlap with the trainer.
+The loss is that of REINFORCE with the mean reward of a group as the baseline. ``rollouts.py`` has a
+loop for GRPO, in which the rollouts overlap with the training steps.
 """
 
 from __future__ import annotations

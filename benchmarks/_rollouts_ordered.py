@@ -1,9 +1,10 @@
-"""The ordered loop of ``rollouts.py``, whose losses do not depend on time.
+"""The ordered loop of ``rollouts.py``, whose losses do not depend on the timing of its processes.
 
 A program stops each sample at a position that depends only on the number of the group. When all
 live samples have reached their positions and the trainer has made its step, the weights change
-and the samples continue. So the version of the weights of each token is fixed. A step uses the
-groups of one batch, in the order of their numbers, and overlaps with the samples of the next batch.
+and the samples continue. So in each run, a given token is sampled with the same version of the
+weights. A step uses the groups of one batch, in the order of their numbers, and overlaps with the
+samples of the next batch.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from tokenbus.protocol.messages import WorkerStatus
 
 WORKERS = 3
 GROUPS = 8
-"""Number of groups that are live at a time, and number of groups for one step of the trainer."""
+"""Number of groups that are live at a time. One step of the trainer uses the same number."""
 SAMPLES = 8
 """Number of samples of a group."""
 NEW = 64

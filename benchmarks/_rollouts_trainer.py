@@ -1,4 +1,4 @@
-"""A trainer by GRPO in plain torch, for the embedded model.
+"""A GRPO trainer in plain torch, for the embedded model.
 
 Source: Shao et al., "DeepSeekMath", 2024: the advantage of a sample is its reward compared with the
 rewards of its group. The ratio in the loss is the trainer's probability of a token, divided by the
@@ -56,7 +56,7 @@ class Compared:
 
 
 class Trainer:
-    """The model that is trained, and its versions so far."""
+    """The model that is trained, and all versions of its weights so far."""
 
     def __init__(self, compared: Compared) -> None:
         """``compared`` collects the results of ``compare``."""

@@ -198,9 +198,9 @@ class World:
             self.broker.on_client(peer, [b"HELLO", body], self.now)
 
     def _session_of(self, worker: int, turn: int) -> Session:
-        """The session that begins the next stream of the worker with the number ``worker``, which
-        receives the stream because it is the least loaded. ``turn``: number of the worker's earlier
-        streams."""
+        """The session that begins the next stream of a worker. The worker receives the stream
+        because it is the least loaded. ``worker``: the number of the worker. ``turn``: number of
+        the worker's earlier streams."""
         peer = self._peers[(worker * GROUP + turn % GROUP) % SESSIONS]
         return self.broker.state.sessions.by_peer[peer]
 

@@ -26,7 +26,8 @@ FIRSTS = 3
 """Number of times that the first mask of each schema is computed."""
 MAX_TOKENS = 1024
 """``max_tokens`` of the sequences whose first masks are timed. If the schema does not show that its
-shortest value has fewer tokens, our controller searches for this value before the first mask."""
+shortest value has at most this number of tokens, our controller searches for this value before the
+first mask."""
 
 _clock = time.perf_counter
 _cpu_clock = time.thread_time
@@ -129,8 +130,8 @@ class Masks:
         rounds = [self._rounds(schema, text) for text, valid in texts if valid]
         rounds = [one for one in rounds if one]
         grammar = LLGuidance(self._tokenizer, self._world.vocabulary, _grammar(schema))
-        # This walk is not timed. It creates the states of llguidance's lexer; ``_rounds`` has
-        # created those of our controller.
+        # This walk is not timed. It creates the states of llguidance's lexer. Our controller's
+        # lexer already has its states, which ``_rounds`` has created.
         for one in rounds:
             grammar.walk_rounds([step.appended for step in one])
         for one in rounds:
@@ -159,9 +160,9 @@ class Masks:
 
     def _firsts_of(self, schema: Any, order: tuple[bool, ...]) -> dict[bool, float | None]:
         """Seconds to the first mask of our controller (True) and of llguidance (False). Each is the
-        minimum of ``FIRSTS`` runs, because other load adds time. Each run has another comment in
-        the schema, because an equal schema is not compiled again. The clock counts CPU time, unless
-        our controller compiles the schema in a separate process."""
+        minimum of ``FIRSTS`` runs, because other load adds time. Each run has a different comment
+        in the schema, because an equal schema is not compiled again. The clock counts CPU time,
+        unless our controller compiles the schema in a separate process."""
         found: dict[bool, list[float]] = {True: [], False: []}
         clock = _cpu_clock if _is_at_once(schema) else _clock
         for number in range(FIRSTS):

@@ -46,7 +46,7 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 class System:
     """A broker, a GPU worker that Python starts with the arguments ``gpu``, and a controller worker
-    if ``steered``. All have these ``settings``. ``wait`` waits until the system is ready."""
+    if ``steered``. All processes use ``settings``. ``wait`` waits until the system is ready."""
 
     def __init__(
         self,
@@ -166,11 +166,12 @@ class Loader:
 
 
 def orders() -> Iterator[dict[str, Any]]:
-    """The orders of the runs, until the end of the input. For the process of a ``Loader``."""
+    """Yields the orders of the runs until the end of the input. The process of a ``Loader`` calls
+    this function."""
     for line in sys.stdin:
         yield json.loads(line)
 
 
 def answer(found: Mapping[str, Any]) -> None:
-    """Sends the result of a run. For the process of a ``Loader``."""
+    """Sends the result of a run. The process of a ``Loader`` calls this function."""
     print(json.dumps(found), flush=True)

@@ -3,8 +3,8 @@
 ``python _serving_client.py KIND ADDRESS MODEL`` receives runs from a ``Loader`` (``_served.py``). A
 run has ``prompts``, a list of token ids for each stream; ``tokens``, the number of tokens of each
 stream; and ``options``, further fields of the requests. All streams begin together. The answer has
-tokens per second: ``whole`` from the first request to the last token, and ``middle`` from the time
-at which a tenth of the tokens has arrived to the time at which eight tenths have arrived.
+two rates in tokens per second. ``whole`` is measured from the first request to the last token.
+``middle`` is measured from the arrival of a tenth of the tokens to the arrival of eight tenths.
 
 - ``count`` has one connection, receives tokens in columns, and only counts tokens and ends of
   streams;

@@ -5,8 +5,9 @@ The device works in order, like a CUDA stream: a forward begins when the previou
 takes SECONDS, and includes the sampling of the step's tokens. The host's work delays the device
 only if the queue is empty. Steps overlap unless ``TOKENBUS_OVERLAP`` is ``off``.
 
-At its end, the worker writes a JSON list to FILE, ``[[sequences, seconds], …]``: the time that each
-step waited for decisions after its logits were ready.
+At its end, the worker writes a JSON list to FILE, ``[[sequences, seconds], …]``. Each pair has the
+number of a step's sequences, and the time that the step waited for decisions after its logits were
+ready.
 """
 
 from __future__ import annotations

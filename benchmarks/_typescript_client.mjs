@@ -1,6 +1,6 @@
-// A process with one TypeScript client. An order is the name of a way to read. For each order, the
-// process reads 64 streams and answers with the seconds of CPU time, the elapsed seconds and the
-// number of tokens.
+// A process with one TypeScript client. An order is a key of WAYS, the functions that read a
+// stream. For each order, the process reads 64 streams and answers with the seconds of CPU time,
+// the elapsed seconds and the number of tokens.
 //
 //     node _typescript_client.mjs BUILT_PACKAGE ADDRESS columns|json
 

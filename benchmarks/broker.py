@@ -238,8 +238,9 @@ def frames_through_broker(folder: Path, count: int, capabilities: list[str]) -> 
 
 
 def frames_through_proxy(folder: Path, count: int, packed: bool) -> Rate:
-    """The rate of the same messages through ``zmq.proxy``, which finds the client by its routing
-    id. ``packed``: the message is packed into fewer frames, like a worker's message."""
+    """The rate of the messages of ``frames_through_broker`` through ``zmq.proxy``, which finds the
+    client by its routing id. ``packed``: the message is packed into fewer frames, like a worker's
+    message."""
     frames = [b"TOKEN", encode_token_header([1]), BODY]
     frames = pack(frames) if packed else frames
     with proxy(folder) as (front, back, cpu_s):
@@ -396,8 +397,9 @@ def _percentile(values: list[float], part: float) -> float:
 
 
 def hop_figures(found: dict[str, list[list[float]]]) -> dict[str, float]:
-    """Figures of a hop's latency at the median and at the 99th percentile: in microseconds, and as
-    a ratio to the proxy's latency. Each is the median over the rounds."""
+    """Figures of the latency at the median and at the 99th percentile. For each: the ratio of the
+    broker's latency to the proxy's, the microseconds that the broker adds to a direct connection,
+    and the latencies of broker and proxy. Each figure is the median over the rounds."""
     figures: dict[str, float] = {}
     for name, part in (("p50", 0.5), ("p99", 0.99)):
         by_way = {way: [_percentile(r, part) for r in rounds] for way, rounds in found.items()}

@@ -53,9 +53,9 @@ FORMS = ("columns", "json")
 
 
 def _client(front: str, form: str, pipe: Connection) -> None:
-    """The client process. It receives orders on ``pipe``; an order is the name of a way to read.
-    For each order, it reads 64 streams and answers with the seconds of CPU time, the elapsed
-    seconds and the number of tokens."""
+    """The client process. It receives orders on ``pipe``; an order is a key of ``WAYS``, the
+    functions that read a stream. For each order, it reads 64 streams and answers with the seconds
+    of CPU time, the elapsed seconds and the number of tokens."""
     if form == "json":
         ClientSession.encodings, ClientSession.capabilities = ("json",), ("ping", "bodies")
     asyncio.run(_read_runs(front, pipe))

@@ -7,8 +7,8 @@ Times differ between machines, so each time is also reported as a ratio to a bar
 same run:
 
 - A bare call is ``wasmtime_func_call_unchecked`` of a function that returns a constant.
-  ``host_us_per_call`` has the ratio ``host_call_vs_bare_call``, and ``aici_us_per_round`` the ratio
-  to three bare calls, ``aici_round_vs_bare_calls``.
+  ``host_us_per_call`` has the ratio ``host_call_vs_bare_call``. ``aici_us_per_round`` is compared
+  with three bare calls and has the ratio ``aici_round_vs_bare_calls``.
 - A bare instantiation creates only a store and an instance of the same module. ``clone_us``,
   ``clone_us_first`` and ``start_us`` have the ratios ``clone_vs_instantiate``,
   ``clone_first_vs_instantiate`` and ``start_vs_instantiate``.
@@ -235,7 +235,8 @@ def _without_close(
 
 
 class System:
-    """A whole system in a folder."""
+    """The processes of a system, whose files are in one folder: a broker, a state worker,
+    controller workers and GPU workers."""
 
     def __init__(
         self, folder: Path, gpu: list[str], model: Path, gpus: int = 1, controllers: int = 1
@@ -365,7 +366,8 @@ def biased(folder: Path, model: Path, new: int) -> dict[str, float]:
 
 
 class StateWorker:
-    """The state worker, for the operations of one request (``request_variables.StateWorker``)."""
+    """Sends the operations of one request to the state worker. Implements
+    ``request_variables.StateWorker``."""
 
     def __init__(self, bus: Bus, calls: VariableCalls) -> None:
         self.perform = calls.perform
@@ -374,8 +376,9 @@ class StateWorker:
 
 
 def variable_us(sandbox: Sandbox, model: Path) -> tuple[float, float]:
-    """The median time of a guest's operation on a variable, in microseconds: through the broker to
-    the state worker and back, and answered from the copy of the variables."""
+    """The median times of a guest's operation on a variable, in microseconds. The first operation
+    goes through the broker to the state worker and back. The second is answered from the controller
+    worker's copy of the variables."""
     with system(["-m", "tokenbus.workers.gpu"], model) as running:
 
         def registration() -> Register:

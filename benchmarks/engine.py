@@ -182,8 +182,9 @@ def prefixes(ours: Ours, runs: int) -> dict[str, float]:
 
 
 def forks(ours: Ours, runs: int) -> dict[str, float]:
-    """The time of a fork, and the growth of the KV cache by 7 forks: the number of used blocks one
-    step after the forks, divided by the number before them. The prompt has 512 tokens."""
+    """The time of a fork, and the growth of the KV cache by 7 forks. The growth is the number of
+    used blocks one step after the forks, divided by the number before the forks. The prompt has 512
+    tokens."""
     rng = random.Random(3)
     engine = ours.engine
     times = []

@@ -1,5 +1,6 @@
-"""Compares the bits of the log-probabilities of streams in batches with those of each stream alone.
-Also compares the throughput with the setting ``exact`` on and off.
+"""Checks that the log-probabilities of streams in batches have the same bits as the
+log-probabilities of each stream alone. Also compares the throughput with the setting ``exact`` on
+and off.
 
 The model is the embedded model. Batches of 1 to 64 requests run with shared prefixes, chunks of
 several sizes, drafts, forks, a small KV cache, moves to another engine, and one or two threads.
@@ -49,8 +50,8 @@ def engine_of(loaded: LoadedModel, exact: bool, **options: Any) -> Engine:
 
 
 def jobs_of(rng: random.Random, count: int, vocab: int) -> list[Job]:
-    """Requests, half of which share a prefix. The end of each prompt repeats itself, so that the
-    engine has drafts."""
+    """Requests, half of which share a prefix. Each prompt ends with a repetition of the tokens
+    before it, so that the engine has drafts."""
     shared = [rng.randrange(vocab) for _ in range(100)]
     found = []
     for i in range(count):
@@ -181,9 +182,10 @@ class Comparison:
 
 
 def against_transformers(loaded: LoadedModel, texts: int) -> dict[str, float]:
-    """Compares the log-probabilities of streams in batches with those of transformers. The model
-    of transformers uses the native functions and runs one forward over the whole text. Returns the
-    number of log-probabilities that differ, and the number of all log-probabilities."""
+    """Compares the log-probabilities of streams in batches with those of transformers. The model of
+    transformers computes as the engine's native code does (``exact_functions``), in one forward
+    over the whole text. Returns the number of log-probabilities that differ, and the number of all
+    log-probabilities."""
     rng, differing, compared = random.Random(2), 0, 0
     jobs = jobs_of(rng, texts, loaded.vocab_size)
     found = run(engine_of(loaded, True, speculation=True, max_num_batched_tokens=100), jobs)

@@ -4,7 +4,7 @@ The vocabulary is Tekken's, with 131,072 tokens. Everything runs on one thread. 
 engine's work for one token: it accepts the token and fills the next mask. The engines are called as
 a worker calls them. The time includes the copy into the mask buffer. The first pass uses a new
 engine, and the second pass an engine that has processed the same texts. The time of a step in our
-engine and in llguidance is the median of several passes in which the two engines take turns;
+engine and in llguidance is the median of several passes, in which the two engines take turns.
 xgrammar and outlines-core run each pass once. ``_masks_guest.py`` measures our engine alone, and
 ``_masks_comparison.py`` compares the engines.
 """
@@ -57,7 +57,7 @@ NOTES = {
 
 
 def key(engine: str) -> str:
-    """The suffix of an engine's figures; empty for our engine."""
+    """The suffix of the names of an engine's figures; empty for our engine."""
     return "" if engine == Ours.name else "_" + engine.replace("-", "_")
 
 

@@ -29,9 +29,9 @@ arguments as JSON. Runs of ``react`` in which the model answers before the fifth
 counted.
 
 In a round, the program and the clients run one after another. A figure is the median of the ratios
-of all rounds. ``tree_tokens_saved`` compares the tokens that the worker computes for ``tree``,
-including the prompt: it is the share of the client's tokens that the program saves. Speculation is
-off.
+of all rounds. ``tree_tokens_saved`` is the share of tokens that the program saves: those that the
+worker computes for the client of ``tree``, but not for the program. Prompts are included.
+Speculation is off.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class Task(NamedTuple):
     program: str
     arg: Any
     client: Callable[[Door[Any], Any], Awaitable[Any]]
-    """Runs the client on a door, with a prompt in the coding of the door."""
+    """Runs the client on a server (``Door``), with a prompt in the coding of the server's
+    client."""
 
 
 TASKS = {
@@ -173,7 +174,7 @@ class Sides:
             self._modules[name] = (await self._client.upload_controller(content)).module
 
     async def run(self, name: str, side: str) -> float:
-        """Runs a task on a side until a run counts; returns the seconds of this run."""
+        """Runs a task on a side and returns its seconds. Repeats a run that does not count."""
         while True:
             prompt = [self._random.randrange(1_000, VOCAB) for _ in range(PROMPT)]
             if side == "program":

@@ -1,7 +1,7 @@
 """Measures the cost of reliability: the journal, moves, overload, and memory after many streams.
 
-- Journal: tokens per second through a fully loaded broker with and without the journal, in turn,
-  and the journal's bytes for each token of a plain stream.
+- Journal: tokens per second through a fully loaded broker with the journal, divided by those
+  without the journal; and the journal's bytes for each token of a plain stream.
 - Move: a worker is killed (SIGKILL) during a stream with a long prompt. The figure compares the
   client's pause, from the broker's detection to the next token, with a prefill of the same number
   of tokens at the other worker.
@@ -98,7 +98,8 @@ def journal_overhead(folder: Path, rounds: int, steps: int) -> dict[str, float]:
 
 
 def journal_bytes(tokens: int) -> dict[str, float]:
-    """The journal's bytes for each token of a stream with 100 tokens/s, in the broker's core."""
+    """The journal's bytes for each token of a stream with 100 tokens/s. The broker's core runs
+    without sockets."""
     broker = Broker(BrokerSettings(), boot=1, now=0.0)
     register = Register(
         name="w", role="gpu", version=1, pid=1, host="h", capacity=8, patterns=["m"]
@@ -267,7 +268,8 @@ CAPACITY_PER_S = SLOTS / (OUTPUT * FORWARD_S)
 
 async def arrivals(front: str, per_s: float, seconds: float) -> tuple[float, float]:
     """Sends requests from eight clients at a rate. Returns the tokens per second of the requests
-    that complete in the second half of the time, and the refused part of the requests."""
+    that complete in the second half of the time, and the share of the requests that were
+    refused."""
     clients = [AsyncClient(front, wait_for_room=False) for _ in range(8)]
     began = time.monotonic()
     completed, refused, sent = 0, 0, 0

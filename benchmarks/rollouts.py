@@ -9,8 +9,8 @@ benchmark has two parts:
 - The ordered loop (``_rollouts_ordered.py``) runs twice with equal seeds. ``loss_curves_differ`` is
   the number of steps whose losses differ in any bit.
 
-In both parts, the log-probability of each token is compared with a plain forward of the trainer,
-under the weights of its span.
+In both parts, the log-probability of each token is compared with a plain forward of the trainer.
+The forward uses the version of the weights that sampled the token.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ async def computed_tokens(client: AsyncClient) -> float:
 
 
 async def prefill_saved(client: AsyncClient, rollouts: Rollouts, prompt: list[int]) -> float:
-    """The share of the prompt's tokens that the workers do not compute for a group, compared with
-    one prefill for each sample."""
+    """The share of the prefill that a group saves, compared with one prefill of the prompt for each
+    sample."""
     before = await computed_tokens(client)
     await rollouts.sample(prompt, 0)
     wanted = before + SAMPLES * (NEW - 1) + len(prompt)

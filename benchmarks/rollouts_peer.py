@@ -33,7 +33,7 @@ EACH = 4
 ROUNDS = 5
 
 Sample = Callable[[list[int], int], Awaitable[None]]
-"""Samples a group of a prompt with a seed."""
+"""Draws the samples of a group, from a prompt and a seed."""
 
 
 def on_bus(client: AsyncClient) -> Sample:

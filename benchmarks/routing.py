@@ -1,8 +1,8 @@
 """Compares routing by cached prefixes with routing by load, on eight simulated workers.
 
-The broker's core and the block managers are real (``_routing_world.py``). The forward only takes
-time: 12 ms for a step, and 1/16,000 s for each prompt token that is not cached. The two runs of a
-workload differ only in the setting ``route_by_prefix``.
+The broker's core and the block managers are real (``_routing_world.py``). The forward is simulated:
+it takes 12 ms for a step, and 1/16,000 s for each prompt token that is not cached. The two runs of
+a workload differ only in the setting ``route_by_prefix``.
 
 - ``shared``: 96 system prompts of 2,048 tokens; each request adds 128 tokens;
 - ``turns``: conversations of six turns; each turn adds 256 tokens to the conversation so far;

@@ -1,4 +1,4 @@
-"""Compares our ``json_schema`` controller with llguidance alone on MaskBench's JSON schemas, and
+"""Compares our ``json_schema`` controller with llguidance alone on MaskBench's JSON schemas. Also
 checks that random texts under the schemas are valid, for ``max_tokens`` from a schema's minimum to
 400.
 

@@ -1,4 +1,4 @@
-"""Compares decoding with drafts with decoding without, for repetitive and unrepetitive texts.
+"""Compares the times of decoding with and without drafts, for repetitive and unrepetitive texts.
 
 The model is a Llama with 21 million parameters. Its layers are random. Its output layer is fitted
 so that the model continues each prompt with a given text: source code with replaced names, records
@@ -80,7 +80,7 @@ def writer(wanted: Sequence[Text], **shape: int) -> Any:
     classes, label = torch.cat(labels).unique(return_inverse=True)
     weight = torch.zeros(len(classes), state.shape[1], requires_grad=True)
     optimizer = torch.optim.Adam([weight], lr=0.05)
-    # The last column represents all other tokens, whose rows are zeros.
+    # The padding adds a column of zeros: the scores of all tokens without a row in ``weight``.
     for _ in range(1000):
         scores = torch.nn.functional.pad(state @ weight.T, (0, 1))
         loss = torch.nn.functional.multi_margin_loss(scores, label, margin=2.0)
@@ -127,7 +127,8 @@ class Side:
 
 
 def check(plain: dict[int, list[TokenOutput]], drafted: dict[int, list[TokenOutput]]) -> float:
-    """The largest difference of two log-probabilities. Fails if tokens or ends differ."""
+    """The largest difference between a token's log-probabilities in both runs. Fails if tokens or
+    ends differ."""
     difference = 0.0
     for i, expected in plain.items():
         found = drafted[i]

@@ -1,11 +1,11 @@
 """Measures how much CPU time tokens in columns save in the TypeScript client, compared with JSON.
 
 ``…_us_per_token`` is the CPU time per token, in microseconds, of a Node process with one client and
-64 streams of token ids, which arrive as fast as the client reads. ``ws`` uses a gateway's
-WebSocket, and ``zmq`` ZeroMQ. The client reads a stream to its end (``stream.tokens()``) or, for
-``…_each``, entry by entry (``for await``). For ``…_json``, the client receives entries in JSON. The
-messages come from a raw socket through a real broker and gateway. Columns and JSON take turns, and
-a ratio is the median of the rounds' ratios. The package is built with node and npm.
+64 streams of token ids. The tokens arrive as fast as the client reads. ``ws`` uses a gateway's
+WebSocket, and ``zmq`` uses ZeroMQ. The client reads a stream to its end (``stream.tokens()``) or,
+for ``…_each``, entry by entry (``for await``). For ``…_json``, the client receives entries in JSON.
+The messages come from a raw socket through a real broker and gateway. Columns and JSON take turns,
+and a ratio is the median of the rounds' ratios. The package is built with node and npm.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from .session import Session
 from .state import BrokerState
 
 MAX_TOKENIZERS = 4
-"""Maximum number of unanswered TOKENIZER requests of one session. A tokenizer has up to about 20
-MB."""
+"""Maximum number of unanswered TOKENIZER requests of one session. The number is small because a
+tokenizer has up to about 20 MB."""
 MAX_TOKENIZERS_OF_KEY = 16
 """Maximum number of unanswered TOKENIZER requests of all sessions of one key. A worker copies each
 answer between two steps, which delays the worker's streams."""

@@ -74,7 +74,7 @@ class Adoption:
         self._claims = Claims(state)
         self._returns = Returns(state, dispatcher)
         self._variables: dict[int, list[int]] = {}
-        """By state worker: the requests of which the worker had variables when the worker
+        """For each state worker: the requests whose variables the worker reported when it
         registered."""
 
     def open(self) -> bool:
@@ -303,8 +303,8 @@ class Adoption:
             self._claims.on_registered(worker, here)
 
     def on_claimed(self, worker: Worker, frames: list[bytes]) -> None:
-        """Handles a worker's CLAIMED: the worker has sent all its streams of a session. A CLAIMED
-        with session 0 only ends fences (``fences.py``)."""
+        """Handles a worker's CLAIMED: the worker has reported all its streams of a session. A
+        CLAIMED with session 0 only ends fences (``fences.py``)."""
         claimed: Claimed = decode_as(Claimed, frames[2], "msgpack")
         session = claimed.session
         worker.fences.answered(session, self._state.now)
@@ -328,8 +328,8 @@ class Adoption:
         self._finish_claims(self._claims.begin(now))
 
     def _finish_claims(self, sessions: Iterable[int]) -> None:
-        """Ends each of these sessions' claims if every worker has answered the claim. Refuses the
-        session's ATTACHes to streams that no worker has reported. During ``recover_s``, claims
+        """Ends the claim of each of these sessions if every worker has answered it. Then refuses
+        the session's ATTACHes to streams that no worker has reported. During ``recover_s``, claims
         stay and nothing is refused, because more workers may register."""
         is_open = self.open()
         for session in sessions:

@@ -53,9 +53,9 @@ class Answers:
 
     def begin(self, session: Session, end: End, received: Sequence[int]) -> None:
         """Begins to answer ATTACHes to a stream whose end is stored. ``received``:
-        ``Attach.received`` of each ATTACH. The stream's entries follow only the answer to the last
-        ATTACH, without the first ``received`` entries. The new answer replaces an incomplete
-        earlier answer."""
+        ``Attach.received`` of each ATTACH. Only the last ATTACH is answered with entries: those
+        after the first ``received[-1]``. If an earlier answer is incomplete, the new answer
+        replaces it."""
         if session.peer is None or not received:
             return
         if end.stored:

@@ -30,7 +30,7 @@ MAX_ATTACHING = 64
 """Maximum number of unanswered ATTACHes to one stream at the stream's worker."""
 MAX_ANSWERED = 8
 """Maximum number of ATTACHes to one stream that are answered with entries while the stream waits
-for another worker. Each of these answers decodes the stream's entries."""
+for another worker. For each of these answers, the broker decodes the stream's entries."""
 
 
 class Attaches:
@@ -44,8 +44,8 @@ class Attaches:
         self._ends = ends
         self._moves = moves
         self._awaited: dict[int, dict[int, Attach | None]] = {}
-        """By session and stream that no worker has reported yet: the held ATTACH; None if the
-        client has cancelled the stream."""
+        """For each session, and each of its streams that no worker has reported yet: the held
+        ATTACH, or None if the client has cancelled the stream."""
         self._num_awaited = 0
 
     # --- clients --------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Attaches:
     @staticmethod
     def _count(request: Request, interruption: Interruption, received: int) -> None:
         """Counts an ATTACH to a stream that waits for another worker; raises UnavailableError if
-        too many were answered with entries."""
+        too many such ATTACHes were answered with entries."""
         if received >= request.entries:
             return
         if interruption.answered >= MAX_ANSWERED:
@@ -164,9 +164,9 @@ class Attaches:
         a body of TOKEN. The broker itself answers a held ATTACH for the stream, because the worker
         may be in a long step.
 
-        If the worker encodes the stream's entries in a form that the client does not accept any
-        more, the broker forwards the ATTACH to the worker, which then changes the form. ``flags``:
-        the header flags that describe the worker's form.
+        If the client no longer accepts the form in which the worker encodes the stream's entries,
+        the broker forwards the ATTACH to the worker, which then changes the form. ``flags``: the
+        header flags that describe the worker's form.
         """
         held = self._take(request.session, request.stream_id)
         if held is None:

@@ -143,7 +143,7 @@ class Back:
                 self._on_failure(worker, worker.peer, frames, error)
 
     def on_unreadable(self, peer: bytes, error: TokenbusError) -> None:
-        """Handles a message whose frames cannot be separated, or that is in another version of the
+        """Handles a message whose frames cannot be unpacked, or that is in another version of the
         protocol."""
         self._counters.bad_worker_messages += 1
         worker = self._by_peer.get(peer)
@@ -191,7 +191,8 @@ class Back:
                 self._dispatcher.forget(request)
             return
         if request is not None and request.attaching and message_type == b"MSG":
-            # After this answer, the worker repeats entries that it has already sent.
+            # After this answer to an ATTACH, the worker sends entries again that it has already
+            # sent.
             request.session.log.repeats(request.id, request.attaching.pop(0))
         if request is not None and header.flags & Flag.FINAL:
             self._ends.answered(request, (message_type, *frames[2:]))

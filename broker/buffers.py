@@ -43,8 +43,8 @@ class Buffers:
             self.keep(session, message.name, kept)
 
     def on_save(self, worker: Worker, frames: list[bytes]) -> None:
-        """Handles a worker's BUFFER: stores the tokens of a stream that is about to end, under the
-        name in ``save``."""
+        """Handles a worker's BUFFER: stores the tokens of a stream that is about to end. The
+        request has named this buffer in its field ``save``."""
         message: Buffer = decode_as(Buffer, frames[2], "msgpack")
         header = decode_header(frames[1])
         session = self._state.sessions.by_id.get(header.address)

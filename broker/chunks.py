@@ -23,7 +23,7 @@ CHUNK_BYTES = 64 * 1024
 PART_BYTES = 4096
 """Bodies are not joined to an element of ``Chunk.parts`` that has reached this size."""
 NUMBER_BYTES = 8
-"""Number of bytes that the number of a body takes."""
+"""Size of an element of ``Chunk.numbers``, in bytes."""
 LARGE_BYTES = 512
 """Bodies whose average size is more than this number of bytes are not joined."""
 MSGPACK = b"\x80"
@@ -104,7 +104,7 @@ class Routed:
         Entries from this number on are sent again later."""
         self._at = 0
         self._length = 0
-        """Number of entries that the client has when the next entry arrives."""
+        """The entry number of the next entry that is read."""
 
     def add(self, number: int, entry: Token, found: list[tuple[int, Token]]) -> None:
         """Adds an entry of the body with this number to ``found``, unless the entry is sent again

@@ -143,9 +143,9 @@ class Claims:
             self._stop_waiting(session, claim)
 
     def finish(self, session: int, *, forget: bool) -> bool:
-        """If every worker has answered a session's claim, ends the turn of the claim, and removes
-        the claim unless it waits for another turn or ``forget`` is False. Returns whether the claim
-        was removed.
+        """Ends the turn of a session's claim if every worker has answered the claim. Then removes
+        the claim, unless it waits for another turn or ``forget`` is False. Returns whether the
+        claim was removed.
 
         ``forget``: whether all workers that may have streams of the session have registered.
         """

@@ -1,4 +1,5 @@
-"""The connections of a bound ROUTER socket: finds their routing ids, and notices their ends.
+"""Tracks the connections of a bound ROUTER socket: finds their routing ids, and notices when they
+end.
 
 A routing id does not identify the sender. A peer may choose its id (``ZMQ_ROUTING_ID``), and libzmq
 gives the id of a closed connection to the next peer that chooses it. So the number that ZAP gave to
@@ -31,8 +32,8 @@ from .zap import key_of, number_of
 log = logging.getLogger(__name__)
 
 QUIET_BYTES = 4096
-"""The handshake and the first heartbeats of a connection have fewer bytes than this together,
-unless the peer adds properties of its own to the handshake."""
+"""Upper bound of the bytes of a connection's handshake and first heartbeats together. A handshake
+has more bytes only if the peer adds properties of its own."""
 KEPT_PART = 8
 """1/``KEPT_PART`` of the process's file descriptors is reserved for uses other than connections."""
 EVENTS = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
@@ -73,8 +74,8 @@ class Connection:
         message sets the flag, ``Unfinished`` clears it. Only ``Unfinished`` uses the fields
         below."""
         self.since = 0.0
-        """When ``Unfinished`` last found that a message had ended, or first visited the connection,
-        in seconds."""
+        """The time at which ``Unfinished`` first visited the connection or last found that a
+        message had ended, in seconds."""
         self.received = 0
         """Bytes that the connection had received at ``since``. While messages are counted, a copy
         of ``counted``."""
@@ -115,13 +116,13 @@ class Connections:
         address = f"inproc://connections-{id(self)}"
         socket.monitor(address, EVENTS)
         self._events: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
-        # The queue of this socket has no bound: ZeroMQ's thread would block if an event did not
-        # fit.
+        # The queue of this socket has no bound, because ZeroMQ's thread would block if an event did
+        # not fit.
         self._events.setsockopt(zmq.RCVHWM, 0)
         self._events.connect(address)
         self.fd = int(self._events.getsockopt(zmq.FD))
-        """A descriptor that becomes readable when libzmq has reported events, so that ``look`` must
-        be called."""
+        """A descriptor that becomes readable when libzmq has reported events. ``look`` must then be
+        called."""
 
     def __iter__(self) -> Iterator[Connection]:
         """The open connections."""
@@ -151,8 +152,8 @@ class Connections:
             self.closed()
 
     def meet(self, peer: bytes, user: str, fd: int) -> Connection | None:
-        """Finds the connection of a message whose ``User-Id`` differs from that of the previous
-        message with the same routing id.
+        """Finds the connection of a message if its routing id is new, or if its ``User-Id`` differs
+        from that of the previous message with this routing id.
 
         The new connection is shut if its peer chose the id of another connection, or if its key has
         too many connections. The message is then dropped, and the result is None.

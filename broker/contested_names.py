@@ -1,8 +1,8 @@
 """Handles processes that register with the name of a worker that is alive.
 
-If each of two processes replaced the other, both would lose their leases again and again, and the
-broker would quarantine their requests (``quarantine.py``). So the first process keeps the name
-until its lease ends.
+If two processes with one name could replace each other, both would lose their leases again and
+again, and the broker would quarantine their requests (``quarantine.py``). So the first process
+keeps the name until its lease ends.
 """
 
 from __future__ import annotations

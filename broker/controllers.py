@@ -1,4 +1,5 @@
-"""Assigns the controllers of requests to controller workers: reservation, start, end and loss."""
+"""Assigns the controllers of requests to controller workers, from the reservation of a place to the
+end of the request."""
 
 from __future__ import annotations
 
@@ -197,7 +198,7 @@ class Controllers:
         waits for it; if it may not, the request ends with the error.
         """
         if unknown:
-            # Unlike a worker without room, this worker has begun the request.
+            # Unlike a worker without room, this worker has begun the request, and must delete it.
             self._out.to_worker(worker, b"END", End(requests=[request.id]))
         if request.steered_by is not worker or not request.steered.started:
             return
@@ -340,7 +341,7 @@ class Controllers:
             self._out.to_worker(state, b"END", body)
 
     def withdraw(self, request: Request) -> None:
-        """Handles a request that continues under another broker or in another copy: its controller
+        """Handles a request that continues at another broker or in another copy: its controller
         worker deletes the controller, and the state worker keeps the variables."""
         if request.steering is None:
             return

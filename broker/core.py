@@ -278,16 +278,17 @@ class Broker:
             return False
         workers = self.state.workers.values()
         if any(worker.succeeded and worker.requests for worker in workers):
-            # Such a worker leaves after its current step, and does not report its streams to the
-            # next broker.
+            # A worker that another process is about to replace leaves after its current step, and
+            # does not report its streams to the next broker.
             return False
         roles = {worker.role for worker in workers}
         return all(request.role not in roles for request in self.state.waiting)
 
     def stepped_since(self, then: float) -> bool:
         """Whether each worker with requests has begun a step after the time ``then``, as its
-        heartbeats report. A worker that has received a signal sends DRAIN before its next step. So
-        if the result is True, all these workers that had a signal at ``then`` have sent DRAIN."""
+        heartbeats report. A worker that has received a signal to stop sends DRAIN before its next
+        step. So if the result is True, each of these workers that had received the signal by
+        ``then`` has sent DRAIN."""
         workers = self.state.workers.values()
         return all(worker.stepped_at > then for worker in workers if worker.requests)
 
@@ -369,6 +370,6 @@ def _client_handlers(
 
 
 def _outlives(request: Request) -> bool:
-    """Whether a running request can continue at another broker: workers report only streams, and
-    the client must be able to resume the stream there."""
+    """Whether a running request can continue at another broker. The request must be a stream,
+    because workers report only streams. Its client must be able to resume the stream there."""
     return request.type in STREAMS and request.session.recovers

@@ -64,7 +64,7 @@ class Dispatcher:
         self._placement = placement
         self._queue_bounds = QueueBounds(state.settings, state.queues)
         self._unserved: dict[tuple[str, str], float] = {}
-        """By queue that no worker serves: the time at which the broker first noticed this, in
+        """For each queue that no worker serves: the time at which the broker first noticed this, in
         seconds."""
         self._early: set[tuple[str, str]] = set()
         """Queues whose requests arrived before any worker with their model had registered."""
@@ -271,7 +271,7 @@ class Dispatcher:
 
     def rebalance(self, *, quiet: bool = False) -> None:
         """Starts waiting requests after the workers, or the models that they serve, have changed.
-        ``quiet``: does not log streams that continue after a wait.
+        ``quiet``: streams that continue after a wait are not logged.
 
         Requests that no worker serves any more wait for a worker to register. Requests without a
         model are refused if the default model has become ambiguous.
@@ -428,8 +428,8 @@ class Dispatcher:
             self._notify_queued(request, place)
 
     def _continue_moved(self, worker: Worker | None = None) -> None:
-        """Sends the requests that have lost their worker to other workers, as long as these have
-        room. If ``worker`` is given, stops when this worker has no room."""
+        """Sends the requests that have lost their worker to other workers, as long as any worker
+        has room. If ``worker`` is given, stops when this worker has no room."""
         full: set[tuple[str, str, int]] = set()
         """The role, the model and ``began_with`` of requests for which no worker has room."""
         started = 0

@@ -19,7 +19,7 @@ from .worker import RETRY_AFTER_S, Worker, WorkerState
 log = logging.getLogger(__name__)
 
 MAX_ASKED = 64
-"""Maximum number of clients' DRAIN messages that wait until one worker has left."""
+"""Maximum number of clients' DRAIN messages that may wait for the departure of the same worker."""
 
 
 class Drains:
@@ -40,8 +40,8 @@ class Drains:
         """Handles a client's DRAIN: passes it to the worker. The client is answered when the worker
         has left.
 
-        Raises RequestError if the worker is unknown, UnavailableError if too many DRAIN messages
-        wait until this worker has left.
+        Raises RequestError if the worker is unknown, and UnavailableError if too many DRAIN
+        messages already wait for the departure of this worker.
         """
         message: DrainWorker = decode_as(DrainWorker, frames[1])
         workers = self._state.workers.values()

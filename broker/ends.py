@@ -141,7 +141,7 @@ class Ends:
             sent = request.interruption.sent if request.interruption is not None else b""
         if closing is not None and sum(map(len, closing)) > self._max_closing:
             closing = self._too_large(session, request.stream_id, closing)
-        # Without journals, a stream is stored only if it has no entries.
+        # Without journals, the end of a stream can be sent again only if the stream has no entries.
         stored = session.log.has(request.id) or sent == b"" or (bool(sent) and self._keeps)
         stored = stored and request.type in STREAMS
         end = End(request.id, request.stream_id, request.moves, closing, stored)
@@ -173,7 +173,7 @@ class Ends:
             session.log.drop(end)
 
     def tick(self, session: Session) -> None:
-        """Repeats the ends whose messages were dropped, and removes the ends that the client has
+        """Sends again the ends whose messages were dropped. Removes the ends that the client has
         neither acknowledged nor attached to in time."""
         if session.peer is None:
             return

@@ -11,11 +11,11 @@ from ..protocol.pace import Pace
 from .request import Request
 
 Users = OrderedDict[str, OrderedDict[int, Request]]
-"""The requests of a session, or of a group of sessions, by user and by request id; the next user
-comes first."""
+"""The requests of a session, or of a group of sessions, by user and by request id. The user whose
+turn is next comes first."""
 Sessions = OrderedDict[int | str, Users]
-"""The requests of a key by session or group (``Request.turn``); the next session or group comes
-first. Clients without keys count as one key."""
+"""The requests of a key by session or group (``Request.turn``). The session or group whose turn is
+next comes first. Clients without keys count as one key."""
 
 
 class FairQueue:
@@ -44,7 +44,7 @@ class FairQueue:
         self.bytes = 0
         """Bytes of all requests in this queue."""
         self.pace = Pace()
-        """Rate at which requests leave the queue for a worker."""
+        """Rate at which requests leave this queue because a worker receives them."""
 
     @property
     def priority(self) -> int:
@@ -106,15 +106,17 @@ class FairQueue:
         return key, session, user
 
     def note_place(self, request: Request, place: int) -> bool:
-        """Records the place of a request that is reported to its client; returns whether the place
-        differs from the last one. Returns False if the request is not in this queue."""
+        """Records the place that is about to be reported to a request's client. Returns whether it
+        differs from the place that was reported last. Returns False if the request is not in this
+        queue."""
         if request.id not in self._keys or self._places.get(request.id) == place:
             return False
         self._places[request.id] = place
         return True
 
     def pop(self, now: float) -> Request:
-        """Removes and returns the next request, for a worker; the queue must not be empty."""
+        """Removes and returns the next request, which a worker receives. The queue must not be
+        empty."""
         level = self._levels[self.priority]
         key, sessions = next(iter(level.items()))
         session, users = next(iter(sessions.items()))
@@ -203,8 +205,8 @@ class Queues(dict[tuple[str, str], FairQueue]):
                 del self[request.queue]
 
     def next_of(self, key: tuple[str, str], now: float) -> Request:
-        """Removes and returns the next request of a queue, for a worker. The queue is then last in
-        turn among the queues with the same priority."""
+        """Removes and returns the next request of a queue, which a worker receives. The queue is
+        then last in turn among the queues with the same priority."""
         queue = self.pop(key)
         request = queue.pop(now)
         if queue:

@@ -1,9 +1,9 @@
 """Fences discard a worker's messages about attempts that the broker has given up.
 
-An attempt is one worker's work on a request. The broker gives an attempt up if another worker has a
+An attempt is one worker's work on a request. The broker gives up an attempt if another worker has a
 later copy of the request, if the client comes from another broker, or if no client needs the
-request any more. The worker may still send entries of the attempt, even after the broker has sent
-the request to this worker again. So a fence discards the worker's messages about the attempt. The
+request. The worker may still send entries of the attempt, even after the broker has sent the
+request to this worker again. So a fence discards the worker's messages about the attempt. The
 broker usually forwards bodies of TOKEN without reading them. While a worker has a fence, the broker
 decodes the worker's bodies for the session of the fence, and removes the entries of the fenced
 stream.
@@ -94,7 +94,7 @@ class Fences:
 
     def add(self, request: int, session: int, stream_id: int) -> Fence:
         """Adds or restarts the fence of a request. The fence ends when the worker answers the next
-        CLAIM for which ``asked`` gets this fence, or with ``reported``."""
+        CLAIM for which ``asked`` receives this fence, or when ``reported`` is called."""
         fence = self._by_request.get(request)
         if fence is None:
             fence = self._by_request[request] = Fence(request, session, stream_id)

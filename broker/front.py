@@ -183,7 +183,7 @@ def _check(peer: bytes, frames: list[bytes]) -> None:
 
 
 def _closed_stream(frames: Sequence[bytes]) -> int | None:
-    """The stream that an ERROR or a MSG ends; None for another message."""
+    """The stream that an ERROR or a MSG ends; None if the message does not end a stream."""
     if frames[0] not in (b"ERROR", b"MSG"):
         return None
     try:

@@ -14,9 +14,9 @@ def bound_pauses() -> None:
     """Turns full collections off in this process. Collections of young objects stay on.
 
     A full collection visits every object. With a million live streams it takes more than a second,
-    in which the broker does not route messages. A full collection would not free anything:
-    sessions, workers and requests refer to each other only while they are in the tables, and are
-    freed by their reference counts afterwards.
+    in which the broker does not route messages. A full collection would not free anything, because
+    sessions, workers and requests refer to each other only while they are in the tables.
+    Afterwards, they are freed by their reference counts.
     """
     gc.collect()
     gc.freeze()

@@ -69,12 +69,12 @@ class Leases:
         ``_walked`` is the earliest ``last_seen`` that the current walk has found so far. A walk
         takes several ticks."""
         self._asked: dict[bytes, float] = {}
-        """By connection without a worker: the time at which the broker last requested a
-        registration. The broker requests at most one registration in ``heartbeat_s``, because each
-        registration begins a new lease."""
+        """For each connection without a registered worker: the time at which the broker last
+        requested a registration. The broker requests at most one registration in ``heartbeat_s``,
+        because each registration begins a new lease."""
         self._lost: dict[str, tuple[int, float]] = {}
-        """By name of a worker that was silent or whose connection has closed: the number of its
-        process, which may still run, and the time of the loss."""
+        """For each worker that was silent or whose connection has closed, by name: the number of
+        its process, which may still run, and the time of the loss."""
         self._names = ContestedNames(state.settings.expiry_s)
         self._stopped_until = float("-inf")
         """If a connection ends before this time, its worker does not count as dead. The time is set

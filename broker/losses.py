@@ -1,4 +1,4 @@
-"""Log lines for workers that leave or are lost. All streams of a worker share one line."""
+"""Logs when workers leave or are lost, with one line for all streams of a worker."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ def log_end(
     live: Mapping[int, Request],
     wait_s: float,
 ) -> None:
-    """Logs the end of a worker's lease: a warning, unless the worker drained and then left.
+    """Logs the end of a worker's lease. The log line is a warning, unless the worker drained and
+    then left.
 
     ``streams``: the requests that were open at the worker. ``live``: all requests that have not
-    ended, by id. A request in both that has no worker waits for another worker, for at most
-    ``wait_s`` seconds.
+    ended, by id. If a request is in both and has no worker, it waits for another worker, for at
+    most ``wait_s`` seconds.
     """
     # A state worker has no requests to finish, so it leaves without a drain.
     planned = not loss.died and (worker.state is WorkerState.DRAINING or worker.role == "state")
@@ -78,5 +79,5 @@ def _streams(number: int) -> str:
 
 
 def _s(number: int) -> str:
-    """The ending of a verb whose subject is ``number`` objects."""
+    """The ending of a verb in the present tense whose subject is ``number`` streams."""
     return "s" if number == 1 else ""

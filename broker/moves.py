@@ -75,7 +75,8 @@ class Moves:
             request.session.log.remove(request.id)
 
     def tick(self) -> None:
-        """Distributes some of the recent messages to logs."""
+        """Distributes some of the recent messages to logs, and clears suspects of the
+        quarantine."""
         self._recent.tick()
         self._quarantine.tick(self._state.now)
 

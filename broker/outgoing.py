@@ -51,8 +51,8 @@ class Outgoings(list[Outgoing]):
         super().__init__()
         self._errors = errors
         self._open: dict[bytes, list[bytes]] = {}
-        """By connection whose last message is a TOKEN: the frames of this TOKEN, to which further
-        bodies may be added."""
+        """For each connection whose last message is a TOKEN: the frames of this TOKEN, to which
+        further bodies may be added."""
 
     def append(self, message: Outgoing) -> None:
         """Adds a message. A later body is not added to a TOKEN that precedes this message, because

@@ -91,10 +91,10 @@ class Placement:
         user.
 
         Without this exception, the first request of a key would wait until a long stream of another
-        key ends. For such requests, each worker accepts an eighth more than its capacity. A request
-        with a user may fill only half of this room, because any client can invent names of users.
-        The worker is chosen before the key's sessions are examined, because a key may have
-        thousands of sessions.
+        key ends. Therefore, a worker accepts the first request of a key up to an eighth above its
+        capacity. A request with a user may fill only half of this room, because any client can
+        invent names of users. The worker is chosen before the key's sessions are examined, because
+        a key may have thousands of sessions.
         """
         queue = self._state.queues.get((request.role, request.model))
         if self._state.waiting or (queue is not None and queue.priority > request.priority):

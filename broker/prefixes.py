@@ -132,7 +132,8 @@ class Prefixes:
         while depth < len(keys) and keys[depth] in self._holders:
             depth += 1
         if not depth or self._has(least_loaded.id, keys[depth - 1]):
-            # No other worker has more pages of the prompt, or fewer requests.
+            # The least loaded worker has the least cost: no other worker has more pages of the
+            # prompt or fewer requests.
             return least_loaded
         best, least = least_loaded, self._cost(least_loaded, keys, depth)
         for worker in islice(self._holding(keys, depth, pool), MAX_CANDIDATES):
@@ -220,7 +221,7 @@ def _prompt_keys(request: Request, model: str) -> Iterator[bytes]:
     try:
         fields: _PromptFields = decode_as(_PromptFields, request.frames[0])
     except TokenbusError:
-        return iter(())  # The worker reports the error.
+        return iter(())  # The worker will refuse the body.
     attached = len(request.frames) - len(fields.buffers)
     own, buffers = request.frames[1:attached], request.frames[attached:]
     text = bytes(fields.prompt)

@@ -1,5 +1,5 @@
-"""Finds a request that kills its workers. Suspects run in trials, so that they disturb other
-streams only for a short time."""
+"""Finds a request that kills its workers. Requests under suspicion run in trials, so that they
+disturb other streams only for a short time."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Quarantine:
         self._tried: dict[int, tuple[Request, float]] = {}
         """Suspects that run at a worker, with the start times of their trials, in seconds."""
         self._counted: dict[str, tuple[list[Request], float]] = {}
-        """By name of a lost worker: the requests for which the loss was counted, and the time of
-        the loss in seconds."""
+        """For each lost worker, by name: the requests for which the loss was counted, and the time
+        of the loss in seconds."""
         self._max_tried = 1
         """Maximum number of suspects on trial at a time."""
 

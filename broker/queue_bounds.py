@@ -17,8 +17,8 @@ MAX_WAITING = 0.5
 time (``timeout_s``)."""
 
 MAX_QUEUES = 256
-"""Maximum number of models for which requests wait. A client may name any model that a worker can
-load, and the broker looks at all queues whenever a request ends."""
+"""Maximum number of models for which requests wait. Without this bound, a client could create any
+number of queues, and the broker looks at all queues whenever a request ends."""
 
 
 def room_for(priority: int, most: int) -> int:
@@ -27,7 +27,7 @@ def room_for(priority: int, most: int) -> int:
 
     The last eighth is reserved for priorities above 0, and the eighth before it for priorities of
     at least 0. So a queue that is full for some requests still accepts more urgent requests, and
-    never removes accepted requests for them.
+    never has to remove accepted requests.
     """
     eighths = 8 if priority > 0 else 7 if priority == 0 else 6
     return max(1, most * eighths // 8) if most else 0
@@ -42,7 +42,7 @@ class QueueBounds:
         self._settings = settings
         self._queues = queues
         self.pace = Pace()
-        """Rate at which requests leave the queues for a worker."""
+        """Rate at which requests leave the queues because a worker receives them."""
 
     def check(self, request: Request, number: int, now: float) -> None:
         """Raises an error if a new request cannot wait: ``queue_full``, or ``client_limit`` if the
@@ -123,8 +123,8 @@ def _check_share(
     most: tuple[int, int],
     now: float,
 ) -> None:
-    """Raises ``client_limit`` if, with this request, the request's key or session would exceed its
-    share of the waiting requests or of their bytes."""
+    """Raises ``client_limit`` if this request would make its key or session exceed their share of
+    the waiting requests or of the bytes of these requests."""
     if own.queued == 0 or (
         fits_share(own.queued, total[0], most[0])
         and fits_share(own.queued_bytes, total[1], most[1], request.bytes)

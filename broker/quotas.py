@@ -82,8 +82,8 @@ class Quotas:
         self._tokens: dict[str, _Used] = {}
         self._sandbox: dict[str, _Used] = {}
         self._reported: dict[tuple[str, int], Mapping[str, int]] = {}
-        """By name and pid of a controller worker: the CPU time of each tenant in milliseconds, as
-        the worker last reported it. A report is kept after the worker's lease has ended, because
+        """For each controller worker, by name and pid: the CPU time of each tenant in milliseconds,
+        as the worker last reported it. A report is kept after the worker's lease has ended, because
         the next report of this process includes the same time."""
 
     def check(self, session: Session, controller: bool, now: float) -> None:

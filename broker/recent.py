@@ -1,8 +1,8 @@
 """Stores the recently routed TOKENs of all sessions in one buffer, in the order of their arrival.
 
-A message has the bodies of many sessions. A copy of the whole message into this buffer takes 0.4
-µs. Adding eight bodies to the logs of their sessions takes ten times as long, because these writes
-touch new memory.
+A message has the bodies of many sessions. If it has eight bodies, a copy of the whole message into
+this buffer takes 0.4 µs. Adding the bodies to the logs of their sessions takes ten times as long,
+because these writes touch new memory.
 
 Most streams end while their bodies are in the buffer, and bodies that no live stream needs are
 dropped unread. The other bodies are distributed to the logs, oldest first: some of them at each
@@ -43,7 +43,8 @@ BUFFER_PART = 2
 sessions together. The rest is left to the logs."""
 BODIES_AT_ONCE = 500
 """Approximate number of bodies that are distributed at once. Distributing a body takes 1 to 2 µs if
-the message has many sessions, and twice as long if the previous message has a different layout."""
+the message has many sessions, and twice as long if the previous message has a different layout
+(``_layout``)."""
 
 _POPULATE_WRITE = 23
 """Linux's MADV_POPULATE_WRITE, for which Python has no constant."""
@@ -119,8 +120,8 @@ class Recent:
         self._bytes = (full + 2) * SEGMENT_BYTES
         """The size of ``_memory``, in bytes."""
         self._free = list(range(full + 2))[::-1]
-        """Numbers of the parts of the memory that no segment uses. The last one, which was used
-        most recently, is used next."""
+        """Numbers of the parts of the memory that no segment uses. The next segment gets the last
+        part in this list, which was used most recently."""
         self._segments: deque[Segment] = deque()
         self._at = 0
         """The offset at which the next message will begin."""
@@ -272,7 +273,7 @@ class Recent:
         self._rolled = False
 
     def distribute(self, most: int = 1 << 62) -> None:
-        """Distributes the oldest bodies to the logs that need them: about ``most`` bodies."""
+        """Distributes about ``most`` of the oldest bodies to the logs that need them."""
         self.settle()
         while most > 0 and self.distributed < self.next:
             segment = self._segments[0]

@@ -83,8 +83,8 @@ class Interruption:
     left: str
     """The name of the lost worker."""
     process: int
-    """The number of the lost worker's process, in which the stream may continue after the process
-    has registered again. 0 if the stream must not continue there."""
+    """The number of the lost worker's process. If this process registers again, the stream may
+    continue there. 0 if the stream must not continue there."""
     why: str
     at: float
     """The time of the lost worker's last message, in seconds."""

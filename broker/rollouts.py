@@ -68,8 +68,8 @@ class _Running:
     upload: Upload | None = None
     """The weights that the operator sends; None if they are in a folder or in shared memory."""
     give_up_at: float = float("inf")
-    """The time at which an update ends with the error ``timeout`` if a worker has not read the
-    weights by then, in seconds."""
+    """The time in seconds at which an update ends with the error ``timeout``, unless all workers
+    have read the weights by then."""
 
 
 class Rollouts:
@@ -159,7 +159,7 @@ class Rollouts:
     # --- messages of workers --------------------------------------------------------------------
 
     def on_done(self, worker: Worker, frames: list[bytes]) -> None:
-        """Handles ORDER_DONE."""
+        """Handles ORDER_DONE, a worker's answer to an order."""
         done: OrderDone = decode_as(OrderDone, frames[2], "msgpack")
         one = self._running.get(done.number)
         if one is None or done.action != one.order.action:
@@ -185,7 +185,8 @@ class Rollouts:
         self._go_on(one)
 
     def on_fetch(self, worker: Worker, frames: list[bytes]) -> None:
-        """Handles FETCH_WEIGHTS: passes the request to a worker that has the weights."""
+        """Handles FETCH_WEIGHTS: a worker requests the next part of an upload, or current weights
+        that another worker has."""
         fetch: FetchWeights = decode_as(FetchWeights, frames[2], "msgpack")
         if fetch.order:
             one = self._running.get(fetch.order)
@@ -209,8 +210,8 @@ class Rollouts:
         self._out.to_worker(worker, b"WEIGHTS_PART", part)
 
     def current(self, message: Register) -> dict[str, ModelInfo]:
-        """The loaded models of a worker, by name. A model without its current weights is left out,
-        because its requests should go to other workers."""
+        """The loaded models of a worker, by name. A model that does not have its current weights at
+        this worker is left out, so that requests go to other workers."""
         return {
             model.name: model
             for model in message.models

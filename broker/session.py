@@ -28,8 +28,9 @@ class KeyUse:
     queued_bytes: int = 0
     buffer_bytes: int = 0
     lists_until: float = 0.0
-    """Each list of streams moves this time, in seconds, further into the future. While it is more
-    than ``MAX_LISTED_S`` ahead, further lists are refused (``check_lists`` in ``status.py``)."""
+    """A time in seconds, which each listing of streams moves further into the future. While it is
+    more than ``MAX_LISTED_S`` ahead, further listings are refused (``check_lists`` in
+    ``status.py``)."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -77,8 +78,8 @@ class Session:
     """The time at which the session lost its connection, in seconds; None while the session has a
     connection."""
     probed: float | None = None
-    """The broker checks the connection of a silent client. This is the value of ``last_seen`` at
-    the last check; None before the first."""
+    """The value of ``last_seen`` when the broker last checked the connection because the client was
+    silent; None before the first check."""
     cut: bool = False
     """Whether the broker has removed the connection because the client was silent. The client may
     still run."""
@@ -96,8 +97,8 @@ class Session:
     lists_until: float = 0.0
     """As in ``KeyUse``, for a session that serves several users."""
     use: KeyUse = field(default_factory=KeyUse)
-    """The use of the session's key: one object for all sessions of the key. ``SessionTable`` sets
-    this field."""
+    """The ``KeyUse`` of the session's key, which all sessions of the key share. ``SessionTable``
+    sets this field."""
     pace: Pace = field(default_factory=Pace)
     """Rate at which the session's streams end."""
     log: StreamLog = field(init=False)

@@ -295,8 +295,8 @@ class Sessions:
 
     def _make_room(self, key: str, code: Code, full: str) -> None:
         """Searches some sessions of a key, or of all clients if ``key`` is empty, and ends those
-        that have been idle for longest. Raises an error if none of them is idle. The next call
-        searches other sessions."""
+        that have been idle for longest. Raises an error if none of the searched sessions is idle.
+        The next call searches other sessions."""
         idle = [s for s in self._table.some(key, MAX_SEARCHED) if not s.streams]
         if not idle:
             raise UnavailableError(code, f"{full}; try again later", retry_after_s=1.0)

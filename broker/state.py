@@ -26,7 +26,7 @@ from .worker import Worker
 
 @dataclass(slots=True)
 class Counters:
-    """Numbers of events since the broker started."""
+    """Counts of events since the broker started."""
 
     requests: int = 0
     refused: int = 0
@@ -44,7 +44,7 @@ class Counters:
     count."""
 
     def totals(self) -> dict[str, int]:
-        """The numbers by name, without ``errors``, which has a number for each code."""
+        """The counts by name, without ``errors``, which has a count for each code."""
         values = ((name, getattr(self, name)) for name in self.__slots__)
         return {name: value for name, value in values if isinstance(value, int)}
 
@@ -78,7 +78,7 @@ class BrokerState:
         self.waiting = Waiting()
         """The requests that have lost their worker and wait for another one."""
         self.states: dict[str, ModelState] = {}
-        """By model: its weights and its pause, if the weights have changed or the model is or was
+        """The weights and the pause of each model whose weights have changed, or that is or was
         paused."""
         self.deadlines = Deadlines()
         self.tokenizers = Counter[str]()

@@ -45,7 +45,7 @@ class End:
     count: int = 0
     """Number of entries if a worker has reported the end for adoption, otherwise 0."""
     since: float = 0.0
-    """When the end was stored, or the session was last resumed, in seconds."""
+    """The time at which the end was stored or the session was last resumed, in seconds."""
     position: int = 0
     """Position of the end on the present connection. 0 if the end was not sent on this connection;
     the end then waits for an ATTACH."""
@@ -122,7 +122,8 @@ class StreamLog:
 
     def begin(self, request: int, stream_id: int, size: int, sent: bytes = b"") -> None:
         """Adds a request that is sent to a worker, or an end that is stored. ``size``: bytes of the
-        request's frames, or of the end, which count as long as the request is in this log.
+        request's frames, or of the end. These bytes count towards the log's size as long as the
+        request is in the log.
 
         ``sent``: the entries of a moved request that were routed so far, as a body of TOKEN.
         """
@@ -154,9 +155,9 @@ class StreamLog:
         return request in self._places
 
     def close(self, end: End, sent: bytes, now: float) -> None:
-        """Stores the end of a request, whose entries stay until ``drop`` is called. The bytes of
-        the end count instead of the request's frames. ``sent``: the entries of a stream that is not
-        in this log, as a body of TOKEN."""
+        """Stores the end of a request, whose entries stay until ``drop`` is called. From now on,
+        the bytes of the end count towards the log's size instead of the request's frames. ``sent``:
+        the entries of a stream that is not in this log, as a body of TOKEN."""
         before = self.ends.get(end.stream_id)
         if before is None and len(self.ends) >= MAX_ENDS:
             before = next(iter(self.ends.values()))

@@ -102,9 +102,9 @@ class Unfinished:
         self._judge()
 
     def _judge(self) -> None:
-        """Compares the unfinished messages with their bounds, in ascending order of size. So if the
-        messages of a key together exceed the key's bound, the largest of these messages are
-        found."""
+        """Compares the unfinished messages with their bounds, in ascending order of size. If the
+        messages of a key together exceed the key's bound, this order makes only the largest of them
+        count as above the bound."""
         totals = Counter[str]()
         for connection, unfinished in sorted(self._open.items(), key=lambda item: item[1]):
             ended = connection.spoke and connection.counted is None
@@ -169,8 +169,8 @@ class Unfinished:
         time.
 
         If the bytes of the connection's messages are not counted, the end of one more round
-        suffices. Otherwise the socket must have been empty since, or as many messages as all pipes
-        may hold must have been taken.
+        suffices. Otherwise the socket must have been empty since then, or the broker must have
+        taken more messages since then than all pipes can hold.
         """
         if connection.counted is None or rounds == self._rounds:
             return rounds != self._rounds

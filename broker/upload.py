@@ -27,12 +27,13 @@ class Upload:
     ready: set[int] = field(default_factory=set)
     """Ids of the workers that have requested the next part."""
     part: bytes = b""
-    """The part that waits until all workers have requested it."""
+    """The part that waits until all workers have requested it; empty if no part waits."""
     stream_id: int = 0
     """The ``stream_id`` of the WEIGHTS with this part."""
 
     def add(self, message: SendWeights, part: bytes) -> None:
-        """Adds the next part. Raises RequestError if it is not the next part."""
+        """Adds a part. Raises RequestError if the previous part still waits, or if the part does
+        not continue the file or has a wrong size."""
         if self.part or message.offset != self.offset:
             raise RequestError(
                 Code.INVALID_FIELD,

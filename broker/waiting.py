@@ -43,7 +43,7 @@ class Waiting:
         del self._in_order[bisect_left(self._in_order, _place(request))]
 
     def first(self, number: int) -> list[Request]:
-        """Up to ``number`` requests: the highest priority first, then by arrival."""
+        """Up to ``number`` requests, by descending priority and then by arrival."""
         return [self._by_id[request] for _, _, request in self._in_order[:number]]
 
     def lost_before(self, then: float, number: int) -> list[Request]:

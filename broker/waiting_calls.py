@@ -62,8 +62,8 @@ class WaitingCalls:
         """By tool: the time at which its last worker was lost, in seconds."""
         self._calls: dict[CallId, WaitingCall] = {}
         self._owned: Counter[tuple[str, str | None]] = Counter()
-        """Number of waiting calls, by owner and user. With None as the user, the calls of all users
-        of the owner."""
+        """Number of waiting calls, by owner and user. The user None stands for all users of the
+        owner."""
 
     def __contains__(self, call: CallId) -> bool:
         return call in self._calls

@@ -79,7 +79,7 @@ class AsyncClient(BaseClient):
 
         def deliver(ready: Delivery) -> None:
             """Passes a batch of events to the event loop. Runs on the connection's thread."""
-            with contextlib.suppress(RuntimeError):  # The loop is closed.
+            with contextlib.suppress(RuntimeError):  # Raised if the loop is closed.
                 loops[-1].call_soon_threadsafe(hand_out, ready)
 
         super().__init__(front, deliver, patience_s, key, session)

@@ -109,8 +109,8 @@ class Unread(deque[Event]):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One request, across all connections and attempts. An attempt is one sending of the request,
-    with its own ``stream_id``. Times are in seconds."""
+    """One request, across all connections and attempts. Each time the client sends the request is
+    an attempt, with its own ``stream_id``. Times are in seconds."""
 
     type: bytes
     message: Request
@@ -132,8 +132,9 @@ class Call:
     """The events that the reader has not read."""
 
     base: int | None = None
-    """The first ``stream_id`` of a call in a named session, in which another client may have begun
-    the stream. The lowest 8 bits of a ``stream_id`` count the attempts. None in other sessions."""
+    """The first ``stream_id`` of the call if the session is named; None in other sessions. In a
+    named session, another client may have begun the stream, and the lowest 8 bits of a
+    ``stream_id`` count the attempts."""
     repeated: bool = False
     """Whether an earlier client began the stream, so that a worker may still report it to a
     restarted broker. The creator of the call sets this flag."""

@@ -108,9 +108,10 @@ class Client(BaseClient):
     ) -> Chat:
         """Begins the answer to a conversation. ``messages`` and ``tools`` have OpenAI's form.
 
-        The options are those of ``generate``; the default of ``max_tokens`` is the rest of the
-        context. ``tool_choice``: ``none``, ``auto``, ``required``, or a function in OpenAI's form.
-        Needs the extra ``gateway``. Raises RequestError if the conversation is not valid.
+        The options are those of ``generate``. By default, ``max_tokens`` allows as many tokens as
+        fit into the context. ``tool_choice``: ``none``, ``auto``, ``required``, or a function in
+        OpenAI's form. Needs the extra ``gateway``. Raises RequestError if the conversation is not
+        valid.
         """
         if self._chats is None:
             self._chats = BlockingChats(self)
@@ -146,7 +147,8 @@ class Client(BaseClient):
         return answer.model_info
 
     def tokenizer(self, model: str = "", *, timeout_s: float = ASK_S) -> TokenizerFiles:
-        """The tokenizer of a model with its chat template and special tokens, up to about 20 MB.
+        """The files of a model's tokenizer, with the chat template and the special tokens. They can
+        have up to about 20 MB.
 
         Raises RequestError if the tokenizers library cannot read the model's tokenizer.
         """

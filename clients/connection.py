@@ -65,8 +65,8 @@ class Connection:
         with self._lock:
             if self._closed is not None:
                 raise RuntimeError(self._closed)
-            # The thread starts first, because its start may fail. If the call were already in the
-            # commands, it would then be sent together with a later call.
+            # The thread starts before the call is added to the commands. If the start failed
+            # afterwards, the call would be sent together with a later call.
             if not self._carrier.started:
                 self._carrier.start()
             self._commands.append(lambda session, now: session.submit(call, now))
@@ -153,8 +153,8 @@ class _ClientPeer:
         yield from sent
 
     def refused(self, error: TokenbusError) -> None:
-        """Ends every call. Called when the broker has refused the connection, because the broker
-        would refuse the next connection for the same reason."""
+        """Ends every call when the broker has refused the connection. The broker would refuse the
+        next connection for the same reason."""
         session, now = self._session, time.monotonic()
         while self._commands:
             self._commands.popleft()(session, now)

@@ -25,7 +25,8 @@ from .weights_content import SHARED, Weights, opened
 
 
 class Operator:
-    """The operator's calls, for a client that has the operator's key or uses a broker without keys.
+    """Sends the messages that only an operator may send. If the broker has keys, the client must
+    have the operator's key.
 
     with Client() as client:
         Operator(client).drain_worker("gpu-0")
@@ -45,8 +46,8 @@ class Operator:
         self, model: str = "", *, mode: PauseMode = "keep", timeout_s: float = DRAIN_S
     ) -> Rollout:
         """Pauses a model: streams that begin later wait for ``resume``. ``mode``: whether live
-        streams stop (``keep``), are finished first (``wait``) or end as ``cancelled``
-        (``abort``)."""
+        streams stop (``keep``), run to their ends before this call returns (``wait``), or end as
+        ``cancelled`` (``abort``)."""
         return rollout_of(self._client.ask(pause_call(model, mode, timeout_s)))
 
     def resume(self, model: str = "", *, timeout_s: float = DRAIN_S) -> Rollout:
@@ -62,8 +63,8 @@ class Operator:
         mode: UpdateMode = "recompute",
         timeout_s: float = DRAIN_S,
     ) -> Rollout:
-        """Replaces the weights of a model by those of a folder of safetensors files, at all workers
-        or at none. Live streams continue with the new weights. ``mode``: whether their KV cache is
+        """Replaces the weights of a model by the safetensors files in a folder, at all workers or
+        at none. Live streams continue with the new weights. ``mode``: whether their KV cache is
         computed again (``recompute``) or kept (``keep``). ``version``: the number of the new
         weights, above the current number; 0: the next number. ``timeout_s``: seconds after which
         the update fails if a worker has not read the files."""
@@ -79,8 +80,8 @@ class Operator:
         timeout_s: float = DRAIN_S,
     ) -> Rollout:
         """Like ``update_weights``, but sends the weights over the bus. ``weights``: the content of
-        a safetensors file, for example of ``safetensors.torch.save``, or the path of such a file on
-        this machine. The file must not change during this call."""
+        a safetensors file, for example the result of ``safetensors.torch.save``, or the path of
+        such a file on this machine. The file must not change during this call."""
         with opened(weights) as content:
             update = self._client.begin(file_call(content, model, version, mode, timeout_s))
             for offset, part in content.parts():

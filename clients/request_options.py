@@ -145,7 +145,8 @@ class GenerateOptions(RequestOptions, total=False):
     kept: bool
     """Whether entries have ``kept``: the candidates that the token was drawn from."""
     inspect: bool
-    """Whether entries report the effect of their masks: ``allowed``, ``cut`` and ``round_us``."""
+    """Whether entries also have ``allowed``, ``cut``, ``bias`` and ``round_us``, which describe the
+    controller's masks, biases and rounds."""
 
 
 def generate_call(prompt: Prompt, options: GenerateOptions) -> Call:
@@ -356,7 +357,7 @@ def _store_call(
 
 
 def _timing(given: dict[str, Any]) -> dict[str, Any]:
-    """Removes the options that the client itself uses from ``given``, and returns them. Raises
+    """Removes from ``given`` the options that only the client itself uses, and returns them. Raises
     RequestError if a duration is not valid. The broker checks ``timeout_s``."""
     given.pop("on_system", None)
     stall_s = given.pop("stall_s", None)

@@ -161,8 +161,8 @@ def _cut(spans: list[tuple[int, Span]], length: int) -> list[tuple[int, Span]]:
 class Sequences:
     """Collects the entries of one stream.
 
-    Rows are stored unchanged, and are added to the sequences when the sequences are read or an
-    entry is added.
+    A row (``protocol/columns.py``) is stored unchanged until the sequences are read or an entry is
+    added. The row is then added to its sequence.
     """
 
     def __init__(self) -> None:

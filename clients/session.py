@@ -90,16 +90,17 @@ class ClientSession:
     """The capabilities in the HELLO of the session."""
 
     def __init__(self, front: str, patience_s: float, now: float, token: str | None = None) -> None:
-        """``token``: the token that the session should have. Such a session is *named*: this client
-        opens it, or takes it over with its streams from another client that has the token."""
+        """``token``: the token that the session should have. A session with a given token is
+        *named*: this client opens the session, or takes it over, with its streams, from another
+        client that has the token."""
         self._front = front
         self._several = len(separate(front)) > 1
         self._patience_s = patience_s
         self.outgoing: list[Frames] = []
         self.ready: Delivery = []
         self._lanes: Lanes | None = None
-        """The lanes of the last TOKEN message in columns; None after the calls of these lanes have
-        changed."""
+        """Delivers messages in columns that have the same sequences as the last such message. None
+        if one of the calls of these sequences has changed since, or without such a message."""
         self._calls: dict[int, Call] = {}
         self._waiting: dict[int, Call] = {}
         """Calls that wait for WELCOME or for their ``resend_at`` before they are sent."""
@@ -116,7 +117,8 @@ class ClientSession:
         self._may_have_more = False
         """Whether workers may still report streams of a named session. WELCOME sets this flag."""
         self._foreign = False
-        """Whether the named session's streams belong to another request and must not be used."""
+        """Whether the streams of the named session belong to another request. This client then
+        neither uses nor ends these streams."""
         self._encoding: Encoding = "msgpack"
         self._welcomed = False
         self._offline_since = now
@@ -267,8 +269,8 @@ class ClientSession:
             self._send(b"BYE", Bye(keep=keep))
 
     def _queue(self, call: Call) -> None:
-        """Queues the next attempt of a call under a new number, so that entries of earlier attempts
-        are dropped."""
+        """Queues the next attempt of a call. The attempt gets a new stream id, so that entries of
+        earlier attempts are dropped."""
         call.number = next(self._ids)
         if call.base is not None:
             call.number = call.base + min(call.tries, MAX_TRY)
@@ -277,7 +279,8 @@ class ClientSession:
         self._calls[call.number] = self._waiting[call.number] = call
 
     def _begin(self, call: Call, now: float) -> None:
-        """Sends a call, or attaches to its stream if the named session already has it."""
+        """Sends a call, or attaches to the call's stream if the named session already has this
+        stream."""
         if call.base is None or call.tries:
             self._send_call(call, now)
             return
@@ -408,7 +411,7 @@ class ClientSession:
 
     def _columns(self, body: TokenColumns, now: float) -> None:
         """Handles a TOKEN message in columns: delivers each row to its call. While consecutive
-        messages have the same sequences, the lanes count the rows of all sequences together."""
+        messages have the same sequences, ``_lanes`` only counts the messages."""
         step = self._lanes.step(body, now) if self._lanes is not None else None
         if step is None:
             self._settle()
@@ -422,7 +425,8 @@ class ClientSession:
             self._tokens(entries, now)
 
     def _settle(self) -> None:
-        """Adds the lanes' counts to the calls. Must be called before the counts are read."""
+        """Adds the count of ``_lanes`` to the counts of received entries in the calls. Must be
+        called before the calls' counts are read."""
         if self._lanes is not None:
             self._lanes.settle()
 

@@ -39,7 +39,7 @@ class SubstringError(ValueError):
 def compile_substring(text: str) -> Dfa:
     """The automaton of every substring of a text, in whole characters and including the empty text.
 
-    The automaton has about 1.4 states for each byte of prose, and at most 2. If the end of the text
+    The automaton has about 1.5 states for each byte of prose, and at most 2. If the end of the text
     also occurs elsewhere in the text, the automaton has a few states more than the minimal
     automaton. Raises SubstringError if the text has more than ``MAX_TEXT_BYTES`` bytes of UTF-8,
     needs more than ``MAX_STATES`` states, or has a lone surrogate.
@@ -86,7 +86,8 @@ def _states(data: bytes, classes: bytes, width: int) -> tuple[array[int], bytes]
     blank = array(_WORD, bytes(4 * width))
     nexts = blank * 2
     # For each state: the length of its longest string, and its suffix link. The link leads to the
-    # state of the longest suffix of that string that begins at a character and ends at more places.
+    # state of a suffix of this string: the longest that begins at the first byte of a character and
+    # occurs at more places than the string.
     length = [0, 0]
     link = [_DEAD, _DEAD]
     accepting = bytearray((0, 1))

@@ -17,14 +17,14 @@ from ..transport import memory
 from ..transport.memory import Link
 
 MAX_WAITING = 4096
-"""Maximum number of messages that wait for the broker. If this number waits, a sender blocks."""
+"""Maximum number of messages that wait for the broker. At this number, senders block."""
 RETRY_S = 0.002
 """Seconds until delivery to a peer is tried again after its link was full."""
 
 
 class MemoryBroker:
-    """A broker that clients reach at ``front`` and workers at ``back``, from its start to its
-    close."""
+    """A broker that clients reach at ``front`` and workers at ``back``, between the calls of
+    ``start`` and ``close``."""
 
     def __init__(self, front: str, back: str, settings: BrokerSettings) -> None:
         self._core = Broker(settings, boot=new_boot(), now=time.monotonic())

@@ -42,8 +42,8 @@ MAX_SHOWN = 256
 """Maximum number of characters of msgspec's error that are shown. The error repeats the client's
 invalid text, which may have any length."""
 MAX_REPEATED_BYTES = 65_536
-"""Maximum number of bytes from the beginning of a body that are decoded again, in order to show in
-an error message the number that is out of bounds."""
+"""Maximum number of bytes at the beginning of a body that are decoded again, to find the number
+that an error message shows."""
 
 
 def expected(error: msgspec.ValidationError, given: object) -> str:
@@ -74,8 +74,8 @@ def plain(message: str) -> str:
 
 
 def out_of_bounds(message: str, path: str, body: Callable[[], Any]) -> str:
-    """The text that is added to an error about a number that is out of bounds or about a wrong
-    name, such as ``, not -5``. Empty for any other error.
+    """The faulty value as the end of an error's text, such as ``, not -5``. Empty unless the error
+    is about a number that is out of bounds, or about a wrong name.
 
     ``message``: msgspec's error without its path. ``body``: returns the value that contains the
     number or the name at ``path``.

@@ -1,10 +1,9 @@
 """The fixed binary header between broker and workers, and the manifest of a step's tokens.
 
 The broker routes a message by its header, but a worker's ``TOKEN`` by its manifest. Layout of the
-header, little-endian: ``request`` u64, ``address`` u64,
-``flags`` u32. In a worker's ``TOKEN``, the frame of the header also contains a manifest, after the
-header. The manifest lists the session of each body, the requests that end, and the request of each
-further frame (``Manifest.deltas``).
+header, little-endian: ``request`` u64, ``address`` u64, ``flags`` u32. In a worker's ``TOKEN``, the
+frame of the header also contains a manifest, after the header. The manifest lists the session of
+each body, the requests that end, and the request of each further frame (``Manifest.deltas``).
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ class Manifest(NamedTuple):
     """The contents of a worker's ``TOKEN``, in the order of its frames.
 
     ``sessions``: the session of each body. ``finished``: requests that end with this message.
-    ``deltas``: requests to which the frames after the bodies belong, one frame each, in this order.
-    The workers of this release do not send such frames.
+    ``deltas``: the requests of the frames after the bodies, one frame for each request. The workers
+    of this release do not send such frames.
     """
 
     sessions: tuple[int, ...] = ()

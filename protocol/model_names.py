@@ -17,7 +17,7 @@ class AdapterNameError(ValueError):
 
 def adapter_folders(entries: Sequence[str], model: str = "") -> dict[str, str]:
     """The folders of LoRA adapters by name, from entries ``NAME=FOLDER``. Raises AdapterNameError
-    for an entry that is not valid, or if ``model``, the setting, cannot have adapters."""
+    for an entry that is not valid, or if the setting ``model`` does not allow adapters."""
     found: dict[str, str] = {}
     for entry in entries:
         name, _, folder = (part.strip() for part in entry.partition("="))

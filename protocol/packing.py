@@ -6,9 +6,9 @@ frames ``[TYPE][header][body][attachment…]`` of a message are sent packed::
     [version u8, 0 u8, count u16, (count - 1) sizes u32, the frames][large frame…]
 
 Numbers are little-endian. The packed frame contains the first ``count`` frames of the message, at
-least one, directly after each other. It has the sizes of these frames except the last, which ends
-where the packed frame ends. The first large frame of the message, and all frames after it, are sent
-separately and not copied.
+least one, directly after each other. The last of these frames has no entry in the sizes, because it
+ends where the packed frame ends. The first large frame of the message, and all frames after it, are
+sent separately and not copied.
 """
 
 from __future__ import annotations

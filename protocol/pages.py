@@ -2,8 +2,8 @@
 caches, and in which the broker looks up prompts.
 
 The key of a page is a hash of its content, of all content before it, and of the model. A worker's
-blocks may be smaller than a page. A worker reports that it has a page as long as its KV cache has
-the page's last block.
+blocks may be smaller than a page. A worker counts as having a page while its KV cache has the
+page's last block.
 """
 
 from __future__ import annotations

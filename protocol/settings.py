@@ -68,8 +68,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     """How long a client waits for a broker that does not answer."""
 
     model: str = "embedded"
-    """The model of the GPU workers: a path, a hub id, ``embedded``, or ``auto``, with which models
-    are loaded on demand."""
+    """The model of the GPU workers: a path, a hub id, ``embedded`` or ``auto``. With ``auto``,
+    models are loaded on demand."""
     allow: list[str] = []
     """Names or paths of the models that may be loaded on demand; ``*`` and ``?`` match as in a
     shell."""
@@ -171,10 +171,10 @@ class Settings(Struct, kw_only=True, frozen=True):
     wait for a thread."""
 
     tools: list[str] = []
-    """Modules, or files that end with ``.py``, for which ``tokenbus up`` runs a tool worker
-    each."""
+    """Modules, or files that end with ``.py``. ``tokenbus up`` runs one tool worker for each of
+    them."""
     mcp: list[str] = []
-    """Commands of MCP servers, for which ``tokenbus up`` runs a tool worker each."""
+    """Commands of MCP servers. ``tokenbus up`` runs one tool worker for each of them."""
 
     join: str = ""
     """The address at which a broker on another machine accepts workers, as ``HOST`` or
@@ -223,8 +223,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Render chat templates that requests contain. If false, the gateway refuses the field
     ``chat_template``."""
     served_model_name: list[str] = []
-    """Further names of models over HTTP: ``NAME`` for the default model, or ``NAME=MODEL``. A name
-    may have ``*`` and ``?``, for example ``claude-*``."""
+    """Additional model names for HTTP requests: ``NAME`` for the default model, or ``NAME=MODEL``.
+    A name may have ``*`` and ``?``, for example ``claude-*``."""
     strict_fields: bool = False
     """Refuse fields of HTTP requests that a gateway does not know. If false, such fields have no
     effect, and the header ``x-tokenbus-ignored`` of the answer names them."""

@@ -21,6 +21,7 @@ def fits_share(own: int, total: int, capacity: int, size: int = 1) -> bool:
 
 
 def max_share(own: int, total: int, capacity: int) -> int:
-    """The number of units that a client may have by ``fits_share`` while other clients have as many
-    units as now. The client shares these units among its users by the same rule."""
+    """The largest number of units that ``fits_share`` allows a client to have, if the number of
+    units of all other clients does not change. The client shares these units among its users by the
+    same rule."""
     return (capacity - total + own + 1) // 2

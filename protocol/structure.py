@@ -43,8 +43,9 @@ class Tag(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     trigger: int = 0
     """Number of characters of ``begin`` that trigger the tag; 0 stands for all characters."""
     end: str = ""
-    """The text that ends the tag; may be empty except for ``text`` content. ``text`` content ends
-    at the first occurrence of ``end``, ``json`` content where the JSON value ends."""
+    """The text that ends the tag; may be empty unless ``content`` is ``text``. Content of the kind
+    ``text`` ends at the first occurrence of ``end``, ``json`` content at the end of the JSON
+    value."""
     content: Literal["text", "json", "none"] = "text"
     schema: dict[str, Any] | bool | None = None
     """The schema of ``json`` content; None if every JSON object is valid."""
@@ -417,8 +418,8 @@ class Reader:
         self._automaton = automaton
         self.state = automaton.start()
         self._held = b""
-        """Bytes that are held back, because they are, or may become, the beginning of a tag or an
-        end."""
+        """Bytes that are held back, because they may belong to the ``begin`` or ``end`` of a
+        tag."""
 
     def feed(self, data: bytes) -> list[Piece]:
         """The pieces that are certain after some more bytes.

@@ -11,9 +11,9 @@ class Tenant(NamedTuple):
 
     In a message for the store of modules, the tenant is the last attachment. In a ``START``, the
     tenant is the first attachment, and the id of the session is the second (``owner_of``). A
-    ``VARIABLE`` has the tenant as its last attachment if the tenant has a key. In a message for the
-    store, ``quota_bytes`` is the quota of the store. In a ``VARIABLE``, it is the quota of
-    variables.
+    ``VARIABLE`` has the tenant as its last attachment if the tenant has a key. ``quota_bytes`` is
+    the quota of variables in a ``VARIABLE``, and the quota of modules in a message for the store of
+    modules.
     """
 
     key: str = ""

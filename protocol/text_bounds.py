@@ -60,7 +60,7 @@ def size_of_tokenizer(tokenizer: Mapping[str, Any]) -> TokenSize:
 
 
 def _types(part: Any) -> set[str]:
-    """The types of a part of a tokenizer and of the parts inside this part."""
+    """The ``type`` of a part of a tokenizer's JSON, and the types of the parts inside this part."""
     if not isinstance(part, Mapping):
         return set()
     parts = part.get("pretokenizers") or []
@@ -111,7 +111,7 @@ class TextBound(NamedTuple):
         path: str = "$.prompt",
         go_on: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Counts the tokens of a long text in segments; raises RequestError if they are more than
+        """Counts the tokens of a long text in segments; raises RequestError if there are more than
         twice ``max_tokens``.
 
         ``count`` returns the number of tokens of a segment. Counting stops, without an error, when

@@ -286,8 +286,8 @@ class FetchWeights(Struct, kw_only=True, omit_defaults=True):
     """The first byte of the part in a safetensors file of the weights. All workers with these
     weights make equal files."""
     turn: Id = 0
-    """Selects one of the workers that have the weights. The worker raises this number when a part
-    does not arrive."""
+    """Selects one of the workers that have the weights. The requesting worker raises this number
+    when a part does not arrive."""
 
 
 class WeightsPart(Struct, kw_only=True, omit_defaults=True):
@@ -375,11 +375,11 @@ class Replay(Struct, array_like=True):
     """The history of a sequence whose controller is started again at another worker.
 
     The controller worker runs all rounds again with the same inputs. Variable operations get the
-    same answers as the first time. The controller worker sends, in order, the results that the GPU
-    worker may not have applied: all results after the sequence's last sampled token or its last
-    fork, whichever is later. Both the fork that created the sequence and the forks in ``forks``
-    count. The first of these results has all logs and writes since the sampled token. The GPU
-    worker stores how many of these logs and writes the client has received.
+    same answers as the first time. The controller worker then sends, in order, all results after
+    the sequence's last sampled token or its last fork, whichever is later. The GPU worker has
+    possibly not applied these results. Both the fork that created the sequence and the forks in
+    ``forks`` count. The first of these results has all logs and writes since the last sampled
+    token. The GPU worker stores how many of these logs and writes the client has received.
     """
 
     seq: Id
@@ -399,7 +399,8 @@ class Replay(Struct, array_like=True):
     that token, only ``post_process`` was called, once."""
     distributions: dict[Id, Distribution] = {}
     """The distributions that the sequence's controller received, by the index in ``tokens`` of the
-    sampled token. The answer to ``look`` has the index of its placeholder, and rank 0."""
+    sampled token. The answer to ``look`` has the index of its placeholder, and
+    ``Distribution.rank`` 0."""
     wakes: dict[Id, int] = {}
     """How often the sequence was woken from suspension before a token was sampled, by the token's
     index in ``tokens``."""
@@ -471,7 +472,8 @@ class StepSequence(Struct, array_like=True):
     decides to sample, its result also has the masks along the draft."""
     distributions: list[Distribution] = []
     """The distributions that ``tokens`` were sampled from. Empty if the decision before the tokens
-    did not have a query. After the action ``look``, one distribution, without tokens."""
+    did not have a query. After the action ``look``, there is one distribution, and there are no
+    tokens."""
     scores: Scores = []
     """The answer to the action ``score``. ``tokens`` is then empty."""
     logprobs: list[float] = []
@@ -522,10 +524,10 @@ class StepResult(Struct, array_like=True):
     ff_tokens: list[TokenId] = []
     """Tokens to append after the drop."""
     row: int | None = None
-    """Row of the shared file that holds the mask."""
+    """The mask's row in the shared file (``Step.masks``)."""
     attachment: int | None = None
-    """Attachment that holds the mask. With neither ``row`` nor ``attachment``, every token is
-    allowed."""
+    """The index of the attachment that is the mask. With neither ``row`` nor ``attachment``, every
+    token is allowed."""
     children: list[int] = []
     """``fork``: the numbers (``seq``) of the new sequences."""
     logs: str = ""
@@ -548,11 +550,11 @@ class StepResult(Struct, array_like=True):
     and so on. They end before the first position where the controller would do more than sample.
     The numbers are rows, or attachments if the result's own mask is an attachment."""
     bias_row: int | None = None
-    """Row of the shared file that holds the bias. The row begins with a u32, the number of pairs
-    that follow. A pair is a token id (u32) and its bias (float32); the ids ascend. If the number is
-    0, the biases of all tokens follow (float32 each)."""
+    """The bias's row in the shared file. The row begins with a u32, the number of pairs that
+    follow. A pair is a token id (u32) and its bias (float32); the ids ascend. If the number is 0,
+    the biases of all tokens follow (float32 each)."""
     bias_attachment: int | None = None
-    """Attachment that holds the bias, in the same form. With neither ``bias_row`` nor
+    """The index of the attachment that is the bias, in the same form. With neither ``bias_row`` nor
     ``bias_attachment``, the result has no bias."""
     query: Query | None = None
     """``sample`` and ``look``: the question about the distribution of the next token. A GPU worker
@@ -604,10 +606,10 @@ class Result(Struct, kw_only=True, omit_defaults=True):
 
     sequences: list[StepResult]
     usual: list[int] = []
-    """The most frequent results of requests whose START has ``reads_usual``. Each has three
-    numbers: the request, the sequence and ``StepResult.row``. The action is ``sample``, and all
-    other fields have their defaults. The results of a round that forks are in ``sequences``,
-    because their order matters."""
+    """A short form of the most frequent results, for requests whose START has ``reads_usual``. Each
+    result is three numbers: the request, the sequence and ``StepResult.row``. Its action is
+    ``sample``, and all other fields have their defaults. If a round forks, its results are in
+    ``sequences``, because their order matters."""
     host: str = ""
     """The id of the controller worker's machine (``machine_id``)."""
     attempts: dict[Id, int] = {}
@@ -683,8 +685,9 @@ class Variable(Struct, array_like=True):
     name: str
     value: bytes = b""
     when_version_is: int | None = None
-    """Write only if the variable has this version; 0 stands for a variable that does not exist. For
-    an ``open`` in the state worker's log: the number of bytes of a context that is refused."""
+    """Write only if the variable has this version; 0 stands for a variable that does not exist. The
+    state worker's log also uses the field: an ``open`` that was refused has the number of bytes of
+    the refused context."""
     place: int | None = None
     """The number of operations of the request that come before this one. The operation is applied
     only if exactly these have been applied. It is answered without a value, because its sender has
@@ -789,9 +792,9 @@ class CallAnswer(Struct, array_like=True):
 
 
 # --- modules -------------------------------------------------------------------------------------
-# The state worker has the table of a tenant, which lists the tenant's modules and tags. The bytes
-# of a module are at the controller workers that have needed the module. Messages about modules do
-# not name a request.
+# The state worker has the table of a tenant, which lists the tenant's modules and tags. The
+# controller workers that have used a module store its bytes. Messages about modules do not name a
+# request.
 
 
 class ModuleTable(Struct, array_like=True):

@@ -192,8 +192,8 @@ class _Events:
     def __init__(
         self, socket: zmq.Socket[bytes], address: str, key: OwnKey | None, closed: Counter[str]
     ) -> None:
-        """``closed``: by address, the number of consecutive connections that the broker has closed
-        during the handshake without a reason."""
+        """``closed``: for each address, the number of consecutive connections that the broker has
+        closed during the handshake without a reason."""
         self._socket = socket
         self._address = address
         self._key = key
@@ -354,7 +354,8 @@ class Dealer:
         self._process = os.getpid()
         self._received = False
         self._dropped = ""
-        """The message of the last error of a received message. Each error is logged once."""
+        """The last error that a received message caused. Further messages with the same error are
+        not logged."""
         self._refusals = Counter[str]()
         for valid in self._addresses:
             check_address(valid)
@@ -549,8 +550,8 @@ class Dealer:
                 with self._turn:
                     wait_s = self._take_turn(socket)
             except zmq.Again:
-                # A send fails like this if the connection was refused, because the queue of such a
-                # socket is always full.
+                # If the connection was refused, each send raises ``zmq.Again``, because the
+                # socket's queue is always full.
                 events.check()
                 raise
             if wait_s is None:
@@ -559,8 +560,8 @@ class Dealer:
                 self._clear_wake()
 
     def _take_turn(self, socket: zmq.Socket[bytes]) -> float | None:
-        """Receives and sends; returns the seconds to wait after that, or None if the socket is to
-        be closed."""
+        """Receives and sends messages. Returns how many seconds to wait for the next event, or None
+        if the socket is to be closed."""
         peer = self._peer
         messages = self._receive(socket)
         now = time.monotonic()

@@ -22,9 +22,8 @@ class Lease:
     """Registers the worker, sends heartbeats, and registers the worker again after silence of the
     broker or at the broker's request.
 
-    ``registration`` is a function that returns the current registration: models and live requests
-    change between two calls.
-    ``beat`` returns the heartbeat. Times are seconds of a monotonic clock.
+    ``registration`` returns the current registration, whose models and live requests change between
+    two calls. ``beat`` returns the heartbeat. Times are seconds of a monotonic clock.
     """
 
     def __init__(

@@ -41,7 +41,8 @@ def serve(worker: Worker) -> int:
     signal.signal(signal.SIGINT, lambda *_: worker.stop("SIGINT"))
     # supervisord sends SIGTERM when it stops a worker, and also when it restarts a worker.
     signal.signal(signal.SIGTERM, lambda *_: worker.stop("SIGTERM", restarts=True))
-    # A standby state worker has blocked these signals, so that none arrives before the handlers.
+    # A standby state worker has blocked these signals, so that none arrives before its handler is
+    # installed.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     return worker.run()
 

@@ -346,7 +346,7 @@ class VariableStorage:
         return _Result(number, value, length)
 
     def _open(self, held: _Held, op: Variable) -> _Result:
-        """The answer to an operation of ``opening``."""
+        """Applies an operation that ``opening`` has made, and returns its answer."""
         size = op.when_version_is or len(op.value)
         if not size:
             return _Result()

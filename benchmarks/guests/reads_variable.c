@@ -1,5 +1,4 @@
-// A controller with the native ABI. Each call of pre_process writes a variable or reads it, in
-// turn.
+// A controller with the native ABI. Calls of pre_process alternately write and read a variable.
 typedef unsigned u32;
 
 __attribute__((import_module("tokenbus"), import_name("var_set"))) int var_set(

@@ -119,7 +119,7 @@ export class Chat extends EventTarget {
     this.#run(this.conversation, answer);
   }
 
-  /** Asks for another version of an answer. A failed answer without text and calls is replaced. */
+  /** Asks for another version of an answer. A failed answer without text or calls is replaced. */
   retry(answer) {
     if (answer.state !== "failed" || answer.text || answer.calls.length) {
       return this.#answer(trees.messageOf(this.conversation, answer.parent));

@@ -1,4 +1,4 @@
-// Conversations as trees of messages, and the requests for their answers.
+// Stores conversations as trees of messages, and makes the requests for their answers.
 //
 // Each message has the id of its parent. Messages with the same parent are versions of one another.
 // `shown` maps the id of a parent to the id of the version that the page shows.
@@ -99,7 +99,7 @@ function inRequest(message) {
     return message.results.map(({ id, text }) => ({ role: "tool", tool_call_id: id, content: text }));
   }
   const { text, thinking, calls } = message;
-  if (!text && !calls.length) return []; // The answer failed or was stopped before its text.
+  if (!text && !calls.length) return []; // The answer failed or was stopped before any text arrived.
   const given = { role: "assistant", content: text || null };
   if (thinking) given.reasoning_content = thinking;
   if (calls.length) {
@@ -123,8 +123,8 @@ function withResults(messages) {
 }
 
 /**
- * The tools in a text, which is a JSON list of functions or of tools in OpenAI's form. Throws an
- * Error with plain words.
+ * Reads the tools from `text`, a JSON list of functions or of tools in OpenAI's form. Throws an
+ * Error whose message is written for the user.
  */
 export function toolsIn(text) {
   let given;

@@ -13,7 +13,7 @@ const WORD = /[\p{L}\p{N}]/u;
 /** Appends the elements of `text` to `parent`. */
 export function appendInline(parent, text) {
   const frames = [{ mark: "", nodes: [] }];
-  const missing = new Set(); // Lengths of runs of backticks that do not occur again.
+  const missing = new Set(); // Numbers of backticks for which no closing mark follows.
   let at = 0;
   MARK.lastIndex = 0;
   for (let found; (found = MARK.exec(text)); ) {
@@ -80,7 +80,7 @@ function open(frames, mark) {
   else frames.push({ mark, nodes: [] });
 }
 
-/** Removes the frames from index `from` on, whose marks have no end, and adds the marks as text. */
+/** Turns open marks into text: adds the frames from index `from` on to the frame before them. */
 function unfold(frames, from) {
   while (frames.length > from) {
     const { mark, nodes } = frames.pop();

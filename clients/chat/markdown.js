@@ -8,7 +8,7 @@ import { appendInline } from "./inline.js";
 
 const MAX_DEPTH = 8; // Maximum depth of lists and quotes; deeper ones become paragraphs.
 const MAX_RULE = 1000; // Maximum length of the line below the head of a table.
-const MAX_COLUMNS = 64; // Maximum number of columns. A browser lays out rows times columns.
+const MAX_COLUMNS = 64; // Maximum number of columns, because many cells make a browser slow.
 const FENCE = /^ {0,3}(`{3,}(?=[^`]*$)|~{3,})[ \t]*([^\s`]*)/;
 const HEADING = /^ {0,3}(#{1,6})(?:[ \t](.*)|)$/;
 const RULE = /^ {0,3}(?:(?:\*[ \t]*){3,}|(?:-[ \t]*){3,}|(?:_[ \t]*){3,})$/;
@@ -58,7 +58,7 @@ function blockAt(lines, at) {
 
 const block = (kind, lines, end, info = "") => ({ kind, lines, end, info });
 
-/** Whether a table begins: its head has as many cells as the line below, and not too many. */
+/** Whether a table begins: `head` and `rule` have equally many cells, at most `MAX_COLUMNS`. */
 function isTable(head, rule = "") {
   if (!head.includes("|") || rule.length > MAX_RULE || !TABLE_RULE.test(rule)) return false;
   const columns = cellsOf(rule).length;
@@ -68,7 +68,7 @@ function isTable(head, rule = "") {
 /** The text of a heading without the marks at its end. */
 const titleOf = (text) => text.trim().replace(/(?:^|[ \t])#+$/, "");
 
-/** A code block, which may have no end yet. */
+/** A code block. Its closing line may not have arrived yet. */
 function fenced(lines, at, [, fence, language]) {
   const closing = new RegExp(`^ {0,3}\\${fence[0]}{${fence.length},}[ \\t]*$`);
   let end = at + 1;

@@ -218,8 +218,8 @@ function answerButtons(tail, message, conversation) {
       copy.textContent = "Not allowed";
     }
   });
-  // With the relation `opener`, the new tab has a copy of this tab's session storage with the API
-  // key.
+  // With the relation `opener`, the new tab gets a copy of this tab's session storage, which
+  // contains the API key.
   const why = { href: `console#why=${conversation.id}.${message.id}`, target: "_blank", rel: "opener" };
   return [
     copy,

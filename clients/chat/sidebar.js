@@ -89,7 +89,7 @@ export class Sidebar {
     field.addEventListener("blur", () => end(true));
     field.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" && event.key !== "Escape") return;
-      event.preventDefault(); // Enter would also press the title, which has the focus next.
+      event.preventDefault(); // Otherwise Enter would also press `title`, which gets the focus.
       event.stopPropagation();
       end(event.key === "Enter");
     });

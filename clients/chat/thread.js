@@ -3,7 +3,7 @@
 import { byId, follow } from "./dom.js";
 import { messageElement, updateMessage } from "./message-view.js";
 
-const DRAW_SHARE = 3; // A drawing is followed by a pause of this many times its duration.
+const DRAW_SHARE = 3; // The pause after a drawing, as a multiple of the drawing's duration.
 const NEAR_END = 80; // Distance from the end within which the page follows new text, in pixels.
 
 /** The list of messages. */

@@ -24,8 +24,8 @@ AGAIN_S = 0.5
 class Dialogue:
     """Prints the messages of a stream's program on stderr, and sends inputs to the program.
 
-    After the first message, or when the program waits for an input, a thread begins to send each
-    line of standard input to the program as an input, except if ``with_inputs`` is false.
+    If ``with_inputs`` is true, a thread sends each line of standard input to the program as an
+    input. The thread starts after the first message, or when the program waits for an input.
     """
 
     def __init__(self, stream: Stream, *, with_inputs: bool = True) -> None:
@@ -39,8 +39,8 @@ class Dialogue:
         """The error of the last input that was refused, until the error is reported. If standard
         input ends and the program still waits for an input, ``entries`` raises this error."""
         self._awaited = 0
-        """The lowest number of the inputs that the sequences wait for; 0 if any sequence does not
-        wait for an input."""
+        """The lowest number of an input that a running sequence waits for; 0 if any running
+        sequence does not wait for an input."""
         self._with_inputs = with_inputs
 
     def entries(self) -> Iterator[Token]:
@@ -114,8 +114,9 @@ class Dialogue:
             report(self._refused.pop())
 
     def _send(self, line: Line) -> TokenbusError | None:
-        """Sends an input, and repeats this while too many inputs wait for the program. Returns the
-        error if the input is refused; None if the input is accepted or the stream has ended."""
+        """Sends an input. While the broker refuses it because too many inputs wait for the program,
+        sends it again after a pause. Returns the error if the input is refused for another reason;
+        None if the input is accepted or the stream has ended."""
         if line.size > MAX_INPUT_BYTES:
             what = f"the input has {line.size} bytes; at most {MAX_INPUT_BYTES} are allowed"
             return RequestError(Code.TOO_LARGE, what)

@@ -72,8 +72,8 @@ def print_refusal(name: str, text: bytes, refused: Refusal, language: Language) 
 
 
 def disagreement(backend_does: str, wrong_at: int | None) -> ServiceError:
-    """The error if the grammar backend and the reference (``Language.wrong_at``) disagree about a
-    text."""
+    """Makes the error that reports a disagreement about a text between the grammar backend and the
+    reference (``Language.wrong_at``)."""
     reference = "accepts the text" if wrong_at is None else f"stops at its byte {wrong_at}"
     return ServiceError(
         Code.INTERNAL,

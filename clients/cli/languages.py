@@ -70,8 +70,8 @@ class Language(Protocol):
         early; None if the text is accepted."""
 
     def expected(self, beginning: bytes) -> tuple[str, ...]:
-        """The lexemes that may follow ``beginning``, the beginning of a text; for a regular
-        expression, descriptions of the characters."""
+        """The lexemes that may follow ``beginning``, the beginning of a text. For a regular
+        expression, the result describes the characters that may follow."""
 
 
 def library_sources() -> list[Source]:
@@ -81,8 +81,8 @@ def library_sources() -> list[Source]:
 
 
 def title(source: Source) -> str:
-    """The heading of a library source's page, without the name. It describes the source in one
-    line."""
+    """Describes a source of the library in one line: the heading of the source's Markdown file,
+    without the name."""
     page = files(library) / f"{source.name}.md"
     return page.read_text(encoding="utf-8").partition("\n")[0].partition(": ")[2]
 

@@ -32,7 +32,7 @@ line. Their PONGs are not printed."""
 
 
 class _Named(Struct):
-    """A body that may name a stream."""
+    """The field of a message's body that names a stream."""
 
     stream_id: StreamId | None = None
 
@@ -177,7 +177,8 @@ class _InputLines:
         threading.Thread(target=self._read, name="input", daemon=True).start()
 
     async def next(self) -> Line | None:
-        """The next line, of which at most ``MAX_LINE_BYTES`` are kept; None at the end."""
+        """The next line, of which at most ``MAX_LINE_BYTES`` are kept; None at the end of the
+        input."""
         return await self._queue.get()
 
     def _read(self) -> None:

@@ -127,9 +127,9 @@ def _checked(source: Path, diagnostics: str) -> str:
     """Returns the compiler's warnings; raises FileFault if a warning reports a call that does not
     exist.
 
-    The SDK declares the four functions in ``CALLS``. If a controller defines a function ``tb_…``
-    that is not declared, clang warns, and the name is probably misspelt. clang's warnings about
-    other functions without a declaration are left out.
+    The SDK declares the four functions in ``CALLS``. If a controller defines another function
+    ``tb_…``, its name is probably misspelt, and clang warns that the function is not declared.
+    clang's warnings about functions with other names and without a declaration are left out.
     """
     shown, kept = "", True
     for line in diagnostics.splitlines(keepends=True):

@@ -16,7 +16,7 @@ class Notices:
     """Shows SYSTEM notices on stderr, with a progress bar. Callers call ``clear``, which removes
     the bar, when the first token has arrived.
 
-    If stderr is not a terminal, only retries are printed, for logs.
+    If stderr is not a terminal but, for example, a log file, only retries are printed.
     """
 
     def __init__(self) -> None:

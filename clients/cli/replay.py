@@ -162,8 +162,8 @@ def _replay(
 
 
 def _texts(client: Client, model: str) -> Callable[[int], str]:
-    """A function that returns the text of a token of this model, or the token's id if the model has
-    no tokenizer or the package tokenizers is not installed."""
+    """Returns a function that maps a token of this model to its text. If the model has no tokenizer
+    or the package tokenizers is not installed, the function returns the token's id instead."""
     try:
         from tokenizers import Tokenizer
 

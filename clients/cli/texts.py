@@ -34,8 +34,8 @@ class LiveText:
 
 
 class Texts:
-    """Prints the text of the sequence as it arrives, until the stream has a second sequence. If the
-    stream has several sequences, ``end`` prints all texts."""
+    """Prints the text of the first sequence as it arrives, until the stream has a second sequence.
+    If the stream has several sequences, ``end`` prints all texts."""
 
     def __init__(self, stream: Stream, notices: Notices, *, with_inputs: bool = True) -> None:
         self._stream = stream

@@ -257,7 +257,7 @@ def rate(
     before: tuple[Status, float] | None,
     now: float,
 ) -> str:
-    """The growth of a count per second, as text; "-" if an earlier count is unknown."""
+    """The growth of a count per second, as text; "-" if the earlier count is unknown."""
     if earlier is None or before is None or now <= before[1]:
         return "-"
     grown = counts.get(name, 0) - earlier.get(name, 0)

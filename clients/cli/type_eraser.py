@@ -136,7 +136,7 @@ class _Eraser:
                 raise _fault(node, "export =; expected export")
         return False
 
-    # --- inside ---------------------------------------------------------------------------------
+    # --- single constructs ----------------------------------------------------------------------
 
     def _blank(self, start: int, end: int) -> None:
         for at in range(start, end):

@@ -23,8 +23,8 @@ def end_in_ray(settings: Settings) -> int:
         raise SystemFault(str(error), WRONG_SETTING) from None
     nothing = WorkerSetup({}, None)
     kinds: tuple[Kind, ...] = ("gpu", "controller")
-    # No run has an empty name. So for ``find``, all existing workers belong to other runs, and
-    # ``find`` retires them.
+    # The name of this run is empty, so all existing workers belong to other runs, and ``find``
+    # retires them.
     left = [Members(kind, system_name(settings), "", settings, nothing) for kind in kinds]
     now = time.monotonic()
     found = sum(members.find(now) for members in left)

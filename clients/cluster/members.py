@@ -38,7 +38,7 @@ def resources(kind: Kind, settings: Settings) -> dict[str, float]:
 
 
 class WorkerSetup(NamedTuple):
-    """The environment and arguments of a worker."""
+    """The settings and the key of a worker."""
 
     variables: dict[str, str]
     """The environment variables with the worker's settings."""

@@ -13,8 +13,8 @@ from ...protocol.messages import Status
 from ...protocol.settings import Settings
 
 FULL = 0.8
-"""Utilization of the workers above which another worker is needed. The utilization is the number of
-workers that the present work would fill, divided by the number of workers."""
+"""If the utilization of the workers is above this value, another worker is needed. The utilization
+is the number of workers that the present work would fill, divided by the number of workers."""
 IDLE = 0.5
 """A worker can be removed if the remaining workers would then have at most this utilization. The
 number of workers does not change while the utilization is between ``IDLE`` and ``FULL``."""
@@ -43,9 +43,9 @@ class Scaling:
         self._less_since: float | None = None
 
     def target(self, current: int, needed: float, now: float) -> int:
-        """The target number of workers if ``current`` workers run. A number outside the bounds is
-        corrected immediately. ``needed``: the number of workers that the present work would
-        fill."""
+        """The target number of workers if ``current`` workers run. If ``current`` is outside the
+        bounds, the target is the nearest bound. ``needed``: the number of workers that the present
+        work would fill."""
         more = self._bounded(math.ceil(needed / FULL))
         less = self._bounded(math.ceil(needed / IDLE))
         self._more_since = _since(self._more_since, more > current, now)

@@ -9,8 +9,8 @@ const LEFT = 10;
 const RIGHT = 40; // Pixels for the number of a sequence.
 
 /**
- * Draws the tree into `host`, `width` pixels wide, if the generation has several sequences, a splice
- * or a write.
+ * Draws the tree into `host`, `width` pixels wide. Hides `host` unless the generation has several
+ * sequences, a splice, or a write to a variable.
  */
 export function drawForks(host, width, generation, chosen, select) {
   const sequences = generation.inOrder;

@@ -1,6 +1,6 @@
 // The state of a generation, collected from its TOKEN entries. This file does not draw.
 
-/** One token that has arrived in a sequence. The item is kept even if a splice drops the token. */
+/** A token that has arrived in a sequence. The `Item` is kept even if a splice drops the token. */
 export class Item {
   /** Set when a splice drops the token. */
   taken = false;
@@ -154,7 +154,7 @@ export class Generation {
 
   /** Adds an entry; returns its sequence. */
   add(entry, now) {
-    // A fork at the beginning may arrive before its parent's first entry.
+    // The first entry of a fork may arrive before the first entry of its parent.
     const parent = entry.parent == null ? null : this.#sequence(entry.parent, null, 0);
     const sequence = this.#sequence(entry.seq ?? 0, parent, entry.pos ?? 0);
     this.promptTokens = entry.prompt_tokens ?? this.promptTokens;

@@ -259,9 +259,9 @@ class _Building:
 
     def _calls(self, before: str, whole: bool = False) -> list[int]:
         """Adds one tag for the calls of each function; returns the tags' indices. ``before``: the
-        text before the call. ``whole``: whether only the whole text before the arguments begins a
-        call. Otherwise a prefix of this text (``Family.trigger``) begins a call. A constrained text
-        may contain the prefix, so its calls need ``whole``."""
+        text before the call. If ``whole`` is True, only the whole text before the arguments begins
+        a call. Otherwise, a prefix of this text (``Family.trigger``) is enough. ``whole`` is for
+        answers with a constrained text, because such a text may contain the prefix."""
         family = self._family
         trigger = 0 if whole else len(family.trigger)
         if not whole and before == family.between:

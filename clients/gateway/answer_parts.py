@@ -33,8 +33,8 @@ class AnswerForm:
         return cls(structure, model.special_names)
 
     def text_of(self, entry: Token, text: str) -> str:
-        """The text of an entry, as ``PartReader.feed`` expects it: ``text``, then the entry's token
-        in the form of ``structure.special`` if it is a special token that the structure uses."""
+        """The text of an entry, as ``PartReader.feed`` expects it. If the entry has a special token
+        that the structure uses, the token's name follows in the form of ``structure.special``."""
         return text + self._marks.get(entry.token, "") if entry.token is not None else text
 
     def whole_text(self, model: ServedModel, sequence: GeneratedSequence) -> str:

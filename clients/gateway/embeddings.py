@@ -162,8 +162,8 @@ async def similarities(pairs: Iterable[tuple[array[float], array[float]]]) -> li
 
 
 async def in_turns(given: Iterable[S], make: Callable[[S], T]) -> list[T]:
-    """Calls ``make`` for each vector or pair; returns the results. Other requests run between the
-    calls."""
+    """Calls ``make`` for each vector or pair; returns the results. Lets other requests run after
+    every ``TURN_VECTORS`` calls."""
     made = []
     for number, one in enumerate(given, 1):
         made.append(make(one))

@@ -209,7 +209,7 @@ _FORMS: tuple[tuple[type[_Form], tuple[str, ...]], ...] = (
     (UpdateError, ("/update_weights_from_disk",)),
     (AiciError, ("/v1/run", "/v1/controllers", "/v1/aici_modules")),
 )
-"""The forms of errors other than OpenAI's, each with the paths that use it."""
+"""Forms of errors, each with the paths that use it. All other paths use OpenAI's form."""
 
 
 def from_tokenbus(error: TokenbusError) -> ApiError:

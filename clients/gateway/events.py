@@ -1,5 +1,6 @@
-"""Sends server-sent events. If the HTTP client disconnects, the stream on the bus is closed:
-cancelled, or left to a repeated request (``idempotency.py``)."""
+"""Sends server-sent events. If the HTTP client disconnects, the stream on the bus is cancelled. If
+the gateway is about to end, the stream of a request with an idempotency key instead continues for a
+repeated request (``idempotency.py``)."""
 
 from __future__ import annotations
 

@@ -67,7 +67,8 @@ def sampling_of(
     seed: int | None = None,
     min_tokens: int | None = None,
 ) -> GenerateOptions:
-    """The sampling options for these fields. Fields that are None are left out."""
+    """Converts these fields of a body to sampling options. A field that is None or has no effect is
+    left out."""
     options: GenerateOptions = {}
     if min_p:
         options["min_p"] = min_p

@@ -58,8 +58,8 @@ class BoundedHttp(HttpToolsProtocol):
     """The timer that closes the connection if the body arrives too late."""
     _body_due = 0.0
     """The time by which the rest of the body must have arrived, by the event loop's clock. Before
-    ``_body_late`` is set, the value is the number of seconds by which the bytes that have arrived
-    extend ``BODY_S``."""
+    ``_body_late`` is set, the value is instead the number of seconds that the received bytes add to
+    ``BODY_S``."""
     _in_body = False
     """Whether the headers of the current request are complete but its body is not."""
     _unread: asyncio.TimerHandle | None = None

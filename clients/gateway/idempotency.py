@@ -103,8 +103,8 @@ class NamedRequest:
         return int.from_bytes(self._derived(f"seed {call.base}")[:7], "big")
 
     def number_from(self, number: int) -> None:
-        """Sets the number of the next stream. If a repeated request skips some
-        streams, its other streams then have the numbers that they had in the first request."""
+        """Sets the number of the next stream. If a repeated request skips some streams, its other
+        streams then have the numbers that they had in the first request."""
         self._streams = number
 
     def client(self, make: Callable[[str], NamedClient]) -> NamedClient | None:
@@ -124,8 +124,9 @@ class NamedRequest:
         return self._client
 
     async def close(self, leave: bool) -> None:
-        """Called when the answer was sent or the client has disconnected. ``leave``: the session
-        remains open for some time, so that its streams continue for a repeated request."""
+        """Ends the request's session when the answer was sent or the client has disconnected. With
+        ``leave``, the session remains open for some time, so that its streams continue for a
+        repeated request."""
         client, self._client = self._client, None
         if client is not None:
             self._rooms.leave(self.token, self._user)
@@ -164,8 +165,8 @@ class NamedRequests:
             return secrets.token_bytes(32)
 
     def of(self, key: str | None, last_event: str | None) -> NamedRequest | None:
-        """The named request of an HTTP request with these two headers; None if it has no key.
-        Raises ApiError 400."""
+        """The named request of an HTTP request whose headers have these values; None if ``key`` is
+        None. Raises ApiError 400 if a value is not valid."""
         if key is None:
             if last_event is not None:
                 raise _fault(f"{LAST_EVENT} is given without {HEADER}; send both")
@@ -252,7 +253,8 @@ class NamedStream(AsyncStream):
             return []
 
     def close(self) -> None:
-        """Cancels the request, or lets the stream continue at the broker for a repeated request."""
+        """Cancels the request. If the client's ``leaves`` returns True, the stream instead
+        continues at the broker for a repeated request."""
         client = self._client
         if isinstance(client, NamedClient) and client.leaves() and not self._finished:
             self._finished = self._closed = True

@@ -28,8 +28,8 @@ class InputBody(Body):
 
     text: str
     number: Annotated[int, Meta(ge=1)] | None = None
-    """The number of the input in its stream, from 1. A repeated request with the same number is
-    answered, and the program does not receive the input again."""
+    """The number of the input in its stream, from 1. A request that repeats the number is answered,
+    but the program does not receive the input again."""
 
 
 def routes() -> list[BaseRoute]:

@@ -199,7 +199,7 @@ async def _begin(gateway: Gateway, body: LlamaRequest) -> Job:
 
 
 async def _texts(job: Job) -> AsyncGenerator[tuple[str, Token], None]:
-    """For each batch of entries, the new text of the answer and the batch's last entry. Raises
+    """Yields the new text of the answer and the last entry, for each batch of entries. Raises
     ApiError if the stream fails."""
     choices = GrowingChoices()
     async for _, entries in job.generations.batches():

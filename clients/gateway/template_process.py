@@ -3,9 +3,9 @@ tokenbus.clients.gateway.template_process``.
 
 A template is a program from the publisher of the model or from a client. It runs in this separate
 process, in Jinja's sandbox, with bounded memory and CPU time. Requests arrive on stdin and answers
-are written to stdout. Each of them is JSON, with its number of bytes before it. The environment of
-a template (filters, globals, extensions, namespace attributes) is that of transformers'
-``apply_chat_template``.
+are written to stdout. Each request and each answer is JSON, preceded by its number of bytes. A
+template has the same environment (filters, globals, extensions, namespace attributes) as in
+transformers' ``apply_chat_template``.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ class RenderingProcess:
         if not self._users[user]:
             del self._users[user]
         if not asked.cancelled():
-            asked.exception()  # Otherwise, asyncio logs errors for which no client waits.
+            asked.exception()  # Marks the error as retrieved, so that asyncio does not log it.
 
     async def _in_turn(self, user: str, request: bytes) -> dict[str, Any]:
         async with self._turns.of(user):

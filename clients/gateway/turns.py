@@ -1,4 +1,4 @@
-"""A lock with turns between users. A user with many requests delays another user by one turn at
+"""A lock that users take in turns. A user with many requests delays another user by one turn at
 most."""
 
 from __future__ import annotations

@@ -97,8 +97,8 @@ class UserShares:
         self._take(name, user, 1, 0)
 
     def give_back_stream(self) -> None:
-        """Stops counting one stream of the current request, because this stream has ended before
-        the request. No effect if no stream of the request is counted."""
+        """Stops counting one stream of the current request. Called when a stream has ended before
+        its request. Has no effect if no stream of the request is counted."""
         held = self._held.get() or []
         taken = next((share for share in reversed(held) if share[1]), None)
         if taken is not None:

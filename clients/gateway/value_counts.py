@@ -26,8 +26,8 @@ object counts twice.
 
 
 class ValueCounts(NamedTuple):
-    """The numbers of strings, of values, and of lists and objects. The last two numbers are 0 if
-    one text has more than ``MAX_STRINGS`` strings."""
+    """The numbers of strings, of values, and of lists and objects. If a text has more than
+    ``MAX_STRINGS`` strings, only its strings are counted."""
 
     strings: int
     values: int

@@ -44,8 +44,8 @@ def supervisor_of(run_dir: RunDir) -> int | None:
     """The process id of the supervisord of this run directory, even if supervisord's socket was
     deleted; None if supervisord does not run. Needs ``/proc``.
 
-    supervisord is the parent of the processes that it started, or the configuration file of the run
-    directory is among its arguments.
+    supervisord is found as the parent of the processes that it started, or by its arguments, which
+    contain the configuration file of the run directory.
     """
     started = started_by(run_dir)
     candidates = {parent for pid in started if (parent := _parent(pid)) not in (0, *started)}

@@ -119,8 +119,8 @@ class Control:
         self._ask(lambda api: bool(api.signalProcess(f"{process.group}:{process.name}", name)))
 
     def announce_end(self) -> None:
-        """Notifies the brokers and the cluster process that the system ends, so that they do not
-        wait for successors of the processes that end."""
+        """Notifies the brokers, and the process that manages workers in a Ray cluster, that the
+        system ends. They then do not wait for successors of the processes that end."""
         for group in ("broker", "cluster"):
             self._ask(partial(_announce, group))
 

@@ -13,8 +13,8 @@ from ..regex.utf8 import ByteAutomaton
 from .rows import MAX_TRANSITIONS, Row, segments_of, too_many_transitions
 
 MAX_MINIMISED = 200_000
-"""Maximum number of transitions of an automaton that is minimised. The transition of each label
-counts as one. Minimising an automaton of this size takes about half a second."""
+"""Maximum number of transitions of an automaton that is minimised. Transitions are counted by
+label, not by byte. Minimising an automaton of this size takes about half a second."""
 
 State = TypeVar("State", bound=Hashable)
 
@@ -24,10 +24,10 @@ class CombinationError(ValueError):
 
 
 class Source(Protocol[State]):
-    """The states of a combination. A state is computed when the search reaches it."""
+    """The states of a combination. Each state is computed when ``built`` reaches it."""
 
     labels: bytes
-    """The label of each byte."""
+    """The label of each byte. Bytes with the same label have the same transitions."""
     first: State
 
     def row(self, state: State) -> dict[int, State]:

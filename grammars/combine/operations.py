@@ -108,8 +108,8 @@ def stop_at(
     ``stop``.
 
     The stop belongs to the text, and the whole text must match the part. The stop may not occur
-    earlier, even in an occurrence that overlaps the one at the end. If ``part`` is None, all texts
-    match it.
+    earlier, even in an occurrence that overlaps the one at the end. If ``part`` is None, any text
+    may precede the stop.
 
     Limits and errors are those of ``sequence``. Also raises CombinationError if the stop is empty,
     has more than ``MAX_STOP_BYTES`` bytes or contains a lone surrogate. The same error is raised if
@@ -178,7 +178,7 @@ def _placed(
 
 def _grown(copies: Sequence[Dfa], reached: Sequence[State]) -> str:
     """A text for the error about an exceeded limit. The text names the part that contributes most
-    to the number of states: the part whose places form the most different sets."""
+    to the number of states: the part whose places (``places.py``) form the most different sets."""
     stride = stride_of(copies)
     parts = list({id(part): part for part in copies}.values())
     if len(parts) == 1 < len(copies):

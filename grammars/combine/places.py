@@ -76,8 +76,8 @@ class Places:
         return END in state
 
     def _closed(self, places: tuple[int, ...]) -> State:
-        """The set of the given places. If the copy of a place may end in it, the set also has the
-        places that may follow this copy."""
+        """The set of the given places. If one of the places accepts, its copy may end there, and
+        the set also has the places that may follow this copy."""
         known = self._closures.get(places)
         if known is not None:
             return known

@@ -10,8 +10,8 @@ from ..regex.dfa import Dfa
 from ..regex.subsets import Segments
 
 MAX_TRANSITIONS = 1_000_000
-"""Maximum number of transitions of a part, and of a combination. The transition of each label
-counts as one. A million transitions take 150 MB."""
+"""Maximum number of transitions of a part, and of a combination. Transitions are counted by label,
+not by byte. A million transitions take 150 MB."""
 
 Row = dict[int, int]
 """The transitions of a state: the next state by label. Labels without a next state are missing."""

@@ -117,7 +117,8 @@ EXPORT("grammar_append") uint32_t export_append(void) {
     return block.count;
 }
 
-// Whether only one byte may follow after a token that a sequence allows.
+// Whether the text is forced after `token`, which the sequence allows next: only one byte may
+// follow, and the text may not end.
 static bool forced_after(const sequence *s, uint32_t token) {
     static sequence after;
     assign(&after, s);

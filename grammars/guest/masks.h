@@ -74,7 +74,8 @@ static void forget(void) {
 
 // --- one mask ------------------------------------------------------------------------------------
 
-// Adds the allowed tokens of a spelling, and of all spellings that begin with it, on a stack.
+// Adds the tokens of a spelling, and of all spellings that begin with it, to `work` if the parser
+// can accept them. `stack`: the stack after the terminals of the spelling.
 static void add_spelled(const spellings *from, uint32_t spelled, uint32_t stack, uint32_t level) {
     const spelling *node = from->tree + spelled;
     uint32_t *set = viable_sets + level * g.words;
@@ -142,7 +143,7 @@ static outlook look(const sequence *s, uint32_t stack) {
     return seen;
 }
 
-// Adds the tokens that a regular expression allows from a state.
+// Adds the tokens that a regular expression allows in the lexer state `lexer`.
 static void add_walk(uint32_t lexer) {
     uint16_t path[LONGEST + 2];
     path[0] = (uint16_t)lexer;

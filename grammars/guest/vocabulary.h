@@ -1,4 +1,4 @@
-// The vocabulary as the grammar sees it: a tree of tokens by the classes of their bytes.
+// The vocabulary of a grammar: a tree of tokens by the classes of their bytes.
 //
 // Two bytes of one class lead to the same state from every lexer state, so tokens whose bytes have
 // the same classes are always allowed together: they share a node. The tree does not contain tokens

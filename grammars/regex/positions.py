@@ -19,9 +19,9 @@ from .charsets import CharSet
 from .tree import Alternation, Chars, Concatenation, Repeat, Tree
 
 Open = tuple[bool, list[frozenset[int]], list[int]]
-"""Whether a part of a pattern matches the empty text, sets of positions that may match its first
-character, and positions that may match its last character. Each position in any of the sets may
-match the first character."""
+"""Three values about a part of a pattern: whether it matches the empty text; sets whose union has
+the positions that may match its first character; the positions that may match its last
+character."""
 
 
 @dataclass(slots=True)

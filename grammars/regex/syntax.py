@@ -18,7 +18,7 @@ _SKIPPED_VERBOSE = re.compile(r"(?:\s+|#[^\n]*(?:\n|\Z)|\(\?(?:#[^)]*|[aimsux]+)
 
 
 class Node(tuple[Any, Any]):
-    """One ``(operator, argument)`` of the tree, and its span of the pattern."""
+    """One ``(operator, argument)`` of the tree, and its span in the pattern."""
 
     span: tuple[int, int]
 
@@ -79,8 +79,8 @@ _parser = _own_parser()
 
 
 def parse(pattern: str, budget: Budget) -> tuple[Any, int]:
-    """Returns the tree that ``re._parser`` makes of a pattern, whose nodes are ``Node`` objects,
-    and the global flags of the pattern.
+    """Returns the tree that ``re._parser`` makes of a pattern, and the global flags of the pattern.
+    The nodes of the tree are ``Node`` objects.
 
     Raises RegexError with Python's message if the pattern is not a regular expression, and
     Exhausted when the time is used up.

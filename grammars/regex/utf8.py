@@ -5,9 +5,9 @@ for the first bytes of a character and has the bytes that may follow them; a lea
 characters. Equal nodes are merged. For each state, the leaves of this graph are replaced by the
 next states, and classes that lead to the same state are merged.
 
-If the automaton over characters is minimal, the automaton over bytes is minimal too. If two states
-inside a character have different runs, some bytes lead from them to two different states between
-characters, and states between characters are not equivalent. A state inside a character is never
+If the automaton over characters is minimal, the automaton over bytes is minimal too. Two different
+states inside a character are not equivalent, because some bytes lead from them to two different
+states between characters, which are not equivalent. A state inside a character is never
 equivalent to a state between two characters, because only a state inside a character reads
 continuation bytes. Overlong forms and surrogates have no path in the graph, so they never match.
 Sources: R. Cox, Regular expression matching in the wild, 2010, and the Rust crate ``utf8-ranges``.
@@ -89,7 +89,7 @@ def to_bytes(automaton: Automaton, budget: Budget) -> ByteAutomaton:
 
 
 class _Graph:
-    """The nodes of the graph, by number. Equal nodes have the same number."""
+    """The nodes of the graph of UTF-8 encodings, by number. Equal nodes have the same number."""
 
     def __init__(self) -> None:
         self.nodes: list[Runs] = []
@@ -124,8 +124,9 @@ class _Graph:
     ) -> list[tuple[int, int, int]]:
         """The runs for the characters ``first`` to ``last``.
 
-        The next byte selects a block of ``64**levels`` characters. Character 0 is in block 0.
-        ``byte`` plus the number of a block is the byte that selects the block.
+        The next byte selects a block of ``64**levels`` characters, where ``levels`` is the number
+        of bytes after the next byte. Character 0 is in block 0. ``byte`` plus the number of a
+        block is the byte that selects the block.
         """
         shift = 6 * levels
         runs: list[tuple[int, int, int]] = []

@@ -26,8 +26,8 @@ def nullable_nonterminals(grammar: Grammar) -> frozenset[int]:
 
 def _fixpoint(grammar: Grammar, may_stand: Callable[[int], bool]) -> set[int]:
     """The smallest set that contains each nonterminal with a suitable alternative. An alternative
-    is suitable if it has only members of the set and terminals for which ``may_stand`` is true.
-    ``may_stand`` must be true for every nonterminal."""
+    is suitable if all of its nonterminals are in the set, and ``may_stand`` is true for all of its
+    symbols."""
     terminals = len(grammar.terminals)
     found: set[int] = set()
     waiting = [0] * len(grammar.productions)

@@ -164,8 +164,8 @@ def _after_newline(grammar: CompiledGrammar) -> CompiledGrammar:
 
 
 def _begun(grammar: CompiledGrammar) -> Iterable[str]:
-    """Yields a warning if each text of the grammar must begin with the rest of a lexeme whose
-    first character is a newline."""
+    """Yields a warning if each text of the grammar must begin inside a lexeme: the newline that
+    ``_after_newline`` assumes begins a lexeme that the text has to complete."""
     first = grammar.lexer_first
     viable = Parser(grammar).viable(Parser.start) | 1 << SKIP
     if first == grammar.lexer_start or (

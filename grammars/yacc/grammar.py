@@ -238,8 +238,8 @@ class _Numbering:
                     raise self.error(alternative.prec.offset, found)
                 return levels[key][0]
             # A rule whose alternatives are all lexemes is a terminal here, but a nonterminal in
-            # yacc. In yacc it does not decide the precedence, so here it does not count either,
-            # unless it has a precedence of its own.
+            # yacc. In yacc, a nonterminal does not set the precedence of a production. So such a
+            # terminal is skipped here, unless it has a precedence of its own.
             terminals = [symbol for symbol in rhs if symbol < len(names) and symbol not in unranked]
             return precedence[terminals[-1]] if terminals else 0
 

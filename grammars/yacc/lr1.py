@@ -2,9 +2,9 @@
 
 D. Pager, "A practical general method for constructing LR(k) parsers", Acta Informatica 7 (1977):
 two states with the same items are merged if their lookaheads are weakly compatible. Such a merge
-never causes a conflict that canonical LR(1) does not have. The automaton has about as many states
-as that of LALR(1), and exists for every LR(1) grammar. A set of terminals is a Python integer with
-a bit for each terminal.
+never causes a conflict that canonical LR(1) does not have. So the automaton has about as many
+states as that of LALR(1), but no conflicts if the grammar is LR(1). A set of terminals is a Python
+integer with a bit for each terminal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .errors import GrammarError
 from .grammar import END, Grammar
 
 Kernel = tuple[int, ...]
-"""The numbers of items, in ascending order."""
+"""The numbers of a state's kernel items, in ascending order."""
 
 
 @dataclass(slots=True)
@@ -188,9 +188,9 @@ def _expand(items: Items, state: State) -> tuple[dict[int, dict[int, int]], dict
 def _choose(
     states: list[State], others: list[int], before: int | None, lookaheads: list[int]
 ) -> int | None:
-    """The target of a transition: the state ``before`` if it is compatible, else a state of
-    ``others`` that has all lookaheads, else a compatible state. None if such a state does not
-    exist."""
+    """The target of a transition, whose kernel items have ``lookaheads``. The target is the former
+    target ``before`` if it is compatible, else a state of ``others`` that has all lookaheads, else
+    a compatible state of ``others``. None if a new state is needed."""
     if before is not None and _compatible(states[before].lookaheads, lookaheads):
         return before
     compatible = None
@@ -204,8 +204,9 @@ def _choose(
 
 
 def _compatible(known: list[int], new: list[int]) -> bool:
-    """Pager's weak compatibility: the merge does not give two items a common lookahead, unless the
-    items already have a common lookahead in one of the two states."""
+    """Pager's weak compatibility of two states with the same items, given their lookaheads. The
+    merge must not give two items a common lookahead, unless the items already have a common
+    lookahead in one of the two states."""
     for i in range(len(known)):
         for j in range(i):
             if (known[i] & new[j] or known[j] & new[i]) and not (

@@ -3,7 +3,8 @@
 The pattern is converted to an automaton (subset construction). The complement of this automaton is
 converted back to a pattern (state elimination). Validators differ in whether ``\\w``, ``\\d`` and
 ``\\s`` match characters outside ASCII, and in whether ``$`` matches before a line end at the end of
-a string. A string of the result does not contain a match for any of these validators.
+a string. If a string matches the resulting pattern, none of these validators finds a match of the
+original pattern in the string.
 """
 
 from __future__ import annotations
@@ -199,8 +200,9 @@ def _chars(operator: Any, value: Any) -> Chars | None:
 
 
 def _of_class(operator: Any, value: Any, negated: bool) -> Chars:
-    """The characters of an element of a class. If the class is negated, only characters that the
-    element matches for every validator; otherwise all that it matches for some validator."""
+    """The characters of an element of a class. If the class is negated, only the characters that
+    the element matches in every validator; otherwise all characters that it matches in some
+    validator."""
     if operator is op.LITERAL:
         return _literal(value)
     if operator is op.RANGE:
@@ -289,7 +291,7 @@ class _Eliminated:
         }
 
     def pattern(self) -> str:
-        """The pattern of the texts from state 0 to the end."""
+        """The pattern of all texts that lead from state 0 to the end."""
         self._ways[-2] = {0: ""}
         states = [state for state in self._ways if state >= 0]
         while states:

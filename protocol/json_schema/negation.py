@@ -31,7 +31,7 @@ from .parts import (
 )
 
 MAX_PLACES = 8
-"""If some item of an array has to match a schema, it has to be among this number of first items."""
+"""If any item of an array has to match a schema, one of this number of first items has to match."""
 MAX_VALUES = 64
 """Maximum number of values of an ``enum`` that is negated."""
 MAX_CHARACTERS = 1_000
@@ -353,8 +353,8 @@ value."""
 
 
 def places(items: list[Any], draft: int) -> Iterator[Any]:
-    """Yields a schema for each index of ``items`` whose schema is not False: an array whose item at
-    this index matches the schema ``items[index]``."""
+    """Yields a schema for each index of ``items``, except where ``items[index]`` is False. The
+    schema allows the arrays whose item at this index matches the schema ``items[index]``."""
     prefix = "prefixItems" if draft == 2020 else "items"
     for number, item in enumerate(items):
         if item is not False:

@@ -1,8 +1,8 @@
 """Relaxes schemas: leaves out the keywords that token masks cannot enforce.
 
-A relaxed schema allows all values that the original schema allows, and others. A value that the
-relaxed schema allows is checked against the *weakened places*. These are the parts of the original
-schema that lost a keyword.
+A relaxed schema allows all values that the original schema allows, and others. So a value that was
+generated under the relaxed schema is also checked against the *weakened places*: the parts of the
+original schema that lost a keyword.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from .parts import Schema, Unsupported, any_of, draft_of, objects, target
 from .rewriting import LOOK_AROUND
 
 Measure = Literal["keywords", "patterns", "references", "counts", "texts", "look_around"]
-"""Kinds of keywords that are left out. ``keywords``: keywords that llguidance does not implement.
-They are always left out. ``look_around``: each ``pattern`` with look-ahead or look-behind.
-llguidance refuses some uses of the other kinds. ``patterns``: ``patternProperties``.
-``references``: the keywords next to a circular ``$ref``. ``counts``: the bounds of the number of
-properties. ``texts``: ``pattern`` in ``allOf``."""
+"""Kinds of keywords that are left out. ``keywords``: keywords that llguidance does not implement,
+which are always left out. ``look_around``: each ``pattern`` with look-ahead or look-behind.
+
+The other kinds are for schemas in which llguidance refuses them. ``patterns``:
+``patternProperties``. ``references``: the keywords next to a circular ``$ref``. ``counts``: the
+bounds of the number of properties. ``texts``: ``pattern`` in ``allOf``."""
 Path = tuple[str | int, ...]
 """The keys and indices that lead from a schema to one of its parts."""
 

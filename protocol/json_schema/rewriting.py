@@ -36,8 +36,8 @@ from .unevaluated import evaluated
 MAX_STEPS = 20_000
 """Maximum number of schemas that are visited. Visiting this number takes about 0.1 s."""
 MAX_DISTINCT = 4
-"""Maximum number of values that an item may have, so that all arrays without equal items can be
-listed."""
+"""Maximum number of different values of an array's items for which ``_distinct`` lists all arrays
+without equal items."""
 MAX_BYTES = 256 * 1024
 """Approximate maximum size of a rewritten schema as JSON."""
 
@@ -62,7 +62,7 @@ _ONE_LOOK_AHEAD = re.compile(rf"\(\?(?P<kind>[=!])(?P<inner>{_NESTED})\)")
 
 
 _INVALID = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Errors for a schema whose keywords have values of wrong types."""
+"""Exceptions that are raised for a schema whose keywords have values of wrong types."""
 
 
 class Rewritten(NamedTuple):
@@ -115,8 +115,8 @@ def _is_text_rewritten(schema: Schema) -> bool:
 
 
 def _forbidden(schema: Schema) -> str | None:
-    """The pattern in ``patternProperties``, if it is the only pattern there and its schema is
-    ``false``, so that names that match it are forbidden; otherwise None."""
+    """The pattern in ``patternProperties`` if it is the only one and forbids the names that match
+    it, because its schema is ``false``. Otherwise None."""
     patterns = schema.get("patternProperties")
     if not isinstance(patterns, dict) or list(patterns.values()) != [False]:
         return None

@@ -1,5 +1,5 @@
-"""When another broker takes its place, a broker ends the requests that the other broker cannot
-adopt, and then leaves."""
+"""A broker that is replaced by another broker ends the requests that the other broker cannot adopt,
+and then leaves."""
 
 from __future__ import annotations
 

@@ -153,7 +153,8 @@ def test_a_refusal_says_when_as_fast_as_the_queue_was_served() -> None:
     for name in "xyz":
         [(_, error)] = bench.client(name, "GENERATE", generate(1))
         times.append(error["retry_after_s"])
-    # A place becomes free every half second. Each refused client gets the time of another place.
+    # A place becomes free every half second. Each refused client is sent the time of a different
+    # place.
     assert times == pytest.approx([0.5, 1.0, 1.5], rel=0.3)
 
 

@@ -286,7 +286,7 @@ def test_a_part_is_passed_on_when_all_workers_have_requested_it(bench: Bench) ->
     fetch(bench, "b", second, 0)
     assert bench.to_client("operator") == [("MSG", {"stream_id": 6, "result": {"sent": 3}})]
     assert [received(bench, name) for name in ("a", "b")] == [[(0, b"abc")]] * 2
-    fetch(bench, "a", first, 0)  # A request that was repeated before the part arrived.
+    fetch(bench, "a", first, 0)  # The worker repeated the request before the part arrived.
     fetch(bench, "a", first, 3)
     assert send(bench, 3, b"de") == []
     bench.send("b", "UNREGISTER", Unregister())

@@ -78,8 +78,8 @@ class Report:
         )
 
     def _by_blow(self) -> dict[str, list[Move]]:
-        """The moves, by the last blow to the worker that the stream left, or to the broker. Each
-        move is also in ``all killed`` or in ``all others``."""
+        """Groups the moves by the last blow to the worker that the stream left, or to the broker.
+        Each move is also in the group ``all killed`` or in the group ``all others``."""
         found: dict[str, list[Move]] = {}
         for move in self.notes.moves:
             blows = [blow for at, blow, slot in self.dealt if at < move.at and slot == move.left]

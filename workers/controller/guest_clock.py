@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator
 
 QUESTION_S = 0.0001
-"""Seconds that each question of a guest to the worker, such as an access to a variable, counts
-towards the limit of the guest's call. The real CPU time of a question is not counted, because it
-can triple on a busy machine. If it were counted, a correct call with several questions could fail.
-``process.MAX_QUESTIONS`` bounds the questions too."""
+"""Seconds of CPU time that are counted for each question of a guest to the worker, such as an
+access to a variable. They count towards the limit of the guest's call. The real CPU time of a
+question is not counted, because it can triple on a busy machine. If it were counted, a correct call
+with several questions could fail. ``process.MAX_QUESTIONS`` bounds the questions too."""
 
 
 class _ThisThread(threading.local):

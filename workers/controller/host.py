@@ -178,8 +178,8 @@ class Host:
         refusal: str = "",
         logprobs: Sequence[float | None] = (),
     ) -> None:
-        """Sets what the next post_process reads from this host. ``Rounds`` calls this method before
-        each post_process."""
+        """Sets the values that the next post_process reads from this host. ``Rounds`` calls this
+        method before each post_process."""
         self.distributions, self.scores, self.refusal = distributions, scores or [], refusal
         self.logprobs = logprobs
 

@@ -37,13 +37,14 @@ class IdleQueue:
 
     def __init__(self) -> None:
         self._groups: dict[str, deque[tuple[float, SequenceGroup]]] = {}
-        """By tenant: groups and the times from which they may be woken, in ascending order."""
+        """For each tenant, its groups and the times from which they may be woken, in ascending
+        order."""
         self._turns: list[tuple[float, int, str]] = []
         """A heap of (time at which the tenant's next group is woken, tie-breaker, tenant), with one
         element for each tenant that has groups."""
         self._numbers = itertools.count()
         self._spent: dict[str, float] = {}
-        """By tenant: the time at which its rounds so far would end at the average rate (the
+        """For each tenant, the time at which its rounds so far would end at the average rate (the
         algorithm's theoretical arrival time). A time in the past does not delay the tenant."""
 
     def add(self, group: SequenceGroup, now: float) -> None:

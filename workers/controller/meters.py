@@ -1,4 +1,5 @@
-"""Counts the CPU time and the rounds of controllers, by the controller's name and by tenant."""
+"""Counts the CPU time and the rounds of controllers, separately for each controller name and
+tenant."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ class Meters:
 
     def __init__(self) -> None:
         self._meters: dict[tuple[str, str], Meter] = {}
-        """By controller and tenant."""
+        """The meters by the names of the controller and the tenant."""
         self._names: set[str] = set()
         self._errors = Tally("errors", "code")
         self._lock = threading.Lock()

@@ -36,8 +36,8 @@ from .pool import freeing_slot
 log = logging.getLogger(__name__)
 
 AGAIN_S = 0.5
-"""Seconds after which an unanswered operation on a table, or query for workers with a module, is
-sent again."""
+"""Seconds after which a message is sent again if it has no answer: an operation on a table, or a
+query for the workers that have a module."""
 SEND_S = 10.0
 """Seconds that a worker may take to send a module. After this time, another worker is chosen."""
 TABLE_S = 30.0

@@ -22,8 +22,8 @@ from .sequence_group import Round, SequenceGroup
 log = logging.getLogger(__name__)
 
 FLUSH_S = 0.003
-"""Seconds after the beginning of the rounds. From this time on, finished results are sent without
-waiting for unfinished rounds."""
+"""Number of seconds, from the beginning of the rounds, after which finished results are sent
+without waiting for unfinished rounds."""
 WOKEN_FLUSH_S = 0.02
 """Like ``FLUSH_S``, for the rounds of the sequences that a request wakes. This time is longer,
 because no forward waits for these rounds, and one forward of all woken sequences takes less time

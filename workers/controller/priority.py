@@ -52,7 +52,8 @@ class Priority:
     def _set(self, niceness: int) -> None:
         if niceness == self._niceness:
             return
-        # Without this capability, a nice value cannot be lowered again, but that of a session can.
+        # A process that may not raise priorities cannot lower nice values of processes again, but
+        # it can lower those of sessions.
         if _MAY_RAISE:
             with contextlib.suppress(ProcessLookupError):
                 # The values of all threads of the process are set.

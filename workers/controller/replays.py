@@ -28,8 +28,8 @@ from .limits import Limits
 from .rounds import ControlledSequence, Rounds
 
 TIMES = 10
-"""Factor by which the times of ``Limits`` are longer for replayed calls. A call that ended in time
-on one machine thus does not exceed its limit on a slower machine."""
+"""Factor by which the time limits in ``Limits`` are longer for replayed calls. So a call that ended
+in time on one machine does not exceed its limit on a slower machine."""
 MAX_IDLE_WAKES = 10_000
 """Maximum consecutive rounds in which a sequence suspends without having received a recorded
 answer. This bound applies only if the number of the sequence's wake-ups was not recorded."""
@@ -86,7 +86,7 @@ class _Past:
 
 
 class GroupReplay:
-    """The replay of one request. ``replays``: its sequences, as in ``Start.replay``."""
+    """The replay of one request. ``replays``: the recorded sequences, as in ``Start.replay``."""
 
     def __init__(
         self, replays: Sequence[Replay], rounds: Rounds, drop: Callable[[ControlledSequence], None]
@@ -284,7 +284,7 @@ def replayed_limits(limits: Limits) -> Limits:
 
 
 def usual_limits(limits: Limits, usual: Limits) -> Limits:
-    """``limits`` with the times of ``usual``."""
+    """Returns ``limits`` with the time limits of ``usual``."""
     return replace(
         limits,
         init_s=usual.init_s,
@@ -321,8 +321,8 @@ def _failure(request: int, seq: int, what: str) -> StepResult:
 
 
 def _may_sample(sequence: ControlledSequence, last: StepResult, token: int) -> bool:
-    """Whether the mask and the bias of a result allow a token. Sequences have no rows of the shared
-    file during a replay, so both are in buffers."""
+    """Whether the mask and the bias of a result allow a token. During a replay, sequences have no
+    rows of the shared file, so the mask and the bias are in buffers."""
     masked = last.attachment is not None and last.run == 1
     if masked and not sequence.mask[token >> 3] >> (token & 7) & 1:
         return False

@@ -1,4 +1,4 @@
-"""The order of a request's operations on variables, and a copy of the variables.
+"""Orders a request's operations on variables, and answers them from a copy of the variables.
 
 All controllers of a request run in one worker. The first worker that runs a request has a copy of
 the request's variables, which answers operations without a wait. Each operation is then sent to the
@@ -10,7 +10,8 @@ receives the answers on which the sent messages depend.
 
 Another worker may continue the request while this worker still runs, for example because this
 worker was suspended. The first new operation of the other worker changes the places of later
-operations. The state worker then refuses all operations of this worker, and the request ends here.
+operations. The state worker then refuses all operations of this worker, and the request ends in
+this worker.
 
 A worker without a copy waits for the state worker in each operation. A worker drops the copy when
 the copy becomes too large. Later workers of a request never use a copy, because two workers may run
@@ -41,7 +42,7 @@ other requests of the tenant."""
 MAX_COPY_BYTES = 1024 * 1024
 """Maximum bytes of a copy, as ``StorageLimits`` counts them."""
 GRANT_BYTES = 64 * 1024
-"""The unit in which the bytes of a copy count towards the memory of the tenant."""
+"""The bytes of a copy count towards the memory of the tenant in multiples of this number."""
 MAX_UNCONFIRMED = 64
 """Maximum operations of a request that the state worker has not confirmed."""
 UNCONFIRMED_BYTES = 4 * 1024 * 1024
@@ -53,15 +54,15 @@ OPERATION_BYTES = 4096
 
 
 class StateWorker(Protocol):
-    """The state worker, for the operations of one request."""
+    """Sends the operations of one request to the state worker."""
 
     def perform(self, operation: Variable) -> VariableAnswer:
         """Sends an operation and waits for its answer. Raises TokenbusError if the operation
         fails."""
 
     def send(self, operation: Variable, answered: Callable[[VariableAnswer], None]) -> None:
-        """Sends an operation, together with the next message. ``answered`` is called once, on
-        another thread, with the answer to the operation."""
+        """Queues an operation, which is sent together with the next message. ``answered`` is called
+        once, on another thread, with the answer to the operation."""
 
     def flush(self) -> None:
         """Sends the operations that are waiting for the next message."""
@@ -97,8 +98,8 @@ class RequestVariables:
         self._share = unconfirmed
         self._mode = _Mode.WAITS if moved else _Mode.FIRST
         self._turn = threading.Lock()
-        """Held during an operation, unless each operation waits for the state worker. So the
-        operations are sent in the order in which the copy has answered them."""
+        """A lock that is held during an operation, unless each operation waits for the state
+        worker. So the operations are sent in the order in which the copy has answered them."""
         self._copy = VariableStorage()
         self._granted = 0
         self._others = 0
@@ -133,8 +134,9 @@ class RequestVariables:
         refused, or if the copy cannot answer it and the state worker does not answer."""
         sent = self._at_once(operation)
         if sent is None and self._mode is not _Mode.WAITS:
-            # The slot of the pool is freed first and taken again last. So no other thread waits for
-            # the turn while this thread waits for a slot.
+            # This thread gives up its slot of the thread pool before it takes the lock ``_turn``,
+            # and takes a slot again after it has released the lock. So it does not hold the lock
+            # while it waits for a slot.
             with waiting(), self._in_turn():
                 if self._mode is _Mode.FIRST:
                     return self._first(operation)
@@ -156,8 +158,9 @@ class RequestVariables:
 
     def when_confirmed(self, action: Callable[[], None]) -> None:
         """Calls ``action`` as soon as all operations so far are confirmed: now, or later on another
-        thread. Actions are called in their order. ``action`` must not wait. It is dropped if an
-        operation is refused, or if the request ends first. Call ``flush`` afterwards."""
+        thread. Actions are called in the order in which they were passed to this method. ``action``
+        must not wait. It is dropped if an operation is refused, or if the request ends first. Call
+        ``flush`` afterwards."""
         with self._lock:
             if self.failure or self._closed:
                 return
@@ -216,8 +219,8 @@ class RequestVariables:
         return answer
 
     def _at_once(self, operation: Variable) -> tuple[VariableAnswer, int] | None:
-        """Does an operation and returns the result of ``_ahead``. Returns None without doing the
-        operation if it would have to wait first, or if the request has ended here."""
+        """Does an operation and returns the result of ``_ahead``. Returns None and does nothing if
+        the operation would have to wait first, or if the request has ended in this worker."""
         if self._mode is not _Mode.AHEAD or operation.op not in COPIED:
             return None
         if not self._turn.acquire(blocking=False):
@@ -314,8 +317,8 @@ class RequestVariables:
             self._failed()
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """Waits for the confirmation of operations. Raises ControllerError if one was refused, or
-        if the request has ended."""
+        """Waits for the confirmation of operations. Raises ControllerError if an operation was
+        refused, or if the request has ended."""
         if not condition():
             self._state.flush()
             with waiting(), self._lock:

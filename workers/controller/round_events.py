@@ -1,5 +1,4 @@
-"""The OpenTelemetry span of a controller, with its rounds as events, for a request that is
-traced."""
+"""Exports the OpenTelemetry span of a traced request's controller. The span's events are rounds."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ A single round costs about ten microseconds of Python and two calls of the guest
 call of the guest for all of its sequences, and less Python for each sequence.
 
 A round with a grammar is usual if its token is accepted, its mask is cached, and the grammar does
-not force a text. Any other round of the batch then runs separately, on the same thread. One thread
-runs the whole batch: the Wasm instance of a grammar takes one call at a time, so several threads
-would only wait for each other.
+not force a text. A round of the batch that is not usual runs separately after the batch, on the
+same thread. One thread runs the whole batch, because the Wasm instance of a grammar takes one call
+at a time. Several threads would only wait for each other.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class _Turn(NamedTuple):
 
 
 def round_jobs(pending: PendingResult, begun: Sequence[Begun]) -> tuple[dict[str, list[Job]], int]:
-    """The jobs of a STEP's rounds by tenant, and the number of threads to wake for them.
+    """Returns the jobs of a STEP's rounds for each tenant, and the number of threads to wake for
+    all jobs.
 
     ``pending`` receives the results. A batch with sequences of several tenants is a job of the
     tenant "".

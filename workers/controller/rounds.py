@@ -60,7 +60,8 @@ class ControlledSequence:
     """Buffers for the decisions after the tokens of a draft. They are rows of the shared file if
     ``mask`` is a row."""
     batched: Batched | None = field(default=None, init=False)
-    """The controller, if its usual rounds can run in a batch with rounds of other controllers."""
+    """The controller, if its usual rounds (``round_jobs``) can run in a batch with rounds of other
+    controllers."""
     ahead: DecidesAhead | None = field(default=None, init=False)
     """The controller, if it implements ``DecidesAhead``."""
     stage: Stage = Stage.RUNNING
@@ -77,7 +78,7 @@ class ControlledSequence:
     woken: bool = False
     """Whether the last round began with a wake-up."""
     awaits: int = 0
-    """The number of the input that the sequence waits for since its last result, or 0
+    """The number of the input for which the sequence has waited since its last result, or 0
     (``StepResult.awaits``)."""
     forks: int = 0
     """Number of forks that the sequence has made."""
@@ -85,7 +86,7 @@ class ControlledSequence:
     """Number of sequences that were forked from this sequence."""
 
     def __post_init__(self) -> None:
-        """Checks once which protocols the controller has, because each check takes 25 µs."""
+        """Checks once which protocols the controller implements, because each check takes 25 µs."""
         if isinstance(self.controller, Batched):
             self.batched = self.controller
         if isinstance(self.controller, DecidesAhead):
@@ -118,8 +119,8 @@ class Change:
 
 
 Fork = Callable[[ControlledSequence, int], list[ControlledSequence]]
-"""Creates the given number of copies of a sequence. Raises ControllerError if the request would
-then have more than ``Limits.forks`` sequences."""
+"""A function that creates the given number of copies of a sequence. Raises ControllerError if the
+request would then have more than ``Limits.forks`` sequences."""
 
 
 TOKEN_BYTES = 4
@@ -132,7 +133,8 @@ sampling."""
 
 
 class Rounds:
-    """Runs the rounds of the sequences of one request. Each call returns the results to send.
+    """Runs the rounds of the sequences of one request. Each method that runs a round returns the
+    results to send.
 
     ``changes`` returns, for a sequence, the number of changes (tokens, writes, ends) that other
     sequences of the request have made.
@@ -169,10 +171,10 @@ class Rounds:
         distributions: Sequence[Distribution] = (),
         logprobs: Sequence[float] = (),
     ) -> list[StepResult]:
-        """The round after tokens were sampled, or after the controller has read a distribution
+        """Runs the round after tokens were sampled, or after the controller has read a distribution
         without sampling. ``distributions`` and ``logprobs``: those of the tokens, if the controller
-        asked for them. If the decision is only to sample, the result also has the
-        decisions after the tokens of ``draft``."""
+        asked for them. If the decision is only to sample, the result also has the decisions after
+        the tokens of ``draft``."""
         sequence.variables.begin_round()
         sequence.woken = False
         sequence.wakes = 0
@@ -191,7 +193,7 @@ class Rounds:
         return [_result(sequence, "sample", masked=True)]
 
     def scored(self, sequence: ControlledSequence, scores: Scores) -> list[StepResult]:
-        """The round after the texts of the last round were scored."""
+        """Runs the round after the texts of the last round were scored."""
         sequence.variables.begin_round()
         sequence.woken = False
         sequence.wakes = 0
@@ -199,7 +201,7 @@ class Rounds:
         return self._guarded(sequence, lambda: self._scored(sequence))
 
     def again(self, sequence: ControlledSequence) -> list[StepResult]:
-        """The round of a sequence that was woken."""
+        """Runs the round of a sequence that was woken."""
         sequence.variables.begin_round()
         sequence.woken = True
         sequence.wakes += 1
@@ -213,8 +215,8 @@ class Rounds:
         distributions: Sequence[Distribution] = (),
         logprobs: Sequence[float] = (),
     ) -> list[StepResult]:
-        """The last post_process of a sequence that the GPU worker has ended. ``stop``: the stop
-        string before which the sequence's text ends."""
+        """Calls the last post_process of a sequence that the GPU worker has ended. ``stop``: the
+        stop string before which the sequence's text ends."""
         sequence.host.give(distributions, logprobs=logprobs)
         return self._guarded(sequence, lambda: self._ended(sequence, tokens, stop))
 
@@ -485,8 +487,8 @@ def _check_tokens(sequence: ControlledSequence, tokens: Sequence[int]) -> None:
 
 
 def _end_of_sequence(results: list[StepResult]) -> None:
-    """Changes the result after an end-of-sequence token so that the sequence ends, if the
-    controller's decision is only to sample or to stop."""
+    """Changes the result of the round after an end-of-sequence token so that the sequence ends.
+    Changes it only if the controller's decision is just to sample or to stop."""
     first = results[0]
     changes = first.backtrack or first.ff_tokens or first.prompt
     alone = len(results) == 1 and not changes

@@ -25,7 +25,7 @@ MAX_KEPT = 256
 
 
 def program_of(engine: wasmtime.Engine, loaded: Loaded) -> Program:
-    """The program of a module or of a script's guests, which runs in this process."""
+    """Returns the program of a module or a script, whose guests run in this process."""
     if loaded.abi not in ("native", "aici"):
         return script_module(engine, loaded.abi, loaded.module, loaded.script)
     make = AiciProgram if loaded.abi == "aici" else NativeProgram
@@ -41,8 +41,8 @@ class GuestRuntime(Protocol):
         """The names of the controllers that the operator serves."""
 
     def served(self, owner: str, name: str) -> Program | None:
-        """The program that the operator serves with this name, for guests of ``owner``; None if the
-        name is not one of ``names``."""
+        """The program that the operator serves under this name, for guests of ``owner``; None if
+        the name is not in ``names``."""
 
     def missing_layers(self) -> list[str]:
         """The layers of isolation that guests lack, with the reasons. May wait until a guest
@@ -84,8 +84,8 @@ class ThreadRuntime:
         return self._given.get(name)
 
     def missing_layers(self) -> list[str]:
-        """The one missing layer, separate processes; empty if the operator serves the
-        controllers."""
+        """Names the only missing layer, which is separate processes. Empty if the operator serves
+        the controllers."""
         return [] if self._given else ["processes of their own (guest_processes is 0)"]
 
     def program(self, owner: str, module: str, load: Callable[[], Loaded]) -> Program:

@@ -24,8 +24,8 @@ def texts_of(
 
 
 def checked_texts(texts: Sequence[Any], size: int) -> list[list[int]]:
-    """Checks lists of token ids, and returns them. Raises ControllerError for the first that is not
-    valid, or if there are too many."""
+    """Checks lists of token ids, and returns them. Raises ControllerError for the first text that
+    is not valid, or if there are too many texts or tokens."""
     if not 0 < len(texts) <= MAX_SCORED_TEXTS:
         raise _wrong(f"{len(texts)} texts; expected 1 to {MAX_SCORED_TEXTS}")
     total = 0
@@ -42,8 +42,8 @@ def checked_texts(texts: Sequence[Any], size: int) -> list[list[int]]:
 
 
 def of_texts(scores: Scores, per_token: bool) -> list[Any]:
-    """The result of ``ctx.score``: the log-probability of each text, or with ``per_token`` those of
-    its tokens as a list."""
+    """Returns the result of ``ctx.score``: the log-probability of each text or, with ``per_token``,
+    a list of the log-probabilities of each text's tokens."""
     return scores if per_token else [fsum(text) for text in scores]
 
 

@@ -1,14 +1,14 @@
 """The controllers of one request, one for each of its sequences, and the state of each sequence.
 
 A sequence waits for the model, runs a round, or is suspended. A suspended sequence is woken when
-another sequence of the request writes a variable, finishes or runs a round. Such a change also
-counts if it comes during the pre_process that suspends. A sequence that waits for a variable
-(``ctx.wait_var``) is not woken by changes other than a write of this variable. If all sequences are
-suspended and no sequence is woken in this way, all are woken 10 ms or more later (``IdleGroups``).
-After ``Limits.idle_wakes`` such wake-ups in a row, or after one if all sequences wait for
-variables, the request ends with `deadlock`. Only an input wakes a sequence that waits for an input.
-While a sequence waits for an input or for the answer of a tool, the wake-ups after 10 ms do not
-happen.
+another sequence of the request writes a variable, finishes or runs a round. A change that comes
+during the pre_process that suspends the sequence also wakes it. A sequence that waits for a
+variable (``ctx.wait_var``) is not woken by changes other than a write of this variable. If all
+sequences are suspended and no sequence is woken in this way, all are woken 10 ms or more later
+(``IdleGroups``). After ``Limits.idle_wakes`` such wake-ups in a row, or after one if all sequences
+wait for variables, the request ends with `deadlock`. Only an input wakes a sequence that waits for
+an input. While a sequence waits for an input or for the answer of a tool, the wake-ups after 10 ms
+do not happen.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class SequenceGroup:
         self.tools: GroupTools | None = None
         """The tool calls of the request. The worker sets this field before the first round."""
         self.ordered: RequestVariables | None = None
-        """The order of the request's operations. The worker sets this field before the first
+        """Orders the request's operations on variables. The worker sets this field before the first
         round. None if each operation waits for the state worker."""
         self._rounds = Rounds(
             self._fork,
@@ -225,9 +225,9 @@ class SequenceGroup:
         scores: Scores | None = None,
         logprobs: Sequence[float] = (),
     ) -> tuple[ControlledSequence, Round] | None:
-        """The round of a sequence after the model has sampled ``tokens`` or computed ``scores``, or
-        after the GPU worker has ended the sequence. Returns None if the sequence does not wait for
-        the model. With ``ended``, a suspended sequence also has a round.
+        """Returns the next round of a sequence, after the model has sampled ``tokens`` or computed
+        ``scores``, or after the GPU worker has ended the sequence. Returns None if the sequence
+        does not wait for the model. With ``ended``, a suspended sequence also has a round.
 
         ``stop``: the stop string before which the text of an ended sequence ends; empty if no stop
         string ended the sequence. ``draft``: tokens that the GPU worker expects next.
@@ -263,12 +263,11 @@ class SequenceGroup:
         return sequence, partial(self._rounds.sampled, sequence, tokens, draft, *given)
 
     def see_changes(self, sequence: ControlledSequence) -> None:
-        """Called before a round that ``step`` has returned runs in a batch
-        (``Rounds.see_changes``)."""
+        """Called before a round from ``step`` runs in a batch (``Rounds.see_changes``)."""
         self._rounds.see_changes(sequence)
 
     def batched(self, sequence: ControlledSequence, token: int) -> list[StepResult]:
-        """The result of a round that ``step`` has returned, and that ran in a batch."""
+        """The result of a round from ``step`` that ran in a batch."""
         return self._rounds.batched(sequence, token)
 
     def record(self, results: Sequence[StepResult]) -> tuple[list[Round], list[StepResult]]:
@@ -290,13 +289,13 @@ class SequenceGroup:
             return self._wake()
 
     def checked(self, results: list[StepResult]) -> list[StepResult]:
-        """The results of a round; if the request has failed, errors in their place."""
+        """Returns the results of a round, or errors in their place if the request has failed."""
         failure = self.failure
         return [self._failed(result.seq, failure) for result in results] if failure else results
 
     def fail(self) -> list[StepResult]:
         """Called once when the request has failed (``failure``). Returns errors for all sequences
-        whose round is not running, also for those whose last result was not sent."""
+        whose round is not running, including sequences whose last result was not sent."""
         with self._lock:
             running = {s.seq for s in self._sequences.values() if s.stage is Stage.RUNNING}
             return [self._failed(seq, self.failure) for seq in sorted(self._numbers - running)]
@@ -346,8 +345,8 @@ class SequenceGroup:
             return ([], []) if self._closed else self._wake()
 
     def repeats(self, result: StepResult) -> bool:
-        """Whether a result only suspends a woken sequence again, with the ``awaits`` of its last
-        result. Such a result is not sent."""
+        """Whether a result only suspends a woken sequence again, with the same ``awaits`` as the
+        sequence's last result. Such a result is not sent."""
         if result.action != "suspend" or self.inspect:
             return False
         if result.backtrack or result.ff_tokens or result.logs or result.storage:
@@ -620,9 +619,9 @@ class SequenceGroup:
 
     def _give_along(self, sequence: ControlledSequence, count: int) -> None:
         """Allocates memory for the decisions after ``count`` tokens of a draft. If the sequence's
-        mask is in a row of the shared file, the memory is further rows, which are allocated only
-        while more than half of all rows are free. Otherwise the memory is buffers of this
-        process."""
+        mask is in a row of the shared file, the decisions get more rows of this file, but only
+        while more than half of all rows are free. If the mask is not in a row, the decisions get
+        buffers of this process."""
         rows = self._rows
         while len(sequence.along) < count:
             if sequence.row is None:

@@ -76,8 +76,8 @@ def value_of(record: bytes) -> bytes:
     assert answer is not None
     if answer.error is None:
         return bytes(answer.value)
-    # The error does not get the code of the answer: a code such as worker_lost might cause the
-    # client to send its request again.
+    # The error does not get the code of the answer, because a code such as worker_lost might cause
+    # the client to send its request again.
     raise ControllerError(Code.TOOL_FAILED, answer.error)
 
 
@@ -183,7 +183,7 @@ class GroupTools:
 
     @property
     def waits(self) -> bool:
-        """Whether any call has no answer yet. Its answer will wake a sequence."""
+        """Whether any call has no answer yet. The answer to such a call will wake a sequence."""
         return bool(self._sent)
 
     def begin(self, variables: SequenceVariables, tool: str, arguments: bytes) -> str:
@@ -267,8 +267,8 @@ class SequenceTools:
         return self._group.begin(self._variables, tool, arguments)
 
     def with_variables(self, variables: SequenceVariables) -> SequenceTools:
-        """The tools of this sequence, with operations on ``variables``: those of the sequence, or a
-        copy of them while its guest is replayed."""
+        """Returns the tools of this sequence. They record calls in ``variables``: the variables of
+        the sequence, or a copy of them while the sequence's guest is replayed."""
         return SequenceTools(self._group, variables)
 
 

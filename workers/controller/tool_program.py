@@ -50,7 +50,7 @@ class ToolCaller:
         """The name of the record; empty before the call."""
 
     def init_prompt(self, prompt: Sequence[int]) -> None:
-        """The prompt is not read."""
+        """Does nothing, because the program does not read the prompt."""
 
     def pre_process(self) -> Answer:
         """Makes the call, or reads its record; suspends if the record has no answer."""
@@ -81,11 +81,12 @@ class ToolCaller:
         return copy
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Does nothing, because there is nothing to free."""
 
 
 def _pieces(answer: bytes) -> Iterator[bytes]:
-    """The parts of an answer that fit into messages. A part ends between two characters."""
+    """Splits an answer into parts that fit into messages. A part does not end inside a
+    character."""
     if len(answer) > ROUND_BYTES:
         text = f"the answer of the tool has {len(answer)} bytes; at most {ROUND_BYTES} can be sent"
         answer = msgspec.json.encode({"error": text, "code": Code.TOOL_FAILED})

@@ -111,8 +111,8 @@ class VariableCalls:
             self._calls[name] = call
         frames = _frames(operation)
         try:
-            # The check follows the addition to the table, so that no end of the request is missed:
-            # ``cancel`` finds the call if the request ends after the check.
+            # The call is added to the table before this check. If the request ends after the check,
+            # ``cancel`` finds the call in the table.
             if ended():
                 raise ControllerError(Code.CONTROLLER_FAILED, _ended(operation.request))
             with waiting():
@@ -144,7 +144,8 @@ class VariableCalls:
                 del self._sent[name]
             call = self._calls.get(name)
             if call is not None and answer.again:
-                # The failure is temporary, so the operation is sent again until its time is over.
+                # The failure is temporary, so the operation is sent again until ``GIVE_UP_S`` has
+                # passed.
                 call.refusal = answer
             elif call is not None:
                 call.give(answer)
@@ -402,8 +403,8 @@ class SequenceVariables:
         )
 
     def rewind(self, mark: VariablesMark) -> None:
-        """Returns to an earlier state of the same round. Operations since that state remain
-        executed. If the controller repeats them, it receives their recorded answers."""
+        """Returns to an earlier state of the same round. Operations that were executed after that
+        state are not undone. If the controller repeats them, it receives their recorded answers."""
         self._count = mark.count
         del self._writes[mark.writes :]
         self._written_bytes = mark.written_bytes
@@ -412,8 +413,8 @@ class SequenceVariables:
         self._sent_bytes = mark.sent_bytes
 
     def again(self) -> SequenceVariables:
-        """The variables of a controller that is replayed in a new guest process, and repeats all
-        operations of this sequence."""
+        """Returns the variables for a controller that is replayed in a new guest process. This
+        controller repeats all operations of the sequence."""
         return SequenceVariables(
             self._request, self.lineage, self._repeat, lambda: None, self._repeat
         )

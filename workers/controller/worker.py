@@ -546,8 +546,9 @@ class ControllerWorker:
             self._pool.submit(jobs, tenant=group.tenant)
 
     def _fail(self, group: SequenceGroup) -> None:
-        """Ends a request here, because the state worker has refused an operation that this worker
-        has already answered. Called on the bus thread, which must not wait for a group."""
+        """Ends a request in this worker, because the state worker has refused an operation that
+        this worker has already answered. Called on the bus thread, which must not wait for a
+        group."""
 
         def fail() -> None:
             with self._order:
@@ -567,7 +568,7 @@ class ControllerWorker:
         self._after_send(group, *group.input_arrived())
 
     def _tool_answered(self, group: SequenceGroup) -> None:
-        """Called when the answer of a tool is in its record."""
+        """Called when the answer of a tool is in the record of the call."""
         if group.ordered is not None:
             group.ordered.flush()
         self._after_send(group, *group.wake_for_answer())
@@ -617,8 +618,8 @@ class ControllerWorker:
         self._bus.post(sent, message.link)
 
     def _post(self, frames: list[bytes]) -> None:
-        """Sends a message of the module store to the worker that the header names, or over every
-        broker if the header does not name a worker."""
+        """Sends a message of the module store to the worker that the header names. If the header
+        does not name a worker, sends the message over every broker."""
         worker = decode_header(frames[1]).address
         if worker:
             self._bus.post_to(worker, frames)

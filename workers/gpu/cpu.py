@@ -10,9 +10,9 @@ sleeps. They take about 0.1 ms.
 
 The default is 300,000 iterations or more. If another process uses one of two cores, two threads of
 a parallel region share the other core. The waiting thread then occupies this core until its time
-slice ends. Each matrix product takes a time slice of 8 ms instead of 0.02 ms. With this setting,
-each product takes 0.1 to 0.2 ms. If threads sleep at once (``OMP_WAIT_POLICY=PASSIVE``), products
-take twice as long on an idle machine.
+slice of 8 ms ends. Each matrix product then takes 8 ms instead of 0.02 ms. With this setting, each
+product takes 0.1 to 0.2 ms. If threads sleep at once (``OMP_WAIT_POLICY=PASSIVE``), products take
+twice as long on an idle machine.
 """
 
 

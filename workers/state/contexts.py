@@ -34,7 +34,7 @@ class SavedContext(Struct, array_like=True):
 
     @property
     def size(self) -> int:
-        """The bytes of the context, as they are counted."""
+        """The bytes that count for the context."""
         return CONTEXT_BYTES + len(self.name.encode()) + len(self.content)
 
 

@@ -260,8 +260,8 @@ class DurableVariables:
 
     def maintain(self) -> float:
         """Syncs the log if a sync is due, and writes a part of a new log if the log is being
-        rewritten. Returns the seconds until the next call. Another thread may apply operations
-        meanwhile.
+        rewritten. Returns the seconds until the next call. Another thread may apply operations at
+        the same time.
         """
         now = time.monotonic()
         if now - self._synced_at >= SYNC_S:

@@ -160,14 +160,14 @@ class StateWorker:
 
     @property
     def _several(self) -> bool:
-        """Whether there are several brokers, so that a request which one broker has ended may
-        continue at another."""
+        """Whether there are several brokers. A request that one broker has ended may then continue
+        at another broker."""
         return self._bus.num_links > 1
 
     def _end(self, requests: list[int], link: int, *, elsewhere: bool = False) -> None:
         """Drops the variables of requests that the broker of a link has ended or does not have,
-        unless another broker may have them. ``elsewhere``: whether a broker over whose link no
-        operation has come yet may continue the requests."""
+        unless another broker may have them. ``elsewhere``: whether the requests may continue at a
+        broker over whose link no operation has come yet."""
         over = []
         for request in requests:
             links = self._links.get(request, set())

@@ -38,7 +38,7 @@ _Owner = tuple[int, int]
 """The link and the id of a request. Both are needed, because two brokers may have the same request
 for a while."""
 _Name = tuple[int, int]
-"""The lineage and the count of a call."""
+"""The lineage and the count of a call, which identify the call within its request."""
 
 
 class Calls:

@@ -93,8 +93,8 @@ class McpServer:
         return {tool.name: _McpTool(self, tool, self._timeout_s) for tool in tools}
 
     async def _serve(self, listed: asyncio.Future[list[McpTool]]) -> None:
-        """Runs the server until the task is cancelled. The package requires that one task opens and
-        closes a connection."""
+        """Runs the server until the task is cancelled. The package requires that the same task
+        opens and closes a connection."""
         try:
             async with (
                 stdio_client(self._parameters) as (reads, writes),

@@ -11,7 +11,7 @@ from ....protocol.hub_names import HubName
 from .faults import HubFault
 
 MAIN = "main"
-"""The revision of names without a revision."""
+"""The revision that a name without a revision refers to."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Cache:
     def of(self, name: HubName) -> list[CachedModel]:
         """The cached revisions that ``name`` refers to. If the name has a revision, this is a
         branch, a tag, or the first digits of a commit. Otherwise all revisions of the model are
-        returned. Raises HubFault if the cache has no such revision, or several commits with these
-        digits."""
+        returned. Raises HubFault if the cache has no such revision, or if several commits begin
+        with these digits."""
         found = [model for model in self.models if model.repository == name.repository]
         if name.revision:
             exact = [model for model in found if model.is_named(name)]

@@ -60,8 +60,9 @@ class Hub:
         self._api = HfApi(endpoint=self.endpoint, library_name="tokenbus")
 
     def missing(self, name: HubName) -> Download:
-        """The files of a model that must be downloaded. Raises HubFault if the hub does not have
-        the model, or if the repository does not contain weights that a worker can load."""
+        """Finds the files of a model, and the number of files that must be downloaded. Raises
+        HubFault if the hub does not have the model, or if the repository does not contain weights
+        that a worker can load."""
         with explained(name, self.endpoint):
             found = self._api.model_info(name.repository, revision=name.revision or None)
             commit = found.sha or name.revision

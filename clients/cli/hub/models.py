@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Listed(msgspec.Struct):
-    """A line of ``tokenbus models``."""
+    """A model or a revision of a model, as one line of the output of ``tokenbus models``."""
 
     model: str
     commit: str

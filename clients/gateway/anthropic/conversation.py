@@ -98,8 +98,8 @@ def _rules(body: Messages) -> AnswerRules:
 
 
 def _turns(message: UserMessage | AssistantMessage | SystemMessage) -> list[Turn]:
-    """The turns of a message. A message of the assistant has several turns if the gateway has made
-    calls for it. Each turn but the last then ends with the results of its calls."""
+    """The turns of a message. If the gateway has made calls for a message of the assistant, the
+    results of these calls become turns of the user between the assistant's turns."""
     parts = _parts(message.content)
     match message:
         case UserMessage():

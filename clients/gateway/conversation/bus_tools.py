@@ -34,11 +34,10 @@ MAX_CALLS = 16
 async def described(
     gateway: Gateway, names: Sequence[str], *, recorded: bool = False
 ) -> dict[str, Tool]:
-    """The tools of the bus with these names. Raises ApiError: 403 if the user's programs may not
-    call one of these tools, and 503 if no worker serves one of them. Also raises ApiError 400 if
-    there are too many names, or if the request has an idempotency key and ``recorded`` is False.
-    ``recorded``: whether the calls are stored, so that a repeated request does not make them
-    again."""
+    """The tools of the bus with these names. Raises ApiError: 400 if there are too many names, or
+    if the request has an idempotency key and ``recorded`` is False; 403 if a tool is forbidden to
+    the user's programs; 503 if a tool has no worker. ``recorded``: whether the calls are stored, so
+    that a repeated request does not make them again."""
     if current_named.get() is not None and not recorded:
         raise ApiError(
             400,

@@ -23,7 +23,7 @@ def receipt_of(
 ) -> Receipt | None:
     """The receipt of an ended choice; None if the receipt would be empty.
 
-    ``end`` is the last entry. If it is None, ``sequence`` has its fields.
+    ``end`` is the last entry. If it is None, its values are read from ``sequence``.
     """
     if end is not None:
         ended, error, code, exact = end.constraint, end.error, end.code, end.exact

@@ -82,8 +82,8 @@ def _folded(turns: list[Turn]) -> list[Turn]:
 
 
 def _in_result(turn: Turn) -> Turn:
-    """The turn with its text moved to the end of its last result of a call. A turn without results
-    or without text is not changed."""
+    """Moves the text of a turn to the end of the turn's last result. A turn without results or
+    without text is not changed."""
     results, text = of_kind(turn.parts, Result), text_of(turn.parts)
     if not results or not text:
         return turn

@@ -67,9 +67,9 @@ class Checked:
 
 
 def checked_schema(schema: Schema, found: Rewritten, strict: bool) -> tuple[Schema, Checked | None]:
-    """The schema for the masks, and the check of the finished text; None if no keyword has to be
-    reported. ``found``: the rewritten schema. ``strict``: whether the schema keeps all keywords, so
-    that the controller either enforces all of them or refuses the schema."""
+    """Returns the schema for the masks, and the check of the finished text. The check is None if no
+    keyword has to be reported. ``found``: the rewritten schema. ``strict``: whether the schema for
+    the masks keeps all keywords, so that the controller enforces all of them or refuses it."""
     if strict:
         rest = relaxed(schema, found.schema).keywords
         made, left_out = schema, [name for name in rest if name == "format"] or found.ignored

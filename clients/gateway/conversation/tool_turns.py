@@ -38,8 +38,8 @@ MAX_RESULT_BYTES = 4 * 1024 * 1024
 keeps the results until the answer ends."""
 
 STREAMS_PER_TURN = 64
-"""Number of stream numbers (``NamedRequest.number_from``) that are reserved for each turn of a
-request with an idempotency key: one for the turn itself, and one for each of its calls."""
+"""Number of stream numbers (``NamedRequest.number_from``) that each turn of a request with an
+idempotency key reserves. The turn uses one for itself, and one for each of its calls."""
 
 End = Literal["", "stop", "length", "tool_calls", "max_tool_turns", "error"]
 """Why an answer ended. ``tool_calls``: the client has to make calls."""
@@ -110,7 +110,8 @@ class Loop:
     served: frozenset[str]
     """The names of the request's tools of the bus."""
     begin: Callable[[Prepared, int | None], TurnStream]
-    """Begins a turn with at most this number of tokens, or with as many as the context permits."""
+    """Begins a turn. The second argument is the maximum number of the turn's tokens. If it is None,
+    only the context bounds them."""
     generated: Callable[[], int]
     """Returns the number of tokens that the answer has so far."""
     max_tokens: int | None = None
@@ -147,7 +148,7 @@ class ToolTurns:
     ) -> None:
         self.turns = [first]
         self.made: list[MadeCall] = []
-        """The calls so far, including those that were not made."""
+        """The calls so far. A call that the gateway did not make has an error as its result."""
         self.end: End = ""
         """Why the answer ended; empty before the end."""
         self._gateway = gateway
@@ -207,8 +208,8 @@ class ToolTurns:
         return receipt
 
     def _ended(self, turn: ModelTurn, sequence: GeneratedSequence) -> list[Call]:
-        """Sets why the answer ends, unless another turn follows. Returns the calls of the turn that
-        the gateway makes or reports as not made."""
+        """Sets the reason why the answer ends if no further turn follows. Returns the calls of the
+        turn that the gateway makes or reports as not made."""
         calls = of_kind(turn.parts, Call)
         own = [call for call in calls if self.is_served(call.name)]
         if sequence.finish_reason == "error":

@@ -99,8 +99,8 @@ async def _begin(gateway: Gateway, body: ChatRequest | GenerateRequest, ignored:
 
 
 async def _pieces(job: Job) -> AsyncGenerator[tuple[list[tuple[AnswerPart, str]], Token], None]:
-    """The new texts of the answer's parts, and the last entry so far. Calls are reported when the
-    answer has ended, because Ollama's clients expect the whole arguments as an object."""
+    """Yields the new texts of the answer's parts, and the last entry so far. Calls are yielded when
+    the answer has ended, because Ollama's clients expect the whole arguments as an object."""
     answer = Answer(job.prepared.form)
     async for _, entries in job.generations.batches():
         job.first = job.first or time.monotonic_ns()

@@ -9,9 +9,8 @@ LATEST = ":latest"
 
 
 async def served_name(gateway: Gateway, name: str) -> str:
-    """The name under which the model ``name`` is served. If no loaded model has this name, but one
-    has the name without ``:latest``, the name without ``:latest`` is returned; otherwise
-    ``name``."""
+    """The name under which the model ``name`` is served. Removes the tag ``:latest`` if a model is
+    loaded under the name without the tag, but not under the name with the tag."""
     if not name.endswith(LATEST):
         return name
     loaded = await loaded_names(gateway)

@@ -86,8 +86,8 @@ async def _begin(gateway: Gateway, body: ChatRequest, ignored: Ignored) -> ChatJ
         check_alternatives(counter.alternatives)
     options = body.options(prepared.constraint)
     generations = chat_generations(gateway, prepared, options, counter, {"prompt": "messages"})
-    # If the answer has parts, ``PartReader`` would read the names of special tokens as beginnings
-    # of parts.
+    # The names of special tokens are added only to an answer without parts. In an answer with
+    # parts, ``PartReader`` would read the added names as beginnings of parts.
     generations.shown = body.shown_text(prepared.model, special=prepared.form is None)
     job = ChatJob(body, prepared, generations, counter)
     if served:

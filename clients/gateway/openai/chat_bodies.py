@@ -246,8 +246,8 @@ class ChatRequest(SampledRequest, kw_only=True):
         return self.tool_choice or self.function_call
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
-        """The options of ``generate`` for these fields. The option ``max_tokens`` is missing if the
-        request does not bound the answer."""
+        """Converts the fields of this body to options of ``generate``. The option ``max_tokens`` is
+        missing if the request does not bound the answer."""
         options = super().options(constraint)
         options["n"] = self.n or 1
         if self.limit is not None:

@@ -91,7 +91,7 @@ class CompletionRequest(SampledRequest, kw_only=True):
         return prompts
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
-        """The options of ``generate`` for these fields."""
+        """Converts the fields of this body to options of ``generate``."""
         options = super().options(constraint)
         limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         options["max_tokens"] = 0x7FFF_FFFF if limit < 0 else limit

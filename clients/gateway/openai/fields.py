@@ -123,7 +123,7 @@ class TextRequest(Body):
         return AnswerRules(choice or "auto", parallel is not False, self.own_constraint)
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
-        """The options of ``generate`` for these fields, except the model."""
+        """Converts the fields of this body to options of ``generate``, except the model."""
         options: GenerateOptions = {
             "text": True,
             "temperature": OPENAI_TEMPERATURE if self.temperature is None else self.temperature,
@@ -205,7 +205,7 @@ class SampledRequest(TextRequest):
         return ShownText(with_stop, names) if with_stop or names else None
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
-        """The options of ``generate`` for these fields."""
+        """Converts the fields of this body to options of ``generate``."""
         options = super().options(constraint)
         if strings := stops_of(self.stop):
             options["stop"] = [*options.get("stop", ()), *strings]

@@ -128,7 +128,7 @@ class Generations:
                 task.cancel()
 
     def _named(self, error: TokenbusError) -> ApiError:
-        """Converts an error of the bus, with the name that the field has in the request's body."""
+        """Converts an error of the bus. The result names the faulty field as the body does."""
         named = from_tokenbus(error)
         param = named.param
         if param is None and error.code == Code.INVALID_FIELD:

@@ -18,7 +18,8 @@ from ..models import ServedModel
 
 UNLIKELY = -9999.0
 """OpenAI's value for a token that has no log-probability because it was not sampled. As in vLLM,
-also the least log-probability in answers, because JSON cannot represent minus infinity."""
+answers also contain this value in place of any lower log-probability, because JSON cannot represent
+minus infinity."""
 
 MAX_ALTERNATIVES = 524_288
 """Maximum number of log-probabilities of alternatives in one answer. The gateway composes each

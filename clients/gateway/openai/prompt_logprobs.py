@@ -24,8 +24,8 @@ class PromptLogprob(Struct):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""An element for each token of the prompt: a dict by token id, which has this token and the most
-likely tokens at its position. The first element is null."""
+"""A list with one element for each token of the prompt. An element maps the ids of this token and
+of the most likely tokens at its position to their log-probabilities. The first element is null."""
 
 
 async def prompt_logprobs(

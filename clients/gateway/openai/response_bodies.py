@@ -209,8 +209,8 @@ class ResponsesRequest(TextRequest, kw_only=True):
         return Conversation(turns, tools, rules, rendering, fitting)
 
     def options(self, constraint: Constraint | None) -> GenerateOptions:
-        """The options of ``generate`` for these fields. The option ``max_tokens`` is missing if the
-        request does not bound the answer."""
+        """Converts the fields of this body to options of ``generate``. The option ``max_tokens`` is
+        missing if the request does not bound the answer."""
         options = super().options(constraint)
         if self.limit is not None:
             options["max_tokens"] = self.limit

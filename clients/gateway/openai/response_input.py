@@ -186,11 +186,11 @@ def to_turns(
 
 
 def _add_to_answer(turns: list[Turn], parts: Sequence[Part], ends: tuple[type[Part], ...]) -> None:
-    """Adds ``parts`` to the assistant's turn at the end of ``turns``.
+    """Adds ``parts`` to the assistant's turn at the end of ``turns``. Begins a new turn if the last
+    turn is not the assistant's, or if its last part is of a kind in ``ends``.
 
-    ``ends``: the kinds of parts that cannot precede ``parts`` in one answer. Thinking precedes
-    text, and text precedes calls. A new turn begins if the last part of the last turn is of such a
-    kind, or if the last turn is not the assistant's.
+    ``ends``: the kinds of parts that cannot precede ``parts`` in one answer. Within an answer,
+    thinking precedes text, and text precedes calls.
     """
     last = turns[-1] if turns else None
     ended = last is not None and bool(last.parts) and isinstance(last.parts[-1], ends)

@@ -76,7 +76,7 @@ async def _loaded(gateway: Gateway) -> list[str]:
 
 
 async def _model(gateway: Gateway, name: str, loaded: list[str]) -> Model | None:
-    """The answer for the name of a model or a further name; None if the model is not loaded."""
+    """Describes the model with the name or further name ``name``; None if it is not loaded."""
     root = gateway.models.aliases.model(name)
     if root not in loaded and (root or not loaded):
         return None

@@ -39,7 +39,7 @@ class WeightSpan(Struct, omit_defaults=True):
 
 def weights_label(version: int, weights: str) -> str:
     """The version of weights as a text: the number of the last update; before the first update, the
-    hash of the loaded weights. A LoRA adapter follows after ``+``."""
+    hash of the loaded weights. For a LoRA adapter, ``+NAME@HASH`` follows, its name and hash."""
     _, plus, adapter = weights.partition("+")
     return f"{version}{plus}{adapter}" if version else weights
 

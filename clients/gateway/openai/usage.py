@@ -47,7 +47,7 @@ class Counter:
 
     def add_ids(self, count: int) -> None:
         """Adds ``count`` token ids of the answer to ``alternatives``. Eight ids count as one
-        alternative, because an id without text costs less."""
+        alternative, because an id without a text takes less time and memory than an alternative."""
         self.alternatives += count // 8
 
     def usage(self) -> Usage:

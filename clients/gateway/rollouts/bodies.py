@@ -187,7 +187,7 @@ class WeightVersion(Struct):
 
 async def read_optional(request: Request, kind: type[B]) -> tuple[B, Ignored, bool]:
     """Reads a request's body, which may be empty, because all of its fields are optional. Returns
-    the body, its fields that have no effect, and whether the body was not empty."""
+    the body, its fields that have no effect, and False if the body was empty."""
     ignored = ignored_of(request)
     content = await read_bytes(request, MAX_BODY)
     if not content:

@@ -54,8 +54,8 @@ async def accepted(call: Awaitable[Rollout]) -> Rollout:
 
 
 async def paused_models(request: Request) -> Collection[str]:
-    """The models that are paused at the broker of the operator's session. Other brokers may not
-    have received a pause. Any user may request the paused models."""
+    """The models that are paused at the broker of the operator's session. A model may be paused at
+    this broker only. Any user may request the paused models."""
     client = gateway_of(request).operator_client(current_tenant.get())
     return (await client.status()).paused
 

@@ -43,8 +43,8 @@ class MetaInfo(Struct, kw_only=True):
     cached_tokens: int
     weight_version: str
     """The weights that computed the last token: the number of the last update; before the first
-    update, the hash of the loaded weights. A LoRA adapter follows after ``+``. Empty if there are
-    no spans."""
+    update, the hash of the loaded weights. For a LoRA adapter, ``+NAME@HASH`` follows, its name and
+    hash. Empty if there are no spans."""
     spans: list[WeightSpan]
     e2e_latency: float
     """Seconds since the request arrived."""
@@ -96,7 +96,7 @@ class Reports:
     """The reported part of the prompt. None if only new tokens are reported."""
     _prompt: tuple[list[Logprob], list[list[Logprob] | None]] | None = field(default=None)
     """The tokens of ``prompt`` as the answer reports them, and the most likely tokens at each
-    position. ``add_to`` makes them at its first use if ``logprobs`` is set; None before."""
+    position. None until the first call of ``add_to``, or if ``logprobs`` is false."""
 
     def add_to(self, info: MetaInfo, sequence: GeneratedSequence) -> None:
         """Adds the requested data about the tokens of a sequence to ``info``."""

@@ -100,7 +100,7 @@ class SamplingParams(Body):
         return only_constraint(structured, self.controller, self.controller_arg, None)
 
     def options(self) -> GenerateOptions:
-        """The options of ``generate`` for these fields."""
+        """Converts the fields of these parameters to options of ``generate``."""
         options: GenerateOptions = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "max_tokens": self.max_tokens,

@@ -32,9 +32,8 @@ from .answers import Generated, MetaInfo, PromptLogprobs, Reports, finish_of
 from .bodies import GenerateRequest, Prompt, SamplingParams
 
 GROWTH = 16
-"""Each event of a stream repeats the whole answer so far. To bound the size of the stream, an event
-is sent only when the answer has ended, or when its new part is longer than 1 / ``GROWTH`` of the
-answer in the last event."""
+"""Bounds the size of a stream, because each event repeats the whole answer so far. An event is sent
+only when the answer has ended, or has grown by more than 1 / ``GROWTH`` since the last event."""
 FIELDS = {
     "max_tokens": "sampling_params.max_new_tokens",
     "min_tokens": "sampling_params.min_new_tokens",
@@ -77,8 +76,8 @@ class Job:
 
 
 Growing = asyncio.Queue[tuple[Part, list[GeneratedSequence]] | None | Exception]
-"""A queue of the parts whose sequences have grown, with these sequences. Its last element is None,
-or the error that ended a part."""
+"""A queue. Each element is a part whose sequences have grown, together with the part's sequences.
+The last element is None, or the error that ended a part."""
 
 
 async def generate(request: Request) -> Response:
@@ -327,5 +326,5 @@ async def _read(job: Job, part: Part, queue: Growing) -> None:
         return
     async for _ in generations.batches():
         await queue.put((part, generations.streams[0].sequences))
-        # The sequences must not grow while a thread composes events of them.
+        # The sequences must not grow while a thread composes events from them.
         await queue.join()

@@ -162,8 +162,8 @@ class Database:
 
     def items(self, user: str, ids: Sequence[str]) -> dict[str, bytes]:
         """The stored items of a user with these ids, by id. If several items have the same id, an
-        item of an output takes precedence over an item of an input. Raises ContextTooLargeError. An
-        item counts as often as ``ids`` names it."""
+        item of an output takes precedence over an item of an input. Raises ContextTooLargeError.
+        The bytes of an item count as often as ``ids`` names the item."""
         found: dict[str, bytes] = {}
         sql = (
             "SELECT data FROM items JOIN responses ON response = number"
@@ -404,7 +404,7 @@ class Database:
 
 def _check_values(items: Sequence[bytes]) -> None:
     """Raises ContextTooLargeError if items have more values together than a body may have. The
-    gateway decodes the items at once."""
+    bound is necessary because the gateway decodes all items without a pause."""
     is_small = sum(map(len, items)) <= SMALL_BODY_BYTES
     if not is_small and ValueCounts.of(items).excess is not None:
         raise ContextTooLargeError

@@ -16,8 +16,8 @@ class Running:
         self._begun: dict[tuple[str, str], asyncio.Future[bytes]] = {}
         """The futures that the method ``begun`` returns, by user and id."""
         self._changed: dict[tuple[str, str], asyncio.Event] = {}
-        """By response: the flag that its readers wait for. When the response has new events or has
-        ended, the flag is set and removed from this dict."""
+        """The flag that the readers of a response wait for, by user and id. When the response has
+        new events or has ended, the flag is set and removed from this dict."""
 
     def start(
         self, user: str, id: str, work: Coroutine[Any, Any, None], begun: asyncio.Future[bytes]

@@ -85,7 +85,7 @@ export class Call {
   resendAt: number | null = null;
   /** Number of entries that arrived in this attempt. */
   received = 0;
-  /** Number of coming entries that were already received. The answer to ATTACH sets this number. */
+  /** Number of next entries that the client already has. The answer to ATTACH sets this number. */
   repeats = 0;
   /** Last known number of times that the stream of this attempt has moved. */
   moves = 0;
@@ -155,8 +155,8 @@ export class Call {
   }
 
   /**
-   * Counts an entry. Returns false if an earlier attempt has already delivered the entry, or if the
-   * entry is a report that has no new message and does not say that the program waits.
+   * Counts an entry. Returns false if an earlier attempt has already delivered the entry. Also
+   * returns false for a report (`isReport`) without a new message, unless the program waits.
    */
   isNew(entry: Row | Token): boolean {
     this.received += 1;

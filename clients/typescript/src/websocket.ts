@@ -89,7 +89,10 @@ function refusal(reason: string): RequestError | undefined {
   );
 }
 
-/** Number of bytes per text chunk: below the maximum number of arguments, and a multiple of 3. */
+/**
+ * Number of bytes that are encoded at once. The number is a multiple of 3, so that the chunks'
+ * texts can be joined, and is below the maximum number of arguments of a function.
+ */
 const CHUNK = 3 * 4096;
 
 function base64(data: Uint8Array): string {

@@ -44,7 +44,7 @@ FEW = {
 }
 """Maximum values of fields that cost time. Other tests check large values."""
 REST = -1
-"""The maximum number of tokens that means the rest of the context."""
+"""The value of a maximum number of tokens that stands for the rest of the context."""
 
 LIMITS = {
     "/v1/chat/completions": "max_tokens",

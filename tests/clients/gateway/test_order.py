@@ -36,7 +36,7 @@ def turn(role: Any, text: str) -> Turn:
 
 
 def rendered(template: str, turns: list[Turn]) -> list[str]:
-    """Renders all arrangements of the turns. Leaves out those that the template refuses."""
+    """Renders all arrangements of the turns. Leaves out arrangements that the template refuses."""
     found = []
     for arranged in arrangements(turns):
         try:

@@ -1,5 +1,5 @@
 """A stream that moves between workers, as its client receives it: the entries of the first worker
-up to some message, and then those of the next worker."""
+up to some message, and then the entries of the next worker."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A worker receives a request that it still has. The later attempt replaces the earlier one.
 
 Most tests repeat an order of events in which an earlier version ran two sequences of one request.
-Both were sampled in one step. The end of the second raised KeyError, which ended every stream of
-the model.
+Both were sampled in one step. The end of the second sequence raised KeyError, which ended every
+stream of the model.
 """
 
 from __future__ import annotations

@@ -106,7 +106,8 @@ BODY = {"prompt": PROMPT, "max_tokens": 30, "controller": "c", "ignore_eos": Tru
 
 
 def tokens_in(messages: list[list[Token]], seq: int) -> list[int]:
-    """The tokens that the client has of a sequence, without those before its fork."""
+    """The tokens of a sequence that the client has, without the tokens before the sequence's
+    fork."""
     tokens: list[int] = []
     for entry in (e for message in messages for e in message if e.seq == seq):
         tokens = [] if entry.prompt else tokens

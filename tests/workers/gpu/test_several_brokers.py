@@ -1,4 +1,4 @@
-"""A GPU worker that is registered with two brokers: which messages it sends to which broker."""
+"""A GPU worker that is registered with two brokers sends each message to the right broker."""
 
 from __future__ import annotations
 

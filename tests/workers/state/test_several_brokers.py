@@ -1,5 +1,5 @@
-"""A state worker of several brokers: when it drops the variables of a request. The worker is real,
-but has no connections."""
+"""A state worker of several brokers drops the variables of a request when no broker has the request
+any more. The worker is real, but has no connections."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def test_the_end_at_the_next_broker_drops_variables_before_any_operation_there(
 
 
 def test_the_end_of_a_copy_drops_no_variables(worker: StateWorker) -> None:
-    """The second broker was paused, and then computed a copy of a request whose client had come to
-    the first broker. The first broker has claimed the request again, and no operation has arrived
-    since then."""
+    """The second broker was paused, and then a second copy of the request ran for this broker,
+    although the client had connected to the first broker. The first broker has claimed the request
+    again, and no operation has arrived since then."""
     assert write(worker, FIRST) is None
     assert write(worker, SECOND) is None
     end(worker, FIRST, elsewhere=True)

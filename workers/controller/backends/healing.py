@@ -22,8 +22,8 @@ from .structural.free_masks import TokenTable
 KEPT_TABLES = 4
 MAX_TRIED = 256
 """Maximum number of candidates for the first token that are tried in a copy of the constraint's
-controller. Only a candidate whose text after the removed text is not a single token has to be
-tried. Further candidates of this kind are forbidden."""
+controller. A candidate has to be tried only if its text after the removed text is not a single
+token. After this number of candidates, further candidates of this kind are forbidden."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 

@@ -216,7 +216,7 @@ class Channel:
 
 
 def _seal(memory: int) -> None:
-    """Fixes the size of the memory. If a guest process could shrink the memory, the worker would be
-    ended by SIGBUS when it reads."""
+    """Fixes the size of the memory. If a guest process could shrink the memory, SIGBUS would end
+    the worker when it reads the removed part."""
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)

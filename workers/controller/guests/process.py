@@ -43,8 +43,9 @@ after its request."""
 MAX_QUESTIONS = 10_000
 """Maximum questions of a guest in one call."""
 MIN_QUESTIONS = 100
-"""A call may ask this number of questions more than its time limit allows, if each question takes
-``QUESTION_S``. The sandbox counts this time too, so only a compromised process asks more."""
+"""Number of questions that a call may ask in addition to its time limit divided by ``QUESTION_S``.
+The sandbox also counts ``QUESTION_S`` for each question, so only a compromised process asks more
+questions."""
 GRACE_S = 1.0
 """Seconds of CPU time by which a call may exceed its limit before its process is killed. The
 sandbox in the process stops a guest at its limit, so only code that the sandbox cannot stop runs

@@ -126,7 +126,7 @@ def _change_user(user: GuestUser) -> str:
 
 
 def _no_capabilities() -> str:
-    """Gives up all capabilities. root has them, and other users may have some."""
+    """Gives up all capabilities. The user root has all of them, and other users may have some."""
     header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
     return _missing("a user without capabilities") if _libc.capset(header, bytes(24)) else ""
 

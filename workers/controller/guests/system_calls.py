@@ -88,8 +88,8 @@ FCNTL_COMMANDS = (
 )
 
 _MACHINES = {"x86_64": (0, 0xC000_003E), "aarch64": (1, 0xC000_00B7)}
-"""By machine: the index of its system call numbers in the pairs above, and the kernel's number of
-the architecture."""
+"""For each machine name, the index of its system call numbers in the pairs above, and the kernel's
+number of the architecture."""
 COLUMN, ARCHITECTURE = _MACHINES.get(platform.machine(), (0, 0))
 """``COLUMN`` is the index of this machine's number in each pair. ``ARCHITECTURE`` is 0 if the
 architecture is unknown."""

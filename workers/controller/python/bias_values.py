@@ -1,4 +1,4 @@
-"""The biases that an author's code returns: ``sample(mask, bias={id: value})``, or an array."""
+"""Converts the biases that a controller returns, such as ``sample(mask, bias={id: value})``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .. import biases
 from ..biases import Bias
 
 BiasValues = Mapping[int, float] | Sequence[float] | np.ndarray | None
-"""The values of a bias: for some tokens, by id, or for each token of the vocabulary. None if there
-is no bias."""
+"""The values of a bias: a mapping from token ids to values, or one value for each token of the
+vocabulary. None if there is no bias."""
 
 _RIGHT = "expected {token id: value}, or a value for each token of the vocabulary"
 
@@ -21,8 +21,8 @@ _RIGHT = "expected {token id: value}, or a value for each token of the vocabular
 def bias_of(
     values: BiasValues, size: int, call: str = "mid_process: sample(mask, bias)"
 ) -> Bias | None:
-    """Converts an author's values to a bias. Raises ControllerError, which names the invalid value.
-    ``call``: the author's call, for the error."""
+    """Converts a controller's values to a bias. Raises ControllerError if they are not valid; the
+    message shows the values. ``call``: the call that returned the values, for the message."""
     if values is None:
         return None
     try:
@@ -43,8 +43,8 @@ def _ids(values: Mapping[int, float]) -> np.ndarray:
 
 
 def _floats(values: object) -> np.ndarray:
-    """The values as float32. A number outside the range of float32 becomes an infinity; ``biases``
-    then refuses plus infinity."""
+    """The values as float32. A number outside the range of float32 becomes an infinity. ``biases``
+    refuses plus infinity."""
     with np.errstate(over="ignore"):
         return np.asarray(values, dtype=np.float32)
 

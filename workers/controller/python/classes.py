@@ -1,4 +1,5 @@
-"""A controller as a Python class that implements the four calls.
+"""A controller as a Python class with the four calls init_prompt, pre_process, mid_process and
+post_process.
 
 class Upper(Controller):
     def mid_process(self, fork_group):
@@ -42,8 +43,8 @@ class Controller:
     ``sample(query=...)`` applies to one token only."""
 
     takes_drafts: bool = False
-    """Whether a clone may run the rounds of a draft (tokens that the model is expected to sample
-    next) before its tokens are sampled. One step of the model can then verify the draft. Set the
+    """Whether a clone of the object may run rounds in advance, for the tokens of a *draft*, which
+    the model is expected to sample next. One step of the model can then verify the draft. Set the
     flag in a class or in ``__init__``. Drafts save time if a clone and a round are much cheaper
     than a step. The decisions must depend only on the prompt, the argument and the tokens. The
     clone is dropped before a round that uses a variable or the log."""
@@ -58,7 +59,8 @@ class Controller:
     def mid_process(self, fork_group: list[int]) -> Decision:
         """Called while the model computes: returns the mask for sampling, a splice, or stop.
 
-        ``fork_group``: the sequences of a fork in this round's pre_process, or only this sequence.
+        ``fork_group``: the ids of the sequences that a fork in this round's pre_process has made.
+        Without a fork, only the id of this sequence.
         """
         return sample()
 
@@ -83,7 +85,8 @@ class Controller:
 
     @property
     def arg(self) -> object:
-        """The request's ``controller_arg``, decoded as JSON or else as text; None if empty."""
+        """The request's ``controller_arg``, decoded as JSON, or as text if it is not JSON. None if
+        empty."""
         return parsed(self.host.arg)
 
     @property
@@ -122,8 +125,8 @@ class Controller:
 CALLS = {"init_prompt": 1, "pre_process": 0, "mid_process": 1, "post_process": 2}
 """The four calls, and the number of arguments of each after ``self``."""
 ALIKE = 0.87
-"""Minimum similarity at which a method's name counts as a misspelt call. ``midProcess`` counts as
-``mid_process``; ``my_process`` does not."""
+"""Minimum similarity at which a method's name counts as a misspelt call. ``midProcess`` counts as a
+misspelt ``mid_process``; ``my_process`` does not."""
 
 
 class PythonProgram:
@@ -158,7 +161,8 @@ class PythonProgram:
         return ClassController(self.name, controller, calls)
 
     def _check_calls(self, kind: type[Controller]) -> None:
-        """Refuses misspelt calls, and calls whose parameters do not match."""
+        """Raises RequestError if the class has a misspelt call, or a call with the wrong
+        parameters."""
         own = {
             name: value
             for base in reversed(kind.__mro__)

@@ -49,7 +49,7 @@ from .transcript import Question, Transcript
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A position in the sequence, in tokens, including the prompt."""
+    """A position in the sequence: the number of tokens before it, including those of the prompt."""
 
     position: int
 
@@ -255,13 +255,13 @@ class Context:
     async def score(
         self, candidates: Iterable[str | bytes | list[int]], *, per_token: bool = False
     ) -> list[Any]:
-        """The log-probability of each candidate, as if it followed the sequence. The sequence does
-        not change.
+        """Returns the log-probability of each candidate as a continuation of the sequence, which
+        does not change.
 
         A candidate is a text or a list of token ids. With ``per_token``, each element is a list of
         the log-probabilities of the candidate's tokens. The numbers are natural logarithms under
         the model's own distribution, before mask, bias and temperature. Raises ControllerError if
-        there are more than 64 candidates or 4096 tokens.
+        there are more than 64 candidates, or if the candidates together have more than 4096 tokens.
         """
         vocabulary = self._host.vocabulary
         texts = texts_of(candidates, vocabulary.size, self.tokenize)
@@ -329,7 +329,8 @@ class Context:
 
     @property
     def arg(self) -> Any:
-        """The request's ``controller_arg``, decoded as JSON or else as text; None if empty."""
+        """The request's ``controller_arg``, decoded as JSON, or as text if it is not JSON. None if
+        empty."""
         return parsed(self._host.arg)
 
     @property
@@ -473,8 +474,8 @@ class _RecordedVariables:
         self._transcript = transcript
 
     def await_write(self, name: str, version: int = 1) -> Stored | None:
-        """Reads a variable, or returns None and awaits its write. The variable is not recorded
-        here, because ``Context.wait_var`` records it."""
+        """Reads a variable. If the variable does not have the version yet, returns None and awaits
+        its write. The answer is not recorded here, because ``Context.wait_var`` records it."""
         return self._variables.await_write(name, version)
 
     def receive(self) -> bytes | None:
@@ -540,8 +541,8 @@ def _position(what: str, label: object) -> int:
 
 
 def _delegated(options: dict[str, object]) -> GeneratedText | None:
-    """The text that a call of ``gen`` describes, if only the worker implements the call's
-    constraint (yacc or substring); otherwise None."""
+    """Returns the text to request from the worker if a call of ``gen`` has a constraint that only
+    the worker implements (yacc or substring). Otherwise returns None."""
     given = {name: value for name, value in options.items() if value is not None}
     if not given.keys() & {"yacc", "substring", "substring_end"}:
         return None

@@ -121,8 +121,7 @@ def look(query: Query) -> Decision:
 
 
 def answer_of(call: str, returned: object, host: Host, into: memoryview | None = None) -> Answer:
-    """Converts the value that a call returned to an ``Answer``. Writes the mask of mid_process to
-    ``into``.
+    """Converts a call's return value to an ``Answer``. Writes the mask of mid_process to ``into``.
 
     Raises ControllerError, which names the returned value and the allowed values, if the value is
     not allowed.

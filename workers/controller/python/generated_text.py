@@ -17,8 +17,8 @@ class Generated(NamedTuple):
     tokens: list[int]
     logprobs: list[float | None]
     """The natural logarithm of each token's probability under the model's own distribution. None
-    for a token that was not sampled: one that a constraint appended, or part of a token that a stop
-    text has cut."""
+    for a token that was not sampled. A constraint has appended such a token, or a stop text has cut
+    off the end of a sampled token and this token replaces it."""
 
 
 class GeneratedBytes(NamedTuple):

@@ -46,8 +46,8 @@ class Operation:
         """Called after tokens were appended to the sequence and to the transcript."""
 
     def after_post(self) -> Answer:
-        """The answer of the controller's post_process. Called if this post_process has finished the
-        previous operation, and ``posts`` of that operation is true."""
+        """Returns the answer of a post_process that has finished the previous operation. Called if
+        ``posts`` of the previous operation is true."""
         return CONTINUE
 
     def resume(self, other: Operation) -> None:
@@ -115,7 +115,7 @@ class Generate(Operation):
         text: GeneratedText,
         bias: Bias | None = None,
     ) -> None:
-        """``text``: the stop texts, ``max_tokens`` and ``logprobs``."""
+        """``text`` has the stop texts, ``max_tokens`` and ``logprobs``."""
         super().__init__(question)
         self._free = Answer(Action.CONTINUE, bias=bias, logprobs=text.logprobs)
         self._masked = self._free._replace(masked=True)
@@ -167,7 +167,7 @@ class Generate(Operation):
                 return
 
     def resume(self, other: Operation) -> None:
-        """Copies the text that was generated so far."""
+        """Copies the text that ``other`` has generated so far."""
         assert isinstance(other, Generate)
         self._tokens, self._logprobs = list(other._tokens), list(other._logprobs)
         self._text = bytearray(other._text)
@@ -236,15 +236,15 @@ class Fork(Operation):
         return None
 
     def resume(self, other: Operation) -> None:
-        """Copies whether the fork was made."""
+        """Copies from ``other`` whether the fork was made."""
         assert isinstance(other, Fork)
         self._made = other._made
 
 
 class Replace(Operation):
     """Saves the sequence as a context, or replaces all of its tokens by a new prompt or by a
-    context. ``answer`` is the answer of mid_process that requests this. The operation's answer is
-    the reason why a context was refused, or the number of tokens of the new prompt."""
+    context. ``answer`` is the answer of mid_process that requests the operation. The operation's
+    answer is the reason why a context was refused, or the number of tokens of the new prompt."""
 
     def __init__(self, question: Question, host: Host, answer: Answer) -> None:
         super().__init__(question)

@@ -52,7 +52,7 @@ class ScriptProgram:
         self._function: Script = function
 
     def start(self, host: Host) -> interface.Controller:
-        """A controller with the script at its beginning."""
+        """Returns a controller that runs the script from its beginning."""
         return ScriptController(self.name, self._function, host, Transcript())
 
 

@@ -1,9 +1,10 @@
-"""The operations of scripts that decide each step themselves. Such scripts are classes with the
-four calls, and scripts with AICI's ``NextToken``.
+"""The operations of scripts that decide each step themselves. These scripts are classes with the
+four calls, or they use AICI's ``NextToken``.
 
 A script awaits ``AtPre`` or ``AtMid`` until its controller's pre_process or mid_process is called.
 The next operation that the script awaits answers this call. When the tokens of a step have arrived,
-the script immediately runs its own post_process, and awaits ``Posted`` with the decision.
+the script immediately runs its own post_process. It then awaits ``Posted``, which passes the
+decision to the controller.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ class Suspend(Operation):
         self._suspended = False
 
     def pre_process(self) -> Answer:
-        """Suspends; finishes when the sequence is woken."""
+        """Suspends the sequence, and finishes the operation when the sequence is woken."""
         if self._suspended:
             self._finish()
         self._suspended = True
         return SUSPEND
 
     def resume(self, other: Operation) -> None:
-        """Copies whether the sequence is suspended."""
+        """Copies from ``other`` whether the sequence is suspended."""
         assert isinstance(other, Suspend)
         self._suspended = other._suspended
 
@@ -86,7 +87,7 @@ class Step(Operation):
 
 
 class Posted(Operation):
-    """The answer of the script's own post_process."""
+    """Returns the decision of the script's own post_process to the controller."""
 
     def __init__(self, question: Question, stops: bool) -> None:
         super().__init__(question)

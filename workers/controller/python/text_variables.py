@@ -9,7 +9,7 @@ from ..host import Stored, Variables, Written
 class Vars:
     """``vars["name"]`` reads and ``vars["name"] = "text"`` writes a variable of the request.
 
-    All sequences of the request share its variables. Each access waits for the state worker, and
+    All sequences of the request share its variables. An access may wait for the state worker. It
     raises ControllerError if a name or a value is not valid, or if the quota is exceeded.
     """
 

@@ -42,7 +42,7 @@ class CallTool(Operation):
         return SUSPEND
 
     def resume(self, other: Operation) -> None:
-        """Copies the name of the call's record."""
+        """Copies the name of the call's record from ``other``."""
         assert isinstance(other, CallTool)
         self._record = other._record
 

@@ -28,7 +28,7 @@ class Entry(NamedTuple):
     answer: object
     error: ControllerError | None
     kept: int
-    """Number of tokens that the sequence had at the previous answer and that were not dropped since
+    """Number of tokens that the sequence had at the previous answer and has not dropped since
     then."""
     tokens: tuple[int, ...]
     """The tokens that follow the ``kept`` tokens."""
@@ -38,8 +38,8 @@ class Transcript:
     """The tokens of a script's sequence, and its questions and answers.
 
     A copy for a forked sequence starts at the beginning. It replays the recorded answers up to
-    ``until``, the question that the original script has asked last and that has no answer yet.
-    Later questions get new answers.
+    ``until``, which is the last question of the original script and has no answer yet. Later
+    questions get new answers.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Transcript:
         self.tokens += tokens
 
     def add(self, question: Question, answer: object, error: ControllerError | None = None) -> None:
-        """Records the answer to a live question."""
+        """Records the answer to a question that is not replayed."""
         kept = self._kept
         self._entries.append(Entry(question, answer, error, kept, tuple(self.tokens[kept:])))
         self._kept = len(self.tokens)
@@ -107,7 +107,8 @@ class Transcript:
         return entry
 
     def catch_up(self, original: Transcript) -> None:
-        """Copies the tokens that the original has added since its last question."""
+        """Copies the tokens of the original sequence, which may have changed since its last
+        answer."""
         self.tokens = list(original.tokens)
         self._kept = original._kept
 

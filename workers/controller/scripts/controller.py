@@ -2,8 +2,8 @@
 text that the worker generates for the guest.
 
 While a text is generated, the worker runs the sequence's rounds with the controller of a built-in
-constraint, without calling the guest. After the text, the worker calls the guest's post_process
-with the tokens of the whole text.
+constraint, without calling the guest. When the text has ended, the worker calls the guest's
+post_process with the tokens of the whole text.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ScriptController:
         except BaseException:
             self._questions.close()
             raise
-        # The check takes 25 µs, so it is made once.
+        # ``isinstance`` takes 25 µs for a protocol, so it is called only once.
         self._ahead = self._guest if isinstance(self._guest, DecidesAhead) else None
         self._generation: Generation | None = None
         self._length = 0
@@ -170,7 +170,7 @@ class ScriptController:
         return ahead or self._held is not None
 
     def ends(self) -> None:
-        """Called before the last post_process."""
+        """Notifies the guest that the next post_process is the last one."""
         if self._ahead is not None:
             self._ahead.ends()
 
@@ -197,8 +197,8 @@ class ScriptController:
 
     def _begin_text(self, answer: Answer) -> None:
         """Begins a text. If the text's constraint is refused, passes the reason to the guest
-        instead, whose script can catch this error. Raises ControllerError after ``MAX_REFUSALS``
-        refusals."""
+        instead, so that the script can catch the error. Raises ControllerError after
+        ``MAX_REFUSALS`` refusals."""
         asked = decode_generate(answer.generate)
         constraint = None
         if asked.kind is not None:

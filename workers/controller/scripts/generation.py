@@ -100,8 +100,8 @@ class Generation:
             answer = answer._replace(logprobs=True)
         if self._bias is None:
             return answer
-        # A mask with a single token forces this token, so the bias does not apply: it does not
-        # apply to appended tokens either.
+        # A mask with a single token forces this token, as if it were appended. No bias applies to
+        # appended tokens.
         single = answer.masked and int.from_bytes(mask, "little").bit_count() == 1
         return answer if single else answer._replace(bias=self._bias)
 
@@ -172,8 +172,8 @@ class Generation:
 
     def _sample_freely(self, mask: memoryview) -> Answer:
         """Samples without a constraint. Without a bias, the model samples several tokens before the
-        next round (``Answer.run``). The next round comes earlier after a token in which the text
-        may end."""
+        next round (``Answer.run``). The next round comes earlier if the model samples a token in
+        which the text may end."""
         most = self._asked.max_tokens
         run = MAX_RUN if most is None else min(MAX_RUN, most - len(self.tokens))
         if run < 2 or self._bias is not None:

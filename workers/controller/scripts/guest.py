@@ -26,8 +26,8 @@ from .engines import BACKTRACK, put_text, words
 from .imports import linker_of
 
 GENERATE = 5
-"""The result of mid_process if the worker is to generate a text. Words 8 and 9 of the call block
-then have the size and the address of a ``generation.Generate`` as JSON."""
+"""The result of mid_process if the script requests a text that the worker generates. Words 8 and 9
+of the call block then have the size and the address of a ``generation.Generate`` as JSON."""
 SCORE = 6
 """The result of mid_process if texts are to be scored. Words 8 and 9 then have the size and the
 address of the texts as JSON: lists of token ids. The arguments of the next post_process are the
@@ -110,8 +110,8 @@ LAST_LINE = (
     b"\n;globalThis.__script = {main: typeof main === 'undefined' ? undefined : main, "
     b"Main: typeof Main === 'undefined' ? undefined : Main};"
 )
-"""Passes ``main`` and ``Main`` to the interpreter's library. A script is a module, so its names are
-not global."""
+"""Code that follows a script, and passes ``main`` and ``Main`` to the interpreter's library. A
+script is a module, so its names are not global."""
 
 
 def load(guest: Guest, block: int, text: bytes, limit_s: float) -> None:
@@ -172,8 +172,8 @@ class ScriptGuest(NativeController):
         return Answer(Action.GENERATE, bias=self._own_bias(), generate=generate)
 
     def _of_json(self, action: int, given: bytes) -> Answer:
-        """The answer of a script that scores texts, reads a distribution, or saves or opens a
-        context. Raises MsgspecError and ControllerError."""
+        """Converts the JSON of a script that scores texts, reads a distribution, or saves or opens
+        a context to an ``Answer``. Raises MsgspecError and ControllerError."""
         if action == SCORE:
             texts = checked_texts(_decode_texts(given), self._host.vocabulary.size)
             return Answer(Action.SCORE, texts=texts)

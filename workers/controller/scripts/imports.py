@@ -14,7 +14,7 @@ MAX_ARGUMENT_BYTES = 1024 * 1024
 MAX_ERROR_BYTES = 240
 """Maximum bytes of an error's text, because QuickJS cuts off longer texts."""
 QUESTION_BYTES = 65_536
-"""A call of ``next_tokens`` counts as much work as a copy of this number of bytes
+"""A call of ``next_tokens`` counts as much work as copying this number of bytes
 (``Guest.charge``)."""
 MAY_END, ENDS, REFUSED = 1, 2, 0x8000_0000
 """Flags of the result of ``next_tokens``: the text may end, the text must end, or the constraint

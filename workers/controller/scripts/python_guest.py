@@ -138,7 +138,8 @@ class PythonContext(Context):
 
     async def run(self, template: Template, script: str, loaded: Callable[[], Image]) -> None:
         """Runs the script from its beginning, in an interpreter with the memory that ``loaded``
-        returns. After a fork, the script continues from the call that forked."""
+        returns. In a forked sequence, the script instead continues from the call that forked, in an
+        interpreter with a copy of the parent's memory."""
         session = self._session = PythonSession(
             template, Printed(self._host.log.write), self._host.memory
         )
@@ -364,7 +365,7 @@ def _made(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Encodes a value for the script in types of JSON."""
+    """Converts a value for the script to types of JSON."""
     match value:
         case bytes():
             return {"$bytes": value.hex()}

@@ -36,7 +36,7 @@ from ..wasm.wasi import MODULE, OK, WASI
 RESULT_BYTES = 256 * 1024
 """Maximum bytes of an answer to the script."""
 ASK_BYTES = 4096
-"""A call of the script counts as much work as a copy of this number of bytes (``Guest.charge``)."""
+"""A call of the script counts as much work as copying this number of bytes (``Guest.charge``)."""
 HEAP = b"heapsize=8m"
 MIN_BYTES = 9 * 1024 * 1024
 """Minimum bytes of memory of an interpreter whose heap has the size in ``HEAP``. With less memory,
@@ -143,7 +143,7 @@ class PythonSession:
 
     def begin(self, limits: Limits, image: Image | None = None) -> Asked | None:
         """Starts the interpreter, and runs it to its first call, which ``resume`` then answers with
-        the text of the library. With ``image``, the first answer instead continues from this
+        the text of the library. With ``image``, the first ``resume`` instead continues from this
         memory. Raises ControllerError if the interpreter fails."""
         if limits.memory_bytes < MIN_BYTES:
             raise ControllerError(

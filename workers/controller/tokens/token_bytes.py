@@ -148,8 +148,8 @@ def spells_space(part: Spec) -> bool:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The inverse of GPT-2's map of bytes to printable characters: printable bytes map to
-    themselves, the others to characters from U+0100 on."""
+    """Returns the inverse of GPT-2's map of bytes to printable characters. GPT-2 maps printable
+    bytes to themselves, and other bytes to characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

@@ -99,8 +99,8 @@ class Vocabularies:
             ready(vocabulary, failure if vocabulary is None else "")
 
     def retry(self) -> None:
-        """Requests missing tokenizers again, from the GPU worker of the latest waiting request.
-        Requests that have waited too long fail. Called periodically."""
+        """Called periodically. Requests missing tokenizers again, from the GPU worker of the latest
+        waiting request. A request that has waited too long fails."""
         if not self._waiting:
             return
         now = self._clock()

@@ -106,8 +106,8 @@ def _preorder(tokens: Sequence[bytes]) -> _Preorder:
         table = np.array(texts, f"S{width}").view(np.uint8).reshape(len(texts), width)
         differ = table[1:] != table[:-1]
         first = np.where(differ.any(axis=1), differ.argmax(axis=1), width)
-        # The table pads tokens with zeros. A token may also contain zeros, so the shared length is
-        # bounded by both lengths.
+        # The table pads tokens with zeros. A token may also contain zeros, so the length of the
+        # shared prefix is bounded by the lengths of both tokens.
         shared[1:] = np.minimum(first, np.minimum(lengths[1:], lengths[:-1]))
     shared = np.minimum(shared, lengths - twice)
     new = lengths - shared
@@ -166,8 +166,8 @@ class TokenTrie(NamedTuple):
 def decode_trie(blob: bytes) -> TokenTrie:
     """Decodes a trie. The checks are at least as strict as those of AICI's guests.
 
-    Raises ValueError if a size, an offset, an id, the order of siblings, a subtree's size or the
-    number of levels that end is not valid.
+    Raises ValueError if a size, an offset, an id or the order of siblings is not valid. Also raises
+    it if the size of a subtree, or the number of subtrees that end at a node, is wrong.
     """
     if len(blob) < 4 * HEADER_WORDS:
         raise ValueError(f"{len(blob)} bytes are too few; a header has {4 * HEADER_WORDS}")

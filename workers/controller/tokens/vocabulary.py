@@ -141,7 +141,7 @@ class TokenizerVocabulary:
         return text, np.cumsum(np.fromiter(map(len, self._tokens), np.int64, self.size))
 
     def bytes_of(self, tokens: Sequence[int]) -> bytes:
-        """The text of tokens."""
+        """The text of tokens, as bytes."""
         return b"".join(map(self.token, tokens))
 
     def tokenize(self, text: bytes, check: Callable[[], None] | None = None) -> list[int]:

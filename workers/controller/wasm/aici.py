@@ -37,8 +37,8 @@ from .wasi import MODULE as WASI_MODULE
 RESULT_BYTES = 1024 * 1024
 """Maximum bytes of the result of a call."""
 LAST_WORDS_BYTES = 1000
-"""Maximum number of bytes of an error message that ``aici_host_stop`` takes from the end of the log
-of the current call."""
+"""If a guest calls ``aici_host_stop``, the error message contains at most this number of bytes from
+the end of the current call's log."""
 CONFIG = frozenset({b"fork", b"backtrack", b"ff_tokens"})
 """The names for which ``aici_host_get_config`` returns 1."""
 
@@ -193,7 +193,8 @@ class AiciController:
         self._guest.close()
 
     def _count(self) -> None:
-        """Counts the memory of the guest, and of the blobs that the host stores for the guest."""
+        """Counts the memory of the guest, and the blobs that the host stores for the guest, towards
+        the tenant's share."""
         blobs = self._state.blobs
         self._guest.host_bytes = sum([len(blobs[kind] or b"") for kind in _MADE])
         self._guest.count()

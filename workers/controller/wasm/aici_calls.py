@@ -23,7 +23,8 @@ SHOWN_BYTES = 200
 
 MAX_VALUES = 70_000
 """Maximum values in the result of a call. The number is bounded because other threads of the worker
-do not run while a result is decoded. The bound is larger than the maximum of appended tokens."""
+do not run while a result is decoded. The bound is larger than the maximum number of tokens that a
+call can append."""
 MAX_LISTS = 1024
 """Maximum lists and objects in the result of a call. The bound is larger than the maximum number of
 sequences of a request, because pre_process returns a list for each sequence."""

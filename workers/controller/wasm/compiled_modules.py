@@ -1,7 +1,7 @@
 """Caches compiled modules: the most recently used ones in memory, and all of them on disk, for
 later processes.
 
-A script is stored like a module. Its interpreter, which is a module too, runs the script.
+A script is stored like a module. The interpreter that runs the script is also a module.
 
 If another user could change a compiled form, loading it would run that user's machine code. So each
 file has an HMAC. The HMAC's key is a file in the folder, which only the worker's user can read. The

@@ -48,8 +48,8 @@ def copy_tables(source: Guest, target: Guest) -> None:
 
 
 def names_by_address(guest: Guest) -> dict[int, str]:
-    """Maps the address in a reference to a function to the name under which the guest exports the
-    function. Empty if the guest's tables are not copied."""
+    """Maps addresses of functions, as references contain them, to the names under which the guest
+    exports the functions. Empty if the guest's tables are not copied."""
     template = guest.template
     return {_to_raw(guest.context, guest.function(name)): name for name in template.functions}
 
@@ -61,8 +61,8 @@ def _value(
     at: int,
     functions: dict[int, ffi.wasmtime_val_t],
 ) -> ffi.wasmtime_val_t:
-    """The value for the element ``at`` of the target's table, which corresponds to the same element
-    of the source's ``table``."""
+    """Returns the value for element ``at`` of the target's table. It corresponds to the value of
+    the same element of the source's ``table``."""
     value = ffi.wasmtime_val_t()
     _get(source.context, ctypes.byref(table), ctypes.c_uint64(at), ctypes.byref(value))
     if not value.of.funcref.store_id:

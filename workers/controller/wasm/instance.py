@@ -101,7 +101,8 @@ _epoch_callback = _OnEpoch(_on_epoch)
 
 
 class Spares:
-    """Stores instances whose sequences have finished. The next forks of their modules reuse them.
+    """Stores instances whose sequences have finished. Later forks of sequences with the same module
+    reuse these instances.
 
     Most of the cost of a fork is the allocation of its memory by the system, page by page. The
     pages of a spare instance are already allocated. A fork overwrites all of the instance's memory,
@@ -283,8 +284,8 @@ class Guest:
         return number
 
     def function_names(self) -> dict[int, str]:
-        """Maps the address in a reference to a function to the name under which the guest exports
-        the function. Empty if the guest's tables are not copied."""
+        """Maps addresses of functions, as references contain them, to the names under which the
+        guest exports the functions. Empty if the guest's tables are not copied."""
         if self._function_names is None:
             self._function_names = names_by_address(self)
         return self._function_names
@@ -330,8 +331,8 @@ class Guest:
         self.check_time()
 
     def charge(self, size: int) -> None:
-        """Counts the work of a host function before the work is done. ``size``: the work as a
-        number of copied bytes."""
+        """Counts the work of a host function before the work is done. ``size``: the number of bytes
+        that could be copied with the same work."""
         if size >= BULK_BYTES and self._ticked_at is None:
             self._ticked_at = call_cpu_s()
         self.host_work += size // WORK_BYTES
@@ -361,7 +362,7 @@ class Guest:
         _set_fuel(self._context, ctypes.c_uint64(self._fuel))
 
     def _burn(self, fuel: int) -> None:
-        """Counts the work of host functions as ``fuel`` executed instructions. Raises
+        """Counts work of host functions as if the guest had executed ``fuel`` instructions. Raises
         ControllerError if the call has fewer instructions left."""
         left = ctypes.c_uint64()
         _get_fuel(self._context, ctypes.byref(left))
@@ -448,8 +449,7 @@ class Guest:
 
     def restore(self, memory: memoryview) -> None:
         """Overwrites the guest's memory with the memory of another guest of the same module. Only
-        valid between calls, and for modules whose globals have the same values between all
-        calls."""
+        valid between calls, and for modules whose globals have the same values after each call."""
         self._grow_to(len(memory))
         whole = (ctypes.c_char * len(memory)).from_address(self.base)
         memoryview(whole).cast("B")[:] = memory

@@ -43,11 +43,11 @@ from .sandbox import Ticker, make_engine
 from .wasm_reader import WasmError
 
 CPU_S = 30
-"""Maximum CPU time of compiling, in seconds, of all threads together. A usual module of 16 MB takes
-7 s."""
+"""Maximum CPU time of a compilation, in seconds. The times of its threads are added up. A usual
+module of 16 MB takes 7 s."""
 WALL_S = 300.0
-"""Maximum wall-clock time of compiling, in seconds. Compiling takes longer only on an overloaded
-machine."""
+"""Maximum wall-clock time of a compilation, in seconds. A compilation takes longer only on an
+overloaded machine."""
 MEMORY_BYTES = 2 * 1024**3
 """Maximum bytes of memory that a task may allocate."""
 COMPILED_BYTES = 256 * 1024**2
@@ -120,8 +120,8 @@ def compile_module(wasm: bytes, limits: Limits) -> Compiled:
 
 def compile_interpreter(wasm: bytes, limits: Limits) -> Compiled:
     """Compiles an interpreter of scripts. If the interpreter exports ``tokenbus_boot``, the
-    compiled form contains the memory that the interpreter has after a call of this function.
-    Raises the errors of ``compile_module``."""
+    compiled form contains the memory of an interpreter in which ``tokenbus_boot`` has run. Raises
+    the errors of ``compile_module``."""
     return _compile("interpreter", wasm, limits)
 
 
@@ -136,8 +136,9 @@ def _compile(kind: Kind, wasm: bytes, limits: Limits) -> Compiled:
 
 
 def check_script(source: Source, interpreter: bytes, limits: Limits) -> None:
-    """Raises RequestError if a script has a syntax error, whose place the message names, or does
-    not define a program. ``interpreter``: the compiled form of the script's interpreter."""
+    """Raises RequestError if a script has a syntax error or does not define a program. The message
+    gives the position of a syntax error. ``interpreter``: the compiled form of the script's
+    interpreter."""
     _run_apart(_Task("script", limits, CPU_S, source.text, source.language, interpreter))
 
 
@@ -237,7 +238,7 @@ def _forked(task: bytes) -> _Outcome:
 
 
 def _content(file: int) -> bytes:
-    """The content of an open file, which is closed."""
+    """Returns the content of an open file, and closes the file."""
     with open(file, "rb") as opened:
         opened.seek(0)
         return opened.read()

@@ -221,8 +221,8 @@ def check_tags(table: Table) -> None:
 
 def check_quota(table: Table, module: str, more: int, upload_bytes: int | None) -> None:
     """Raises RequestError or UnavailableError if the tenant does not have room for a module.
-    ``more``: bytes of the module, with its compiled form if this form exists. ``upload_bytes``: the
-    quota of the tenant's key; None if the key has no quota."""
+    ``more``: bytes of the module, and of its compiled form if the module has been compiled.
+    ``upload_bytes``: the quota of the tenant's key; None if the key has no quota."""
     if module in table.modules:
         return
     if len(table.modules) >= MAX_MODULES:

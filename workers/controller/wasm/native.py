@@ -33,8 +33,7 @@ from .wasi import WASI, start_function
 VERSION = 1
 START = f"tokenbus_abi_v{VERSION}"
 TOKENIZED_WORK = 64
-"""Approximate number of bytes that can be copied in the time that tokenizing one byte of text
-takes."""
+"""Tokenizing one byte of text takes about as long as copying this number of bytes."""
 NAME_BYTES = 256
 """Maximum bytes of a variable's name."""
 
@@ -238,7 +237,7 @@ class NativeController:
 
     def _other_answer(self, action: int, mask: memoryview) -> Answer:
         """The answer of a mid_process that neither stops, samples nor splices. Only the guests of
-        scripts may return another answer than LOOK (``scripts.guest``)."""
+        scripts may return an answer other than LOOK (``scripts.guest``)."""
         if action == Action.LOOK:
             return Answer(Action.LOOK, query=self._state.take_query())
         raise _unknown("mid_process", action, "0 (stop), 1 (sample), 4 (splice), 10 (look)")

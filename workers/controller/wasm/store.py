@@ -62,20 +62,22 @@ SHORT_S = 2.0
 copy may be used if the request names a module by its id. It may also be used for a tag after a
 stream has waited for ``PATIENCE_S`` without an answer."""
 MAX_TRIES = 100
-"""Maximum tries of a change of a table. A try fails if another change of the table comes first."""
+"""Maximum number of tries to change a table. A try fails if another change of the table comes
+first."""
 
 T = TypeVar("T")
 Stored = list[StoredModule]
 
 
 class Others(Protocol):
-    """The requests to other workers that the store needs."""
+    """Sends the store's requests to other workers."""
 
     def table(
         self, tenant: str, known: int, content: bytes | None = None, patience_s: float = PATIENCE_S
     ) -> ModuleTableAnswer:
         """Reads or replaces the table of a tenant with the message ``ModuleTable``. Raises
-        UnavailableError if this is refused, or not answered within ``patience_s`` seconds."""
+        UnavailableError if the message is refused, or is not answered within ``patience_s``
+        seconds."""
 
     def fetch(self, module: str) -> bytes:
         """The bytes of a module, checked against its id. Raises UnavailableError if no other worker
@@ -164,7 +166,8 @@ class ModuleStore:
         try:
             return self._change(tenant, add, tags)[0].stored(module)
         except TokenbusError as error:
-            if error.code != Code.STORE_FAILED:  # After this error, the table may have the module.
+            # After STORE_FAILED, the table may have the module, so the module's files stay.
+            if error.code != Code.STORE_FAILED:
                 with self._locked():
                     self._drop_unused(module)
             raise

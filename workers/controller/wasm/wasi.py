@@ -28,7 +28,7 @@ CLOCK_NS = 1_700_000_000_000_000_000
 MAX_PIECES = 1024
 """Maximum buffers of one ``fd_write`` that are written to the log; further buffers are ignored."""
 PIECE_WORK = 1024
-"""Approximate number of bytes that can be copied in the time of processing one buffer."""
+"""Processing one buffer takes about as long as copying this number of bytes."""
 
 
 class Served(Protocol):
@@ -54,7 +54,7 @@ def _fd_write(state: Served, fd: int, pieces: int, count: int, written_at: int) 
         address = int.from_bytes(table[i : i + 4], "little")
         size = int.from_bytes(table[i + 4 : i + 8], "little")
         guest.check(address, size)
-        # ``room`` counts the bytes that do not fit into the log as dropped.
+        # Bytes that do not fit into the log are not read. ``room`` counts them as dropped.
         log = state.host.log
         log.write(guest.read(address, log.room(size)))
         written += size

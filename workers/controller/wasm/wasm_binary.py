@@ -99,7 +99,7 @@ class Binary:
         return self.types[number]
 
     def exported(self, kind: int) -> dict[str, int]:
-        """The exports of a kind: name to number."""
+        """Maps the name of each export of a kind to its number."""
         return {name: e.number for name, e in self.exports.items() if e.kind == kind}
 
     def section(self, number: int) -> Section | None:
@@ -149,8 +149,9 @@ def mutable_global_exports(binary: Binary) -> list[str | None]:
 
 
 def with_exported_globals(wasm: bytes, more: Mapping[str, Export] | None = None) -> bytes:
-    """The module with every mutable global exported, under ``tokenbus:global:<index>`` if it had no
-    name, and with ``more`` exports. Only the export section changes.
+    """Returns the module with every mutable global exported, and with the additional exports
+    ``more``. A global that was not exported gets the name ``tokenbus:global:<index>``. Only the
+    export section changes.
 
     With these exports, a copy of an instance can get all of the state of the instance. Raises
     WasmError if the module cannot be read, or if exports are added and one of the module's own

@@ -1,11 +1,11 @@
-"""Finds instructions of a Wasm module that have effects which a copy of an instance may lack.
+"""Finds the instructions of a Wasm module whose effects a copy of an instance may lack.
 
 A copy has the memory, the globals and, if the code changes them, the tables of functions. The host
 cannot read which passive segments an instance has dropped, so an instance of a module that drops
 segments cannot be copied. One regular expression matches harmless instructions, and scans 16 MB in
-0.3 s. A function is scanned only if it contains a byte with which an instruction that is not
-harmless begins. Source: WebAssembly core specification 2.0, section 5.4 (instructions), and tail
-calls, wide memory arguments and relaxed SIMD from the proposals that have been merged since.
+0.3 s. A function is scanned only if it contains the first byte of some other instruction. Source:
+WebAssembly core specification 2.0, section 5.4 (instructions), and tail calls, wide memory
+arguments and relaxed SIMD from the proposals that have been merged since.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def changes_tables(binary: Binary) -> bool:
 
 
 def _changes_of(binary: Binary) -> Iterator[tuple[int, Change]]:
-    """The changes of all functions, each with the number of its function."""
+    """The changes that the module's functions make, each with the number of its function."""
     imported = len(binary.functions) - _own(binary)
     data = binary.data
     for number, (start, end) in enumerate(bodies(binary), imported):
@@ -59,8 +59,8 @@ def _changes_of(binary: Binary) -> Iterator[tuple[int, Change]]:
 
 
 def _why_no_tables(binary: Binary) -> str | None:
-    """The reason why the host cannot read the tables' elements in order to copy them; None if the
-    host can."""
+    """The reason why the host cannot read the tables' elements in order to copy them; None if it
+    can."""
     for index, table in enumerate(binary.tables):
         if table.elements != "funcref":
             return f"its table {index} is of {table.elements}, which cannot be read back"

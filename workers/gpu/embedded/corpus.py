@@ -327,7 +327,8 @@ def _mail(chance: random.Random) -> str:
 
 
 def documents(seed: int = 7, made: int = 24_000) -> tuple[list[str], list[str]]:
-    """All documents: those to train on, shuffled by ``seed``, and those held out."""
+    """Returns two lists of documents: those to train on, shuffled by ``seed``, and those held
+    out."""
     train: list[str] = []
     held_out: list[str] = []
     for group in (*library_documents(), *([text] for text in made_documents(seed, made))):

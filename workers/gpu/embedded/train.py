@@ -68,7 +68,7 @@ def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def new_model() -> LlamaForCausalLM:
-    """The model before its first step."""
+    """Returns an untrained model."""
     torch.manual_seed(SEED)
     return LlamaForCausalLM(
         LlamaConfig(

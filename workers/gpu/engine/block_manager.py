@@ -6,10 +6,11 @@ them writes to it (copy-on-write). A full block is registered under its content,
 sequences with the same prefix can share it. Only one block is registered for each content. A
 registered block whose count is 0 can be shared until it is allocated for other content or the
 weights change. Unregistered blocks are allocated first, then the least recently used registered
-blocks, and pinned blocks last. Paging is vLLM's idea (Kwon et al. 2023). A key of this prefix cache
-is not a hash. It consists of the block's tokens and the id of the content before them, so different
-contents have different keys. The id before the first block stands for the LoRA adapter of the
-sequence.
+blocks. Blocks that a controller has pinned for a time are allocated last. Paging is vLLM's idea
+(Kwon et al. 2023). Each registered block has a content id, which stands for all tokens up to the
+end of the block. A key of this prefix cache is not a hash. It consists of the block's tokens and
+the content id of the block before, so different contents have different keys. In the key of a
+sequence's first block, a number for the sequence's LoRA adapter takes the place of that id.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ The block contains zeros."""
 
 PINNED_PART, OWNER_PART = 2, 8
 """All pins together may have 1 / ``PINNED_PART`` of the blocks, and the pins of each owner
-(``Pin.owner``) 1 / ``OWNER_PART``."""
+(``Pin.owner``) may have 1 / ``OWNER_PART`` of the blocks."""
 
 
 class _Pin(NamedTuple):
@@ -116,7 +117,8 @@ class BlockManager:
         return max(1, self.blocks_for(num_tokens + 1) - len(table.blocks))
 
     def match(self, table: BlockTable, tokens: Tokens[int], limit: int) -> int:
-        """Fills an empty ``table`` with the registered blocks of the longest prefix of ``tokens``.
+        """Fills an empty ``table`` with the registered blocks of the longest prefix of ``tokens``
+        that is in the cache.
 
         Returns the number of matched tokens: a multiple of the block size, at most ``limit``.
         """
@@ -135,9 +137,9 @@ class BlockManager:
     def reserve(self, table: BlockTable, start: int, end: int) -> list[tuple[int, int]] | None:
         """Allocates the blocks that are needed to write the tokens ``[start, end)`` of a sequence.
 
-        Each shared block from ``start`` on is replaced by a new block; the registration of the
-        other blocks from ``start`` on ends. Returns the copies to make before the write, as (from,
-        to). Returns None and changes nothing if too few blocks are available.
+        From the block of token ``start`` on, each shared block is replaced by a new block, and the
+        other blocks stay but are no longer registered. Returns the copies to make before the write,
+        as (from, to). Returns None and changes nothing if too few blocks are available.
         """
         size = self.block_size
         first = start // size
@@ -215,7 +217,7 @@ class BlockManager:
         self._next_expiry = min(self._next_expiry, until)
         for block in table.blocks[: len(table.keys)]:
             if block not in self._key_of:
-                continue  # Another block has the same content.
+                continue  # Another block was registered for the same content.
             pin = self._pins.get(block)
             if pin is not None and pin.until >= until:
                 continue
@@ -301,8 +303,8 @@ class BlockManager:
         """Ends the registration of a block, if it is registered, because its content is about to
         change or was computed with earlier weights.
 
-        Registered blocks whose content continues this block cannot be matched any more, but they
-        stay registered until this method is called for them.
+        Registered blocks whose content continues this block's content cannot be matched any more,
+        but they stay registered until this method is called for them.
         """
         self._unpin(block)
         content = self._key_of.pop(block, None)

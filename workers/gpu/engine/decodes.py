@@ -48,10 +48,10 @@ class Decodes:
             row[: len(own)] = own
 
     def advance(self, on_device: bool) -> bool:
-        """Advances each sequence by one token. ``on_device``: whether the tokens that the next step
-        computes are still on the device. Returns False, without advancing, if the next step must be
-        scheduled again. This is the case if too few blocks are available, or if the token on the
-        device is the last of its sequence."""
+        """Advances each sequence by one token. ``on_device``: whether the ids of the tokens that
+        the next step computes are still only on the device. Returns False, without advancing, if
+        the next step must be scheduled again. This is the case if too few blocks are available, or
+        if the token on the device is the last of its sequence."""
         positions = self.positions + 1
         if on_device and (positions >= self._last).any():
             return False

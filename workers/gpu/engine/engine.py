@@ -77,9 +77,9 @@ class EngineConfig:
     """Size of the KV caches of the model and of its draft model together, in bytes. If None, the
     size depends on the free memory, and on a GPU also on ``memory_part``."""
     memory_part: float = 1.0
-    """Models together may use the fraction ``memory.DEVICE_PART`` of a GPU's memory. This number is
-    the model's share of that memory, for weights, steps and KV caches. Ignored if
-    ``kv_cache_bytes`` is set."""
+    """All models of a GPU together may use the fraction ``memory.DEVICE_PART`` of its memory.
+    ``memory_part`` is this model's fraction of that memory, for weights, steps and KV caches.
+    Ignored if ``kv_cache_bytes`` is set."""
     require_fast_attention: bool = False
     """Refuse a model if no attention kernel can read its KV cache blocks in place."""
     compiled: bool = False
@@ -103,8 +103,8 @@ class Engine:
     """Continuous batching over one model. Not thread-safe: one thread makes all calls.
 
     A sequence is identified by (request, seq): the caller's number of the request, and the number
-    of the sequence within the request. A call for a request that ``score`` has begun, or for a
-    sequence that is not alive, raises RequestError, unless the method's docstring says otherwise. A
+    of the sequence within the request. The methods raise RequestError for a sequence that is not
+    alive, and for a request that ``score`` has begun, unless their docstrings say otherwise. A
     failure of one sequence ends only that sequence, whose last output contains the error.
     """
 
@@ -148,8 +148,8 @@ class Engine:
         self._scheduler = Scheduler(
             self._blocks, config.max_num_seqs, config.max_num_batched_tokens
         )
-        # Steps of several ranks do not overlap: this process sends the token ids of each forward to
-        # the other ranks, and must first receive the ids of sampled tokens from its device.
+        # Steps of several ranks do not overlap. This process sends the token ids of each forward to
+        # the other ranks, so it must first receive the sampled ids from its own device.
         overlap = config.overlap and loaded.ranks is None
         queue = device_queue(loaded.device, overlap)
         options = ForwardOptions(config.compiled, config.fixed_threads, config.exact != "off")
@@ -309,11 +309,13 @@ class Engine:
 
     @property
     def path(self) -> ForwardPath:
-        """The attention kernel, CUDA graphs and fallbacks of the forward; thread-safe."""
+        """Describes the attention kernel, the CUDA graphs and the fallbacks of the forward.
+        Thread-safe."""
         return self._runner.path
 
     def path_of(self, adapter: str) -> ForwardPath:
-        """The forward path of tokens with a LoRA adapter; ``path`` if ``adapter`` is empty."""
+        """Like ``path``, for tokens with a LoRA adapter. Returns ``path`` if ``adapter`` is
+        empty."""
         return self._runner.path_of(adapter) if adapter else self.path
 
     @property
@@ -335,7 +337,8 @@ class Engine:
         }
 
     def metrics(self) -> dict[str, float | Histogram]:
-        """The gauges of this model, and totals since it was loaded; safe on another thread."""
+        """The gauges of this model, and totals since it was loaded. May be called on another
+        thread."""
         scheduler, live = self._scheduler, self._live
         sampled, speculation = self._stepper.sampled_tokens, self._speculation
         return {
@@ -480,8 +483,8 @@ class Engine:
         sequence. The texts share the sequence's blocks. The texts of a request are computed in the
         same steps, at most ``max_forks`` at once.
 
-        The sequence is suspended until ``resume``. When all texts are scored, it has one output
-        with ``scores``. Raises RequestError if there are no texts, or more than
+        The sequence is suspended until ``resume``. When all texts are scored, the sequence gets one
+        output with ``scores``. Raises RequestError if there are no texts, or more than
         ``MAX_SCORED_TEXTS`` or ``MAX_SCORED_TOKENS``, or if a text is empty or too long.
         """
         sequence = self._live.named(request, seq)
@@ -507,7 +510,7 @@ class Engine:
     def look(self, request: int, seq: int, query: Query) -> None:
         """Answers a query about the distribution of a sequence's next token, without sampling.
 
-        When the sequence has logits, it has one output with a distribution. The sequence is then
+        When the sequence has logits, it gets one output with the answer. The sequence is then
         deferred until ``reschedule``, and keeps its logits.
         """
         self._live.look(self._live.named(request, seq), query)
@@ -571,8 +574,8 @@ class Engine:
 
     def draft_ahead(self, keys: Tokens[tuple[int, int]]) -> dict[tuple[int, int], Tokens[int]]:
         """Makes drafts for the sequences ``keys``, which controllers steer. Returns the drafts that
-        the next step can verify, by (request, seq). Sequences without a draft are left out. The
-        result is empty if the next step has been launched already."""
+        the next step can verify. The keys of the result are (request, seq). Sequences without a
+        draft are left out. The result is empty if the next step has been launched already."""
         if self._stepper.launched_ahead:
             return {}
         found = [sequence for key in keys if (sequence := self._live.find(*key)) is not None]

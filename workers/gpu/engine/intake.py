@@ -21,8 +21,8 @@ from .text import Detokenizer, TextStream, detokenizers
 
 
 class Intake:
-    """Checks the requests for one model, makes their sequences, and numbers them in order of
-    arrival.
+    """Checks the requests for one model, and makes their sequences. Numbers the sequences in order
+    of arrival.
 
     ``max_length``: maximum number of tokens of a sequence, prompt and output together.
     """
@@ -222,8 +222,8 @@ class Intake:
                 )
 
     def _least(self, sampling: Sampling, ends: Iterable[int]) -> Least | None:
-        """The minimum length of the request's sequences, or None. ``ends``: the tokens that would
-        end the sequences."""
+        """The minimum length of the request's sequences; None if there is no minimum. ``ends``: the
+        tokens that would end the sequences."""
         known = sorted(token for token in ends if 0 <= token < self._loaded.vocab_size)
         return Least(sampling.min_tokens, known) if sampling.min_tokens and known else None
 

@@ -51,7 +51,8 @@ class OneByOne:
             sequence = part.chunk.sequence
             _compute_again(sequence, part.chunk.start)
             if failed:
-                # Forks of the sequence may have copies of blocks that have not been computed.
+                # Forks of the sequence may have copies of blocks that have not been computed, so
+                # the forks compute this chunk again too.
                 for other in self._live.requests.get(sequence.request, {}).values():
                     _compute_again(other, part.chunk.start)
 
@@ -94,7 +95,8 @@ class OneByOne:
         sequence = next(iter(sampled), chunk.sequence)
         alive = live.find(sequence.request, sequence.seq) is sequence
         usable = alive and len(sequence.tokens) >= chunk.end
-        # Forks of the sequence may have copies of blocks that have not been computed.
+        # Forks of the sequence may have copies of blocks that have not been computed, so the forks
+        # compute this chunk again too.
         for other in live.requests.get(sequence.request, {}).values():
             if other is not sequence or not usable:
                 _compute_again(other, chunk.start)

@@ -41,10 +41,10 @@ class PackedGroup(Struct, array_like=True):
     """``[batch * width]``: the position of each token in its sequence; 0 for padding."""
     rows: np.ndarray | None
     """``[batch * width]``: the index of the packed token at each place of the rectangle, or
-    ``start`` for padding; None at width 1."""
+    ``start`` for padding; None if ``width`` is 1."""
     places: np.ndarray | None
-    """``[end - start]``: the place of each packed token in the flattened rectangle; None at width
-    1."""
+    """``[end - start]``: the place of each packed token in the flattened rectangle; None if
+    ``width`` is 1."""
     fresh: bool
     """Whether all chunks begin at position 0, so that the new tokens attend only to each other."""
     mirror: int = 0
@@ -158,7 +158,7 @@ def pack(
 
 
 def ints(values: Iterable[int]) -> np.ndarray:
-    """An array of int64."""
+    """Converts integers to an array of int64."""
     return np.fromiter(values, dtype=np.int64)
 
 
@@ -187,8 +187,8 @@ class Mirrors:
         self._bytes_per_token = bytes_per_token
         self._block_size = block_size
         self._last: dict[tuple[int, ...], tuple[list[Chunk], int, int]] = {}
-        """The key is the Python ids of a group's sequences. The value is their chunks in the
-        previous step, the number of their mirror, and the mirror's ``room``."""
+        """The key is the ``id()`` of each sequence of a group. The value is the group's chunks in
+        the previous step, the number of the group's mirror, and the mirror's ``room``."""
         self._numbers = count(1)
 
     def forget(self) -> None:

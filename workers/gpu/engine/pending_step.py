@@ -95,8 +95,8 @@ class PendingStep:
         return self.device_logits()
 
     def device_logits(self) -> torch.Tensor | None:
-        """The step's rows of logits, as ``logits``. Does not wait for the forward, so only work
-        that is queued after the forward may call this method."""
+        """Returns the same rows as ``logits``. Does not wait for the forward, so only work that is
+        queued after the forward may call this method."""
         parts = [kept.logits.unsqueeze(0) for kept in self.kept if kept.logits is not None]
         if self.forward is not None and self.forward.num_rows:
             parts.insert(0, self.forward.work.value)
@@ -127,8 +127,8 @@ class PendingStep:
             kept.logits = logits[row].clone()
 
     def keep(self, row: int) -> KeptRow:
-        """The kept row for a sequence that is deferred in this step. ``row``: the number of the
-        sequence's row."""
+        """Returns the object that has, or will receive, a copy of a row of logits. The row's
+        sequence is deferred in this step. ``row``: the number of the row."""
         if row >= self.num_forward_rows:
             return self.kept[row - self.num_forward_rows]
         kept = KeptRow()

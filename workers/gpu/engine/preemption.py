@@ -22,7 +22,8 @@ class Lack(NamedTuple):
 
 
 def rank(sequence: Sequence) -> tuple[int, int, int]:
-    """The order of sequences. The sequence with the lowest rank is preempted or skipped first."""
+    """Returns the sort key of a sequence: priority, then earlier arrival. The sequence with the
+    lowest rank is preempted or skipped first."""
     return sequence.priority, -sequence.arrival, -sequence.seq
 
 
@@ -36,7 +37,7 @@ def choose_victims(
     refused: Sequence, running: Collection[Sequence], lack: Lack, blocks: BlockManager
 ) -> list[Sequence]:
     """The sequences to preempt so that ``refused`` can be admitted; empty if preemption cannot free
-    enough.
+    enough slots or blocks.
 
     Victims are chosen one by one, each from the client that has the most running sequences left.
     The victim is this client's sequence with the lowest rank among those that may be preempted. A

@@ -14,7 +14,8 @@ from .sequences import LiveSequences
 from .text import Text
 
 Pushed = Text | Exception
-"""The text that a token added to its sequence, or the error of decoding it."""
+"""The text that a token added to its sequence, or the error that was raised when the token was
+decoded."""
 
 
 class Results:

@@ -2,7 +2,7 @@
 a clock nor torch.
 
 A step computes at most ``max_num_batched_tokens`` tokens. Decodes need one token each, or more with
-a draft, and go first, so that a long prompt does not take their place in a step. Prefill chunks of
+a draft. They are scheduled first, so that a long prompt does not delay them. Prefill chunks of
 running sequences follow, and then waiting sequences are admitted. If blocks run out, a sequence is
 preempted: its blocks are freed, and it is computed again later. The last sequence in order (lowest
 priority, then latest arrival) is preempted first. A *slot* is one of the ``max_num_seqs`` places
@@ -274,7 +274,8 @@ class Scheduler:
         ending = [s for s in active if s.ends_with_next]
         if ending:
             active = [s for s in active if not s.ends_with_next]
-        # Rescheduled sequences have their logits already, so they are in neither list.
+        # Rescheduled sequences already have logits and have nothing to compute, so they are in
+        # neither of the next two lists.
         decodes = [s for s in active if s.target - s.num_computed_tokens == 1]
         prefills = [s for s in active if s.target - s.num_computed_tokens > 1]
         scheduled: set[int] = set()
@@ -404,8 +405,8 @@ class Scheduler:
 
     def _prefill(self, batch: Batch, sequence: Sequence, room: int) -> bool:
         """Admits a waiting sequence and adds its first chunk to the batch, if enough blocks are
-        available. These are blocks for all of its known tokens, and one more block for each
-        admitted sequence. Returns whether the sequence was admitted."""
+        available. The sequence needs blocks for all of its known tokens, and one block for each
+        admitted sequence must stay free. Returns whether the sequence was admitted."""
         kept = bool(sequence.block_table.blocks)
         if kept:
             # A sequence that was suspended has no logits, so its last token is computed again.
@@ -456,8 +457,9 @@ class Scheduler:
     def _evict_for(self, sequence: Sequence) -> bool:
         """Preempts one sequence to free blocks for a waiting sequence while no sequence runs.
         Returns False if no sequence can be preempted. Other suspended or waiting sequences are
-        preempted first, then deferred sequences with a lower rank than the waiting sequence. If no
-        sequence is deferred, the waiting sequence's own blocks are freed last."""
+        preempted first, then deferred sequences with a lower rank than the waiting sequence. If
+        there are no such sequences, and no sequence is deferred, the waiting sequence's own blocks
+        are freed."""
         idle = [s for s in self._idle() if s is not sequence]
         after = [s for s in self.deferred if rank(s) < rank(sequence)]
         if idle or after:

@@ -57,7 +57,7 @@ class LiveSequences:
         self.step: PendingStep | None = None
         """The step whose forward has been launched and which has not been sampled."""
         self.looks: dict[Sequence, Query] = {}
-        """The sequences whose next logits answer a query, and are then kept (``Engine.look``)."""
+        """For each sequence whose next logits answer a query (``Engine.look``): the query."""
         self.outputs: list[TokenOutput] = []
         """Outputs that have not been returned yet."""
         self.forks = 0
@@ -398,14 +398,14 @@ class LiveSequences:
         self._scheduler.changed()
 
     def look_again(self, sequence: Sequence, query: Query) -> None:
-        """Computes the logits of a sequence again for a look."""
+        """Computes the logits of a sequence again, to answer a query."""
         self.discard_logits(sequence)
         self._compute_last_again(sequence)
         self.look(sequence, query)
 
     def take_look(self, sequence: Sequence, answer: Distribution) -> None:
-        """Adds the output of a look, unless the sequence has ended. ``answer``: without a sampled
-        token (``Distribution.rank`` is 0)."""
+        """Adds the output of a look, unless the sequence has ended. ``answer`` does not have a
+        sampled token, so ``Distribution.rank`` is 0."""
         if self.find(sequence.request, sequence.seq) is not sequence:
             return
         if answer.entropy != answer.entropy:
@@ -418,9 +418,9 @@ class LiveSequences:
     # --- tokens and ends ------------------------------------------------------------------------
 
     def append(self, sequence: Sequence, output: TokenOutput, pushed: Text | None = None) -> bool:
-        """Appends the token of an output to a sequence, and ends the sequence at a stop or at its
-        maximum length. Returns whether the sequence is still alive. ``pushed``: the token's text,
-        if already decoded."""
+        """Appends the token of an output to a sequence. Ends the sequence at a stop token, at a
+        stop string, or at its maximum length. Returns whether the sequence is still alive.
+        ``pushed``: the token's text, if already decoded."""
         token = output.token
         assert token is not None
         if token in sequence.stop_ids:
@@ -472,9 +472,9 @@ class LiveSequences:
         return output
 
     def fail(self, sequence: Sequence, error: str, code: str | None = None) -> None:
-        """Ends a sequence and its pending forks with an error. Frees the sequence's blocks, and
-        clears those that other sequences do not share, because they may contain NaN. If a scored
-        text fails, the sequence that it continues fails."""
+        """Ends a sequence and its pending forks with an error. Frees the sequence's blocks. Fills
+        the blocks that other sequences do not share with zeros, because they may contain NaN. If a
+        scored text fails, the sequence that it continues fails."""
         self._runner.clear_blocks(self._blocks.discard(sequence.block_table))
         sequence.block_table = BlockTable()
         sequence.num_computed_tokens = 0

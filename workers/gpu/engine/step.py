@@ -188,7 +188,8 @@ class Stepper:
         return step
 
     def _take_looks(self, step: PendingStep) -> list[Look]:
-        """Removes the sequences of a step whose logits answer queries. They are deferred."""
+        """Removes from a step the sequences whose logits answer queries, and defers these
+        sequences."""
         looks = []
         for sequence in [s for s in self._live.looks if s in step.rows]:
             row = step.rows.pop(sequence)
@@ -201,12 +202,13 @@ class Stepper:
         """Queues the sampling of a step after its forward, and the computation of the answers to
         ``looks``."""
         sequences = list(step.rows)
-        # A sequence that has dropped tokens draws with other random numbers.
+        # After tokens were dropped, a new batch is also needed, because the seeds of sequences have
+        # changed.
         if sequences != self._batch.sequences or self._drops != self._live.dropped_tokens:
             self._batch, self._drops = SampledBatch(sequences), self._live.dropped_tokens
         batch, which = self._batch, None
-        # The sequences themselves are compared, not their number: a fork or a rescheduled sequence
-        # may have replaced a deferred one.
+        # The sequences themselves are compared, not only their number, because a fork or a
+        # rescheduled sequence may have replaced a deferred sequence.
         decodes = step.decodes if not step.kept else None
         if decodes is not None and sequences == decodes[0]:
             rows = batch.rows(decodes[1])
@@ -298,7 +300,8 @@ class Stepper:
         return decodes.advance(before is not None)
 
     def _only_decodes(self, batch: Batch) -> bool:
-        """Whether a batch computes one token of each running sequence, and all are sampled."""
+        """Whether a batch computes one token of each running sequence, and all of these sequences
+        are sampled."""
         chunks = batch.chunks
         return len(chunks) == len(self._scheduler.running) and all(
             chunk.end - chunk.start == 1 and chunk.completes and not chunk.sequence.scored

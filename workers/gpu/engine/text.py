@@ -13,12 +13,12 @@ from tokenizers import decoders
 
 REPLACEMENT = "�"
 CONTEXT_TOKENS = 6
-"""Number of tokens at the end of the prompt that are decoded together with the first new token,
-because the text of a token can depend on the tokens before it."""
+"""Number of tokens at the end of the prompt that are decoded together with the first new token. The
+text of a token can depend on the tokens before it."""
 
 
 class Detokenizer(Protocol):
-    """Turns a sequence's tokens into text, one at a time."""
+    """Turns a sequence's tokens into text, one token at a time."""
 
     def push(self, token: int) -> str:
         """Takes the next token. Returns the new text that later tokens cannot change."""
@@ -46,7 +46,7 @@ class Text(NamedTuple):
 
 
 class TextStream:
-    """The text of one sequence, cut before the first of its stop strings.
+    """The text of one sequence, up to the first stop string that it contains.
 
     Text that may be the beginning of a stop string is held back until it cannot become a stop
     string any more, or until the end of the sequence.
@@ -66,8 +66,8 @@ class TextStream:
         self._stop = tuple(stop)
         self._skip = skip
         self._early = 1 + min_tokens if min_tokens else 0
-        """A countdown to the first token after which the text is searched for stop strings. Each
-        token reduces the countdown by 1, and at 0 the search begins."""
+        """Counts down the tokens until the text is searched for stop strings: each token subtracts
+        1, and at 0 the search begins."""
         self._held = ""
 
     def push(self, token: int) -> Text:
@@ -96,8 +96,8 @@ class TextStream:
         if not self._stop:
             return Text(new)
         before, held = len(self._held), self._held + new
-        # Only a stop string that ends in the new text counts, because the text before it has been
-        # searched already, or comes from the first ``min_tokens`` tokens.
+        # Only a stop string that ends in the new text counts. The earlier text has been searched
+        # already, or comes from the first ``min_tokens`` tokens.
         found = [
             (at, stop)
             for stop in (() if self._early else self._stop)
@@ -153,7 +153,8 @@ def _whole(token: bytes) -> str | None:
 
 
 class ByteDetokenizer:
-    """A detokenizer for byte-level vocabularies like GPT-2's: each token is a string of bytes."""
+    """A detokenizer for byte-level vocabularies, like GPT-2's, whose tokens are strings of
+    bytes."""
 
     def __init__(self, table: ByteTable) -> None:
         self._table = table
@@ -177,7 +178,8 @@ class ByteDetokenizer:
         return text
 
     def finish(self) -> str:
-        """A replacement character if the last character is incomplete, else nothing."""
+        """Returns a replacement character if the last character is incomplete, otherwise an empty
+        string."""
         decoder, self._decoder = self._decoder, None
         return decoder.decode(b"", True) if decoder is not None else ""
 
@@ -191,8 +193,8 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """A detokenizer for tokenizers that are not byte-level. The new text is the difference between
-    decoding a short window of tokens with and without the new tokens."""
+    """A detokenizer for tokenizers that are not byte-level. It decodes a short window of tokens
+    with and without the new tokens. The new text is the difference of the two results."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -258,8 +260,8 @@ def _byte_table(tokenizer: Any) -> list[bytes] | None:
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's map of bytes to characters, reversed. Printable bytes map to themselves, all others
-    to characters from U+0100 on."""
+    """Maps characters to bytes, as the reverse of GPT-2's map. That map leaves printable bytes as
+    they are, and maps all other bytes to characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

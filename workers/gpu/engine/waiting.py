@@ -1,9 +1,9 @@
 """The waiting sequences, in the order in which they are admitted.
 
-The order is by priority, then by fewest running sequences of the client, then by arrival. A
-deferred sequence that was admitted counts as running here. A sequence is overdue when
-``MAX_OVERTAKEN`` later arrivals have been admitted before it. Overdue sequences go before all
-others, which bounds the wait.
+The order is by priority, then by the number of running sequences of the client (fewest first), then
+by arrival. In this order, a deferred sequence that was admitted counts as running. A sequence is
+overdue when ``MAX_OVERTAKEN`` later arrivals have been admitted before it. Overdue sequences go
+before all others, which bounds the wait.
 
 Thousands of sequences may wait, so operations do not visit all of them: most are a few binary
 searches (``bisect``) in sorted lists.
@@ -23,10 +23,10 @@ MAX_OVERTAKEN = 1024
 
 
 class WaitingQueue:
-    """Sequences that wait for a slot and for blocks.
+    """Sequences that wait for blocks and for one of the ``max_num_seqs`` slots.
 
-    ``append`` adds new sequences, in increasing order of ``arrival``. ``put_back`` adds sequences
-    that return to the queue, and forks.
+    ``append`` adds new sequences, in increasing order of ``arrival``. ``put_back`` adds forks, and
+    sequences that return to the queue.
     """
 
     def __init__(self) -> None:
@@ -37,16 +37,16 @@ class WaitingQueue:
         self._overdue = _Order(self._shares)
         self._ticks = count()
         self._places: dict[Sequence, tuple[_Order, int]] = {}
-        """For each waiting sequence: the order that contains it, and its tick. Ticks number the
-        insertions."""
+        """For each waiting sequence: the ``_Order`` that contains the sequence, and its tick, which
+        is the number of its insertion."""
         self._newcomers: OrderedDict[Sequence, None] = OrderedDict()
         """Sequences in ``_ordinary`` that ``append`` has added, by arrival."""
         self._returned: dict[Sequence, None] = {}
         """Waiting sequences that ``put_back`` has added. Only these sequences can have blocks."""
         self._latest: list[int] = []
-        """The ``MAX_OVERTAKEN`` latest arrivals among admitted sequences, sorted. An entry that is
-        greater than a newcomer's arrival stands for a sequence that has overtaken the newcomer. The
-        number of such entries is exact up to ``MAX_OVERTAKEN``."""
+        """The ``MAX_OVERTAKEN`` latest arrivals among admitted sequences, sorted. The number of
+        entries above a newcomer's arrival is the number of sequences that have overtaken the
+        newcomer, or ``MAX_OVERTAKEN`` if there are more."""
 
     def __len__(self) -> int:
         return len(self._places)
@@ -89,8 +89,8 @@ class WaitingQueue:
         order.remove(sequence, tick)
 
     def admit(self, sequence: Sequence) -> None:
-        """Removes a sequence that is admitted, and counts it in ``overtaken`` of the earlier
-        arrivals."""
+        """Removes a sequence when it is admitted. It thus overtakes each earlier arrival that still
+        waits."""
         self.remove(sequence)
         insort(self._latest, sequence.arrival)
         if len(self._latest) > MAX_OVERTAKEN:

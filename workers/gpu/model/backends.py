@@ -33,13 +33,13 @@ class ForwardOptions(NamedTuple):
     """The settings of a model's forwards."""
 
     compiled: bool = False
-    """Whether forwards run through torch.compile, if the logits then equal the model's own and the
-    model has one rank. The first steps of each kind are then slow."""
+    """Whether forwards may run through torch.compile. They do so only if the compiled logits equal
+    the model's own and the model has one rank. The first steps of each kind are then slow."""
     fixed_threads: bool = False
     """Whether all forwards on a CPU use all threads of torch, even if fewer threads are faster."""
     exact: bool = True
-    """Whether the logits of a row must have the same bits in every batch, if the backend has
-    kernels for this."""
+    """Whether to use kernels that compute the same bits for a row in every batch, if the backend
+    has such kernels."""
 
 
 def choose_backend(

@@ -34,8 +34,8 @@ class Checkpoint:
         """Returns a checkpoint whose GGUF file is local. A GGUF file on a hub is downloaded unless
         the cache has it. A checkpoint without a GGUF file is returned unchanged.
 
-        Without the local file, transformers would read the tokenizer from the file in the branch
-        ``main``, whatever the revision. Raises OSError if the file cannot be downloaded.
+        Without the local file, transformers would ignore the revision, and read the tokenizer from
+        the file in the branch ``main``. Raises OSError if the file cannot be downloaded.
         """
         file = self.options.get("gguf_file")
         if file is None or Path(self.place).is_dir():

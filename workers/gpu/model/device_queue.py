@@ -40,7 +40,7 @@ class Work(Generic[T]):
         the kernels."""
 
     def do(self) -> None:
-        """Runs the function. The queue calls this method once for each work, in the order of
+        """Runs the function. The queue calls this method once for each ``Work``, in the order of
         submission."""
         assert self._run is not None
         began = time.monotonic()

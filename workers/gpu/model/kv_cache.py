@@ -189,6 +189,6 @@ def token_bytes(shapes: Mapping[int, LayerShape], dtype: torch.dtype) -> int:
 
 
 def cpu_bytes() -> int:
-    """The size of the cache on a CPU, in bytes, if no size is configured: it depends on the memory
-    that is free now."""
+    """The default size of the cache on a CPU, in bytes, which depends on the memory that is free
+    now."""
     return min(CPU_BYTES, int(psutil.virtual_memory().available * CPU_PART))

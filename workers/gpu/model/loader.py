@@ -61,9 +61,9 @@ OFFSET_POSITIONS = frozenset(("roberta", "xlm-roberta", "camembert", "mpnet"))
 positions are usable."""
 
 FUSED_TOLERANCE = 1e-3
-"""Greatest allowed difference between the logits of a faster forward in float32 (such as the fused
-decoder) and those of the forward that it replaces, relative to their standard deviation. In other
-types, which round more coarsely, the limit is ``PROBE_TOLERANCE``."""
+"""Greatest allowed difference in float32 between the logits of a faster forward, such as the fused
+decoder, and of the forward that it replaces. The difference is relative to the standard deviation
+of the logits. Other types round more coarsely, so their limit is ``PROBE_TOLERANCE``."""
 
 
 class ModelLoadError(Exception):
@@ -89,8 +89,8 @@ class LoadedModel:
     """SHA-256 of ``tokenizer_json`` as canonical JSON. If ``tokenizer_json`` is None, SHA-256 of
     the vocabulary as canonical JSON. Empty without a tokenizer."""
     tokenizer_json: bytes | None
-    """The tokenizer as the tokenizers library writes it, stored because writing takes up to a
-    second. None if that library cannot represent the tokenizer."""
+    """The tokenizer as the tokenizers library writes it. It is stored because writing it takes up
+    to a second. None if the library cannot represent the tokenizer."""
     num_parameters: int
     dtype: torch.dtype
     device: torch.device
@@ -110,7 +110,7 @@ class LoadedModel:
     token_size: TokenSize | None = None
     """The greatest amount of text that one token can represent; None without a tokenizer."""
     quantized: Quantized | None = None
-    """None unless ``load_model`` has quantized the weights."""
+    """The result of quantizing the weights; None if ``load_model`` has not quantized them."""
     causal: bool = True
     """Whether the model generates. If not, it is an encoder, which only computes vectors of
     texts."""
@@ -293,8 +293,8 @@ def wrap_encoder(name: str, model: Any, tokenizer: Any = None) -> LoadedModel:
 
 
 def _probe(name: str, model: Any) -> tuple[dict[int, LayerShape], dict[int, AttentionOptions]]:
-    """The shape of each layer's keys and values and the options of its attention, recorded in a
-    forward over a few tokens.
+    """Runs a forward over a few tokens, and records the shapes of each layer's keys and values and
+    the options of the layer's attention.
 
     Raises ModelLoadError if the forward fails, or if its logits differ from those of a forward with
     transformers' own attention.
@@ -414,8 +414,8 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _plain_attention(q: Any, k: Any, v: Any, options: AttentionOptions) -> torch.Tensor:
-    """Causal attention over one short sequence: queries, keys and values ``[1, heads, num_tokens,
-    dim]`` to ``[num_tokens, heads, dim]``."""
+    """Causal attention over one short sequence. Queries, keys and values are ``[1, heads,
+    num_tokens, dim]``, and the result is ``[num_tokens, heads, dim]``."""
     length = q.shape[2]
     positions = torch.arange(length, device=q.device)
     hidden = positions > positions.unsqueeze(-1)

@@ -1,5 +1,5 @@
-"""Computes the size of the KV cache on a GPU: the memory that is free beside the weights and the
-largest step.
+"""Computes the size of the KV cache on a GPU, which is the memory that the weights and the largest
+step do not take.
 
 As in vLLM, the largest step runs before the cache is allocated, and its peak is measured.
 """
@@ -43,10 +43,10 @@ def cache_bytes(
 ) -> int:
     """The size of the KV cache of a model on a GPU, in bytes.
 
-    ``part``: the fraction of ``DEVICE_PART`` of the device's memory for the model. This memory is
-    for the weights of the model and of ``others`` (its draft model), for ``step_bytes`` and for the
-    cache. The cache is smaller if other processes and models leave less memory. Raises
-    ModelLoadError if fewer than ``MIN_BLOCKS`` blocks fit.
+    ``part``: the model's fraction of the usable memory, which is ``DEVICE_PART`` of the device's
+    memory. This fraction is for the weights of the model and of ``others`` (its draft model), for
+    ``step_bytes`` and for the cache. The cache is smaller if other processes and models leave less
+    memory. Raises ModelLoadError if fewer than ``MIN_BLOCKS`` blocks fit.
     """
     free, total = torch.cuda.mem_get_info(loaded.device)
     unused = torch.cuda.memory_reserved(loaded.device) - torch.cuda.memory_allocated(loaded.device)

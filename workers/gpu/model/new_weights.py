@@ -1,7 +1,7 @@
 """New weights for a loaded model, read from safetensors files.
 
 ``read_weights`` reads and checks all weights of a folder into host memory, on any thread, while the
-model runs. ``read_received`` does so with a file that has arrived over the bus.
+model runs. ``read_received`` does the same for a file that has arrived over the bus.
 ``NewWeights.copy_into`` then copies them into the model, between two steps. The model's tensors
 keep their addresses, so that native code and CUDA graphs read the new weights.
 """
@@ -248,5 +248,5 @@ def _checked(name: str, read: torch.Tensor, own: torch.Tensor, file: _File) -> t
 
 
 def place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Identifies the memory of a tensor. Tied weights have the same memory."""
+    """Returns a key that identifies the memory of a tensor. Tied weights have the same memory."""
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()

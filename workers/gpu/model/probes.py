@@ -17,7 +17,8 @@ PROBE_TOKENS = 4
 
 
 class Probes:
-    """Forwards in the last block of a KV cache, which is never allocated."""
+    """Forwards that use only the last block of a KV cache, because this block is never allocated to
+    a sequence."""
 
     def __init__(self, tensors: StepTensors, layout: Layout) -> None:
         self._tensors = tensors

@@ -1,7 +1,7 @@
 """Quantizes the weights of a loaded model with torchao, and measures how much the logits change.
 
-Only the weights of the decoder layers' linear modules are quantized, for each output (int8) or in
-groups of 32 inputs (int4). Embeddings and the output layer keep their type.
+Only the weights of the decoder layers' linear modules are quantized, with a scale for each output
+(int8) or for each group of 32 inputs (int4). Embeddings and the output layer keep their type.
 """
 
 from __future__ import annotations

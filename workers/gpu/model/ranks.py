@@ -1,4 +1,4 @@
-"""Tensor parallelism: one worker over several devices, with a process for each.
+"""Tensor parallelism: one worker uses several devices, with a process for each device.
 
 Rank 0 is the worker. It schedules, samples, and communicates with the bus. The other ranks have
 their part of the weights and of the KV cache, and run the forwards that rank 0 sends. Transformers

@@ -198,8 +198,8 @@ class Runner:
         previous step has sampled, whose ids are not on the host yet.
         """
         if packed.copies:
-            # The copies are separate work. They must be made even if the forward fails, because the
-            # block tables already contain the new blocks.
+            # Blocks are copied in separate work. The copies must be made even if the forward fails,
+            # because the block tables already contain the new blocks.
             self.queue.submit(lambda: self._copy_blocks(packed))
         work = self.queue.submit(lambda: self._run(packed, drawn))
         return Forward(packed.num_rows, work)

@@ -31,7 +31,7 @@ class StepTensors:
 
     def ids(self, packed: Packed, drawn: torch.Tensor | None) -> torch.Tensor:
         """The ids of a forward, on the device. ``drawn``: the tokens that the device has just
-        drawn; they are written to the places ``packed.fed``."""
+        drawn; they replace the ids at the indices ``packed.fed``."""
         if drawn is None or packed.fed is None:
             return self.tensor(packed.ids)
         if len(packed.fed) == len(packed.ids):

@@ -71,8 +71,7 @@ class Answers:
 @torch.inference_mode()
 def look(logits: torch.Tensor, looks: Sequence[tuple[int, Query]]) -> Answers:
     """Answers queries about rows of ``logits`` ``[rows, vocab]`` without sampling. ``looks``: pairs
-    of a row's number and a query. The answers are numbered by the position of the pair in
-    ``looks``."""
+    of a row's number and a query. The key of an answer is the index of its pair in ``looks``."""
     rows = on_device(np.array([row for row, _ in looks], dtype=np.int64), logits.device)
     own = logits.index_select(0, rows)
     ranks = torch.zeros(len(looks), device=logits.device)
@@ -89,7 +88,7 @@ def answer(logits: torch.Tensor, chosen: torch.Tensor, queries: Mapping[int, Que
         rows = on_device(np.array(list(queries), dtype=np.int64), device)
         own, chosen = logits.index_select(0, rows), chosen.index_select(0, rows)
     sampled = own.gather(-1, chosen.unsqueeze(-1))
-    # On a CPU, the sum of floats takes a third of the time of a sum of booleans.
+    # On a CPU, summing floats takes a third of the time that summing booleans takes.
     more_likely = torch.empty(own.shape, dtype=torch.float32, device=device)
     return _answered(own, torch.gt(own, sampled, out=more_likely).sum(-1) + 1, queries)
 

@@ -56,7 +56,8 @@ Integers = TypeVar("Integers", np.ndarray, torch.Tensor)
 
 @dataclass(slots=True)
 class Draws:
-    """The sampling parameters of n random rows: arrays of length n. Temperatures are above 0."""
+    """The sampling parameters of the n rows that are not greedy, as arrays of length n.
+    Temperatures are above 0."""
 
     streams: np.ndarray
     """The number of each row's stream of random numbers (function ``streams``), int64."""
@@ -352,8 +353,8 @@ def _least_kept(weights: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
             return ordered.masked_fill_(before >= limit, math.inf).amin(-1, keepdim=True)
         last = (before < limit).sum(-1, keepdim=True) - 1
         return ordered.gather(-1, last.clamp_(min=0))
-    # Searches bit by bit, from the highest bit, because positive floats have the order of their
-    # bits as integers.
+    # Searches bit by bit, from the highest bit. This works because positive floats have the same
+    # order as their bits as integers.
     bits, above = torch.zeros(len(weights), 1, dtype=torch.int32), torch.empty_like(weights)
     for bit in range(29, -1, -1):
         tried = bits + (1 << bit)

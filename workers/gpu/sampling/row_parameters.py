@@ -1,5 +1,5 @@
-"""The inputs of sampling besides logits: sampling parameters as columns, and each row's mask, bias
-and tokens."""
+"""The inputs of sampling other than logits: sampling parameters as columns, and each row's mask,
+bias and tokens."""
 
 from __future__ import annotations
 

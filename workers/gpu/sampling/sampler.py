@@ -406,8 +406,8 @@ def _changed_rows(rows: Rows, logits: torch.Tensor, best: torch.Tensor | None) -
     """The rows whose logits must be changed before a token is chosen.
 
     On a CPU, a greedy row that has only a mask or a minimum length is left out if its best token is
-    allowed, because the mask would not change the chosen token. On other devices, such a row is not
-    left out, because the best token is not on the host.
+    allowed. The mask would not change the chosen token. On other devices, such a row is not left
+    out, because the best token is not on the host.
     """
     found = set(rows.parameters.changed).union(rows.biases)
     tokens: list[int] | None = None

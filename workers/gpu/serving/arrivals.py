@@ -459,8 +459,8 @@ def client_of(session: int, message: Generate | Score) -> int:
 
 
 def _with_controller(message: Generate) -> Generate:
-    """Returns a request that has ``heal_prompt``. Controllers apply the healing, so a request
-    without a controller gets a controller that allows any text."""
+    """Returns a request with ``heal_prompt`` that has a controller, because controllers apply the
+    healing. If the request does not name a controller, it gets one that allows any text."""
     if message.controller:
         return message
     name = controller_of(message.controller, message.heal_prompt)
@@ -516,7 +516,8 @@ def _check_adapter(stream: Stream, sent: Iterable[Token], path: ForwardPath) -> 
 
 
 def _take_transcript(waiting: Waiting) -> None:
-    """Decodes the entries that the client of a moved request has received."""
+    """Decodes the entries that the client of a moved request has received, and restores the
+    request's stream from them."""
     if not waiting.attachments:
         raise RequestError(
             Code.BAD_MESSAGE,

@@ -30,10 +30,11 @@ msgpack."""
 CANDIDATES_PER_ENTRY = 20
 """Number of reported candidates (``Token.kept``) that count as one entry."""
 ANSWER_ENTRIES = 4
-"""Number of entries that each answer takes from the budget, besides the entries that it sends."""
+"""Number of entries that each answer takes from the budget in addition to the entries that it
+sends."""
 JOURNAL_BYTES_PER_ENTRY = 1024
-"""Number of bytes of a JOURNAL that count as one entry, if they are copied without encoding them
-again."""
+"""In the parts of a JOURNAL that are copied without encoding them again, this number of bytes
+counts as one entry."""
 
 
 class Attaching(NamedTuple):
@@ -68,7 +69,7 @@ class Claiming(NamedTuple):
 
 
 class ClaimEnd(NamedTuple):
-    """A CLAIMED that follows the JOURNALs of a session."""
+    """The message CLAIMED, which is sent after the JOURNALs of a session."""
 
     session: int
     link: int

@@ -168,8 +168,8 @@ def options_of(one: StepResult, vocab: int) -> TokenOptions | None:
 def unders_along(
     one: StepResult, file: MaskFile | None, attachments: list[bytes], vocab: int
 ) -> list[Under]:
-    """The masks and biases that a decision has for the positions after the draft's tokens. The list
-    ends before the first mask or bias that is not valid."""
+    """The mask and bias of a decision for the position after each token of the draft. The list ends
+    before the first mask or bias that is not valid."""
     found: list[Under] = []
     with contextlib.suppress(ControllerError):
         for place, bias_place in zip_longest(one.along, one.biases_along[: len(one.along)]):

@@ -88,7 +88,7 @@ class _Turns:
         )
 
     def add(self, job: _Job) -> None:
-        """Adds a job after those of its user."""
+        """Adds a job after the earlier jobs of its user."""
         users = self._sessions.setdefault(job.stream.session, OrderedDict())
         users.setdefault(job.user, {})[job.stream.request] = job
 
@@ -140,9 +140,8 @@ class Embeddings:
 
     @property
     def due(self) -> bool:
-        """Whether the time since the end of the last batch is at least the duration of this batch.
-        In this time the engines run their steps, so EMBEDs take at most half of the worker's
-        time."""
+        """Whether at least as much time has passed since the last batch as that batch took. The
+        engines run their steps in this time, so EMBEDs take at most half of the worker's time."""
         return self._clock() >= self._due_at
 
     def note_step(self) -> None:
@@ -234,8 +233,8 @@ class Embeddings:
         return vectors, self._clock() - began
 
     def _batch(self, busy: bool) -> list[tuple[_Job, int]]:
-        """The next inputs of one model, as pairs of a job and the input's index in the job. In its
-        turn, a job adds its next inputs until the batch is full."""
+        """The next inputs of one model, as pairs of a job and the input's index in the job. Each
+        job, in the order of the turns, adds inputs until the batch is full."""
         batch: list[tuple[_Job, int]] = []
         width = bound = 0
         for job in self._turns:

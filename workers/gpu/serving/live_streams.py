@@ -160,8 +160,8 @@ class LiveStreams:
         return rest
 
     def _known(self, sequences: list[Sequence]) -> Recipients | None:
-        """The recipients of the rows of these sequences, if the last step had rows of the same
-        sequences; otherwise None."""
+        """Returns the stored recipients if a model's last step had rows of the same sequences,
+        otherwise None."""
         for known in self._recipients.values():
             if known.sequences == sequences:
                 return known
@@ -228,8 +228,8 @@ class LiveStreams:
         self._bound(*new, *(recipients.reporting if recipients is not None else ()))
 
     def _bound(self, *streams: Stream) -> None:
-        """Ends the live streams among ``streams`` whose clients exceed their shares of the bytes of
-        stored entries."""
+        """Ends those of ``streams`` that are live and whose client exceeds its share of the bound
+        on stored bytes."""
         for stream in streams:
             if self._streams.get(stream.request) is stream:
                 error = self._stored.count(stream)
@@ -304,8 +304,8 @@ class LiveStreams:
                     self.fail(stream, error, "answering an ATTACH")
 
     def _attach(self, stream: Stream, received: int) -> int:
-        """Sends the answer to an ATTACH, and the missed entries except the rows at their end.
-        Returns the number of these rows."""
+        """Sends the answer to an ATTACH, and the missed entries without the rows at their end.
+        Returns the number of rows that were left out."""
         self._settle(stream)
         missed, last_rows = stream.missed(received)
         answer = Msg(stream_id=stream.stream_id, attached=received, moves=stream.moves)

@@ -77,7 +77,7 @@ class RequestTexts(NamedTuple):
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:
             return len(tokenize(segment, self.tokenizer, start=False))
-        # A call for a batch releases the interpreter's lock.
+        # Unlike a call for one text, a call for a batch releases the interpreter's lock.
         return len(backend.encode_batch_fast([segment], add_special_tokens=False)[0])
 
 

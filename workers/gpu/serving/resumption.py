@@ -37,8 +37,7 @@ class Given:
         return bool(self.entries or self.log_chars or self.writes or self.messages)
 
     def take(self, logs: str, storage: list[Any]) -> tuple[str, list[Any]]:
-        """The parts of the next log text and of the next writes that the client does not have
-        yet."""
+        """Returns the parts of ``logs`` and ``storage`` that the client does not have yet."""
         chars, writes = min(len(logs), self.log_chars), min(len(storage), self.writes)
         self.log_chars -= chars
         self.writes -= writes

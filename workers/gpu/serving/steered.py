@@ -37,9 +37,10 @@ class Run:
     left: int
     """Maximum number of further tokens."""
     endings: np.ndarray | None
-    """The tokens that end the run, as u32 words; None if the run ends with its last token only."""
+    """The set of tokens that end the run, as one bit for each token in u32 words. None if the run
+    ends only after ``left`` tokens."""
     asks: bool = False
-    """Whether the STEP has ``logprobs``."""
+    """Whether the STEP that reports the tokens also has their ``logprobs``."""
     tokens: list[int] = field(default_factory=list)
     """The tokens so far."""
     logprobs: list[float] = field(default_factory=list)
@@ -89,7 +90,7 @@ class Steered:
     constrained: bool = False
     """Whether the controller is a built-in constraint."""
     text_ends: dict[int, ConstraintEnd] = field(default_factory=dict)
-    """With a built-in constraint, by sequence: how the text ends, which the last output reports."""
+    """With a built-in constraint, by sequence: how the text ends. The last output reports this."""
     notes: dict[int, Notes] = field(default_factory=dict)
     """By sequence: the notes that are sent with the sequence's next token."""
     wakes: dict[int, int] = field(default_factory=dict)

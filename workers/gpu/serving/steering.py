@@ -62,7 +62,8 @@ Key = tuple[int, int]
 
 
 def decision_timeout(settings: Settings) -> float:
-    """The time limit of a decision, in seconds: longer than any call of a controller may take."""
+    """The time limit of a decision, in seconds. It is longer than any call of a controller may
+    take."""
     calls_ms = settings.controller_pre_ms + settings.controller_mid_ms + settings.controller_post_ms
     round_ms = max(calls_ms, 3 * settings.controller_script_ms)
     return settings.controller_decision_s + (settings.controller_init_ms + round_ms) / 1000
@@ -93,7 +94,7 @@ class Steering:
         self._next_check = clock() + CHECK_S
         self._requests: dict[int, Steered] = {}
         self._awaited: dict[Key, float] = {}
-        """The sequences whose decision has not arrived, each with the time from which the decision
+        """The sequences whose decision has not arrived, each with the time after which the decision
         is overdue. The time is ``inf`` for suspended sequences, for sequences that wait for scores,
         and for forks that wait for logits."""
         self._forks: dict[Key, list[tuple[StepResult, Under]]] = {}
@@ -105,8 +106,8 @@ class Steering:
         self._runs: dict[Key, Run] = {}
         """The current run of each sequence that has a run (``steered.Run``)."""
         self._early_forks: set[Key] = set()
-        """While a RESULT is applied: the sequences whose forks do not need logits, because each
-        resulting sequence then drops or appends tokens."""
+        """The sequences that may fork before they have logits (function ``_early_forks``). The set
+        is empty unless a RESULT is being applied."""
         self._files = MaskFiles()
 
     @property
@@ -164,14 +165,14 @@ class Steering:
                 steered.text_ends[seq] = "complete" if whole else "cut"
 
     def kept_ends(self, request: int) -> list[TokenOutput]:
-        """The stored last outputs of the sequences of a cancelled request. These outputs wait for
-        the controller's last round."""
+        """The last outputs of a cancelled request that are stored until the controller's last round
+        is complete."""
         steered = self._requests.get(request)
         return list(steered.ends.values()) if steered is not None else []
 
     def with_notes(self, request: int, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """The last outputs of a cancelled request, with notes that have not been sent, and without
-        outputs that the client already has."""
+        """Adds unsent notes to the last outputs of a cancelled request. Leaves out outputs that the
+        client already has."""
         steered = self._requests.get(request)
         if steered is None:
             return outputs
@@ -394,8 +395,8 @@ class Steering:
         return [key for key in step.ready if key in self._awaited]
 
     def _make_forks(self, key: Key) -> None:
-        """Applies the decisions that waited for the logits of a sequence. The sequence is now ready
-        or has ended."""
+        """Applies the decisions that waited for the logits of a sequence. Called when the sequence
+        has logits or has ended."""
         waiting = self._forks.pop(key, [])
         for one, _ in waiting:
             for seq in (one.seq, *one.children):
@@ -454,13 +455,13 @@ class Steering:
         self._runs[one.request, one.seq] = Run(one.run, ends, one.logprobs)
 
     def _forks_early(self, engine: Engine, key: Key) -> bool:
-        """Whether a sequence can fork without logits. Each resulting sequence then computes its own
-        tokens, and at most one token that all of them share."""
+        """Whether a sequence can fork before it has logits. It can if the resulting sequences then
+        drop or append tokens, and if at most one token that they share has not been computed."""
         return key in self._early_forks and engine.num_missing(*key) <= 1
 
     def _void(self, steered: Steered, key: Key, action: str) -> None:
-        """Ignores a decision whose sequence has ended, does not exist, or already has its
-        decision."""
+        """Ignores a decision whose sequence has ended, does not exist, or already has a decision
+        for this round."""
         log.debug("ignored the decision %s for %s, which does not wait for a decision", action, key)
         self._awaited.pop(key, None)
         if action not in ("fork", "stop", "error") and not steered.engine.alive(*key):

@@ -113,7 +113,7 @@ class Stream:
     written_bytes: int = 0
     """Number of bytes of the logs, the messages and the writes of a program in all entries."""
     id_bytes: int = 0
-    """Number of bytes of the ids of candidates of all rows."""
+    """Number of bytes of the candidates' ids in all rows."""
     num_long: int = 0
     """Number of entries with packed fields or with logs, messages or writes of a program."""
     claimed_by: int | None = None
@@ -157,8 +157,8 @@ class Stream:
 
     @property
     def named(self) -> str:
-        """The name of the adapter, or else of the model. SYSTEM messages and traces have this
-        name."""
+        """The name of the adapter, or of the model if the stream has no adapter. SYSTEM messages
+        and traces contain this name."""
         return self.adapter or self.model
 
     @property

@@ -36,8 +36,8 @@ CATCH_UP = 1024
 """Maximum number of tokens of the sequences' texts that the draft model computes in one step. A
 longer prompt takes several steps."""
 OVERHEAD = 0.05
-"""The part of the cost of a draft model's forward that does not depend on its number of weights,
-relative to a forward of the large model."""
+"""The fixed part of the cost of a draft model's forward, relative to a forward of the large model.
+The other part is proportional to the draft model's number of weights."""
 
 
 def check_draft_model(loaded: LoadedModel, draft: LoadedModel) -> None:
@@ -294,7 +294,8 @@ def _tokens(work: Work[Guessed]) -> Callable[[], torch.Tensor]:
 def _guesses(
     forward: Work[torch.Tensor], order: Items[int], rows: Rows, place: int
 ) -> Callable[[], Guessed]:
-    """Work for the device that samples the token after each row of a forward."""
+    """Returns a function for the device queue that samples the token after each row of a
+    forward."""
     at = Rows(rows.parameters, rows.positions + place, counts=rows.counts)
 
     def run() -> Guessed:

@@ -30,8 +30,8 @@ class Drafting:
     kind: int = 0
     """The kind of the last match or draft (``kind_of``)."""
     idle: int = 0
-    """Number of times that a draft from the draft model was considered, but not made, since the
-    last such draft. Counted once or twice in each step."""
+    """Number of times that a draft from the draft model was considered since the last such draft.
+    This happens once or twice in each step."""
     guess: Guess | None = None
     """The prediction of a match from which no draft was made. When the next token is known, the
     prediction counts towards ``acceptance`` like a draft of one token."""

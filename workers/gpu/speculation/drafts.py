@@ -20,8 +20,8 @@ MIN_PROBABILITY = 0.2
 the sequence only gets trial drafts from the draft model."""
 RETRY_STEPS = 32
 """Number of steps without a draft from the draft model, after which a sequence gets a trial draft,
-because its new text may be easier to predict. In the step of a trial draft, the draft model does
-not write other drafts."""
+because its new text may be easier to predict. Trial drafts are written only in steps without other
+drafts from the draft model."""
 RETRY_TOKENS = 3
 """Number of tokens of a trial draft."""
 
@@ -82,9 +82,9 @@ class Speculation:
         self._propose([s for s in running if s.decodes and not _steered(s)], len(running))
 
     def propose_ahead(self, sequences: Collection[Sequence], rows: int) -> None:
-        """Sets ``draft`` of sequences with controllers for the next step, before it is scheduled,
-        so that the controllers can compute a mask after each token of the draft. ``rows``: number
-        of rows of the next step."""
+        """Sets ``draft`` of sequences with controllers before the next step is scheduled. The
+        controllers can then compute a mask after each token of the draft. ``rows``: number of rows
+        of the next step."""
         self._propose([s for s in sequences if _steered(s)], rows)
         self._ahead = [s for s in sequences if s.draft]
 

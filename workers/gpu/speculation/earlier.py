@@ -26,7 +26,7 @@ ADVANCE = 4096
 
 class EarlierTexts:
     """The latest texts of one session. New texts wait, and lookups add them to the index in small
-    steps. Indexed and waiting texts together have at most about three times ``HALF`` tokens."""
+    steps. Indexed and waiting texts together have at most about four times ``HALF`` tokens."""
 
     __slots__ = ("_indexed", "_newer", "_older", "_size", "_waiting", "_whole", "num_tokens")
 

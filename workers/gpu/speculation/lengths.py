@@ -18,8 +18,8 @@ from itertools import islice
 from typing import NamedTuple
 
 MAX_DRAFT_TOKENS = 31
-"""Maximum number of tokens of a draft. With the token before them, they fill a forward of 32
-tokens."""
+"""Maximum number of tokens of a draft. The forward also computes the token before the draft: at
+most 32 tokens in all."""
 FADE = 0.9
 """The weight of an observation is multiplied by this factor for each later observation of the same
 kind of draft (``kind_of``)."""

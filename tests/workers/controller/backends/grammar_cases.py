@@ -45,7 +45,7 @@ class Matches:
 
     Every text over some letters is tried. The number of characters is at most ``longest`` plus the
     number of positions of the pattern. A shortest completion passes each position at most once. So
-    if no matching text among them has a given prefix, no longer match has it.
+    if no matching text among them has a given prefix, no match of any length has this prefix.
     """
 
     def __init__(self, pattern: str, letters: str, longest: int) -> None:
@@ -119,7 +119,7 @@ class Lexed:
         preferred = list(regexes)
         if not declared:
             preferred.sort(key=lambda name: -len(regexes[name].written.encode()))
-        # If several terminals match a word, the last one in this loop has it.
+        # If several terminals match a word, the last one in this loop is chosen.
         self._terminal: dict[bytes, str] = {}
         for name in reversed(preferred):
             pattern = regexes[name].pattern

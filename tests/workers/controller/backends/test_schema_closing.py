@@ -1,4 +1,5 @@
-"""Texts under schemas and Lark grammars are complete within ``max_tokens``, whatever is sampled."""
+"""Texts under schemas and Lark grammars are complete within ``max_tokens``, whichever tokens are
+sampled."""
 
 from __future__ import annotations
 

@@ -210,7 +210,8 @@ def test_a_tenant_with_many_grammars_does_not_evict_that_of_another(
 def _used(
     instances: SharedInstances, tenant: str, count: int
 ) -> tuple[list[SharedGrammar], list[str]]:
-    """New grammars that a tenant uses, and the errors of those that it may not use."""
+    """New grammars that a tenant uses, and the errors of the grammars that the tenant may not
+    use."""
     made: list[SharedGrammar] = []
     refused: list[str] = []
 

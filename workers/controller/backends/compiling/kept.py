@@ -34,9 +34,9 @@ class Kept(Generic[K, T]):
         self._entries: OrderedDict[K, _Entry[T]] = OrderedDict()
         """The values by key, the least recently used first."""
         self._sizes: Counter[str] = Counter()
-        """By tenant: the sum of the sizes of its values."""
+        """For each tenant, the sum of the sizes of its values."""
         self._numbers: Counter[str] = Counter()
-        """By tenant: the number of its values."""
+        """For each tenant, the number of its values."""
 
     def __len__(self) -> int:
         return len(self._entries)

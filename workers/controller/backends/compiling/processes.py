@@ -46,21 +46,21 @@ class Processes:
         an empty text the first tokens that the grammar allows.
 
         Raises RefusedGrammar if the grammar is not valid or exceeds the bounds; the reason names
-        the faulty part of the grammar if this part is found. If the reason contains a text of
-        ``unblamed``, this part is not searched. Raises UnavailableError if no process
-        becomes free in time or the machine is too busy.
+        the faulty part of the grammar if this part is found. If the reason contains one of the
+        texts ``unblamed``, the faulty part is not searched for. Raises UnavailableError if no
+        process becomes free in time or the machine is too busy.
         """
         self._done("llguidance", grammar.encode(), unblamed)
 
     def shortest(self, grammar: str) -> bytes | None:
-        """The shortest text of an llguidance grammar that a search finds; None if the search does
+        """Searches for the shortest text of an llguidance grammar; returns None if the search does
         not find a text. Raises the same errors as ``check``, but the reason does not name a part of
         the grammar."""
         return self._done("shortest", grammar.encode()).shortest
 
     def run(self, kind: Kind, grammar: bytes) -> bytes:
-        """Runs a task that compiles automata, or rewrites or relaxes a schema; returns their tables
-        or the schema. Raises the same errors as ``check``; the reason is the compiler's
+        """Runs a task and returns its result: the tables of compiled automata, or the rewritten or
+        relaxed schema. Raises the same errors as ``check``; the reason is the compiler's
         message."""
         return self._done(kind, grammar).tables
 

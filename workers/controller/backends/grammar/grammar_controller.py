@@ -19,10 +19,10 @@ from .shared_instances import Shared
 SHOWN = 200
 """Maximum characters of the text so far in an error message."""
 SPARE = 8
-"""The controller *closes* the text when only this number of spare tokens is left, or a sixteenth of
+"""Number of spare tokens at which the controller *closes* the text, or a sixteenth of
 ``max_tokens`` if that is less. To close the text means to append its *closing*, a short text that
-completes it. Tokens are spare if ``max_tokens`` allows them in addition to the closing. If several
-tokens lead to an equally short end, the model samples one of them instead."""
+completes it. Tokens are *spare* if ``max_tokens`` allows them in addition to the closing. If
+several tokens lead to an equally short end, the model samples one of these tokens instead."""
 MAX_TRIED = 64
 """Maximum number of allowed tokens for which the controller computes a closing. If the grammar
 allows more tokens, the controller appends the closing at once."""
@@ -55,7 +55,8 @@ class GrammarController:
         self._bytewise = False
         """Whether the last tokenized closing had more than one token for every two bytes."""
         self._too_few = False
-        """Whether no closing has ever fitted in ``max_tokens``."""
+        """Whether the text cannot be closed, because no closing has ever fitted in
+        ``max_tokens``."""
         self._closed = False
         self._end: ConstraintEnd | None = None
         """How the text ended; None until the text is closed."""
@@ -94,15 +95,15 @@ class GrammarController:
         if flags & FORCED:
             left = self._host.max_tokens - len(self._text)
             tokens = self._guest.forced(self._place)[: left - 1]
-            # Appending the only allowed token does not save a forward, and such rounds cannot run
-            # in a batch. So the token is sampled.
+            # A single allowed token is sampled. Appending it would not save a forward, and a round
+            # that appends tokens cannot run in a batch.
             if tokens and not (len(tokens) == 1 and flags & SINGLE):
                 return Answer(Action.SPLICE, tokens=tokens)
         return _MASKED
 
     def masks_along(self, draft: Sequence[int], masks: Sequence[memoryview]) -> int:
-        """Writes the masks after the tokens of a draft, up to the next place at which the closing
-        of the text is computed."""
+        """Writes the masks after the tokens of a draft, up to the next length of the text at which
+        its closing is computed."""
         length = len(self._text)
         until = min(self._check_at, self._host.max_tokens) - length - 1
         draft = before_end(draft, self._host.vocabulary)[: max(0, until)]
@@ -227,8 +228,8 @@ class GrammarController:
         """Allows only tokens after which the closing has fewer than ``takes`` tokens.
 
         Returns None, with an empty mask, if the closing is to be appended at once. This is the case
-        if the grammar allows more than ``MAX_TRIED`` tokens, or if fewer than two of several tokens
-        have such a closing."""
+        if the grammar allows more than ``MAX_TRIED`` tokens, or if it allows several tokens, but
+        fewer than two have such a closing."""
         flags = self._guest.mask(self._place, mask)
         bits = int.from_bytes(mask, "little")
         number = bits.bit_count()

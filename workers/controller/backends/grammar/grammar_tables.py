@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 MAX_BYTES = 256 * 1024**2
 """Maximum bytes of tables on disk."""
 WORTH_S = 0.02
-"""Tables that took longer than this to compile, in seconds, are written to disk."""
+"""Tables are written to disk if compiling them took longer than this number of seconds."""
 MAX_KEPT = 1_024
 """Maximum number of arguments whose tables are cached in memory. Most tables have a few
 kilobytes."""

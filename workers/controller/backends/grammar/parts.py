@@ -43,8 +43,8 @@ class Plan:
 
     parts: list[Part] = field(default_factory=list)
     budgets: list[int | None] = field(default_factory=list)
-    """By position: maximum tokens of the part; None if neither the part nor an enclosing part has
-    ``max_tokens``."""
+    """For each position, the maximum number of tokens of the part; None if neither the part nor an
+    enclosing part has ``max_tokens``."""
     follow: list[set[int]] = field(default_factory=list)
     first: set[int] = field(default_factory=set)
     last: set[int] = field(default_factory=set)
@@ -131,7 +131,8 @@ class PartsController:
         """The ways whose controllers have not been called in this round yet; empty between
         rounds."""
         self._complete = plan.empty
-        """Whether the text may end here: a part may end here, and this part may be the last."""
+        """Whether the text may end here, because a part may end here and this part may be the
+        last."""
         self._closed = False
         """Whether a part's controller has completed the text by closing it."""
         self._begun = False
@@ -163,8 +164,8 @@ class PartsController:
             answer = way.controller.mid_process((self._host.seq,), mask)
             ended = answer.complete
             if answer.action is Action.SPLICE and not np.frombuffer(mask, np.uint32).any():
-                # A splice without a mask closes the text of this way. It becomes the answer,
-                # because ``max_tokens`` leaves no room for continuing in the other ways.
+                # A splice without a mask closes the text of this way. The splice becomes the
+                # answer, because ``max_tokens`` leaves no room for continuing in the other ways.
                 self._only(waiting.pop(0))
                 return answer
             del waiting[0]

@@ -1,6 +1,6 @@
 """Compiles a yacc grammar in a separate process, with bounded time and memory.
 
-The compiler is Python code and takes from 3 ms to 20 s, which is its bound. In a thread of the
+The compiler is Python code and takes 3 ms or more, up to its limit of 20 s. In a thread of the
 worker, the compiler would keep Python's lock during this time. ``python -m
 tokenbus.workers.controller.backends.grammar.yacc_compiler`` reads a grammar from stdin and writes
 its tables to stdout, or an error as JSON to stderr.

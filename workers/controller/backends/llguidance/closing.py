@@ -19,10 +19,10 @@ from .near_end import NearEnd
 from .token_sets import MAX_STARTS, SOME_STARTS, TokenSets, Words
 
 SPARE = 8
-"""Closing begins when only this number of spare tokens is left, or a sixteenth of ``max_tokens`` if
-that is less. Tokens are spare if they are not needed to complete the text. Under a schema, open
-values then end where they may, for example a string at the end of a word. Under a grammar that is
-not a schema, the text is then closed immediately."""
+"""Number of spare tokens at which closing begins, or a sixteenth of ``max_tokens`` if that is less.
+Tokens are *spare* if they are not needed to complete the text. When closing begins under a schema,
+open values end as soon as they may, for example a string at the end of a word. Under a grammar that
+is not a schema, the completion is appended immediately."""
 LOOK_EVERY = 32
 """The completion of a text is computed again after a quarter of the spare tokens. If at most
 ``NEAR`` spare tokens are left, it is computed again after at most ``LOOK_EVERY`` tokens."""
@@ -32,22 +32,22 @@ BYTES_OF_TOKEN = 2
 Its number of tokens is estimated with this assumption."""
 AMPLE = 256
 """``Grammar.growth`` takes long to compute. It is computed before the first sampled token only if
-``max_tokens`` exceeds the shortest text by at most ``AMPLE`` and at most ``Grammar.max_growth``
-tokens. Otherwise it is computed after the first sampled token."""
+few tokens are left in addition to the shortest text: at most ``AMPLE``, and at most
+``Grammar.max_growth``. Otherwise it is computed after the first sampled token."""
 NEVER = 1 << 62
 
 
 class Closing:
     """Closes one text before ``max_tokens`` are used up.
 
-    A text that may end here and continue with nearly any text is not closed, so it may continue up
-    to ``max_tokens``.
+    If the text may end now, but may also continue with nearly any text, it is not closed. So it may
+    continue up to ``max_tokens``.
 
     Under a schema, a token may begin items of arrays or objects. Each item extends the completion
     of the text by at most the number of tokens that ``Grammar.growth`` gives. As long as the
-    remaining tokens have room for this growth, masks are not restricted. When they do not have this
-    room, the completion of the text is computed, and from then on masks allow only tokens after
-    which the text can be completed (``near_end``).
+    remaining tokens have room for this growth, masks are not restricted. When the room is used up,
+    the completion of the text is computed. From then on, masks allow only tokens after which the
+    text can be completed (``near_end``).
 
     Under a grammar that is not a schema, the completion is computed at intervals that shrink with
     the remaining room. If the completion does not fit any more, the text is cut back to the place
@@ -159,8 +159,8 @@ class Closing:
         return restricted
 
     def _room_for(self, credit: int) -> Words | None:
-        """The tokens whose items can certainly be completed within ``credit``; None if all tokens
-        are allowed."""
+        """The tokens that begin few enough items to complete all of them within ``credit`` tokens;
+        None if all tokens are allowed."""
         assert self._item is not None
         if credit > self._low:
             return None
@@ -208,8 +208,8 @@ class Closing:
         return self._closed(0, tokens)
 
     def look(self, text: Sequence[int]) -> Answer | None:
-        """The answer that closes the text if a later round could not close it; else None. Schedules
-        the next call otherwise."""
+        """The answer that closes the text if a later round could not close it. Otherwise returns
+        None, and schedules the next call."""
         length = len(text)
         room = self._most - length
         if self._item == 0 and self._begins(length):
@@ -254,7 +254,8 @@ class Closing:
         least = self._grammar.least
         if least is None:
             return False
-        # The first sampled token may have begun an item.
+        # The completion may be one item longer than the shortest text, because the first sampled
+        # token may have begun an item.
         self._set_credit(self._most - least - length - self._spare - 2 * self._item)
         if self._credit <= 0:
             return False

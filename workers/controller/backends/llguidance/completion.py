@@ -4,11 +4,11 @@ bounded search over the grammar's masks.
 llguidance itself does not compute completions. The search uses a matcher of the same grammar over a
 vocabulary of the 256 bytes. Visiting one state of the matcher takes a microsecond.
 
-The search looks for the nearest *place* where a closing bracket or the closing quote of a string is
-allowed. The *way* to this place is the shortest sequence of bytes that leads there. The search
-appends the way and the bracket or quote, and starts again, until the text may end. If a property's
-name may begin, the names that the schema requires are tried first. Every prefix that a grammar
-allows has a completion, so the search never backtracks.
+The search looks for the nearest *place* where a closing bracket, a comma or the closing quote of a
+string is allowed. The *way* to this place is the shortest sequence of bytes that leads there. The
+search appends the way and the bracket, comma or quote, and starts again, until the text may end. If
+a property's name may begin, the names that the schema requires are tried first. Every prefix that a
+grammar allows has a completion, so the search never backtracks.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ MAX_RUN = 1_024
 FREE_BYTES = 128
 """Text is free if more than this number of the 256 bytes are allowed next."""
 MAX_SIMILAR = 100
-"""Maximum completions that are tried if the values of the completion that was found do not pass the
-checks."""
+"""Maximum number of similar completions that are tried if the values of the found completion do not
+pass the checks."""
 MAX_CHECKS = 20_000
 """Maximum steps of the checks of these completions (``checking.budget.Budget``)."""
 MAX_TAILS = 8
@@ -95,7 +95,7 @@ _Mask = int
 
 
 def shortest_text(grammar: str, until: float) -> bytes | None:
-    """The shortest text of a grammar that a search finds; None if the search does not find a text
+    """Searches for the shortest text of a grammar. Returns None if the search does not find a text
     before this thread has used ``until`` seconds of CPU time."""
     return Completions(grammar).start().find(until)
 
@@ -117,7 +117,7 @@ class Completions:
         """Whether a name may occur only once in an object of a completion."""
 
     def start(self) -> Completion:
-        """A completion at the beginning of a text."""
+        """A ``Completion`` of the empty text."""
         return Completion(self, self._matcher.deep_copy())
 
     def shortest(self, until: float) -> bytes | None:
@@ -293,12 +293,12 @@ class _Way(NamedTuple):
 
     length: int
     others: int
-    """Number of bytes of the way that were not the first byte tried in their state."""
+    """Number of bytes of the way before which other bytes were tried in the same state."""
     repeats: int
     """Number of bytes of the way that lead to the same mask as a byte that was tried earlier in the
     same state."""
     byte: int
-    """The next byte, ``_STAY`` or ``_ADVANCED``."""
+    """The next byte of the way, or ``_STAY``, or ``_ADVANCED``."""
     path: bytes
     matcher: LLMatcher
     """The matcher before ``byte``."""
@@ -489,8 +489,9 @@ class _Search:
         return False
 
     def _run(self, matcher: LLMatcher, mask: _Mask) -> bytes | None:
-        """Repeats one byte until the mask changes, as it does in a string with a minimum length.
-        Returns the repeated bytes; None if the mask does not change within ``MAX_RUN`` bytes."""
+        """Repeats one byte until the mask changes, for example until a string has its minimum
+        length. Returns the repeated bytes; None if the mask does not change within ``MAX_RUN``
+        bytes."""
         byte = _lowest(mask)
         run = b""
         while len(run) < MAX_RUN:

@@ -136,7 +136,7 @@ class MatcherController:
         return COMPLETE
 
     def _restrict(self, checked: CheckedText, mask: memoryview) -> None:
-        """Removes the tokens from the mask that would end a value that is not valid."""
+        """Removes from the mask the tokens that would end an invalid value."""
         checked.restrict(self._words)
         if self.closing.narrows and not self._words.any():
             self._fill(mask)

@@ -159,12 +159,12 @@ class Grammar:
         plain: bool,
         checks: Checks | None,
     ) -> None:
-        """``plain``: the grammar was compiled without a separate process."""
+        """``plain``: whether the grammar was compiled without a separate process."""
         self.lock = threading.Lock()
         self.tokens = tokens
         self.least = least
-        """An upper bound of the tokens of the shortest text; None if no bound is known before the
-        search."""
+        """An upper bound of the number of tokens of the shortest text. None if the bound is not
+        known before a search has found the text."""
         self._schema = schema
         self._plain = plain
         self._growth: Growth | None = None
@@ -185,8 +185,8 @@ class Grammar:
 
     @property
     def max_growth(self) -> int:
-        """An estimate, from the length of the schema, of the maximum tokens by which one item
-        extends a text. ``growth`` takes longer to compute."""
+        """An estimate of the maximum number of tokens by which one item extends a text. It is
+        computed from the length of the schema, which takes less time than computing ``growth``."""
         return math.ceil(len(self.text) * self.tokens.sets.per_byte)
 
     @property
@@ -222,8 +222,8 @@ class Grammar:
             return self._all_completions().shortest(time.thread_time() + SEARCH_S)
 
     def obeying(self, found: bytes | None) -> bytes | None:
-        """The whole text ``found``, or a similar text, if its values pass the checks; otherwise
-        None."""
+        """The whole text ``found`` if its values pass the checks, or else a similar text whose
+        values pass them; None if no such text is found."""
         with self.lock:
             return self._all_completions().start().obeying(found)
 
@@ -245,8 +245,8 @@ class Grammar:
         return CheckedText(self._checks, tokens.ending, self._vocabulary.token, ends)
 
     def completion(self) -> Completion:
-        """A completion for a text that has not begun. The caller holds ``lock`` around each call of
-        the completion."""
+        """A ``Completion`` of the empty text. The caller holds ``lock`` around each call of the
+        completion."""
         with self.lock:
             return self._all_completions().start()
 
@@ -316,12 +316,12 @@ class Matchers:
     ) -> Grammar:
         tokens = self._tokens_of(vocabulary)
         schema = _schema_of(grammar)
-        # Values that are checked may be longer than the schema of the masks requires.
+        # A relaxed schema does not have this bound, because its shortest value may fail the checks.
         least = None if schema is None or weakened is not None else least_bytes(schema)
         plain = schema is not None and is_plain(grammar, schema)
         if plain:
             matcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=plain_limits())
-            plain = not step_error(matcher)  # The separate process names the faulty part.
+            plain = not step_error(matcher)  # The separate process will name the faulty part.
         if not plain:
             self.processes.check(grammar, unblamed)
             matcher = LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=parser_limits())

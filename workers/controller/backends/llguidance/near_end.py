@@ -68,8 +68,9 @@ class NearEnd:
         ending: bool,
         tokenize: Tokenize,
     ) -> int | None:
-        """Restricts a mask. ``found``, whose tokens are ``tokens``, completes the text here, and
-        ``spare`` more tokens are left. ``ending``: whether open values should end soon.
+        """Restricts a mask. ``found`` is a completion of the text, ``tokens`` are its tokens, and
+        ``spare`` is the number of tokens that are left in addition to them. ``ending``: whether
+        open values should end soon.
 
         Inside a string of any text, a token of ``TokenSets.whole`` lengthens the completion by at
         most a known number of tokens. If ``spare`` is larger than this number, returns the number.

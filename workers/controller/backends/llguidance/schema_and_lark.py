@@ -44,8 +44,8 @@ MEASURES: dict[str, tuple[Measure, ...]] = {
     "min/maxProperties": ("counts",),
     "Unable to determine if regex is empty": ("texts",),
 }
-"""By a part of llguidance's error about a schema: the measures that relax the schema, in the order
-in which they are taken (``protocol.json_schema.relaxing``)."""
+"""Maps a part of llguidance's error message to the measures that relax the refused schema, in the
+order in which they are taken (``protocol.json_schema.relaxing``)."""
 
 
 class _Relaxed(NamedTuple):
@@ -67,7 +67,7 @@ class JsonSchemaProgram:
         self._matchers = matchers
         self._rewriting = Rewriting(matchers.processes)
         self._relaxed = Kept[bytes, tuple[str, Weakened | None]](KEPT_SCHEMAS, KEPT_CHARACTERS)
-        """The grammars and schemas of the schemas that were relaxed."""
+        """The results of ``_relaxed_grammar``, by the hash of the schema."""
 
     def start(self, host: Host) -> MatcherController:
         """Makes the controller. Raises RequestError, with llguidance's reason, if the argument is
@@ -82,8 +82,8 @@ class JsonSchemaProgram:
         return MatcherController(made, made.start(), host, Closing(made, host), "json_schema")
 
     def _compiled(self, host: Host, schema: str) -> Grammar:
-        """Compiles a schema. If llguidance does not implement its keywords, the schema is relaxed
-        in as few ways as possible."""
+        """Compiles a schema. If llguidance refuses the schema because of a keyword, the schema is
+        relaxed in as few ways as possible."""
         key = hashlib.sha256(schema.encode()).digest()
         known = self._relaxed.get(key)
         if known is not None:

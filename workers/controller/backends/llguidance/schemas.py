@@ -99,8 +99,9 @@ class Rewriting:
         return found
 
     def relaxed(self, text: str, measures: frozenset[Measure]) -> tuple[str, Weakened | None]:
-        """The relaxed form of a schema, and the schema with its weakened places; None if masks
-        enforce the whole schema. Raises the errors of ``implemented``."""
+        """Returns the relaxed form of a schema, and the original schema with its weakened places
+        (``Weakened``). The second value is None if masks enforce the whole schema. Raises the
+        errors of ``implemented``."""
         task = msgspec.json.encode(_Relaxing(text, sorted(measures)))
         found = json_decoder(_Relaxed).decode(self._processes.run("relax", task))
         return found.schema, Weakened(text, found.places) if found.places else None

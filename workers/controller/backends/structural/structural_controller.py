@@ -196,8 +196,8 @@ class StructuralController:
         self._marked = self._masks.marks(state).search
 
     def _is_spent(self, state: State, spent: int) -> bool:
-        """Whether a part must be closed: it is the content of a tag, and its ``spent`` tokens are
-        at least the tag's ``max_tokens``."""
+        """Whether a part must be closed, because it is the content of a tag and its number of
+        tokens, ``spent``, has reached the tag's ``max_tokens``."""
         if state.mode != "content":
             return False
         most = self._automaton.structure.tags[state.tags[0]].max_tokens

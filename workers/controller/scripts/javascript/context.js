@@ -11,7 +11,7 @@ function show(value) {
   }
 }
 
-// Shows an argument in an error, where a text has quotation marks.
+// Formats an argument for an error. Texts get quotation marks.
 function quote(value) { return typeof value === "string" ? JSON.stringify(value) : show(value); }
 
 function whole(what, value, least = 1) {

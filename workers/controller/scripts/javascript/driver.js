@@ -6,8 +6,8 @@
 
 const STOP = 0, CONTINUE = 1, SUSPEND = 2, FORK = 3, SPLICE = 4, GENERATE = 5, SCORE = 6,
       BEGIN = 7, SAVE = 8, OPEN = 9, LOOK = 10, AGAIN = 11, SAMPLE_SCORED = 12;
-const REFUSED = 0xffffffff;  // as post's `backtrack`: the tokens are the bytes of an error's text
-const SCORED = 0xfffffffe;  // as post's `backtrack`: log-probabilities follow the tokens
+const REFUSED = 0xffffffff;  // value of post's `backtrack`: tokens are an error's text
+const SCORED = 0xfffffffe;  // value of post's `backtrack`: log-probabilities follow the tokens
 
 // The words of the call block.
 const VOCABULARY = 7, EOS = 12, MAX_TOKENS = 13;
@@ -298,8 +298,8 @@ function give_bias(bias) {
 
 function ask(operation, name) {
   if (pending) {
-    // The script's functions are asynchronous. If the script does not await this call either, its
-    // error would be lost.
+    // The error rejects the promise of this call. If the script does not await this call either,
+    // the error would be lost, so it is also stored.
     failure = { error: new Error(`${name}: the script has to await its previous call first`) };
     throw failure.error;
   }

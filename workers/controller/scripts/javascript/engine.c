@@ -76,7 +76,7 @@ static void *keep(kept *buffer, const void *data, size_t size) {
 
 // --- errors --------------------------------------------------------------------------------------
 
-// Ends the sequence with the pending exception, described by boot.js.
+// Ends the sequence with the pending exception as its error. boot.js formats the error.
 static void fail(void) {
     JSValue error = JS_GetException(context);
     JSValue describe = JS_GetPropertyStr(context, calls, "describe");

@@ -7,9 +7,9 @@
 // counted: "4 20 def" generates four texts and takes the one with the most occurrences of "def".
 //
 // Sequence 0 is the judge: it forks into N + 1 sequences and suspends. Each other sequence
-// generates a text of at most LENGTH tokens, sets one of the variables "text 1" to "text N" to it,
-// and stops. The judge appends the best text once all these variables exist. If a fork fails, it
-// does not write, and the request ends with a deadlock error once all other forks have stopped.
+// generates a text of at most LENGTH tokens, stores it in its variable ("text 1" to "text N") and
+// stops. The judge appends the best text once all these variables exist. A fork that fails does not
+// store a text. The request then ends with a deadlock error once all other forks have stopped.
 #include "tokenbus.h"
 
 static uint32_t wanted, length;
@@ -46,7 +46,7 @@ static uint32_t score(const tb_bytes *written) {
     }
 }
 
-// The name of the variable with the text of the fork at this index of the fork group.
+// The name of the variable that stores the text of the fork at this index of the fork group.
 static const char *variable(uint32_t fork) {
     static tb_bytes name;
     tb_bytes_cut(&name, 0);
@@ -101,7 +101,8 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
     }
     while (place < n && fork_group[place] != tb_seq_id()) place++;
     stage = place == 0 ? JUDGING : WRITING;
-    // mid_process cannot suspend: the judge samples a token and drops it when it has the best text.
+    // mid_process cannot suspend, so the judge samples a token. It drops this token when it appends
+    // the best text.
     if (stage == JUDGING) return sample_share(0, 1);
     // The first token of each fork is from a separate share of the vocabulary, so that the texts
     // differ even with greedy sampling.

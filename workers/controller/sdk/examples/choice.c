@@ -4,8 +4,8 @@
 //
 // The argument is JSON, a list of strings or {"choices": [...]}. Only tokens that continue a choice
 // are allowed; the end of the sequence is allowed only if the text is a choice. When only one
-// choice is possible, its rest is appended in the tokens of the model's tokenizer, without a
-// forward pass for each token.
+// choice is possible, the rest of this choice is appended as tokens of the model's tokenizer,
+// without a forward pass for each token.
 #include "tokenbus.h"
 
 static tb_strings choices;

@@ -35,7 +35,8 @@ void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_
 }
 
 // The penalty of a token after the text, in multiples of PENALTY. The penalty is 0 if the token has
-// not occurred, and otherwise 1 plus the number of tokens before it that are repeated.
+// not occurred. Otherwise it is the length of the longest repetition that the token would complete,
+// including the token itself.
 static uint32_t repeated(uint32_t token) {
     const uint32_t *tokens = (const uint32_t *)text.data, n = text.len / 4;
     uint32_t longest = 0;

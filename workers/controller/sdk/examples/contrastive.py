@@ -22,7 +22,7 @@ PENALTY = 1.0
 """The number that is subtracted from a token's log-probability, once for each token of the text
 that would be repeated."""
 MAX = 4
-"""Maximum number of tokens before the next token that are compared with earlier tokens."""
+"""Maximum length of a repetition, in tokens. Longer repetitions are not distinguished."""
 TOP = 8
 """Number of the likeliest tokens among which the next one is chosen."""
 

@@ -1,8 +1,9 @@
 """A watermark: the text looks as usual, but its tokens show that a model wrote it.
 
 The previous token and a key select half of the vocabulary: the green tokens. Their logits get a
-bias. The detector counts green tokens: in unmarked text about half of the tokens are green, and in
-marked text more. Source: Kirchenbauer et al., "A Watermark for Large Language Models" (2023).
+bias. The detector counts green tokens: about half of the tokens of unmarked text are green, and
+more than half of those of marked text. Source: Kirchenbauer et al., "A Watermark for Large Language
+Models" (2023).
 
     tokenbus controller serve watermark:Watermark
     tokenbus controller run watermark:Watermark --arg '{"key": 42}' --prompt 'def add(a, b):'

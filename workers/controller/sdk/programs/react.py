@@ -7,7 +7,8 @@ The argument is a JSON object:
 
 - ``tools``: for each tool, the JSON schemas of its parameters
 - ``turns``: the maximum number of calls (5)
-- ``tokens``: the maximum number of tokens of a thought, of arguments and of the answer (60)
+- ``tokens``: the maximum number of tokens of a thought, of a call's arguments, and of the answer
+  (60)
 """
 
 import json

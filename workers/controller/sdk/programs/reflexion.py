@@ -6,7 +6,8 @@ al. 2023, arXiv:2303.11366).
 
 The argument is a JSON object:
 
-- ``verifier``: a tool that gets the ``text`` of an attempt, and returns null or what is wrong
+- ``verifier``: a tool that gets the ``text`` of an attempt, and returns null, or a text that says
+  what is wrong
 - ``tries``: the maximum number of attempts (3)
 - ``tokens``: the maximum number of tokens of an attempt (80)
 

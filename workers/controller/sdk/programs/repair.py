@@ -10,8 +10,8 @@ The argument is a JSON object:
 - ``validator``: a tool that gets the fields by name, and returns the names of those that are wrong
 - ``tries``: the maximum number of checks (5)
 
-The text has a line for each field. The program goes back to the first wrong field, and writes the
-later right fields again as they were.
+The text has a line for each field. The program drops the text from the first wrong field on. It
+then generates the wrong fields again, and appends the other fields unchanged.
 """
 
 from tokenbus.workers.controller.python import Context, Label

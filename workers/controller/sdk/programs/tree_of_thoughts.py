@@ -12,7 +12,7 @@ The argument is a JSON object, or empty:
 - ``tokens``: the maximum number of tokens of a thought and of the answer (40)
 
 Each thought is a separate sequence. The model rates each thought, and the program then drops the
-text of the rating. The sequences of thoughts that are not kept end.
+text of the rating. If a thought is not kept, its sequence ends.
 """
 
 from tokenbus.workers.controller.python import Context
@@ -24,7 +24,7 @@ RATINGS = ["sure", "likely", "unlikely", "impossible"]
 async def main(ctx: Context) -> None:
     arg = ctx.arg or {}
     width, tokens = arg.get("width", 3), arg.get("tokens", 40)
-    me, kept = "", [""]  # A thought is named by its index in each level, such as "02".
+    me, kept = "", [""]  # A thought's name has a digit for each level: "02".
     for level in range(arg.get("depth", 2)):
         me += str(await ctx.fork(width))
         await line(ctx, f"Step {level + 1}: ", tokens)

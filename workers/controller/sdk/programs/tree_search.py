@@ -26,7 +26,7 @@ EXPLORATION = 1.0
 
 
 class Line:
-    """A line of a text, with the ratings of all texts that go through it."""
+    """A line of a text, with the ratings of all texts that contain the line."""
 
     def __init__(self, name: str = "", parent: "Line | None" = None) -> None:
         self.name = name

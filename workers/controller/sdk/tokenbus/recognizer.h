@@ -141,7 +141,8 @@ static inline uint32_t *tb_masks_find(const tb_masks *kept, const void *state, u
     return 0;
 }
 
-// Adds a mask for a state to the cache, in place of the oldest. The new mask forbids every token.
+// Adds a mask for a state to the cache, in place of the oldest mask. The new mask forbids every
+// token.
 static inline uint32_t *tb_masks_add(tb_masks *kept, const void *state, uint32_t n) {
     const uint32_t at = kept->next++ % TB_KEPT_MASKS;
     if (!kept->states[at]) {

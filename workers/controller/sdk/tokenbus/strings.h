@@ -236,7 +236,7 @@ static inline void tb_string_collapse(tb_recognizer *self) {
         tb_reading *reading = &stack->readings[i];
         *reading = stack->readings[first + i];
         // Moves the reading's state to the states that are kept, unless it is already there. The
-        // two swapped states get new indexes, so later readings of these states are updated.
+        // move swaps two states, so the indexes in later readings of these states are updated.
         if (reading->state < kept) continue;
         const uint32_t from = reading->state;
         const tb_string_state moved = stack->states[from];

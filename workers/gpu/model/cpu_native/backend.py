@@ -1,4 +1,5 @@
-"""The forward on a CPU: in native code, by torch, or in native code only for few tokens."""
+"""The forward on a CPU. Native code computes all steps, only the steps of few tokens, or no steps.
+Torch computes the other steps."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
  *
  * For one token of a small model, calls of small operations take longer than the arithmetic, and
  * the product of one row and a matrix is bound by memory bandwidth. So the weights are read once
- * for each panel of tokens, in the order of their addresses, and the operations between the products
- * are fused. Keys and values are read from their blocks in place. The result is that of FusedDecoder
- * (fused/decoder.py). The logits of a token depend only on its own sequence, to the last bit, unless
- * its rotations depend on the whole step. */
+ * for each panel, which is a group of tokens, in the order of their addresses, and the operations
+ * between the products are fused. Keys and values are read from their blocks in place. The result
+ * is the same as that of FusedDecoder (fused/decoder.py). The bits of a token's logits depend only
+ * on the token's own sequence, unless the rotary embedding depends on the whole step. */
 
 #include <stdlib.h>
 

@@ -47,7 +47,8 @@ class Unsupported(Exception):
 
 
 def is_native(num_tokens: int, num_sequences: int) -> bool:
-    """Whether native code computes a forward of this size, if torch computes larger forwards."""
+    """Whether a forward of this size is small enough for native code, if torch computes larger
+    forwards."""
     return num_tokens <= MAX_TOKENS and num_sequences <= MAX_SEQUENCES
 
 
@@ -262,7 +263,8 @@ class NativeDecoder:
 
     def refresh(self) -> None:
         """Measures the scale of the embeddings again, after the weights have been changed in place.
-        Nothing else is a copy: the native code reads the weights where torch stores them."""
+        No other value is copied from the weights, because the native code reads them where torch
+        stores them."""
         _, _, self._native.contents.embedding_scale = _embeddings(self._decoder)
 
     def forward(self, ids: np.ndarray, packed: Packed, threads: int) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""The output layer of models that are not fused, on a CPU: a copy of its weights in oneDNN's order.
+"""A faster output layer for models that are not fused, on a CPU: it multiplies with a copy of the
+weights in oneDNN's order.
 
 A decode batch multiplies few rows with ``[vocab, hidden]``, the largest matrix of the model.
 torch's product spends a third of its time on reordering this matrix. For vocabulary 32,000 and

@@ -18,7 +18,7 @@ typedef struct {
 } Product;
 
 enum {
-    BLOCK_OUTS = 16, /* Number of outputs that are computed for all rows before other outputs. */
+    BLOCK_OUTS = 16, /* Number of outputs computed for all rows before the next outputs. */
     TILE_OUTS = 2,   /* Number of outputs of a tile. */
     TILE_ROWS = LANES == 8 ? 4 : 8, /* Number of rows of a tile. Its sums fit in the registers. */
     MAX_SUMS = 16,                  /* Maximum number of sums of a tile; at least LANES. */
@@ -33,8 +33,8 @@ enum {
     MIN_PANEL = 64,         /* Minimum number of rows of a panel. */
 };
 
-/* The weights to prefetch, from the address `from`. For every LANES columns that a tile multiplies,
- * it prefetches `vectors` vectors. */
+/* The weights to prefetch, from the address `from` on. A tile prefetches `vectors` vectors for
+ * every LANES columns that it multiplies. */
 typedef struct {
     const float *from;
     int vectors;

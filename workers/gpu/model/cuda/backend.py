@@ -1,4 +1,5 @@
-"""The forward on CUDA: decode steps as graphs, all other steps by another backend."""
+"""The forward on CUDA: CUDA graphs compute decode steps, and another backend computes all other
+steps."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from .graphs import DecodeGraphs
 
 
 class CudaBackend(ForwardBackend):
-    """Runs the steps that only decode as CUDA graphs of ``base``, and all other steps by ``base``
-    itself."""
+    """Runs steps that consist of decodes as CUDA graphs of ``base``. ``base`` itself runs all other
+    steps."""
 
     def __init__(self, base: ForwardBackend, graphs: DecodeGraphs) -> None:
         super().__init__(base.tensors)
@@ -40,5 +41,6 @@ class CudaBackend(ForwardBackend):
         if not self._graphs.fit(packed):
             return super().forward(packed, drawn)
         logits = self._graphs.run(packed, self.tensors.ids(packed, drawn))
-        # A copy: the next replay overwrites the logits, which a deferred sequence still needs.
+        # The logits are copied, because the next replay overwrites them and a deferred sequence may
+        # still need them.
         return logits.to(torch.float32, copy=True)

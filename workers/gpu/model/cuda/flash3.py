@@ -36,8 +36,8 @@ def attend_stored(
     sliding_window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention of a layer whose cache contains ``key`` and ``value``: ``query`` ``[T, heads,
-    dim]`` to ``[T, heads, dim]``."""
+    """Attention of a layer whose cache contains ``key`` and ``value``. ``query`` and the result are
+    ``[T, heads, dim]``."""
     keys, values = context.cache.layers[layer]
     found: torch.Tensor = function()(
         query,

@@ -172,7 +172,8 @@ class DecodeGraphs:
             self.why = ""
 
     def fit(self, packed: Packed) -> bool:
-        """Whether a graph can compute a step: the step only decodes, and is not too large."""
+        """Whether a graph can compute a step. The step must consist of decodes, and must not be too
+        large."""
         spans, count = packed.spans, len(packed.ids)
         if not self._graphs or spans is None or spans.queries.max() > 1:
             return False

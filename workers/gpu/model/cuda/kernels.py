@@ -78,7 +78,8 @@ def _for_transformers(attend: Attend) -> Callable[..., tuple[torch.Tensor, None]
         softcap: float | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """One layer's attention: ``query`` ``[1, heads, T, dim]`` to ``[1, T, heads, dim]``."""
+        """One layer's attention. ``query`` is ``[1, heads, T, dim]``, and the result is ``[1, T,
+        heads, dim]``."""
         layer: int = module.layer_idx  # type: ignore[assignment]
         found = attend(
             layer,

@@ -106,9 +106,8 @@ def attend_stored(
     sliding_window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention of a layer whose cache contains ``key`` and ``value``: ``query`` ``[T, heads,
-    dim]`` to ``[T, heads, dim]``. Models with capped scores do not use this kernel
-    (``why_not``)."""
+    """Attention of a layer whose cache contains ``key`` and ``value``. ``query`` and the result are
+    ``[T, heads, dim]``. Models with capped scores do not use this kernel (``why_not``)."""
     keys, values = context.cache.layers[layer]
     found: torch.Tensor = varlen_attn(
         query,

@@ -63,8 +63,8 @@ class RmsNorm:
         self.gain = gain
         self.eps = eps
         self._offset = offset
-        # On a CPU, torch's rms_norm takes a dozen operations and this formula four: x * gain *
-        # sqrt(dim), divided by the hypotenuse of the norm of x and sqrt(dim * eps).
+        # On a CPU, torch's rms_norm takes a dozen operations. The following formula takes four: x *
+        # gain * sqrt(dim), divided by the hypotenuse of the norm of x and sqrt(dim * eps).
         self._few = gain.device.type == "cpu" and gain.dtype == torch.float32
         self._scaled = gain * len(gain) ** 0.5
         self._floor = torch.tensor((len(gain) * eps) ** 0.5, dtype=gain.dtype, device=gain.device)
@@ -283,8 +283,8 @@ class FusedDecoder:
                 yield from (layer.head_norms.query, layer.head_norms.key)
 
     def rotation(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str) -> Rotation:
-        """The rotations of one of ``kinds`` at these positions ``[num_tokens]``. Only the dtype and
-        device of ``hidden`` are used."""
+        """The cosines and sines of the rotary embedding ``kind``, one of ``kinds``, at
+        ``positions`` ``[num_tokens]``. Only the dtype and device of ``hidden`` are used."""
         cos, sin = self._rotary(hidden, positions.unsqueeze(0), kind)
         half = sin.shape[-1] // 2
         signed = torch.cat((sin[0, :, :half].neg(), sin[0, :, half:]), -1)

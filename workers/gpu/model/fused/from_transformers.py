@@ -2,12 +2,14 @@
 
 A model is recognized by its parts, not by its name: decoder layers with ``self_attn`` and a gated
 ``mlp``, and norms around them. Llama has these parts, and so do Mistral, Qwen 2 and 3, Gemma 1 to
-3, Phi-3, OLMo 2, SmolLM3 and Granite. Every module must be known. Facts that a name does not show
-(the gain of a norm, the scale of the embeddings) are measured on the module. The caller compares
-logits, which detects a model that computes something else with the same parts.
+3, Phi-3, OLMo 2, SmolLM3 and Granite. A model with an unknown module cannot be fused. Properties
+that a module's name does not show (the gain of a norm, the scale of the embeddings) are measured on
+the module. The caller compares logits, which detects a model that computes something else with the
+same parts.
 
-The model still works afterwards: weights of one product are placed next to each other in memory,
-and the model's parameters become views of them, so that no weight is stored twice.
+The model still works afterwards. The weights of layers that become one product are placed next to
+each other in memory. The model's parameters become views of this memory, so that no weight is
+stored twice.
 """
 
 from __future__ import annotations
@@ -257,7 +259,8 @@ def _embedding_scale(model: Any, base: Any) -> float:
 
 
 def _scale_measured_later(model: Any, base: Any) -> float:
-    """``_embedding_scale`` of a model whose attention the engine has replaced."""
+    """Computes ``_embedding_scale`` with transformers' own attention, after the engine has replaced
+    the model's attention."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:

@@ -35,8 +35,8 @@ _UNSUPPORTED = {
 }
 """Fields of the configuration that must be empty, each with the feature for which it stands."""
 _INITIAL = ("eva", "gaussian", "orthogonal")
-"""The values of ``init_lora_weights`` that leave the weights of the model unchanged. Others, such
-as ``pissa`` and ``loftq``, subtract the initial adapter from the weights or quantize them."""
+"""The values of ``init_lora_weights`` that leave the weights of the model unchanged. Other values,
+such as ``pissa`` and ``loftq``, subtract the initial adapter from the weights or quantize them."""
 
 
 class AdapterError(Exception):
@@ -45,7 +45,7 @@ class AdapterError(Exception):
 
 @contextmanager
 def naming(adapter: str) -> Iterator[None]:
-    """Adds the name of the adapter to an AdapterError."""
+    """A context that adds the name of the adapter to each AdapterError raised in it."""
     try:
         yield
     except AdapterError as error:

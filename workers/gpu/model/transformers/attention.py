@@ -144,9 +144,9 @@ def paged_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """One layer's attention: ``query`` ``[1, heads, num_tokens, dim]`` to ``[1, num_tokens,
-    heads, dim]``. ``attention_mask`` is None, because each sequence attends only to its own blocks.
-    """
+    """One layer's attention. ``query`` is ``[1, heads, num_tokens, dim]``, and the result is ``[1,
+    num_tokens, heads, dim]``. ``attention_mask`` is None, because each sequence attends only to its
+    own blocks."""
     layer: int = module.layer_idx  # type: ignore[assignment]
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     found = attend(
@@ -173,8 +173,7 @@ def attend(
     sliding_window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """One layer's attention: ``query`` ``[num_tokens, heads, dim]`` to ``[num_tokens, heads,
-    dim]``."""
+    """One layer's attention. ``query`` and the result are ``[num_tokens, heads, dim]``."""
     context.cache.write(layer, context.slot_mapping, key, value)
     cache = context.cache.layers[layer]
     window = sliding_window or 0

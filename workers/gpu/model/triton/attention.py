@@ -60,7 +60,8 @@ class Tiles:
 
     short: list[Launch]
     long: torch.Tensor
-    """``[n, 3]``, int32, as in a ``Launch``; empty if all chunks are short."""
+    """The tiles of long chunks, ``[n, 3]``, int32, as in ``Launch.tiles``; empty if all chunks are
+    short."""
 
 
 class Workspace:
@@ -72,7 +73,7 @@ class Workspace:
         between launches."""
         rows = torch.arange(MAX_DECODES, dtype=torch.int32, device=device)
         self.decodes = torch.stack((rows, torch.zeros_like(rows), rows), 1)
-        """The tiles of chunks of one token each."""
+        """The tiles of ``MAX_DECODES`` chunks of one token each."""
         self.none = rows[:0].view(0, 3)
 
 
@@ -222,7 +223,7 @@ def _tiles(context: VarlenBatch, group: int, keys: torch.Tensor, workspace: Work
 
 def _split(queries: np.ndarray, chosen: np.ndarray, tokens: int) -> np.ndarray:
     """The tiles ``[n, 3]``, int32, of the chosen chunks, as in ``Launch.tiles``. A tile has up to
-    ``tokens`` tokens. The places are 0."""
+    ``tokens`` tokens. The column of places is 0."""
     (chunks,) = np.nonzero(chosen)
     counts = -(-queries[chunks] // tokens)
     rows = np.zeros((int(counts.sum()), 3), dtype=np.int32)

@@ -141,8 +141,8 @@ def _combined(
     """Sums the weights, and the weighted values, over all splits of a tile, in the order of the
     splits.
 
-    ``parts``: for each row, the place of its partial results from the first split. ``kept``:
-    whether a row has partial results.
+    ``parts``: for each row, the place of the first split's partial results. ``kept``: whether a row
+    has partial results.
     """
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 MIN_CAPABILITY = (8, 0)
-"""Minimum compute capability, because GPUs before Ampere have no bfloat16 products."""
+"""Minimum compute capability. GPUs before Ampere have no bfloat16 products."""
 MAX_SPLITS = 16
 """Maximum number of parts into which the keys of a tile are split."""
 MIN_SPLIT = 256
 """Minimum number of keys of a part, except for the last part."""
 SHORT_ROWS = 16
-"""Number of rows of a short chunk's tile: the minimum of ``tl.dot``."""
+"""Number of rows of a short chunk's tile, which is the smallest number that ``tl.dot`` supports."""
 LONG_ROWS = 128
 """Number of rows of a long chunk's tile."""
 DEEP, SHALLOW = 5, 2
@@ -232,7 +232,8 @@ def _attention(
     _, heads, dim = query.shape
     _, block_size, kv_heads, _ = cache[0].shape
     log2e = 1.4426950408889634
-    # Exponentials have base 2, so scores are multiplied by log2(e): capped scores after the cap.
+    # Exponentials have base 2, so scores are multiplied by log2(e). If scores are capped, this
+    # factor is applied after the cap.
     factor = scale if cap else scale * log2e
     values = (chunks[3].shape[1], query.stride(0), heads, window, factor, cap)
     constants = {

@@ -8,7 +8,8 @@ BYTES_OF_STEP = 32
 
 
 class Budget:
-    """The steps that some checks, for example those for one mask, may still take together."""
+    """The number of steps that a group of checks, for example all checks for one mask, may still
+    take."""
 
     def __init__(self, steps: int) -> None:
         self._left = steps

@@ -1,5 +1,5 @@
-"""Checks the text of one sequence, and removes tokens from its masks that would end a value in
-violation of its schema (``walks``)."""
+"""Checks the text of one sequence, and removes from its masks the tokens that would end a value
+that violates the schema (``walks``)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .budget import Budget, Exhausted
 from .walks import Checks, Invalid, Walk
 
 MAX_STEPS = 5_000
-"""Maximum steps of the checks for one mask. A step takes up to 10 us. If the steps are used up, the
-remaining tokens that would end a value are removed from the mask."""
+"""Maximum steps of the checks for one mask. A step takes up to 10 us. If the steps are used up, all
+tokens that have not been checked and may end a value are removed from the mask."""
 MAX_BRACKETS = 3
 """``EndingTokens`` distinguishes tokens by their number of closing brackets, up to this number."""
 
@@ -33,7 +33,8 @@ class EndingTokens:
         self.quoted = words_of(quoted, words)
         """Tokens with a quote."""
         self.brackets = [words_of(some, words) for some in brackets]
-        """By a number: the tokens with at least this number of closing brackets."""
+        """For each number up to ``MAX_BRACKETS``: the tokens with at least this number of closing
+        brackets."""
 
 
 class CheckedText:
@@ -57,7 +58,7 @@ class CheckedText:
         return other
 
     def append(self, tokens: Sequence[int]) -> bool:
-        """Appends tokens; returns False if they end a value that is not valid."""
+        """Appends tokens; returns False if they end an invalid value."""
         added = b"".join(map(self._token, tokens))
         try:
             self._walk = self._checks.after(self._walk, self._text, added, Budget(MAX_STEPS))
@@ -67,8 +68,7 @@ class CheckedText:
         return True
 
     def allowed(self, forced: Sequence[int]) -> list[int]:
-        """The first of the forced tokens, up to the first token that would end a value that is not
-        valid."""
+        """The forced tokens before the first token that would end an invalid value."""
         walk, text, kept, budget = self._walk, self._text, list[int](), Budget(MAX_STEPS)
         for token in forced:
             added = self._token(token)
@@ -82,14 +82,14 @@ class CheckedText:
 
     @property
     def may_end(self) -> bool:
-        """Whether the text may end here, as far as the checks decide."""
+        """Whether the checks allow the text to end here."""
         try:
             return self._checks.ends(self._walk, self._text, Budget(MAX_STEPS))
         except Exhausted:
             return False
 
     def restrict(self, words: Words) -> None:
-        """Removes the tokens that would end a value that is not valid from a mask."""
+        """Removes from a mask the tokens that would end an invalid value."""
         ending = self._may_end_values()
         if ending is not None:
             tokens = allowed(words & ending)
@@ -111,11 +111,12 @@ class CheckedText:
         return True
 
     def _may_end_values(self) -> Words | None:
-        """The tokens that may end a value with obligations; None for all tokens."""
+        """The tokens that may end a value with obligations; None if any token may."""
         walk = self._walk
         depth, frame = 0, walk.frame
         if not self._checks.parts_of(walk):
-            # Only a token that ends all values without obligations may end one with obligations.
+            # The innermost ``depth`` arrays and objects have no obligations. Only a token that ends
+            # all of them may end a value with obligations.
             while frame is not None and not frame.parts:
                 depth, frame = depth + 1, frame.outer
             if depth:

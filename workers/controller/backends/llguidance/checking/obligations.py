@@ -4,8 +4,9 @@ keywords of the schema there.
 Each value of a text has *parts*: the parts of the schema that apply to the value regardless of its
 content. They are reached through ``properties``, ``patternProperties``, ``additionalProperties``,
 ``items``, ``prefixItems``, ``additionalItems``, ``allOf`` and ``$ref``. A part is *obligated* if
-masks do not enforce the part completely. One of its own keywords was left out, or a keyword below
-``anyOf``, ``oneOf``, ``not`` or another keyword that depends on the content.
+masks do not enforce the part completely. This is the case if one of its own keywords was left out
+of the grammar (the part is *weakened*). It is also the case if a weakened part can be reached
+through ``anyOf``, ``oneOf``, ``not`` or another keyword whose effect depends on the content.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
     from .values import Values
 
 MAX_REFERENCES = 8
-"""Maximum number of references, one leading to the next, that are followed to a list of values."""
+"""Maximum length of a chain of references that is followed to a list of values."""
 MAX_LISTED = 1_000
-"""Maximum number of listed values of items that are compared with the items of an array."""
+"""Maximum length of a list of the values that the items of an array may have. A longer list is not
+compared with the items."""
 
 _MAPS = ("properties", "patternProperties")
 _ONE_OR_MORE = ("items", "prefixItems", "additionalItems", "additionalProperties")
@@ -42,15 +44,15 @@ class Obligations:
     """The obligations of one schema. The caller serializes the calls."""
 
     def __init__(self, values: Values, places: Iterable[Path]) -> None:
-        """``places``: the weakened places (``protocol.json_schema.relaxing``). Raises
-        RefusedGrammar if the obligations of a reference cannot be found."""
+        """``places``: the paths of the weakened parts (``protocol.json_schema.relaxing``). Raises
+        RefusedGrammar if a reference has no target."""
         self.values = values
         self._root = values.root
         self._draft = draft_of(self._root)
         weakened = map(self._part_at, places)
         self._weakened = {id(part) for part in weakened if isinstance(part, dict)}
         self._dirty = self._leading_to(self._weakened)
-        """Parts from which a weakened part can be reached."""
+        """The ids of the parts from which a weakened part can be reached."""
         self._all: dict[int, Parts] = {}
         self._few: dict[tuple[int, ...], dict[Any, bytes] | None] = {}
 
@@ -68,7 +70,7 @@ class Obligations:
         )
 
     def is_weakened(self, part: Any) -> bool:
-        """Whether a part lost one of its own keywords."""
+        """Whether one of a part's own keywords was left out of the grammar."""
         return id(part) in self._weakened
 
     def parts(self, found: Iterable[Any]) -> Parts:
@@ -88,8 +90,8 @@ class Obligations:
         return self.parts(one for part in parts for one in self._item(part, number))
 
     def few_items(self, parts: Parts) -> dict[Any, bytes] | None:
-        """The only values that the items of an array may have, by their identity, and the text of
-        each value; None if no keyword lists the values."""
+        """The JSON text of each value that the items of an array may have, by the identity of the
+        value. None if no keyword lists the values."""
         key = tuple(map(id, parts))
         if key not in self._few:
             self._few[key] = self._few_items(parts)
@@ -122,7 +124,8 @@ class Obligations:
         return self._draft <= 7 and "$ref" in part
 
     def _same(self, part: Any) -> Iterator[Any]:
-        """The parts that apply to the same value as a part."""
+        """The parts that a part refers to with ``$ref`` and ``allOf``, and that apply to the same
+        value."""
         if not isinstance(part, dict):
             return
         if isinstance(reference := part.get("$ref"), str):
@@ -134,7 +137,8 @@ class Obligations:
             yield from _listed(part.get("allOf"))
 
     def _conditional(self, part: Any) -> Iterator[Any]:
-        """The parts whose values depend on the content of a value."""
+        """The parts below ``anyOf`` and other keywords whose effect depends on the content of a
+        value."""
         if not isinstance(part, dict) or self._ignores_siblings(part):
             return
         for name in (*_CONDITIONAL, *_UNEVALUATED):
@@ -224,7 +228,7 @@ def _listed(value: Any) -> Iterator[Any]:
 
 
 def _text(value: Any) -> bytes | None:
-    """The only text that a grammar allows for a listed value; None if it may allow several."""
+    """The JSON text of a listed value; None if a grammar may allow several texts for the value."""
     if isinstance(value, str):
         plain = value.isprintable() and value.isascii() and not {'"', "\\"} & set(value)
         return f'"{value}"'.encode() if plain else None

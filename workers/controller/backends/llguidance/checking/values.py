@@ -31,11 +31,11 @@ MAX_PATTERNS = 64
 MAX_STATES = 5_000
 """Maximum states of the lexer for one pattern or format. A state has about 0.5 kB."""
 MAX_SCANNED = 50_000
-"""Maximum sum of the numbers of objects in all parts with their own ``$id``."""
+"""Maximum number of objects in all parts with their own ``$id`` together."""
 STEPS_OF_REFERENCE = 8
-"""Number of steps that resolving a reference counts."""
+"""Number of steps that are counted for resolving a reference."""
 STEPS_OF_TEXT = 4
-"""Number of steps that matching a pattern counts."""
+"""Number of steps that are counted for matching a pattern."""
 DIGITS = 400
 """Precision of the divisions of ``multipleOf``, in digits."""
 
@@ -65,11 +65,12 @@ class Texts:
         self.grammar = LLMatcher.grammar_from_json_schema(
             json.dumps({"properties": {str(at): _string(one) for at, one in enumerate(found)}})
         )
-        """A grammar that compiles if all patterns and formats do."""
+        """A grammar that compiles if all patterns and formats compile."""
         self._all = found
 
     def prepare(self) -> None:
-        """Compiles all patterns and formats, so that the first checks do not."""
+        """Compiles all patterns and formats, so that the first checks do not wait for the
+        compiler."""
         for key in self._all:
             self._matchers[key] = self._compiled(key)
 
@@ -99,8 +100,8 @@ class Values:
     """Checks values against parts of one schema. The caller serializes the calls."""
 
     def __init__(self, schema: str) -> None:
-        """``schema``: the text of the root. Raises RefusedGrammar if the bounds of checks cannot be
-        given for this schema."""
+        """``schema``: the text of the root. Raises RefusedGrammar if the time of the checks cannot
+        be bounded for this schema."""
         self.root: Any = exact(schema)
         """The schema, with exact decimal numbers."""
         _refuse(self.root)
@@ -152,8 +153,8 @@ class Values:
         }
 
     def _counted(self, name: str, check: Callable[..., Any]) -> Callable[..., Any]:
-        """``check``, whose steps are counted before it runs. Each value or part to which a keyword
-        applies schemas counts as a step."""
+        """A function that counts the steps of ``check`` and then calls it. Each value or part to
+        which a keyword applies schemas counts as a step."""
         own = STEPS_OF_REFERENCE if name == "$ref" else 1
 
         def counted(validator: Validator, value: Any, instance: Any, schema: Any) -> Any:
@@ -255,7 +256,8 @@ def _string(text: str) -> Any:
 
 
 def _refuse(root: Any) -> None:
-    """Raises RefusedGrammar if jsonschema would use ``re`` or the references of another base."""
+    """Raises RefusedGrammar if jsonschema would match patterns with ``re``, or would resolve
+    references relative to the ``$id`` of a part."""
     draft, scanned = draft_of(root), 0
     has_patterns = any("patternProperties" in one for one in objects(root))
     for one in objects(root):

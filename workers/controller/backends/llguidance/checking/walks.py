@@ -32,7 +32,7 @@ class Frame(NamedTuple):
     number: int = 0
     """Number of items of an array that have ended."""
     names: frozenset[str] = frozenset()
-    """The names of the properties, if the number of properties is bounded."""
+    """The names of the properties so far, if the number of properties is bounded."""
     inner: Parts = ()
     """The parts of the property whose name was last written."""
     unique: bool = False
@@ -48,7 +48,8 @@ class Walk(NamedTuple):
     length: int = 0
     frame: Frame | None = None
     kind: str = ""
-    """The value or name that has begun: ``string``, ``name``, ``number``, ``word``, or empty."""
+    """The kind of the value or name that has begun: ``string``, ``name``, ``number`` or ``word``.
+    Empty if no value or name has begun."""
     start: int = 0
     """The offset of this value or name."""
     escaped: bool = False
@@ -70,7 +71,7 @@ class Checks:
         self._obligations = obligations
 
     def parts_of(self, walk: Walk) -> Parts:
-        """The parts of the value that has begun or begins next."""
+        """The parts of the value that has begun, or of the next value if none has begun."""
         frame = walk.frame
         if frame is None:
             return self._obligations.root
@@ -79,7 +80,8 @@ class Checks:
         return self._obligations.item(frame.parts, frame.number) if frame.parts else ()
 
     def lists_items(self, walk: Walk) -> bool:
-        """Whether the text is in an array of distinct items that have only a few values."""
+        """Whether the text is in an array whose items have to be distinct and are limited to a list
+        of values."""
         frame = walk.frame
         if frame is None or not frame.unique:
             return False
@@ -129,8 +131,7 @@ class Checks:
         return walk
 
     def ends(self, walk: Walk, text: bytes, budget: Budget) -> bool:
-        """Whether the text may end here, as far as the obligations decide. Raises
-        ``Exhausted``."""
+        """Whether the obligations allow the text to end here. Raises ``Exhausted``."""
         if walk.kind == "number" and walk.frame is None:
             try:
                 self._value(walk, text[walk.start :], budget)
@@ -209,7 +210,8 @@ class Checks:
         return walk._replace(frame=frame._replace(inner=inner, names=names))
 
     def _value(self, walk: Walk, text: bytes, budget: Budget, ended: Frame | None = None) -> Walk:
-        """The walk after the end of a value. ``ended``: the value, if it is an array or object."""
+        """The walk after the end of a value. ``ended``: the frame of the value, if the value is an
+        array or object."""
         parts = self.parts_of(walk) if ended is None else ended.parts
         for part in parts:
             if self._obligations.is_obligated(part) and not self._holds(part, text, budget):
@@ -254,13 +256,14 @@ def _with_item(frame: Frame, text: bytes, budget: Budget) -> Frame:
 
 
 def _start(walk: Walk) -> int:
-    """The offset of the array or object that contains the end of the text."""
+    """The offset of the innermost array or object that has not ended."""
     assert walk.frame is not None
     return walk.frame.start
 
 
 def _cut(text: bytes, added: bytes, start: int, end: int) -> bytes:
-    """The bytes ``start`` to ``end - 1`` of ``text + added``. ``end`` is not in ``text``."""
+    """The bytes ``start`` to ``end - 1`` of ``text + added``. ``end`` is not less than the length
+    of ``text``."""
     base = len(text)
     if start >= base:
         return added[start - base : end - base]
@@ -268,7 +271,7 @@ def _cut(text: bytes, added: bytes, start: int, end: int) -> bytes:
 
 
 def _next(text: bytes, at: int) -> int:
-    """The offset of the next quote or backslash; the length of the text without one."""
+    """The offset of the next quote or backslash; the length of the text if there is neither."""
     quote = text.find(b'"', at)
     end = quote if quote >= 0 else len(text)
     backslash = text.find(b"\\", at, end)
