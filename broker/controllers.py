@@ -301,9 +301,6 @@ class Controllers:
                     self._waiting.remove(request.id)
                     unknown = request.steered.unknown
                     self._refuse(request, _unknown(unknown) if unknown else error)
-            else:
-                if overdue:
-                    self._waiting.remove(request.id)
 
     def _refuse(self, request: Request, error: TokenbusError) -> None:
         """Notifies the GPU worker of a request that the request's controller cannot start."""

@@ -474,10 +474,24 @@ def test_variables_stay_until_the_time_for_adoption_is_over() -> None:
 
 def test_a_controller_starts_again_when_its_worker_and_the_client_are_back() -> None:
     world = World()
+    gpu, client, controller = _begun_again(world)
+    world.pass_time(1.0, gpu, client)
+    _starts_when_both_are_back(world, gpu, client, controller)
+
+
+def test_a_controller_starts_even_if_its_client_is_back_after_the_limit_of_waiting() -> None:
+    world = World(move_wait_s=1.0)
+    gpu, client, controller = _begun_again(world)
+    world.pass_time(2.0, gpu, controller)
+    _starts_when_both_are_back(world, gpu, client, controller)
+
+
+def _begun_again(world: World) -> tuple[GpuWorker, ClientPeer, GpuWorker]:
+    """A stream whose GPU worker requests the controller again, after the broker was restarted."""
     gpu, client = GpuWorker(world), ClientPeer(world)
     controller = GpuWorker(world, "controller", role="controller")
     world.run()
-    call = client.generate(controller="mine", retry_s=0)
+    client.generate(controller="mine", retry_s=0)
     world.run()
     steps(world, gpu, 3)
     world.kill()
@@ -492,11 +506,17 @@ def test_a_controller_starts_again_when_its_worker_and_the_client_are_back() -> 
         vocabulary=VocabularyName(fingerprint="f", size=9, eos=[0]),
     )
     gpu.out.append([b"START", encode_header(request), encode_body(start, "msgpack")])
-    world.pass_time(1.0, gpu, client)
     controller.got.clear()
+    return gpu, client, controller
+
+
+def _starts_when_both_are_back(
+    world: World, gpu: GpuWorker, client: ClientPeer, controller: GpuWorker
+) -> None:
     world.pass_time(2.0)
     assert [kind for kind, _, _ in controller.got if kind == b"START"] == [b"START"]
     steps(world, gpu, 5)
+    [call] = client.tokens
     assert client.tokens[call] == expected()
 
 
