@@ -18,6 +18,11 @@ time that a process of the system gets, for example the broker."""
 LOW_NICENESS = 15
 """The nice value of a guest process during a long call. If the cores are busy, such a process gets
 a thirtieth of the CPU time that a process of the system gets."""
+LONG_S = 0.05
+"""Seconds after which a call counts as long."""
+STARVED_S = 5.0
+"""Seconds after which a long call has the usual priority again. Otherwise, on a machine without
+free cores, the call could be too slow for the time limits of its request."""
 MIN_SHARE = 0.1
 """A call that waits is not long: it counts as long only if its process uses at least this share of
 a core's time."""
@@ -40,14 +45,14 @@ class Priority:
         self._pid = pid
         self._niceness = CLIENT_NICENESS
 
-    def watch(self, share: float, long: bool, running: bool) -> None:
+    def watch(self, share: float, call_s: float | None) -> None:
         """Sets the priority. ``share``: the share of a core's time that the process has used since
-        the last call of this method. ``long``: whether a call in the process has begun long ago.
-        ``running``: whether a call is running."""
-        if long and share > MIN_SHARE:
-            self._set(LOW_NICENESS)
-        elif not running:
+        the last call of this method. ``call_s``: seconds since the oldest call in the process
+        began, without the time in which the call waited for an answer; None if no call runs."""
+        if call_s is None or call_s > STARVED_S:
             self._set(CLIENT_NICENESS)
+        elif call_s > LONG_S and share > MIN_SHARE:
+            self._set(LOW_NICENESS)
 
     def _set(self, niceness: int) -> None:
         if niceness == self._niceness:

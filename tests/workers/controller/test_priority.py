@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tokenbus.workers.controller import priority
-from tokenbus.workers.controller.priority import CLIENT_NICENESS, LOW_NICENESS, Priority
+from tokenbus.workers.controller.priority import CLIENT_NICENESS, LOW_NICENESS, STARVED_S, Priority
 
 from ...processes import until
 from .guests.remote_guests import CALM, Sequence, running, stop
@@ -62,26 +62,35 @@ def test_a_process_becomes_a_session_with_a_low_priority(pid: int) -> None:
 
 def test_the_priority_is_lowered_from_a_long_call_until_no_call_runs(pid: int) -> None:
     watched = Priority(pid)
+    becomes(watched, pid, CLIENT_NICENESS, 1.0, 0.01)
+    becomes(watched, pid, CLIENT_NICENESS, 0.0, 1.0)
+    becomes(watched, pid, LOW_NICENESS, 0.9, 1.0)
+    becomes(watched, pid, LOW_NICENESS, 0.0, 0.01)
+    becomes(watched, pid, CLIENT_NICENESS, 0.0, None)
 
-    def becomes(value: int, share: float, *, long: bool, running: bool) -> None:
-        def set_again() -> bool:  # The kernel may refuse a value that is set soon after another.
-            watched.watch(share, long, running)
-            return niceness(pid) == lowered(value)
 
-        until(set_again, 60, f"a nice value of {value}")
+def test_a_call_that_gets_little_cpu_time_has_the_usual_priority_again(pid: int) -> None:
+    watched = Priority(pid)
+    becomes(watched, pid, LOW_NICENESS, 0.9, 1.0)
+    becomes(watched, pid, CLIENT_NICENESS, 0.02, STARVED_S + 1)
+    becomes(watched, pid, CLIENT_NICENESS, 0.9, STARVED_S + 2)
 
-    becomes(CLIENT_NICENESS, 1.0, long=False, running=True)
-    becomes(CLIENT_NICENESS, 0.0, long=True, running=True)
-    becomes(LOW_NICENESS, 0.9, long=True, running=True)
-    becomes(LOW_NICENESS, 0.0, long=False, running=True)
-    becomes(CLIENT_NICENESS, 0.0, long=False, running=False)
+
+def becomes(watched: Priority, pid: int, value: int, share: float, call_s: float | None) -> None:
+    """Calls ``watch`` until the process has a nice value."""
+
+    def set_again() -> bool:  # The kernel may refuse a value that is set soon after another.
+        watched.watch(share, call_s)
+        return niceness(pid) == lowered(value)
+
+    until(set_again, 60, f"a nice value of {value}")
 
 
 def test_a_process_that_has_ended_is_left_alone(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    Priority(1 << 22).watch(1.0, True, True)
-    Priority(pid).watch(1.0, True, True)
+    Priority(1 << 22).watch(1.0, 1.0)
+    Priority(pid).watch(1.0, 1.0)
 
 
 def test_a_guest_process_has_a_lower_priority_during_a_long_call(
@@ -89,6 +98,7 @@ def test_a_guest_process_has_a_lower_priority_during_a_long_call(
 ) -> None:
     """The call is long because its process is stopped."""
     monkeypatch.setattr(priority, "MIN_SHARE", -1.0)
+    monkeypatch.setattr(priority, "STARVED_S", 1e9)
     with running() as runtime:
         sequence = Sequence(runtime.program(CALM))
         pid = stop(sequence)

@@ -55,8 +55,7 @@ EXCESS_S = 0.25
 seconds. Guests have no threads. So between requests, a process uses CPU time only when it starts: a
 few milliseconds."""
 WATCHED_S = 0.05
-"""Seconds that a call must have run before the watchdog reads the CPU time of its process, and
-before the priority of the process is lowered."""
+"""Seconds that a call must have run before the watchdog reads the CPU time of its process."""
 BUSY_S = 0.005
 """If a process has used more than this CPU time, in seconds, since the last check, the watchdog
 counts its threads."""
@@ -265,11 +264,9 @@ class GuestProcess:
             running_s = sum(now_s - each.started_s for each in self._running.values())
             seen = self._seen = _Seen(now_s, self._served_s + running_s, self._cpu_s())
         used_s, served_s = seen.cpu_s - before.cpu_s, seen.served_s - before.served_s
-        long = any(
-            not each.paused and now_s - each.began_s > WATCHED_S
-            for each in list(self._running.values())
-        )
-        self._priority.watch(used_s / (now_s - before.at_s), long, self.busy)
+        running = list(self._running.values())
+        calls_s = [0.0 if each.paused else now_s - each.began_s for each in running]
+        self._priority.watch(used_s / (now_s - before.at_s), max(calls_s, default=None))
         self._excess_s = max(0.0, self._excess_s + used_s - served_s)
         if self._excess_s > EXCESS_S:
             self._kill_compromised("it used CPU time without a call")
