@@ -96,7 +96,8 @@ def test_its_events_give_the_same_message(claude: Anthropic) -> None:
 
 
 def test_the_events_on_the_wire_have_their_names(gateway: Gateway) -> None:
-    body = {"model": MODEL, "max_tokens": 2, "messages": HELLO, "stream": True}
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": 2, "messages": HELLO, "stream": True}
+    body["temperature"] = 0
     response = httpx.post(f"{gateway.url}/v1/messages", json=body, timeout=300.0)
     assert response.headers["content-type"].startswith("text/event-stream")
     events = [event.split("\n") for event in response.text.strip().split("\n\n")]
