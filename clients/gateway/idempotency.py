@@ -103,8 +103,8 @@ class NamedRequest:
         return int.from_bytes(self._derived(f"seed {call.base}")[:7], "big")
 
     def number_from(self, number: int) -> None:
-        """Sets the number of the next stream. If a repeated request skips some streams, its other
-        streams then have the numbers that they had in the first request."""
+        """Sets the number of the next stream. A repeated request may skip streams of earlier turns,
+        and its other streams must have the same numbers as in the first request."""
         self._streams = number
 
     def client(self, make: Callable[[str], NamedClient]) -> NamedClient | None:

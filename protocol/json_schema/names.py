@@ -112,7 +112,8 @@ def _without(names: Any, found: Schema, step: Callable[[int], None]) -> None:
 
 
 def _forbid(found: Schema, is_forbidden: Callable[[str], bool]) -> Schema:
-    """Forbids declared and required names; returns the declared properties."""
+    """Forbids each declared or required name for which ``is_forbidden`` is true: its schema in
+    ``properties`` becomes False. Returns the new ``properties``."""
     properties: Schema = dict(found.get("properties", {}))
     for name in [*properties, *found.get("required", ())]:
         if is_forbidden(name):

@@ -40,8 +40,8 @@ from .shares import Shares
 log = logging.getLogger(__name__)
 
 COMPACT_FLOOR = 16 * MIB
-"""While the worker runs, a log of at most this many bytes is rewritten only if it was deleted or a
-sync failed."""
+"""A log of at most this many bytes is rewritten only when the worker starts, after the log was
+deleted, or after a failed write or sync."""
 COMPACT_FACTOR = 2
 """The log is rewritten if it has more bytes than the floor, and more than this many times the bytes
 of the state."""

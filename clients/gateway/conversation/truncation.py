@@ -57,9 +57,9 @@ async def fitting_ids(
 
 
 def exchanges(turns: Sequence[Turn]) -> list[int]:
-    """The index of the first turn of each exchange. An exchange is a turn of the user without
-    results of calls, and all turns up to the next such turn. Turns before the first such turn
-    belong to the first exchange."""
+    """The index of the first turn of each exchange. An exchange begins with a turn of the user
+    that has no results of calls, and ends before the next such turn. Turns before the first such
+    turn belong to the first exchange."""
     begins = [
         place
         for place, turn in enumerate(turns)

@@ -86,7 +86,7 @@ def connect(folder: Path) -> sqlite3.Connection:
 
 def _opened(path: Path) -> sqlite3.Connection:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # SQLite gives the other files of the database, such as the log, the permissions of this file.
+    # SQLite creates the other files of the database (the log) with the permissions of this file.
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     connection = _connection(str(path))
     try:

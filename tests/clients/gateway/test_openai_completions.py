@@ -122,13 +122,14 @@ def test_best_of_answers_with_the_likeliest(api: openai.OpenAI) -> None:
         return float(sum(choice.logprobs.token_logprobs))
 
     options: dict[str, Any] = {"temperature": 1, "seed": 7, "logprobs": 0}
-    every = complete(api, n=4, **options).choices
+    every = complete(api, n=4, **options)
     best = complete(api, n=2, best_of=4, **options)
-    likeliest = sorted(every, key=total, reverse=True)
+    likeliest = sorted(every.choices, key=total, reverse=True)
     assert [choice.text for choice in best.choices] == [c.text for c in likeliest[:2]]
     assert [choice.index for choice in best.choices] == [0, 1]
     assert best.usage is not None
-    assert best.usage.completion_tokens == 4 * 8
+    assert every.usage is not None
+    assert best.usage.completion_tokens == every.usage.completion_tokens
 
 
 def test_logprobs_in_the_form_of_completions(api: openai.OpenAI, bus_client: Client) -> None:

@@ -236,8 +236,8 @@ class NativeController:
         return own_s
 
     def _other_answer(self, action: int, mask: memoryview) -> Answer:
-        """The answer of a mid_process that neither stops, samples nor splices. Only the guests of
-        scripts may return an answer other than LOOK (``scripts.guest``)."""
+        """The answer of a mid_process whose result is not 0 (stop), 1 (sample) or 4 (splice). The
+        result must be LOOK; only the guests of scripts have further results (``scripts.guest``)."""
         if action == Action.LOOK:
             return Answer(Action.LOOK, query=self._state.take_query())
         raise _unknown("mid_process", action, "0 (stop), 1 (sample), 4 (splice), 10 (look)")
@@ -347,8 +347,8 @@ def _special_token(state: NativeState, number: int) -> int:
 
 
 def special_token(host: Host, number: int) -> int:
-    """The id of the special token with this number of ``SpecialToken``; -1 if the model does not
-    have this token, or if the number belongs to a later version."""
+    """The id of the special token ``SpecialToken(number)``. -1 if the model does not have this
+    token, or if ``SpecialToken`` does not have this number, which a later release may define."""
     if number not in set(SpecialToken):
         return -1
     found = host.vocabulary.special_token(SpecialToken(number))
@@ -555,8 +555,9 @@ def _override(state: NativeState, which: int, value: int) -> None:
 
 
 def _distribution(state: NativeState, place: int, into: int, most: int) -> int:
-    """Writes the answer to the query about token number ``place`` of post_process. Returns the
-    answer's size in bytes, or -1 if this token does not have an answer.
+    """Writes the answer to the guest's query about the token with the index ``place`` in the tokens
+    that post_process received last. Returns the answer's size in bytes, or -1 if this token does
+    not have an answer.
 
     An answer consists of the token's log-probability (f32) and rank, the entropy (f32), the lengths
     of two lists, and the two lists. The lists have pairs of a token and its log-probability (f32):

@@ -43,8 +43,8 @@ class StepTensors:
     def inputs(
         self, packed: Packed, drawn: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Context]:
-        """The ids, the positions, the rows and the metadata of a forward, copied from the host in
-        one transfer if a kernel reads blocks in place."""
+        """The ids, the positions, the rows with logits and the metadata of a forward, on the
+        device. If a kernel reads blocks in place, one transfer copies them from the host."""
         spans = packed.spans
         fed = packed.fed if drawn is not None and packed.fed is not None else packed.ids[:0]
         arrays = [packed.ids.copy(), fed, packed.positions, packed.rows, packed.slot_mapping]

@@ -58,8 +58,8 @@ class Waiting:
     sent: list[Token] | None = None
     """For a request that moved to this worker: the entries that its client has received."""
     attempt: int = 0
-    """The attempt (``Start.attempt``) of a request that this worker may have run before. Decisions
-    for the earlier attempt may still arrive. 0 if no worker has run the request before."""
+    """``Start.attempt`` of the request's controller. 0 if no worker has run the request before.
+    Otherwise a new number, because decisions for an earlier attempt may still arrive."""
     job: Job[Tokens] | None = None
     """The tokenization of the request's texts; None while the request waits for its model."""
 
@@ -75,8 +75,9 @@ class Arrivals:
     when the set of loaded models has changed. ``wake`` is called on another thread when
     ``take_tokenized`` has work.
 
-    A request is passed to its engine, waits for its model or its tokens, or is refused. If anything
-    fails, the request's client receives an ERROR, and all state of the request is removed.
+    A request is passed to its engine, is refused, or waits until its model is loaded and its texts
+    are tokenized. If anything fails, the request's client receives an ERROR, and all state of the
+    request is removed.
     """
 
     def __init__(
@@ -107,8 +108,8 @@ class Arrivals:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that wait for their model or for their tokens. An EMBED that waits for
-        its vectors does not count."""
+        """Number of requests that wait until their model is loaded or their texts are tokenized. An
+        EMBED that waits for its vectors does not count."""
         return len(self._waiting)
 
     @property
@@ -421,7 +422,7 @@ class Arrivals:
                 self._streams.fail(w.stream, error, "starting this request")
 
     def evict(self) -> None:
-        """Unloads idle models above the limit of loaded models."""
+        """If more models are loaded than allowed, unloads idle models."""
         # A stream uses its model until its last output, which the engine may not have returned yet.
         used = {stream.model for stream in (*self._streams, *self.streams())}
         evicted = self._models.evict(used)
@@ -448,9 +449,9 @@ class Arrivals:
 
 def client_of(session: int, message: Generate | Score) -> int:
     """Returns a number that identifies the client of a request. The engine shares its slots fairly
-    among clients. If the request has neither ``by`` nor ``group``, the client is the session.
-    Otherwise the client is the user ``by`` of the group of sessions ``group``. Without a group,
-    the client is the user ``by`` of the session."""
+    among clients. With ``group``, the client is the user ``by`` (possibly empty) of this group of
+    sessions. With ``by`` alone, the client is the user ``by`` of the session. With neither, the
+    client is the session."""
     if not message.by and not message.group:
         return session
     owner = message.group or str(session)
@@ -459,8 +460,8 @@ def client_of(session: int, message: Generate | Score) -> int:
 
 
 def _with_controller(message: Generate) -> Generate:
-    """Returns a request with ``heal_prompt`` that has a controller, because controllers apply the
-    healing. If the request does not name a controller, it gets one that allows any text."""
+    """Adds a controller that allows any text to a request with ``heal_prompt`` that does not name a
+    controller. Controllers apply the healing."""
     if message.controller:
         return message
     name = controller_of(message.controller, message.heal_prompt)

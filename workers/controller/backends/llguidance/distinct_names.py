@@ -1,8 +1,8 @@
 """Finds and replaces names that occur twice in one object of JSON.
 
 llguidance counts each occurrence of a name towards ``minProperties``. A reader of the JSON counts a
-repeated name only once. So under a schema with ``minProperties``, a completion of a text
-(``completion``) must not repeat a name.
+repeated name only once. So under a schema with a ``minProperties`` of at least 2, the completion of
+a text (``completion.py``) must not repeat a name.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ class MatcherController:
         text. Stops if only the end of the sequence may follow.
 
         compute_ff_tokens keeps Python's lock, and computing a mask does not. If a token is forced,
-        the mask allows only this token. So compute_ff_tokens is called only if few words of the
-        mask are nonzero.
+        the mask allows only this token. So compute_ff_tokens is called at the beginning of a text,
+        and later only if the mask has few nonzero words (u32).
         """
         if self.closing.end is not None:
             return COMPLETE

@@ -1,10 +1,11 @@
 """Attention over the blocks of the KV cache by the Triton kernels: the tiles of a step, and the
 launches.
 
-A *chunk* is the tokens of one sequence in a step. A *tile* has some tokens of one chunk, each with
-all query heads of one key head. A chunk of at most ``MAX_SHORT`` tokens (a decode, a draft) is
-short: if its tiles have many keys, the keys are split among several programs. The choice of the
-kernel for a chunk depends only on the chunk.
+A *chunk* is the tokens of one sequence in a step. A *tile* has some consecutive tokens of one
+chunk. A program computes a tile for one key head and all query heads of this key head. A chunk of
+at most ``MAX_SHORT`` tokens (a decode, a draft) is short: if its tiles have many keys, the keys are
+split among several programs. One kernel computes short chunks and another long chunks, so the
+result of a chunk does not depend on the other chunks of the step.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TITLE = "Triton"
 BLOCK_SIZE = TRITON_BLOCK_SIZE
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_SHORT = 32
-"""Maximum number of tokens of a short chunk; a draft and the token before it fit."""
+"""Maximum number of tokens of a short chunk: the longest draft and the token before the draft."""
 TARGET_PROGRAMS = 528
 """Number of programs that a launch should have: four for each multiprocessor of an H100."""
 MAX_PARTIAL_BYTES = 256 * 2**20
@@ -51,12 +52,13 @@ class Launch:
     places: int
     """Number of tiles whose keys may be split; each has a place for its partial results."""
     part_rows: int
-    """Number of rows for which a tile stores partial results."""
+    """Number of rows for which a tile stores partial results. A row is one query head of one
+    token."""
 
 
 @dataclass(slots=True)
 class Tiles:
-    """The tiles of a step, for one number of query heads per key head."""
+    """The tiles of a step, for all layers with the same numbers of query heads and key heads."""
 
     short: list[Launch]
     long: torch.Tensor
@@ -65,12 +67,13 @@ class Tiles:
 
 
 class Workspace:
-    """Memory that the kernels reuse from step to step. Only one stream at a time may use it."""
+    """Memory that the kernels reuse from step to step. Only one CUDA stream at a time may use
+    it."""
 
     def __init__(self, device: torch.device) -> None:
         self.done = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-        """By tile and key head: number of programs that have finished their part of the tile; 0
-        between launches."""
+        """By tile and key head: number of programs that have finished their part of the tile's
+        keys. The last program resets the number to 0."""
         rows = torch.arange(MAX_DECODES, dtype=torch.int32, device=device)
         self.decodes = torch.stack((rows, torch.zeros_like(rows), rows), 1)
         """The tiles of ``MAX_DECODES`` chunks of one token each."""
