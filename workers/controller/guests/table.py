@@ -13,7 +13,7 @@ from weakref import ReferenceType, ref
 from ....protocol.errors import Code, ControllerError, UnavailableError
 from ....protocol.metrics import Series
 from ..host import Host, Vocabulary
-from ..pool import freeing_slot
+from ..pool import freeing_slot, waiting
 from .launcher import Launcher
 from .process import GuestProcess
 from .setup import Setup
@@ -28,6 +28,10 @@ at least this number of seconds ago."""
 TURN_S = 10.0
 """If all processes were used recently, the oldest process that is not in a call may be ended to
 make room, once it has run for this number of seconds. So the tenants take turns."""
+MAX_WAIT_S = 15.0
+"""Maximum seconds for which a call waits until another process can be ended to make room."""
+LOOK_S = 0.1
+"""Seconds between two attempts of a waiting call to make room."""
 MAX_LAUNCHES = 3
 """Maximum number of zygotes (parents of guest processes) that are tried for one guest process, if
 each zygote ends before it has forked the process."""
@@ -82,6 +86,10 @@ class Deaths:
                 del self._times[key]
 
 
+class _NoRoomError(UnavailableError):
+    """All guest processes are in use or were used recently."""
+
+
 class _Known(NamedTuple):
     """A vocabulary that the launcher has sent to the zygote."""
 
@@ -122,25 +130,17 @@ class ProcessTable:
         return self._launcher.missing_layers()
 
     def take(self, tenant: str, host: Host) -> GuestProcess:
-        """The process of a tenant, which is started if necessary. Raises UnavailableError if the
-        process cannot be started now."""
-        # The order of ``freeing_slot`` and ``_spawning`` matters: the lock is released before the
-        # slot is taken again. Otherwise this thread could wait for a slot while threads that wait
-        # for the lock have all slots.
-        with freeing_slot(), self._spawning:
-            for _ in range(MAX_LAUNCHES):
-                launcher = self._living()
-                try:
-                    return self._take(launcher, tenant, host)
-                except UnavailableError:
-                    if launcher.alive:
-                        raise
-            raise UnavailableError(
-                Code.WORKER_LOST,
-                f"the parent of guest processes has ended {MAX_LAUNCHES} times before it started a "
-                "process; try again, or read the log of the worker",
-                retry_after_s=KEEP_S,
-            )
+        """The process of a tenant, which is started if necessary. If all processes are in use, the
+        call waits up to ``MAX_WAIT_S``. Raises UnavailableError if the process cannot start."""
+        until_s = time.monotonic() + MAX_WAIT_S
+        while True:
+            try:
+                return self._take_now(tenant, host)
+            except _NoRoomError:
+                if time.monotonic() > until_s:
+                    raise
+            with waiting():
+                time.sleep(LOOK_S)
 
     def tick(self) -> None:
         """Kills processes whose requests use too much time, or that use CPU time without a request.
@@ -170,6 +170,27 @@ class ProcessTable:
         self._launcher.close()
 
     # --- inside ---------------------------------------------------------------------------------
+
+    def _take_now(self, tenant: str, host: Host) -> GuestProcess:
+        """The process of a tenant, which is started if necessary. Raises UnavailableError if the
+        process cannot be started now."""
+        # The order of ``freeing_slot`` and ``_spawning`` matters: the lock is released before the
+        # slot is taken again. Otherwise this thread could wait for a slot while threads that wait
+        # for the lock have all slots.
+        with freeing_slot(), self._spawning:
+            for _ in range(MAX_LAUNCHES):
+                launcher = self._living()
+                try:
+                    return self._take(launcher, tenant, host)
+                except UnavailableError:
+                    if launcher.alive:
+                        raise
+            raise UnavailableError(
+                Code.WORKER_LOST,
+                f"the parent of guest processes has ended {MAX_LAUNCHES} times before it started a "
+                "process; try again, or read the log of the worker",
+                retry_after_s=KEEP_S,
+            )
 
     def _take(self, launcher: Launcher, tenant: str, host: Host) -> GuestProcess:
         """The process of a tenant. Called while ``_spawning`` is held."""
@@ -207,8 +228,8 @@ class ProcessTable:
         return self._numbers
 
     def _make_room(self) -> None:
-        """Ends a process if ``max_processes`` are running. Raises UnavailableError if all of them
-        are in use or were used recently."""
+        """Ends a process if ``max_processes`` are running. Raises _NoRoomError if all of them are
+        in use or were used recently."""
         with self._lock:
             if len(self._processes) < self._max:
                 return
@@ -221,7 +242,7 @@ class ProcessTable:
             oldest = min(unused, key=lambda each: each.started_s)
             victim = oldest if now_s - oldest.started_s >= TURN_S else None
         if victim is None:
-            raise UnavailableError(
+            raise _NoRoomError(
                 Code.QUEUE_FULL,
                 f"this worker runs {self._max} guest processes, and no more may run; "
                 "try again, or start more controller workers",

@@ -29,13 +29,27 @@ def test_tenants_take_turns_if_there_are_fewer_processes(monkeypatch: pytest.Mon
                 assert len(runtime.table.pids()) == 1
 
 
-def test_a_tenant_waits_while_all_processes_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tenant_is_refused_while_all_processes_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "MAX_WAIT_S", 0.0)
     monkeypatch.setattr(table_module, "KEEP_S", 3600.0)
     monkeypatch.setattr(table_module, "TURN_S", 3600.0)
     with running(most=1) as runtime:
         Sequence(runtime.program(CALM, "first"))
         with pytest.raises(UnavailableError, match="this worker runs 1 guest processes"):
             Sequence(runtime.program(CALM, "second"))
+
+
+def test_a_tenant_waits_until_a_process_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "KEEP_S", 3600.0)
+    monkeypatch.setattr(table_module, "TURN_S", 3600.0)
+    with running(most=1) as runtime:
+        first = Sequence(runtime.program(CALM, "first"))
+        made: list[Sequence] = []
+        thread = threading.Thread(target=lambda: made.append(Sequence(runtime.program(CALM, "b"))))
+        thread.start()
+        first.controller.close()
+        thread.join(60)
+        assert made[0].allowed() == [1]
 
 
 def test_a_tenant_does_not_wait_for_ever_while_others_use_all_processes(
