@@ -193,6 +193,7 @@ async def _begin(gateway: Gateway, body: LlamaRequest) -> Job:
     ids: list[int] = []
     for part in [body.prompt] if isinstance(body.prompt, str) else body.prompt:
         ids += [part] if isinstance(part, int) else await model.tokenize(part, special=not ids)
+        model.check_tokens(ids, "$.prompt")
     options, counter = body.options(model, len(ids)), Counter()
     generations = Generations(gateway.client, [ids], {}, constraint, counter, **options)
     return Job(body, model, generations, counter)

@@ -71,12 +71,11 @@ class ServedModel:
         return self.tokenizer.encode(text, add_special_tokens=special).ids
 
     async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of ``text``. A long text is encoded on a thread. Before a short text is
-        encoded, the event loop serves other requests. Raises RequestError if a text of more than
-        ``SHORT_TEXT`` characters is too long for the model."""
+        """Token ids of ``text``. A long text is encoded on a thread. Short texts are encoded one
+        after another, and the event loop serves other requests between them. Raises RequestError
+        if a text of more than ``SHORT_TEXT`` characters is too long for the model."""
         if len(text) <= SHORT_TEXT:
-            await asyncio.sleep(0)
-            return self.encode(text, special=special)
+            return await self.tokenization.run_short(lambda: self.encode(text, special=special))
         bound = TextBound(self.name, self.info.context_length, self.token_size)
         bound.check([text])
         return await self.tokenization.run(
@@ -105,9 +104,9 @@ class ServedModel:
 
     async def detokenize(self, ids: list[int]) -> str:
         """The text of token ids. A long list is decoded on a thread, so that other requests are
-        served meanwhile."""
+        served meanwhile. Short lists are decoded one after another, as in ``tokenize``."""
         if len(ids) <= SHORT_TEXT:
-            return self.decode(ids)
+            return await self.tokenization.run_short(lambda: self.decode(ids))
         # ``decode_batch`` does not hold the interpreter's lock; ``decode`` does.
         texts = await self.tokenization.run(
             len(ids), lambda: self.tokenizer.decode_batch([ids], skip_special_tokens=False)

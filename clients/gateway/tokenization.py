@@ -1,7 +1,11 @@
-"""Tokenizes long texts on threads. Users take turns.
+"""Tokenizes short texts in the event loop, and long texts on threads. Users take turns.
 
-There are two lanes, each of which tokenizes one text at a time. A text of a few kilobytes and a
-text of several megabytes use different lanes, so the first does not wait for the second.
+The event loop tokenizes at most one short text in each pass. Otherwise a hundred requests with many
+texts each would block every pass for a tenth of a second.
+
+There are two lanes for long texts, each of which tokenizes one text at a time. A text of a few
+kilobytes and a text of several megabytes use different lanes, so the first does not wait for the
+second.
 """
 
 from __future__ import annotations
@@ -21,6 +25,14 @@ class Tokenization:
 
     def __init__(self) -> None:
         self._lanes = (Turns(), Turns())
+        self._short = Turns()
+
+    async def run_short(self, work: Callable[[], T]) -> T:
+        """Runs ``work`` for a short text in the event loop, in the current user's turn; returns its
+        result. Other requests are served before."""
+        async with self._short.of(current_user.get()):
+            await asyncio.sleep(0)
+            return work()
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """Runs ``work`` on a thread in the current user's turn; returns its result. ``size``: the

@@ -16,9 +16,9 @@ from msgspec import Struct
 from ...protocol.worker_messages import ModuleTable, ModuleTableAnswer
 from ..variables import MIB
 
-TABLE_BYTES = 8 * MIB
-"""Maximum bytes of a table: enough for all modules and tags of a tenant if their names are not
-unusually long."""
+TABLE_BYTES = MIB
+"""Maximum bytes of a table: enough for 1,000 modules and 5,000 short tags. Each change writes the
+whole table to the disk, while the operations of all tenants wait."""
 TOTAL_BYTES = 256 * MIB
 """Maximum bytes of all tables, on a machine with enough memory."""
 PARTS = 8
@@ -84,14 +84,15 @@ class ModuleTables:
 
     def refusal(self, table: SavedTable) -> str | None:
         """The error if a table, or all tables with this table, would have too many bytes; otherwise
-        None."""
-        size = len(table.content)
-        if size > self._max_bytes:
+        None. A table that an earlier version of Tokenbus stored may be larger; such a table may
+        shrink."""
+        size, before = len(table.content), self.size(table.tenant)
+        if size > max(self._max_bytes, before):
             return (
                 f"the table of this tenant's modules and tags would have {size} bytes; at most "
                 f"{self._max_bytes} are allowed; delete some modules or tags first"
             )
-        total = self.bytes + size - self.size(table.tenant)
+        total = self.bytes + size - before
         if total > self._max_total_bytes:
             return (
                 f"the tables of all tenants' modules and tags would have {total} bytes; at most "

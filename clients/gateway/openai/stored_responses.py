@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -95,9 +95,11 @@ async def input_items(request: Request) -> Response:
     page = _query(request, Page)
     found = await _found(request)
     stored = gateway_of(request).stored
-    items = await stored.call(lambda database, user: _input_of(database, user, found))
-    gateway_of(request).shares.take_bytes(sum(map(len, items)))
-    return json_response(_page(page, items))
+    answer = await stored.call(
+        lambda database, user: page_of(page, _input_of(database, user, found))
+    )
+    gateway_of(request).shares.take_bytes(sum(len(memoryview(item)) for item in answer.data))
+    return json_response(answer)
 
 
 def _input_of(database: Database, user: str, response: Stored) -> list[bytes]:
@@ -111,20 +113,30 @@ def _input_of(database: Database, user: str, response: Stored) -> list[bytes]:
         return given
 
 
-def _page(page: Page, items: list[bytes]) -> InputItemList:
-    decoded: list[dict[str, Any]] = [msgspec.json.decode(data) for data in items]
-    if page.order == "desc":
-        decoded.reverse()
-    ids = [item["id"] for item in decoded]
+class _Identified(Struct):
+    """The field of an item by which pages are found. Other fields are not decoded, because an input
+    may have 65,536 values."""
+
+    id: str
+
+
+_id_of = msgspec.json.Decoder(_Identified).decode
+
+
+def page_of(page: Page, items: list[bytes]) -> InputItemList:
+    """The items of a page, unchanged. ``items``: the items of the input as JSON, oldest first.
+    Raises ApiError 400 if ``after`` is not the id of an item."""
+    items = items[::-1] if page.order == "desc" else items
+    ids = [_id_of(data).id for data in items]
     if page.after is not None:
         if page.after not in ids:
             raise invalid_field("after", f"the input has no item {page.after!r}")
         begin = ids.index(page.after) + 1
-        ids, decoded = ids[begin:], decoded[begin:]
-    shown = decoded[: page.limit]
+        ids, items = ids[begin:], items[begin:]
+    shown = items[: page.limit]
     return InputItemList(
-        shown,
-        len(decoded) > len(shown),
+        [msgspec.Raw(data) for data in shown],
+        len(items) > len(shown),
         ids[0] if shown else None,
         ids[len(shown) - 1] if shown else None,
     )

@@ -197,3 +197,8 @@ def test_llama_cpp_s_completion(gateway: Gateway) -> None:
     refused = httpx.post(url, json={**body, "grammar": 'root ::= "a"'}, timeout=300.0)
     assert refused.status_code == 400
     assert "GBNF" in refused.json()["error"]["message"]
+    long = httpx.post(url, json={**body, "prompt": ["1,2.3:" * 500] * 200}, timeout=300.0)
+    assert long.status_code == 400
+    message = long.json()["error"]["message"]
+    assert "at most 1024" in message
+    assert int(message.split()[3]) < 4000, "the texts after the first are not tokenized"

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from tokenbus.clients.gateway.errors import ApiError
+from tokenbus.clients.gateway.openai.stored_responses import Page, page_of
 from tokenbus.clients.gateway.stored import database as bounds
 from tokenbus.clients.gateway.stored.database import (
     ContextTooLargeError,
@@ -186,6 +188,22 @@ def test_the_values_of_an_input_s_items_are_bounded(database: Database, value: A
     for repeated in (["1", "2"], ["1", "1"]):
         with pytest.raises(ContextTooLargeError):
             database.items("ann", repeated)
+
+
+def test_a_page_decodes_only_the_ids_of_the_other_items(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def decode(data: bytes) -> None:
+        raise AssertionError(f"an item of {len(data)} bytes was decoded")
+
+    items = [msgspec.json.encode({"id": f"msg_{n}", "content": [[]] * 9}) for n in range(5)]
+    monkeypatch.setattr(msgspec.json, "decode", decode)
+    page = page_of(Page(after="msg_4", limit=2), items)
+    assert [bytes(item) for item in page.data] == [items[3], items[2]]
+    assert (page.has_more, page.first_id, page.last_id) == (True, "msg_3", "msg_2")
+    page = page_of(Page(after="msg_2", order="asc"), items)
+    assert [bytes(item) for item in page.data] == items[3:]
+    assert not page.has_more
 
 
 def test_references_are_replaced() -> None:

@@ -128,3 +128,30 @@ def test_a_client_that_leaves_and_comes_back_has_one_text_in_work() -> None:
         assert held.begun == ["left 0", "back"]
 
     asyncio.run(run())
+
+
+def test_a_pass_of_the_event_loop_encodes_one_short_text_and_users_take_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = served(LONG, TokenSize(1, False))
+    passes, encoded = [0], list[tuple[int, str]]()
+
+    def encode(_: ServedModel, text: str, *, special: bool = True) -> list[int]:
+        encoded.append((passes[0], text))
+        return []
+
+    async def ask(user: str) -> None:
+        current_user.set(user)
+        for _ in range(3):
+            await model.tokenize(user)
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(ask(user)) for user in [*["ann"] * 20, "ben"]]
+        while not all(task.done() for task in tasks):
+            passes[0] += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(ServedModel, "encode", encode)
+    asyncio.run(run())
+    assert len({number for number, _ in encoded}) == len(encoded) == 63
+    assert [text for _, text in encoded[:10]].count("ben") == 3

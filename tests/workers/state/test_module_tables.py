@@ -69,3 +69,22 @@ def test_what_is_too_large_changes_nothing_and_is_answered_with_why(tmp_path: Pa
     assert state.table(ModuleTable(100, "2", versions[0], bytes(2))).written
     assert state.table(ModuleTable(101, "b", 0, bytes(6))).written
     state.close()
+
+
+def test_a_table_that_is_larger_than_the_bound_may_shrink(tmp_path: Path) -> None:
+    state = DurableVariables(tmp_path, StorageLimits(table_bytes=800))
+    version = state.table(ModuleTable(1, "a", 0, bytes(100))).version
+    state.close()
+    state = DurableVariables(tmp_path, StorageLimits(table_bytes=80))
+    assert "101 bytes; at most 10" in (
+        state.table(ModuleTable(2, "a", version, bytes(101))).error or ""
+    )
+    assert state.table(ModuleTable(3, "a", version, bytes(60))).written
+    state.close()
+
+
+def test_a_table_has_at_most_a_mebibyte(tmp_path: Path) -> None:
+    state = DurableVariables(tmp_path)
+    refused = state.table(ModuleTable(1, "a", 0, bytes(2**20 + 1)))
+    assert "1048577 bytes; at most 1048576" in (refused.error or "")
+    state.close()

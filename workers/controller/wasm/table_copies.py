@@ -12,11 +12,16 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 
+from msgspec import structs
+
 from ...whole_files import write_whole
 from .module_table import Table, decode_table, encode_table
 
 MAX_READ = 256
 """Maximum tenants whose files are cached, with the content that was read last."""
+MAX_DECODED = 16
+"""Maximum tenants whose decoded tables are cached. A decoded table takes several times the bytes of
+its file."""
 
 
 class TableCopies:
@@ -28,6 +33,8 @@ class TableCopies:
         self._lock = threading.Lock()
         self._last_read: OrderedDict[str, bytes] = OrderedDict()
         """For each tenant: the content of its file when it was last read."""
+        self._decoded: OrderedDict[str, tuple[bytes, Table]] = OrderedDict()
+        """For each tenant: the content of its file when it was last decoded, and the table."""
 
     def read(self, tenant: str) -> Table:
         """The copy of a tenant's table; an empty table if the file does not exist. If the file
@@ -47,7 +54,7 @@ class TableCopies:
             self._last_read.move_to_end(tenant)
             if len(self._last_read) > MAX_READ:
                 self._last_read.popitem(last=False)
-        return decode_table(content)
+        return self._table(tenant, content)
 
     def save(self, table: Table) -> list[str]:
         """Writes the copy of a tenant's table; returns the modules that the tenant does not have
@@ -62,8 +69,26 @@ class TableCopies:
 
     def use(self, module: str) -> bool:
         """Whether the table of any tenant has the module."""
-        files = self._folder.glob("*.json")
-        return any(module in decode_table(file.read_bytes()).modules for file in files)
+        contents = (file.read_bytes() for file in self._folder.glob("*.json"))
+        # Most tables do not contain the id, so they are not decoded.
+        named = (content for content in contents if module.encode() in content)
+        return any(module in decode_table(content).modules for content in named)
+
+    def _table(self, tenant: str, content: bytes) -> Table:
+        """The table in the content of a file, which the caller may change. The content is decoded
+        only if it has changed, because each stream that names a module reads the table, and
+        decoding occupies the interpreter for up to 10 ms."""
+        with self._lock:
+            before, table = self._decoded.get(tenant, (b"", None))
+        if table is None or content != before:
+            table = decode_table(content)
+        with self._lock:
+            self._decoded[tenant] = content, table
+            self._decoded.move_to_end(tenant)
+            if len(self._decoded) > MAX_DECODED:
+                self._decoded.popitem(last=False)
+        modules, tags, tagged = dict(table.modules), dict(table.tags), dict(table.tagged)
+        return structs.replace(table, modules=modules, tags=tags, tagged=tagged)
 
     def _file(self, tenant: str) -> Path:
         name = hashlib.sha256(tenant.encode("utf-8", "surrogatepass")).hexdigest()
