@@ -194,7 +194,7 @@ class ModelTable:
         self.aliases = aliases
         self._models: dict[str, tuple[float, ServedModel]] = {}
         self._tokenizers: dict[str, tuple[TokenizerFiles, Tokenizer, TokenSize]] = {}
-        self._tokenization = Tokenization()
+        self.tokenization = Tokenization()
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def info(self, name: str) -> ModelInfo:
@@ -237,7 +237,7 @@ class ModelTable:
             model = before
         else:
             files, tokenizer, size = await self._tokenizer(name, info.fingerprint)
-            model = ServedModel(info, files, tokenizer, self._tokenization, size)
+            model = ServedModel(info, files, tokenizer, self.tokenization, size)
         self._models[name] = (time.monotonic(), model)
         return model
 

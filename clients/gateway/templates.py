@@ -101,7 +101,8 @@ class Templates:
             "continue_final_message": continue_final_message,
         }
         renderer = self._of_models if chat_template is None else self._of_requests
-        answer = await renderer.ask(json.dumps(request).encode())
+        data = await model.tokenization.prepare(len(messages), lambda: json.dumps(request).encode())
+        answer = await renderer.ask(data)
         if "limit" in answer:
             raise TemplateError(answer["limit"])
         if "fault" in answer:

@@ -20,8 +20,13 @@ from .turns import Turns, current_user
 T = TypeVar("T")
 
 
+MAX_LOOP_ITEMS = 64
+"""Maximum number of messages of a conversation that the event loop prepares. A longer conversation
+is prepared on a thread."""
+
+
 class Tokenization:
-    """Tokenizes texts on the two lanes of one gateway process."""
+    """Tokenizes texts, and prepares long conversations, on the two lanes of one gateway process."""
 
     def __init__(self) -> None:
         self._lanes = (Turns(), Turns())
@@ -60,6 +65,13 @@ class Tokenization:
             if not begun:
                 asked.cancel()
             raise
+
+    async def prepare(self, num_items: int, work: Callable[[], T]) -> T:
+        """Runs ``work`` on the items of a conversation, and returns its result. If there are more
+        than ``MAX_LOOP_ITEMS`` items, ``work`` runs on a thread in the current user's turn."""
+        if num_items <= MAX_LOOP_ITEMS:
+            return work()
+        return await self.run(SEGMENT_CHARS + 1, work)
 
 
 def _retrieve(asked: asyncio.Task[Any]) -> None:

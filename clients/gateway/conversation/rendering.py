@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -53,10 +54,11 @@ async def rendered(
     variables = _variables(template, how, ignored)
     refused: TemplateRefusalError | None = None
     for arranged in arrangements(turns):
+        messages = await model.tokenization.prepare(len(arranged), partial(for_template, arranged))
         try:
             text = await templates.render(
                 model,
-                for_template(arranged),
+                messages,
                 tools=tools.for_template(conversation.offered),
                 chat_template=how.chat_template,
                 variables=variables,

@@ -106,7 +106,9 @@ class ResponseJob:
         elif body.max_tool_calls is not None:
             ignored.add("max_tool_calls")
         offered = OfferedTools.of(body.given_tools(given.items), ignored, served)
-        conversation = body.to_conversation(given.items, offered)
+        conversation = await gateway.models.tokenization.prepare(
+            len(given.items.input), lambda: body.to_conversation(given.items, offered)
+        )
         prepared = await prepare(gateway, body.model, conversation, ignored)
         counter = Counter()
         generations = _begun(gateway, body, counter, prepared)
@@ -274,7 +276,9 @@ async def read_input(gateway: Gateway, body: ResponsesRequest, ignored: Ignored)
     context: list[dict[str, Any]] = []
     if body.previous_response_id is not None:
         context = await context_of(gateway.stored, body.previous_response_id)
-    return ResponseInput.of(given, context, ignored)
+    return await gateway.models.tokenization.prepare(
+        len(given) + len(context), lambda: ResponseInput.of(given, context, ignored)
+    )
 
 
 async def stored_input(gateway: Gateway, response: Stored, ignored: Ignored) -> ResponseInput:
@@ -285,7 +289,9 @@ async def stored_input(gateway: Gateway, response: Stored, ignored: Ignored) -> 
     context: list[dict[str, Any]] = []
     if response.previous is not None:
         context = await context_of(gateway.stored, response.previous)
-    return ResponseInput.of(given, context, ignored)
+    return await gateway.models.tokenization.prepare(
+        len(given) + len(context), lambda: ResponseInput.of(given, context, ignored)
+    )
 
 
 def _listed(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -63,7 +63,10 @@ async def context_of(stored: StoredResponses, previous: str) -> list[dict[str, A
     """The items of the response ``previous`` and of the responses that it continues. Raises
     ApiError 400."""
     try:
-        found = await stored.call(lambda database, user: database.context(user, previous))
+        # The items are decoded on the thread of the database, because there may be thousands.
+        found: list[dict[str, Any]] = await stored.call(
+            lambda database, user: list(map(msgspec.json.decode, database.context(user, previous)))
+        )
     except UnfinishedError as error:
         raise invalid_field(
             "previous_response_id",
@@ -80,7 +83,7 @@ async def context_of(stored: StoredResponses, previous: str) -> list[dict[str, A
         ) from None
     except ContextTooLargeError:
         raise _too_large("previous_response_id") from None
-    return [msgspec.json.decode(data) for data in found]
+    return found
 
 
 def _too_large(param: str) -> ApiError:

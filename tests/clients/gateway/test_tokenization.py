@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from tokenbus.clients.gateway.models import MAX_NEW_TEXTS, ServedModel
-from tokenbus.clients.gateway.tokenization import Tokenization
+from tokenbus.clients.gateway.tokenization import MAX_LOOP_ITEMS, Tokenization
 from tokenbus.clients.gateway.turns import current_user
 from tokenbus.protocol.errors import RequestError
 from tokenbus.protocol.messages import ModelInfo, TokenizerFiles
@@ -155,3 +155,11 @@ def test_a_pass_of_the_event_loop_encodes_one_short_text_and_users_take_turns(
     asyncio.run(run())
     assert len({number for number, _ in encoded}) == len(encoded) == 63
     assert [text for _, text in encoded[:10]].count("ben") == 3
+
+
+@pytest.mark.parametrize(("num_items", "on_loop"), [(MAX_LOOP_ITEMS, True), (4000, False)])
+def test_a_long_conversation_is_prepared_outside_the_event_loop(
+    num_items: int, on_loop: bool
+) -> None:
+    used = asyncio.run(Tokenization().prepare(num_items, threading.current_thread))
+    assert (used is threading.current_thread()) == on_loop
