@@ -40,6 +40,9 @@ MAX_DISTINCT = 4
 listed."""
 MAX_BYTES = 256 * 1024
 """Approximate maximum size of a rewritten schema as JSON."""
+MAX_NESTED = 120
+"""Maximum depth to which the objects and arrays of a rewritten schema are nested. llguidance parses
+up to 128 levels of JSON, and the grammar around the schema has 3 of them."""
 
 REWRITTEN = frozenset(
     {"not", "if", "then", "else", "oneOf", "contains", "minContains", "maxContains"}
@@ -155,30 +158,33 @@ class _Rewriter:
             raise _TooLarge
 
     def check(self, made: Any) -> None:
-        """Raises _TooLarge if a rewritten schema exceeds ``MAX_BYTES``, and Unsupported if it lacks
-        the target of a local reference."""
-        if self._size(made, {}) > MAX_BYTES:
+        """Raises _TooLarge if a rewritten schema exceeds ``MAX_BYTES`` or ``MAX_NESTED``, and
+        Unsupported if it lacks the target of a local reference."""
+        size, depth = self._size(made, {})
+        if size > MAX_BYTES or depth > MAX_NESTED:
             raise _TooLarge
         for one in objects(made):
             reference = one.get("$ref")
             if isinstance(reference, str) and reference.startswith("#/"):
                 target(made, reference)
 
-    def _size(self, value: Any, known: dict[int, int]) -> int:
-        """The approximate size of a value as JSON. ``known`` has the sizes of objects that were
-        already measured, because an object may occur in very many places."""
+    def _size(self, value: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+        """The approximate size of a value as JSON, and the depth to which its objects and arrays
+        are nested. ``known`` has the results for objects that were already measured, because an
+        object may occur in very many places."""
         if isinstance(value, str):
-            return len(value) + 4
+            return len(value) + 4, 0
         if not isinstance(value, dict | list):
-            return len(str(value)) + 2
-        size = known.get(id(value))
-        if size is None:
+            return len(str(value)) + 2, 0
+        found = known.get(id(value))
+        if found is None:
             self.step(1)
-            size = 2 + sum(self._size(one, known) for one in value)
+            inner = [self._size(one, known) for one in value]
             if isinstance(value, dict):
-                size += sum(self._size(one, known) for one in value.values())
-            known[id(value)] = size
-        return size
+                inner += [self._size(one, known) for one in value.values()]
+            size = 2 + sum(size for size, _ in inner)
+            found = known[id(value)] = size, 1 + max((depth for _, depth in inner), default=0)
+        return found
 
     def exact(self, schema: Any) -> Any:
         """Rewrites a schema completely. Raises Unsupported if one of its keywords cannot be

@@ -43,6 +43,8 @@ MEASURES: dict[str, tuple[Measure, ...]] = {
     "circular references": ("references", "patterns"),
     "min/maxProperties": ("counts",),
     "Unable to determine if regex is empty": ("texts",),
+    "schema too large": ("original",),
+    "intersection stack level exceeded": ("original", "references"),
 }
 """By a part of llguidance's error about a schema: the measures that relax the schema, in the order
 in which they are taken (``protocol.json_schema.relaxing``)."""
