@@ -52,6 +52,13 @@ REWRITTEN = frozenset(
 """Keywords that are rewritten. Some values of ``pattern`` and ``format`` are rewritten too."""
 LOOK_AROUND = re.compile(r"\(\?(?:=|!|<=|<!)")
 """Matches the beginning of look-ahead and look-behind, which llguidance does not implement."""
+_NEXT_TO_REFERENCE = REWRITTEN | frozenset(
+    {"type", "enum", "const", "allOf", "anyOf", "pattern", "format", "minLength", "maxLength"}
+    | {"properties", "patternProperties", "additionalProperties", "required", "multipleOf"}
+    | {"minProperties", "maxProperties", "items", "additionalItems", "minItems", "maxItems"}
+    | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+)
+"""Keywords that drafts 4 to 7 ignore next to ``$ref``. llguidance does not ignore them."""
 _REFERENCES = frozenset(("$dynamicRef", "$recursiveRef"))
 """References that llguidance does not implement."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
@@ -103,7 +110,29 @@ def rewritten(root: Any) -> Rewritten:
 
 def needs_rewriting(root: Any) -> bool:
     """Whether a schema may have a keyword that is rewritten."""
-    return any(not REWRITTEN.isdisjoint(one) or _is_text_rewritten(one) for one in objects(root))
+    draft = draft_of(root)
+    return any(
+        not REWRITTEN.isdisjoint(one)
+        or _is_text_rewritten(one)
+        or _ignores_siblings(one, draft)
+        or (one is not root and _names_ignored_draft(one, draft))
+        for one in objects(root)
+    )
+
+
+def _ignores_siblings(schema: Schema, draft: int) -> bool:
+    """Whether a schema has a reference, and keywords next to it that its draft ignores."""
+    return (
+        draft <= 7
+        and isinstance(schema.get("$ref"), str)
+        and not _NEXT_TO_REFERENCE.isdisjoint(schema)
+    )
+
+
+def _names_ignored_draft(part: Schema, draft: int) -> bool:
+    """Whether a part has ``$schema`` and ``id`` although its own ``$id`` is missing. llguidance
+    would resolve the references in this part relative to ``id``, as in draft 4."""
+    return draft > 4 and "id" in part and "$id" not in part and isinstance(part.get("$schema"), str)
 
 
 def _is_text_rewritten(schema: Schema) -> bool:
@@ -207,9 +236,10 @@ class _Rewriter:
         self.step(1)
         if not isinstance(schema, dict):
             return schema
-        if self._draft <= 7 and "$ref" in schema:
-            # These drafts ignore the keywords next to a reference.
-            schema = {name: one for name, one in schema.items() if name not in REWRITTEN}
+        if _ignores_siblings(schema, self._draft):
+            schema = {name: one for name, one in schema.items() if name not in _NEXT_TO_REFERENCE}
+        if schema is not self._root and _names_ignored_draft(schema, self._draft):
+            schema = {name: one for name, one in schema.items() if name != "$schema"}
         reference = schema.get("$ref")
         if self._exact and isinstance(reference, str) and reference not in self._targets:
             self._targets.add(reference)

@@ -171,6 +171,26 @@ def test_keywords_next_to_a_reference_follow_the_draft() -> None:
     assert not Draft202012Validator(rewritten(schema).schema).is_valid(2)
 
 
+def test_constraints_next_to_a_reference_are_removed_up_to_draft_7() -> None:
+    schema = {
+        "properties": {"a": {"$ref": "#/definitions/a", "maxLength": 1, "title": "A"}},
+        "definitions": {"a": {"type": "string"}},
+    }
+    made = rewritten({"$schema": "http://json-schema.org/draft-04/schema#", **schema}).schema
+    assert made["properties"]["a"] == {"$ref": "#/definitions/a", "title": "A"}
+    assert rewritten(schema).schema is schema
+
+
+def test_a_part_without_its_own_id_has_the_draft_of_the_root() -> None:
+    four = {"$schema": "http://json-schema.org/draft-04/schema", "type": "object"}
+    schema: dict[str, Any] = {
+        "definitions": {"a": {"id": "schemata/a", **four}},
+        "$ref": "#/definitions/a",
+    }
+    assert rewritten(schema).schema["definitions"]["a"] == {"id": "schemata/a", "type": "object"}
+    assert rewritten({**four, **schema}).schema["definitions"]["a"] == schema["definitions"]["a"]
+
+
 def test_a_format_that_json_schema_does_not_define_is_an_annotation() -> None:
     assert rewritten({"format": "zip"}) == ({}, [], ["format"])
 
