@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from itertools import permutations
 from typing import Any, NamedTuple
 
+from .complement import has_inner_anchor, matching, may_have_inner_anchor
 from .disjoint import Disjoint
 from .formats import KNOWN, PATTERNS
 from .names import hazards, only_names
@@ -143,6 +144,7 @@ def _is_text_rewritten(schema: Schema) -> bool:
         _forbidden(schema) is not None
         or (isinstance(name, str) and name not in KNOWN)
         or (isinstance(pattern, str) and LOOK_AROUND.search(pattern) is not None)
+        or (isinstance(pattern, str) and may_have_inner_anchor(pattern))
     )
 
 
@@ -468,7 +470,13 @@ class _Rewriter:
 
     def _pattern(self, _: Schema, found: Schema) -> Iterable[Any]:
         pattern = found["pattern"]
-        if not isinstance(pattern, str) or LOOK_AROUND.search(pattern) is None:
+        if not isinstance(pattern, str):
+            return
+        if LOOK_AROUND.search(pattern) is None:
+            self.step(1)
+            if has_inner_anchor(pattern):
+                found["pattern"] = matching(pattern, self.step)
+                self.enforced["pattern"] = None
             return
         begin = _LOOK_AHEAD.match(pattern)
         rest = "" if begin is None else pattern[begin.end() :]

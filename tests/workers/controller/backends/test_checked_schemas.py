@@ -186,6 +186,12 @@ CASES: list[tuple[str, Any, list[str], list[str]]] = [
         [json.dumps(nested(40))],
     ),
     (
+        "an anchor inside a pattern",
+        {"type": "string", "pattern": "^([a-z]+(/|$))*(^|!)$", "not": {"minLength": 8}},
+        ['""', '"a/b/!"', '"!"'],
+        ['"/"', '"a/b"', '"aa/bb/cc/!"'],
+    ),
+    (
         "circular references that are combined",
         {
             "allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/even"}],
