@@ -60,19 +60,26 @@ class Relaxed(NamedTuple):
     """The keywords that were left out in at least one place."""
 
 
-def relaxed(root: Any, made: Any, measures: frozenset[Measure] = frozenset()) -> Relaxed:
+def relaxed(
+    root: Any,
+    made: Any,
+    measures: frozenset[Measure] = frozenset(),
+    empty: frozenset[str] = frozenset(),
+) -> Relaxed:
     """Relaxes ``made``, the rewritten form of the schema ``root``. ``measures`` are taken in
-    addition to ``keywords``. If ``original`` is one of them, ``root`` itself is relaxed."""
+    addition to ``keywords``. If ``original`` is one of them, ``root`` itself is relaxed. ``empty``:
+    references whose targets allow no value; they are replaced by ``false``."""
     if "original" in measures:
         made = root
-    relaxer = _Relaxer(made, measures)
+    relaxer = _Relaxer(made, measures, empty)
     schema = relaxer.part(made, root, ())
     return Relaxed(schema, list(relaxer.places), list(relaxer.keywords))
 
 
 class _Relaxer:
-    def __init__(self, made: Any, measures: frozenset[Measure]) -> None:
+    def __init__(self, made: Any, measures: frozenset[Measure], empty: frozenset[str]) -> None:
         self._made = made
+        self._empty = empty
         self._measures = measures
         self._ignores_siblings = draft_of(made) <= 7
         self._circular: dict[str, bool] = {}
@@ -90,6 +97,8 @@ class _Relaxer:
         part was made, or None if the rewriting has added the part below ``path``."""
         if not isinstance(schema, dict) or len(path) > MAX_DEPTH:
             return schema
+        if path and self._empty and str(schema.get("$ref")) in self._empty:
+            return False
         joined = id(schema) in self._joined
         if "references" in self._measures:
             schema = self._without_siblings(schema, path)

@@ -162,12 +162,6 @@ CASES: list[tuple[str, Any, list[str], list[str]]] = [
         ['{"a": ["x", "x"]}'],
     ),
     (
-        "contains",
-        {"type": "array", "items": {"type": "integer"}, "contains": {"const": 1}, "maxContains": 2},
-        ["[1]", "[2, 1, 1]"],
-        ["[]", "[2]", "[1, 1, 1]"],
-    ),
-    (
         "keywords whose rewritten form is too large",
         {
             "type": "object",
@@ -192,6 +186,22 @@ CASES: list[tuple[str, Any, list[str], list[str]]] = [
         ['"/"', '"a/b"', '"aa/bb/cc/!"'],
     ),
     (
+        "references to parts that allow no value",
+        {
+            "type": "object",
+            "properties": {
+                "a": {"$ref": "#/$defs/x/$defs/z"},
+                "b": {"anyOf": [{"$ref": "#/$defs/y"}, {"type": "null"}]},
+            },
+            "$defs": {
+                "x": {"$defs": {"z": {"type": "object", "anyOf": [{"type": "string"}]}}},
+                "y": {"type": "string", "pattern": "^a$", "minLength": 3},
+            },
+        },
+        ["{}", '{"b": null}', '{"c": 1}'],
+        ['{"a": {}}', '{"a": "a"}', '{"b": "aaa"}'],
+    ),
+    (
         "circular references that are combined",
         {
             "allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/even"}],
@@ -214,6 +224,12 @@ CASES: list[tuple[str, Any, list[str], list[str]]] = [
         },
         [json.dumps("b" * 42), json.dumps("abc" * 12 + "a" * 9 + "bbbcccbbb")],
         [json.dumps("b" * 41), json.dumps("b" * 43), json.dumps("abc" * 12)],
+    ),
+    (
+        "contains",
+        {"type": "array", "items": {"type": "integer"}, "contains": {"const": 1}, "maxContains": 2},
+        ["[1]", "[2, 1, 1]"],
+        ["[]", "[2]", "[1, 1, 1]"],
     ),
 ]
 
