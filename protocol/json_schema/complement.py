@@ -1,10 +1,10 @@
-"""Computes a pattern of the strings in which another pattern does not match.
+"""Computes a pattern of the strings in which another pattern does not match, or in which it
+matches.
 
-The pattern is converted to an automaton (subset construction). The complement of this automaton is
+The pattern is converted to an automaton (subset construction). This automaton or its complement is
 converted back to a pattern (state elimination). Validators differ in whether ``\\w``, ``\\d`` and
 ``\\s`` match characters outside ASCII, and in whether ``$`` matches before a line end at the end of
-a string. If a string matches the resulting pattern, none of these validators finds a match of the
-original pattern in the string.
+a string. A string of the result does not match, or matches, for all of these validators.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ _NEGATED = {
     op.CATEGORY_NOT_WORD: op.CATEGORY_WORD,
     op.CATEGORY_NOT_SPACE: op.CATEGORY_SPACE,
 }
+_MAYBE_INNER = re.compile(r"[^\\[]\^|\$.")
+"""Matches in each pattern that has an anchor inside."""
 _MAYBE_SPACES = frozenset((28, 29, 30, 31))
 """Characters that are white space in Python only."""
 
@@ -58,6 +60,49 @@ def without(pattern: str, step: Callable[[int], None]) -> str:
     other than characters, classes, groups, alternatives, repetitions and anchors."""
     step(STEPS)
     return f"^{_Eliminated(_states(_automaton(pattern), step)).pattern()}$"
+
+
+def matching(pattern: str, step: Callable[[int], None]) -> str:
+    """A pattern of strings in which ``pattern`` matches for all validators, without anchors
+    inside. ``step`` and the errors are as for ``without``."""
+    step(STEPS)
+    automaton = _automaton(pattern, certain=True)
+    return f"^{_Eliminated(_states(automaton, step, negated=False)).pattern()}$"
+
+
+def may_have_inner_anchor(pattern: str) -> bool:
+    """Whether ``has_inner_anchor`` may be true. This takes less time."""
+    return _MAYBE_INNER.search(pattern) is not None
+
+
+def has_inner_anchor(pattern: str) -> bool:
+    """Whether a pattern has ``^`` after its beginning or ``$`` before its end, which llguidance
+    does not implement. False if the pattern is not valid or exceeds the bounds."""
+    try:
+        return may_have_inner_anchor(pattern) and _has_inner_anchor(_parsed(pattern), True, True)
+    except Unsupported:
+        return False
+
+
+def _has_inner_anchor(nodes: Any, first: bool, last: bool) -> bool:
+    """``first``, ``last``: whether the nodes are at the beginning or the end of the pattern."""
+    others = [at for at, (operator, _) in enumerate(nodes) if operator is not op.AT]
+    for at, (operator, value) in enumerate(nodes):
+        begins = first and (not others or at <= others[0])
+        ends = last and (not others or at >= others[-1])
+        inner: list[Any] = []
+        if operator is op.AT and value in _ANCHORS:
+            if not (begins if _ANCHORS[value] == "^" else ends):
+                return True
+        elif operator is op.SUBPATTERN:
+            inner = [value[3]]
+        elif operator is op.BRANCH:
+            inner = value[1]
+        elif operator in (op.MAX_REPEAT, op.MIN_REPEAT):
+            inner, begins, ends = [value[2]], False, False
+        if any(_has_inner_anchor(one, begins, ends) for one in inner):
+            return True
+    return False
 
 
 def matches(pattern: str, text: str, step: Callable[[int], None]) -> bool:
@@ -77,7 +122,15 @@ def matches(pattern: str, text: str, step: Callable[[int], None]) -> bool:
     return automaton.end in automaton.closure(nodes, "$" if text else "^$")
 
 
-def _automaton(pattern: str) -> _Automaton:
+def _automaton(pattern: str, certain: bool = False) -> _Automaton:
+    """``certain``: whether a character matches only if it does for all validators."""
+    automaton = _Automaton(certain)
+    automaton.end = automaton.sequence(automaton.node(), _parsed(pattern))
+    return automaton
+
+
+def _parsed(pattern: str) -> Any:
+    """The parser nodes of a pattern."""
     if len(pattern) > MAX_PATTERN:
         raise Unsupported
     try:
@@ -88,15 +141,14 @@ def _automaton(pattern: str) -> _Automaton:
         raise Unsupported from None
     if tree.state.flags & ~int(re.UNICODE):
         raise Unsupported
-    automaton = _Automaton()
-    automaton.end = automaton.sequence(automaton.node(), tree)
-    return automaton
+    return tree
 
 
 class _Automaton:
     """A nondeterministic automaton (Thompson's construction)."""
 
-    def __init__(self) -> None:
+    def __init__(self, certain: bool) -> None:
+        self._certain = certain
         self.steps: list[list[tuple[Chars, int]]] = []
         """By node: the characters that lead to another node."""
         self.free: list[list[tuple[str, int]]] = []
@@ -119,7 +171,7 @@ class _Automaton:
         return at
 
     def _one(self, at: int, operator: Any, value: Any) -> int:
-        chars = _chars(operator, value)
+        chars = _chars(operator, value, self._certain)
         if chars is not None:
             after = self.node()
             self.steps[at].append((chars, after))
@@ -182,9 +234,9 @@ _ANCHORS = {
 }
 
 
-def _chars(operator: Any, value: Any) -> Chars | None:
+def _chars(operator: Any, value: Any, certain: bool) -> Chars | None:
     """The characters that a parser node may match; None if it does not match exactly one
-    character."""
+    character. ``certain``: only the characters that it matches for all validators."""
     if operator is op.LITERAL:
         return _literal(value)
     if operator is op.NOT_LITERAL:
@@ -193,16 +245,16 @@ def _chars(operator: Any, value: Any) -> Chars | None:
         return _ALL - {_NEWLINE}
     if operator is op.IN:
         negated = bool(value) and value[0][0] is op.NEGATE
-        sets = [_of_class(one[0], one[1], negated) for one in value if one[0] is not op.NEGATE]
+        every = negated is not certain
+        sets = [_of_class(one[0], one[1], every) for one in value if one[0] is not op.NEGATE]
         chars = frozenset[int]().union(*sets)
         return _ALL - chars if negated else chars
     return None
 
 
-def _of_class(operator: Any, value: Any, negated: bool) -> Chars:
-    """The characters of an element of a class. If the class is negated, only the characters that
-    the element matches in every validator; otherwise all characters that it matches in some
-    validator."""
+def _of_class(operator: Any, value: Any, every: bool) -> Chars:
+    """The characters of an element of a class that the element matches for every validator. If
+    ``every`` is false, the characters that it matches for some validator."""
     if operator is op.LITERAL:
         return _literal(value)
     if operator is op.RANGE:
@@ -215,7 +267,7 @@ def _of_class(operator: Any, value: Any, negated: bool) -> Chars:
     inverted = value in _NEGATED
     chars = _CATEGORIES[_NEGATED.get(value, value)]
     certain = chars - _MAYBE_SPACES if value is op.CATEGORY_SPACE or inverted else chars
-    if negated:
+    if every:
         return _ALL - chars - {_OTHER} if inverted else certain
     return _ALL - certain if inverted else chars | {_OTHER}
 
@@ -226,10 +278,13 @@ def _literal(value: int) -> Chars:
     return frozenset((value,))
 
 
-def _states(automaton: _Automaton, step: Callable[[int], None]) -> dict[int, dict[int, Chars]]:
+def _states(
+    automaton: _Automaton, step: Callable[[int], None], negated: bool = True
+) -> dict[int, dict[int, Chars]]:
     """Maps each state of the subset construction to its next states, with the characters that lead
-    to them. A state in which a match is found has no next states. State 0 is the start. The next
-    state -1 stands for the end of the string."""
+    to them. State 0 is the start. The next state -1 stands for the end of the string, which is
+    allowed after a match. If ``negated``, the end is only allowed without a match, and a state in
+    which a match is found has no next states."""
     classes = _classes(automaton)
     first = automaton.closure(frozenset((0,)), "^")
     searching = automaton.closure(frozenset((0,)), "")
@@ -241,7 +296,8 @@ def _states(automaton: _Automaton, step: Callable[[int], None]) -> dict[int, dic
         state = left.pop()
         nodes, begins, matched = state
         if automaton.end in nodes:
-            states[numbers[state]] = {}
+            number = numbers[state]
+            states[number] = {} if negated else {number: _ALL, -1: frozenset()}
             continue
         at_end = automaton.closure(nodes, "^$" if begins else "$")
         is_end = automaton.end in at_end
@@ -250,7 +306,7 @@ def _states(automaton: _Automaton, step: Callable[[int], None]) -> dict[int, dic
             char = min(one)
             after = automaton.closure(_step(automaton, nodes, char), "") | searching
             step(1 + (len(nodes) + len(after)) // NODES_OF_STEP)
-            key = (after, False, is_end and char == _NEWLINE)
+            key = (after, False, negated and is_end and char == _NEWLINE)
             if key not in numbers:
                 if len(numbers) >= MAX_STATES:
                     raise Unsupported
@@ -258,7 +314,7 @@ def _states(automaton: _Automaton, step: Callable[[int], None]) -> dict[int, dic
                 left.append(key)
             number = numbers[key]
             following[number] = following.get(number, frozenset()) | one
-        if not is_end and not matched:
+        if not (is_end or matched) if negated else is_end:
             following[-1] = frozenset()
         states[numbers[state]] = following
     return states

@@ -7,7 +7,8 @@ original schema that lost a keyword.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
 
@@ -15,13 +16,15 @@ from .formats import KNOWN, PATTERNS
 from .parts import Schema, Unsupported, any_of, draft_of, objects, target
 from .rewriting import LOOK_AROUND
 
-Measure = Literal["keywords", "patterns", "references", "counts", "texts", "look_around"]
-"""Kinds of keywords that are left out. ``keywords``: keywords that llguidance does not implement,
-which are always left out. ``look_around``: each ``pattern`` with look-ahead or look-behind.
-
-The other kinds are for schemas in which llguidance refuses them. ``patterns``:
-``patternProperties``. ``references``: the keywords next to a circular ``$ref``. ``counts``: the
-bounds of the number of properties. ``texts``: ``pattern`` in ``allOf``."""
+Measure = Literal[
+    "keywords", "original", "patterns", "references", "counts", "texts", "look_around"
+]
+"""Kinds of keywords that are left out. ``keywords``: keywords that llguidance does not implement.
+They are always left out. ``original``: the keywords that were rewritten; the rewritten form is too
+large. ``look_around``: each ``pattern`` with look-ahead or look-behind. llguidance refuses some
+uses of the other kinds. ``patterns``: ``patternProperties``. ``references``: the keywords next to a
+circular ``$ref``. ``counts``: the bounds of the number of properties. ``texts``: ``pattern`` in the
+members of ``allOf``, and in their alternatives and references."""
 Path = tuple[str | int, ...]
 """The keys and indices that lead from a schema to one of its parts."""
 
@@ -57,22 +60,35 @@ class Relaxed(NamedTuple):
     """The keywords that were left out in at least one place."""
 
 
-def relaxed(root: Any, made: Any, measures: frozenset[Measure] = frozenset()) -> Relaxed:
+def relaxed(
+    root: Any,
+    made: Any,
+    measures: frozenset[Measure] = frozenset(),
+    empty: frozenset[str] = frozenset(),
+) -> Relaxed:
     """Relaxes ``made``, the rewritten form of the schema ``root``. ``measures`` are taken in
-    addition to ``keywords``."""
-    relaxer = _Relaxer(made, measures)
+    addition to ``keywords``. If ``original`` is one of them, ``root`` itself is relaxed. ``empty``:
+    references whose targets allow no value; they are replaced by ``false``."""
+    if "original" in measures:
+        made = root
+    relaxer = _Relaxer(made, measures, empty)
     schema = relaxer.part(made, root, ())
     return Relaxed(schema, list(relaxer.places), list(relaxer.keywords))
 
 
 class _Relaxer:
-    def __init__(self, made: Any, measures: frozenset[Measure]) -> None:
+    def __init__(self, made: Any, measures: frozenset[Measure], empty: frozenset[str]) -> None:
         self._made = made
+        self._empty = empty
         self._measures = measures
         self._ignores_siblings = draft_of(made) <= 7
         self._circular: dict[str, bool] = {}
         self._targets = {_path_of(one["$ref"]) for one in objects(made) if _is_local(one)}
         """The paths of the targets of references, which may be at any place of the root."""
+        self._leading = _tree(self._targets)
+        """The same paths as a tree."""
+        self._joined = _members_of_all(made) if "texts" in measures else frozenset[int]()
+        """The ids of the parts whose ``pattern`` is left out."""
         self.places: dict[Path, None] = {}
         self.keywords: dict[str, None] = {}
 
@@ -81,13 +97,14 @@ class _Relaxer:
         part was made, or None if the rewriting has added the part below ``path``."""
         if not isinstance(schema, dict) or len(path) > MAX_DEPTH:
             return schema
+        if path and self._empty and str(schema.get("$ref")) in self._empty:
+            return False
+        joined = id(schema) in self._joined
         if "references" in self._measures:
             schema = self._without_siblings(schema, path)
-        if "texts" in self._measures and isinstance(schema.get("allOf"), list):
-            schema = {**schema, "allOf": [self._without_text(one, path) for one in schema["allOf"]]}
         found: Schema = {}
         for name, value in schema.items():
-            if name in NOT_ENFORCED or self._is_left_out(name, value):
+            if name in NOT_ENFORCED or self._is_left_out(name, value, joined):
                 self._leave_out(path, name)
             elif name in _MAPS and isinstance(value, dict):
                 found[name] = {
@@ -97,21 +114,38 @@ class _Relaxer:
                 found[name] = [
                     self._inside(one, original, path, name, at) for at, one in enumerate(value)
                 ]
-            elif name in _SCHEMAS or (not path and (name,) in self._targets):
+            elif name in _SCHEMAS:
                 found[name] = self._inside(value, original, path, name)
-            elif not path and isinstance(value, dict):
-                found[name] = {
-                    key: self._inside(one, original, path, name, key)
-                    if (name, key) in self._targets
-                    else one
-                    for key, one in value.items()
-                }
+            elif self._leads_to_target(path, name):
+                found[name] = self._elsewhere(value, original, path, name)
             else:
                 found[name] = value
         self._replace_format(found)
         if "patterns" in self._measures and found.get("patternProperties"):
             self._merge_patterns(found, original, path)
         return self._without_one_of(found, path)
+
+    def _elsewhere(self, value: Any, original: Any, path: Path, *keys: str | int) -> Any:
+        """Relaxes the targets of references in a value at an unusual place."""
+        if (*path, *keys) in self._targets:
+            return self._inside(value, original, path, *keys)
+        if len(path) + len(keys) > MAX_DEPTH or not self._leads_to_target(path, *keys):
+            return value
+        if isinstance(value, dict):
+            return {
+                key: self._elsewhere(one, original, path, *keys, key) for key, one in value.items()
+            }
+        return value
+
+    def _leads_to_target(self, path: Path, *keys: str | int) -> bool:
+        """Whether there may be targets of references at or below a path."""
+        found = self._leading
+        for key in (*path, *keys):
+            inner = found.get(str(key))
+            if inner is None:
+                return False
+            found = inner
+        return True
 
     def _inside(self, schema: Any, original: Any, path: Path, *keys: str | int) -> Any:
         inner = original
@@ -124,23 +158,13 @@ class _Relaxer:
                 inner = None
         return self.part(schema, inner, path if inner is None else (*path, *keys))
 
-    def _is_left_out(self, name: str, value: Any) -> bool:
+    def _is_left_out(self, name: str, value: Any, joined: bool) -> bool:
+        """``joined``: whether the keyword is in a part of ``_joined``."""
+        if name == "pattern" and joined:
+            return True
         if name == "pattern" and "look_around" in self._measures:
             return isinstance(value, str) and LOOK_AROUND.search(value) is not None
         return name in _COUNTS and "counts" in self._measures
-
-    def _without_text(self, schema: Any, path: Path) -> Any:
-        """Removes ``pattern`` from a member of ``allOf`` and its alternatives. ``path``: the path
-        of the schema with ``allOf``."""
-        if not isinstance(schema, dict):
-            return schema
-        made = {name: one for name, one in schema.items() if name != "pattern"}
-        if "pattern" in schema:
-            self._leave_out(path, "pattern")
-        for name in ("allOf", "anyOf", "oneOf"):
-            if isinstance(made.get(name), list):
-                made[name] = [self._without_text(one, path) for one in made[name]]
-        return made
 
     def _leave_out(self, path: Path, keyword: str) -> None:
         self.places[path] = None
@@ -229,6 +253,23 @@ class _Relaxer:
         return {**rest, "allOf": [*rest.get("allOf", ()), {"anyOf": schema["oneOf"]}]}
 
 
+def _members_of_all(root: Any) -> frozenset[int]:
+    """The ids of the members of each ``allOf``, and of their members, alternatives and
+    references."""
+    left = [one for schema in objects(root) for one in _listed(schema.get("allOf"))]
+    found = set[int]()
+    while left:
+        one = left.pop()
+        if not isinstance(one, dict) or id(one) in found:
+            continue
+        found.add(id(one))
+        left += [inner for name in ("allOf", "anyOf", "oneOf") for inner in _listed(one.get(name))]
+        if _is_local(one):
+            with suppress(Unsupported):
+                left.append(target(root, one["$ref"]))
+    return frozenset(found)
+
+
 def _references(root: Any, reference: str) -> Iterator[str]:
     """The references in the target of a reference."""
     try:
@@ -239,6 +280,21 @@ def _references(root: Any, reference: str) -> Iterator[str]:
         inner = one.get("$ref")
         if isinstance(inner, str):
             yield inner
+
+
+def _tree(paths: Iterable[Path]) -> dict[str, Any]:
+    """A dict with the first key of each path. Each of its values is such a dict of the next
+    keys."""
+    root: dict[str, Any] = {}
+    for path in paths:
+        found = root
+        for key in path:
+            found = found.setdefault(str(key), {})
+    return root
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _is_local(schema: Schema) -> bool:

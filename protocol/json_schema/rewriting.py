@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from itertools import permutations
 from typing import Any, NamedTuple
 
+from .complement import has_inner_anchor, matching, may_have_inner_anchor
 from .disjoint import Disjoint
 from .formats import KNOWN, PATTERNS
 from .names import hazards, only_names
@@ -40,6 +41,9 @@ MAX_DISTINCT = 4
 without equal items."""
 MAX_BYTES = 256 * 1024
 """Approximate maximum size of a rewritten schema as JSON."""
+MAX_NESTED = 120
+"""Maximum depth to which the objects and arrays of a rewritten schema are nested. llguidance parses
+up to 128 levels of JSON, and the grammar around the schema has 3 of them."""
 
 REWRITTEN = frozenset(
     {"not", "if", "then", "else", "oneOf", "contains", "minContains", "maxContains"}
@@ -49,6 +53,13 @@ REWRITTEN = frozenset(
 """Keywords that are rewritten. Some values of ``pattern`` and ``format`` are rewritten too."""
 LOOK_AROUND = re.compile(r"\(\?(?:=|!|<=|<!)")
 """Matches the beginning of look-ahead and look-behind, which llguidance does not implement."""
+_NEXT_TO_REFERENCE = REWRITTEN | frozenset(
+    {"type", "enum", "const", "allOf", "anyOf", "pattern", "format", "minLength", "maxLength"}
+    | {"properties", "patternProperties", "additionalProperties", "required", "multipleOf"}
+    | {"minProperties", "maxProperties", "items", "additionalItems", "minItems", "maxItems"}
+    | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+)
+"""Keywords that drafts 4 to 7 ignore next to ``$ref``. llguidance does not ignore them."""
 _REFERENCES = frozenset(("$dynamicRef", "$recursiveRef"))
 """References that llguidance does not implement."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
@@ -100,7 +111,29 @@ def rewritten(root: Any) -> Rewritten:
 
 def needs_rewriting(root: Any) -> bool:
     """Whether a schema may have a keyword that is rewritten."""
-    return any(not REWRITTEN.isdisjoint(one) or _is_text_rewritten(one) for one in objects(root))
+    draft = draft_of(root)
+    return any(
+        not REWRITTEN.isdisjoint(one)
+        or _is_text_rewritten(one)
+        or _ignores_siblings(one, draft)
+        or (one is not root and _names_ignored_draft(one, draft))
+        for one in objects(root)
+    )
+
+
+def _ignores_siblings(schema: Schema, draft: int) -> bool:
+    """Whether a schema has a reference, and keywords next to it that its draft ignores."""
+    return (
+        draft <= 7
+        and isinstance(schema.get("$ref"), str)
+        and not _NEXT_TO_REFERENCE.isdisjoint(schema)
+    )
+
+
+def _names_ignored_draft(part: Schema, draft: int) -> bool:
+    """Whether a part has ``$schema`` and ``id`` although its own ``$id`` is missing. llguidance
+    would resolve the references in this part relative to ``id``, as in draft 4."""
+    return draft > 4 and "id" in part and "$id" not in part and isinstance(part.get("$schema"), str)
 
 
 def _is_text_rewritten(schema: Schema) -> bool:
@@ -111,6 +144,7 @@ def _is_text_rewritten(schema: Schema) -> bool:
         _forbidden(schema) is not None
         or (isinstance(name, str) and name not in KNOWN)
         or (isinstance(pattern, str) and LOOK_AROUND.search(pattern) is not None)
+        or (isinstance(pattern, str) and may_have_inner_anchor(pattern))
     )
 
 
@@ -155,30 +189,33 @@ class _Rewriter:
             raise _TooLarge
 
     def check(self, made: Any) -> None:
-        """Raises _TooLarge if a rewritten schema exceeds ``MAX_BYTES``, and Unsupported if it lacks
-        the target of a local reference."""
-        if self._size(made, {}) > MAX_BYTES:
+        """Raises _TooLarge if a rewritten schema exceeds ``MAX_BYTES`` or ``MAX_NESTED``, and
+        Unsupported if it lacks the target of a local reference."""
+        size, depth = self._size(made, {})
+        if size > MAX_BYTES or depth > MAX_NESTED:
             raise _TooLarge
         for one in objects(made):
             reference = one.get("$ref")
             if isinstance(reference, str) and reference.startswith("#/"):
                 target(made, reference)
 
-    def _size(self, value: Any, known: dict[int, int]) -> int:
-        """The approximate size of a value as JSON. ``known`` has the sizes of objects that were
-        already measured, because an object may occur in very many places."""
+    def _size(self, value: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+        """The approximate size of a value as JSON, and the depth to which its objects and arrays
+        are nested. ``known`` has the results for objects that were already measured, because an
+        object may occur in very many places."""
         if isinstance(value, str):
-            return len(value) + 4
+            return len(value) + 4, 0
         if not isinstance(value, dict | list):
-            return len(str(value)) + 2
-        size = known.get(id(value))
-        if size is None:
+            return len(str(value)) + 2, 0
+        found = known.get(id(value))
+        if found is None:
             self.step(1)
-            size = 2 + sum(self._size(one, known) for one in value)
+            inner = [self._size(one, known) for one in value]
             if isinstance(value, dict):
-                size += sum(self._size(one, known) for one in value.values())
-            known[id(value)] = size
-        return size
+                inner += [self._size(one, known) for one in value.values()]
+            size = 2 + sum(size for size, _ in inner)
+            found = known[id(value)] = size, 1 + max((depth for _, depth in inner), default=0)
+        return found
 
     def exact(self, schema: Any) -> Any:
         """Rewrites a schema completely. Raises Unsupported if one of its keywords cannot be
@@ -201,9 +238,10 @@ class _Rewriter:
         self.step(1)
         if not isinstance(schema, dict):
             return schema
-        if self._draft <= 7 and "$ref" in schema:
-            # These drafts ignore the keywords next to a reference.
-            schema = {name: one for name, one in schema.items() if name not in REWRITTEN}
+        if _ignores_siblings(schema, self._draft):
+            schema = {name: one for name, one in schema.items() if name not in _NEXT_TO_REFERENCE}
+        if schema is not self._root and _names_ignored_draft(schema, self._draft):
+            schema = {name: one for name, one in schema.items() if name != "$schema"}
         reference = schema.get("$ref")
         if self._exact and isinstance(reference, str) and reference not in self._targets:
             self._targets.add(reference)
@@ -432,7 +470,13 @@ class _Rewriter:
 
     def _pattern(self, _: Schema, found: Schema) -> Iterable[Any]:
         pattern = found["pattern"]
-        if not isinstance(pattern, str) or LOOK_AROUND.search(pattern) is None:
+        if not isinstance(pattern, str):
+            return
+        if LOOK_AROUND.search(pattern) is None:
+            self.step(1)
+            if has_inner_anchor(pattern):
+                found["pattern"] = matching(pattern, self.step)
+                self.enforced["pattern"] = None
             return
         begin = _LOOK_AHEAD.match(pattern)
         rest = "" if begin is None else pattern[begin.end() :]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft7Validator, Draft202012Validator
 from tokenbus.protocol.json_schema import rewritten
-from tokenbus.protocol.json_schema.complement import without
+from tokenbus.protocol.json_schema.complement import has_inner_anchor, matching, without
 from tokenbus.protocol.json_schema.parts import Unsupported
 from tokenbus.protocol.json_schema.rewriting import MAX_BYTES, REWRITTEN
 
@@ -110,6 +110,7 @@ EACH: list[tuple[dict[str, Any], list[str]]] = [
     ({"oneOf": [{"type": "string"}, {"type": "null"}]}, ["oneOf"]),
     ({"oneOf": [{"minimum": 1}, {"type": "number", "maximum": 2}]}, ["oneOf"]),
     ({"pattern": "^(?!ab)(?=a)[a-c]+$"}, ["pattern"]),
+    ({"pattern": "^([a-z]+(/|$))*$"}, ["pattern"]),
     ({"format": "json-pointer"}, ["format"]),
     (
         {"properties": {"a": {}}, "allOf": [{"properties": {"b": {}}}]}
@@ -169,6 +170,26 @@ def test_keywords_next_to_a_reference_follow_the_draft() -> None:
     assert Draft7Validator(made).is_valid(2)
     assert not Draft7Validator(made).is_valid(1)
     assert not Draft202012Validator(rewritten(schema).schema).is_valid(2)
+
+
+def test_constraints_next_to_a_reference_are_removed_up_to_draft_7() -> None:
+    schema = {
+        "properties": {"a": {"$ref": "#/definitions/a", "maxLength": 1, "title": "A"}},
+        "definitions": {"a": {"type": "string"}},
+    }
+    made = rewritten({"$schema": "http://json-schema.org/draft-04/schema#", **schema}).schema
+    assert made["properties"]["a"] == {"$ref": "#/definitions/a", "title": "A"}
+    assert rewritten(schema).schema is schema
+
+
+def test_a_part_without_its_own_id_has_the_draft_of_the_root() -> None:
+    four = {"$schema": "http://json-schema.org/draft-04/schema", "type": "object"}
+    schema: dict[str, Any] = {
+        "definitions": {"a": {"id": "schemata/a", **four}},
+        "$ref": "#/definitions/a",
+    }
+    assert rewritten(schema).schema["definitions"]["a"] == {"id": "schemata/a", "type": "object"}
+    assert rewritten({**four, **schema}).schema["definitions"]["a"] == schema["definitions"]["a"]
 
 
 def test_a_format_that_json_schema_does_not_define_is_an_annotation() -> None:
@@ -240,6 +261,22 @@ def test_the_complement_of_a_pattern_matches_all_other_strings(
         assert not (matches and complement)
         if text.isascii():
             assert complement == (not matches), other
+
+
+@settings(max_examples=150)
+@given(PATTERNS, st.lists(st.text("ab-1é\n", max_size=5), max_size=10))
+def test_anchors_inside_a_pattern_are_rewritten(pattern: str, texts: list[str]) -> None:
+    try:
+        same = matching(pattern, uncounted)
+    except Unsupported:
+        return
+    assert not has_inner_anchor(same)
+    for text in texts:
+        matches = re.search(pattern, text) is not None
+        rewritten_matches = re.fullmatch(same[1:-1], text) is not None
+        assert matches or not rewritten_matches
+        if text.isascii() and not text.endswith("\n"):
+            assert rewritten_matches == matches, same
 
 
 @pytest.mark.parametrize("pattern", ["(", "é", r"(a)\1", r"\ba", "(?i)a", "a{500}", "a" * 301])

@@ -56,6 +56,15 @@ def accepts(matchers: Matchers, schema: Any, text: str) -> bool:
         return False
 
 
+def nested(depth: int) -> Any:
+    return {"a": nested(depth - 1)} if depth else {}
+
+
+ONLY_A: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {}},
+    "additionalProperties": False,
+}
 CASES: list[tuple[str, Any, list[str], list[str]]] = [
     (
         "uniqueItems",
@@ -151,6 +160,70 @@ CASES: list[tuple[str, Any, list[str], list[str]]] = [
         {"anyOf": [{"type": "null"}, {"type": "object", "properties": {"a": STRINGS}}]},
         ["null", '{"a": ["x"]}'],
         ['{"a": ["x", "x"]}'],
+    ),
+    (
+        "keywords whose rewritten form is too large",
+        {
+            "type": "object",
+            "additionalProperties": {"type": "integer"},
+            "allOf": [
+                {"if": {"required": [f"p{n}"]}, "then": {"required": [f"q{n}"]}} for n in range(12)
+            ],
+        },
+        ["{}", '{"p1": 1, "q1": 1}', '{"q2": 1, "p12": 1}'],
+        ['{"p1": 1}', '{"p1": 1, "q2": 1}', '{"a": null}'],
+    ),
+    (
+        "a keyword whose rewritten form is nested too deeply",
+        {**ONLY_A, "not": {"const": nested(40)}},
+        ["{}", json.dumps(nested(39)), json.dumps(nested(41))],
+        [json.dumps(nested(40))],
+    ),
+    (
+        "an anchor inside a pattern",
+        {"type": "string", "pattern": "^([a-z]+(/|$))*(^|!)$", "not": {"minLength": 8}},
+        ['""', '"a/b/!"', '"!"'],
+        ['"/"', '"a/b"', '"aa/bb/cc/!"'],
+    ),
+    (
+        "references to parts that allow no value",
+        {
+            "type": "object",
+            "properties": {
+                "a": {"$ref": "#/$defs/x/$defs/z"},
+                "b": {"anyOf": [{"$ref": "#/$defs/y"}, {"type": "null"}]},
+            },
+            "$defs": {
+                "x": {"$defs": {"z": {"type": "object", "anyOf": [{"type": "string"}]}}},
+                "y": {"type": "string", "pattern": "^a$", "minLength": 3},
+            },
+        },
+        ["{}", '{"b": null}', '{"c": 1}'],
+        ['{"a": {}}', '{"a": "a"}', '{"b": "aaa"}'],
+    ),
+    (
+        "circular references that are combined",
+        {
+            "allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/even"}],
+            "$defs": {
+                "a": {**ONLY_A, "properties": {"a": {"$ref": "#/$defs/a"}}},
+                "even": {"additionalProperties": {"$ref": "#/$defs/odd"}},
+                "odd": {"additionalProperties": {"$ref": "#/$defs/even"}, "minProperties": 1},
+            },
+        },
+        ["{}", json.dumps(nested(2)), json.dumps(nested(4))],
+        [json.dumps(nested(1)), json.dumps(nested(3))],
+    ),
+    (
+        "patterns of references that are combined",
+        {
+            "allOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/others/y"}, {"pattern": "(a|b){9}.{9}$"}],
+            "$defs": {"x": {"anyOf": [{"pattern": "((ab.){2,4}){6}"}, {"pattern": "^b.{41}$"}]}},
+            "others": {"y": {"pattern": "^(..){9,99}$", "maxLength": 198}},
+            "type": "string",
+        },
+        [json.dumps("b" * 42), json.dumps("abc" * 12 + "a" * 9 + "bbbcccbbb")],
+        [json.dumps("b" * 41), json.dumps("b" * 43), json.dumps("abc" * 12)],
     ),
     (
         "contains",

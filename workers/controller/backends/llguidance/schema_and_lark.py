@@ -19,6 +19,7 @@ from .matcher_controller import MatcherController
 from .matchers import Grammar, Matchers, Weakened
 from .schemas import KEPT_CHARACTERS, KEPT_SCHEMAS, Rewriting, schema_grammar
 from .spacing import spaced_lark
+from .trial import UNSATISFIABLE
 
 MAX_BYTES = 1024 * 1024
 """Maximum bytes of a schema or a grammar. ``compiling`` bounds the cost of compiling it."""
@@ -43,9 +44,20 @@ MEASURES: dict[str, tuple[Measure, ...]] = {
     "circular references": ("references", "patterns"),
     "min/maxProperties": ("counts",),
     "Unable to determine if regex is empty": ("texts",),
+    "schema too large": ("original",),
+    "intersection stack level exceeded": ("original", "references"),
 }
 """Maps a part of llguidance's error message to the measures that relax the refused schema, in the
 order in which they are taken (``protocol.json_schema.relaxing``)."""
+
+
+MAX_EMPTY = 4
+"""Maximum number of targets of references that are found to allow no value."""
+_EMPTY = re.compile(rf"^{UNSATISFIABLE}.*, at the reference (\S+)$")
+"""Matches the error about the target of a reference that allows no value. llguidance refuses such a
+reference even where it is optional."""
+_UNBLAMED = (*MEASURES, UNSATISFIABLE)
+"""Errors after which a schema is relaxed, so that its faulty part is not searched."""
 
 
 class _Relaxed(NamedTuple):
@@ -90,7 +102,7 @@ class JsonSchemaProgram:
             return self._matchers.get(host.vocabulary, known[0], "json_schema", known[1])
         grammar = schema_grammar(schema, self._rewriting.implemented)
         try:
-            return self._matchers.get(host.vocabulary, grammar, "json_schema", None, MEASURES)
+            return self._matchers.get(host.vocabulary, grammar, "json_schema", None, _UNBLAMED)
         except RefusedGrammar as error:
             found = self._relaxed_grammar(host, schema, str(error))
         if found is None:
@@ -104,17 +116,22 @@ class JsonSchemaProgram:
         """The grammar of a relaxed schema; None if no relaxed schema compiles. ``refused``: the
         reason why the schema itself was refused."""
         measures: set[Measure] = set()
+        empty: list[str] = []
         while True:
             known = next((found for text, found in MEASURES.items() if text in refused), ())
             taken = next((one for one in known if one not in measures), None)
-            if taken is None:
+            found = _EMPTY.match(refused)
+            if taken is not None:
+                measures.add(taken)
+            elif found is not None and found[1] not in empty and len(empty) < MAX_EMPTY:
+                empty.append(found[1])
+            else:
                 return None
-            measures.add(taken)
-            relaxed, weakened = self._rewriting.relaxed(schema, frozenset(measures))
+            relaxed, weakened = self._rewriting.relaxed(schema, frozenset(measures), empty)
             grammar = schema_grammar(relaxed, str)
             try:
                 made = self._matchers.get(
-                    host.vocabulary, grammar, "json_schema", weakened, MEASURES
+                    host.vocabulary, grammar, "json_schema", weakened, _UNBLAMED
                 )
             except RefusedGrammar as error:
                 refused = str(error)

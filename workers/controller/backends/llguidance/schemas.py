@@ -61,6 +61,7 @@ class _Relaxing(msgspec.Struct):
 
     schema: str
     measures: list[Measure]
+    empty: list[str]
 
 
 class _Relaxed(msgspec.Struct):
@@ -75,7 +76,8 @@ def relaxed_text(task: bytes) -> bytes:
     ``_Relaxing``; returns an encoded ``_Relaxed``."""
     given = json_decoder(_Relaxing).decode(task)
     root = _parsed(given.schema)
-    found = relaxed(root, rewritten(root).schema, frozenset(given.measures))
+    made = rewritten(root).schema
+    found = relaxed(root, made, frozenset(given.measures), frozenset(given.empty))
     return msgspec.json.encode(_Relaxed(json.dumps(found.schema), found.places))
 
 
@@ -98,11 +100,13 @@ class Rewriting:
             self._kept.add(tenant_of_thread(), key, found, len(found))
         return found
 
-    def relaxed(self, text: str, measures: frozenset[Measure]) -> tuple[str, Weakened | None]:
-        """Returns the relaxed form of a schema, and the original schema with its weakened places
-        (``Weakened``). The second value is None if masks enforce the whole schema. Raises the
+    def relaxed(
+        self, text: str, measures: frozenset[Measure], empty: list[str]
+    ) -> tuple[str, Weakened | None]:
+        """The relaxed form of a schema, and the schema with its weakened places; None if masks
+        enforce the whole schema. ``empty``: references whose targets allow no value. Raises the
         errors of ``implemented``."""
-        task = msgspec.json.encode(_Relaxing(text, sorted(measures)))
+        task = msgspec.json.encode(_Relaxing(text, sorted(measures), empty))
         found = json_decoder(_Relaxed).decode(self._processes.run("relax", task))
         return found.schema, Weakened(text, found.places) if found.places else None
 

@@ -9,6 +9,7 @@ Plain schemas (``plain``) are compiled without this check.
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -22,6 +23,9 @@ PLAIN_SIZE = 100_000
 """Maximum symbols in the productions of a plain schema."""
 SHOWN = 400
 """Maximum characters of a reason in an error message."""
+UNSATISFIABLE = "Unsatisfiable schema"
+"""The beginning of llguidance's message about a part of a schema that allows no value."""
+_TARGET = re.compile(r"^ +while processing [^\s#]*(#/\S+)$", re.MULTILINE)
 
 
 def parser_limits() -> LLParserLimits:
@@ -41,13 +45,16 @@ def plain_limits() -> LLParserLimits:
 
 def reason(error: str) -> str:
     """llguidance's message on one line, without the stack trace and the indented lines, which quote
-    the grammar."""
+    the grammar. If the target of a reference allows no value, the message ends with the
+    reference."""
     message = error.split("\n<", 1)[0]
     lines = [line for line in message.splitlines() if line and not line[0].isspace()]
     text = " ".join(line.removeprefix("error: ") for line in lines)
     if text.startswith("NoExtension"):
         text = "the grammar does not allow any text"
-    return text if len(text) <= SHOWN else text[:SHOWN] + "…"
+    text = text if len(text) <= SHOWN else text[:SHOWN] + "…"
+    target = _TARGET.search(message) if text.startswith(UNSATISFIABLE) else None
+    return text if target is None else f"{text}, at the reference {target[1]}"
 
 
 def compiled(grammar: str) -> tuple[LLMatcher, str]:
