@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....protocol.decoders import convert
+from ....protocol.decoders import convert, json_decoder
 from ..context import gateway_of
 from ..errors import ApiError, invalid_field
 from ..events import EventStream
@@ -120,7 +120,7 @@ class _Identified(Struct):
     id: str
 
 
-_id_of = msgspec.json.Decoder(_Identified).decode
+_id_of = json_decoder(_Identified).decode
 
 
 def page_of(page: Page, items: list[bytes]) -> InputItemList:
