@@ -143,9 +143,9 @@ class Adoption:
             give_up(self._state, worker, header.request, header.address, fields.stream_id)
             return
         worker.fences.reported(header.request)
-        # ``adopted_at`` makes START wait for controller workers that have not registered yet. The
-        # request of a claimed session does not wait, because a claim may come long after this
-        # broker's start.
+        # ``adopted_at`` makes START wait for controller workers that have not registered yet. It is
+        # not set for the request of a claimed session, because a claim may come long after this
+        # broker's start, when the controller workers have registered.
         adopted_at = None if header.address in self._claims else self._state.now
         arrived, name = self._state.now - body.age_s, fields.steered_by(body.type.encode())
         request = Request(
@@ -328,9 +328,9 @@ class Adoption:
         self._finish_claims(self._claims.begin(now))
 
     def _finish_claims(self, sessions: Iterable[int]) -> None:
-        """Ends the claim of each of these sessions if every worker has answered it. Then refuses
-        the session's ATTACHes to streams that no worker has reported. During ``recover_s``, claims
-        stay and nothing is refused, because more workers may register."""
+        """Ends the turns of these sessions' claims that every worker has answered. Then removes
+        these claims, and refuses ATTACHes to streams that no worker has reported. During
+        ``recover_s``, nothing is removed or refused, because more workers may register."""
         is_open = self.open()
         for session in sessions:
             if self._claims.finish(session, forget=not is_open):

@@ -124,8 +124,8 @@ def _compiled(source: Path) -> bytes:
 
 
 def _checked(source: Path, diagnostics: str) -> str:
-    """Returns the compiler's warnings; raises FileFault if a warning reports a call that does not
-    exist.
+    """Returns the compiler's warnings; raises FileFault if the file defines a function ``tb_…``
+    that the SDK does not declare.
 
     The SDK declares the four functions in ``CALLS``. If a controller defines another function
     ``tb_…``, its name is probably misspelt, and clang warns that the function is not declared.

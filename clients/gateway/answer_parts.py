@@ -18,8 +18,8 @@ class AnswerForm:
     """The structure of the answers to one request, and the model's special tokens."""
 
     def __init__(self, structure: Structure, special_tokens: dict[int, str]) -> None:
-        """``special_tokens``: the special tokens by id, because the text of an entry does not
-        contain them."""
+        """``special_tokens``: the names of the model's special tokens, by id. The text of an entry
+        does not contain special tokens."""
         self.automaton = Automaton(structure, special_tokens.values())
         self._marks = {
             number: special(name).decode("utf-8", "surrogateescape")
@@ -33,8 +33,9 @@ class AnswerForm:
         return cls(structure, model.special_names)
 
     def text_of(self, entry: Token, text: str) -> str:
-        """The text of an entry, as ``PartReader.feed`` expects it. If the entry has a special token
-        that the structure uses, the token's name follows in the form of ``structure.special``."""
+        """The text of an entry, as ``PartReader.feed`` expects it. ``text``: the entry's own text.
+        If the entry's token is a special token that the structure uses, the marked name of the
+        token (``structure.special``) is appended."""
         return text + self._marks.get(entry.token, "") if entry.token is not None else text
 
     def whole_text(self, model: ServedModel, sequence: GeneratedSequence) -> str:

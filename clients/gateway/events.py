@@ -1,6 +1,8 @@
-"""Sends server-sent events. If the HTTP client disconnects, the stream on the bus is cancelled. If
-the gateway is about to end, the stream of a request with an idempotency key instead continues for a
-repeated request (``idempotency.py``)."""
+"""Sends server-sent events. If the HTTP client disconnects, the stream on the bus is cancelled.
+
+While the gateway shuts down, the stream of a request with an idempotency key is not cancelled. It
+continues at the broker, so that a repeated request can attach to it (``idempotency.py``).
+"""
 
 from __future__ import annotations
 

@@ -44,8 +44,9 @@ class IdleQueue:
         element for each tenant that has groups."""
         self._numbers = itertools.count()
         self._spent: dict[str, float] = {}
-        """For each tenant, the time at which its rounds so far would end at the average rate (the
-        algorithm's theoretical arrival time). A time in the past does not delay the tenant."""
+        """For each tenant, the time at which its rounds so far would be over if they ran one after
+        another at the allowed rate (the algorithm's theoretical arrival time). A time in the past
+        does not delay the tenant."""
 
     def add(self, group: SequenceGroup, now: float) -> None:
         """Adds a group that has been idle since ``now``."""

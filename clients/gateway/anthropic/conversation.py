@@ -38,8 +38,8 @@ from .bodies import (
 
 def to_conversation(body: Messages, served: Mapping[str, Tool] | None = None) -> Conversation:
     """The conversation to continue. If its last message is the assistant's, the answer continues
-    that message. ``served``: the descriptions of the request's tools of the bus. Raises ApiError
-    400."""
+    that message. ``served``: descriptions of the request's tools with the type ``bus``, by name.
+    Raises ApiError 400."""
     served = served or {}
     turns = [turn for message in body.messages for turn in _turns(message)]
     continues = turns[-1].role == "assistant"
@@ -98,8 +98,8 @@ def _rules(body: Messages) -> AnswerRules:
 
 
 def _turns(message: UserMessage | AssistantMessage | SystemMessage) -> list[Turn]:
-    """The turns of a message. If the gateway has made calls for a message of the assistant, the
-    results of these calls become turns of the user between the assistant's turns."""
+    """The turns of a message. An assistant's message may contain results of calls that the gateway
+    has made for an earlier answer. Then it is split, and the results become turns of the user."""
     parts = _parts(message.content)
     match message:
         case UserMessage():

@@ -1,7 +1,8 @@
 """``/pause``, ``/resume``, ``/is_paused`` and ``/update_weights``.
 
-A JSON body has the fields of PAUSE, RESUME and UPDATE_WEIGHTS, with their defaults. A request
-without a body may have vLLM's query parameters, and has vLLM's default mode.
+A JSON body has the fields of PAUSE, RESUME and UPDATE_WEIGHTS, with their defaults. ``/pause`` and
+``/resume`` also take vLLM's query parameters, which the fields of a body override. ``/pause``
+without a body has vLLM's default mode.
 """
 
 from __future__ import annotations

@@ -32,8 +32,9 @@ DEVICE_PART = 0.9
 count: the CUDA context, libraries, fragmentation."""
 MIN_BLOCKS = 2
 STEPS_UNTIL_AHEAD = 3
-"""Number of steps that ``_sample`` runs for a batch. In these steps, the batch computes random
-numbers for many later steps (``races.Ahead``) and replaces these numbers once."""
+"""Number of steps that ``_sample`` runs for a batch. The second of these steps also computes random
+numbers for many later steps (``races.Ahead``). The third step, which is placed after these later
+steps, replaces the numbers by the next ones."""
 _LARGEST = Sampling(temperature=1.0, top_p=0.9, presence_penalty=0.5, top_logprobs=1)
 """The sampling parameters that take the most memory: ``top_p`` needs the vocabulary sorted."""
 
@@ -77,7 +78,7 @@ def cache_bytes(
 def largest_step_bytes(
     loaded: LoadedModel, layout: Layout, max_num_seqs: int, max_num_batched_tokens: int
 ) -> int:
-    """The greatest memory of steps in addition to weights and cache, in bytes.
+    """The most memory that steps need, without the weights and the cache, in bytes.
 
     The result is the sum of three parts: the peak of the largest step, the memory pool of the CUDA
     graphs, and the rows of logits that are kept for deferred sequences. The pool is counted only if

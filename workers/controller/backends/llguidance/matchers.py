@@ -40,7 +40,7 @@ from .trial import parser_limits, plain_limits, reason, step_error
 
 
 class Weakened(NamedTuple):
-    """A schema of which masks enforce only a relaxed form."""
+    """A schema that masks enforce only in a relaxed form."""
 
     schema: str
     """The schema as JSON."""
@@ -163,8 +163,8 @@ class Grammar:
         self.lock = threading.Lock()
         self.tokens = tokens
         self.least = least
-        """An upper bound of the number of tokens of the shortest text. None if the bound is not
-        known before a search has found the text."""
+        """An upper bound of the number of tokens of the shortest text, computed from the schema
+        without a search (``least_bytes``). None if there is no such bound."""
         self._schema = schema
         self._plain = plain
         self._growth: Growth | None = None
@@ -185,8 +185,9 @@ class Grammar:
 
     @property
     def max_growth(self) -> int:
-        """An estimate of the maximum number of tokens by which one item extends a text. It is
-        computed from the length of the schema, which takes less time than computing ``growth``."""
+        """An estimate of the maximum number of tokens by which one item of an array, or one
+        property, extends the completion of a text. It is computed from the length of the schema,
+        which takes less time than computing ``growth``."""
         return math.ceil(len(self.text) * self.tokens.sets.per_byte)
 
     @property

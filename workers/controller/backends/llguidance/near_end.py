@@ -1,5 +1,5 @@
-"""Restricts the masks of a JSON text when ``max_tokens`` leaves few tokens beyond those that
-complete the text.
+"""Restricts the masks of a JSON text when few spare tokens are left. Tokens of ``max_tokens`` are
+*spare* if they are not needed to complete the text.
 
 A *completion* is a text that completes the text so far. A restricted mask allows only tokens after
 which the text can certainly be completed. These are tokens that are prefixes of the known
@@ -19,8 +19,8 @@ from .token_sets import TokenSets, Words, allowed, has, put
 MAX_OTHERS = 8
 """Maximum tokens of one mask that are tried in addition to the prefixes of the completion."""
 REWRITTEN = 4
-"""Maximum number of tokens by which a tokenized completion gets longer if its first token is
-replaced by another token that is a prefix of the completion's text."""
+"""Maximum number of tokens by which a tokenized completion gets longer if the text continues with
+another prefix of the completion than its first token. The rest is then tokenized differently."""
 FEW = 64
 """If a mask has more tokens than this, only its tokens of one byte are tried."""
 MAX_STEPS = 60
@@ -31,8 +31,8 @@ NAMED = 3
 """Number of tokens that are reserved while a property's name is written, if the name may be any
 text. The name may need these tokens to differ from the names in the schema."""
 PATTERN = 8
-"""Maximum number of tokens that are reserved in a string of any text that might have to match a
-pattern."""
+"""Maximum number of tokens that are reserved in a string of any text if the schema has patterns or
+formats. A pattern that may match anywhere in a string allows every character before its match."""
 MANY = 256
 """If a mask inside a string has more tokens than this, the schema does not limit the string to a
 list of names or values."""
@@ -72,8 +72,9 @@ class NearEnd:
         ``spare`` is the number of tokens that are left in addition to them. ``ending``: whether
         open values should end soon.
 
-        Inside a string of any text, a token of ``TokenSets.whole`` lengthens the completion by at
-        most a known number of tokens. If ``spare`` is larger than this number, returns the number.
+        Inside a string of any text, the tokens of ``TokenSets.whole`` together lengthen the
+        completion by at most a fixed number of tokens. If ``spare`` is larger than this number, the
+        mask keeps only such tokens and prefixes of the completion, and the number is returned.
         Otherwise returns None.
         """
         sets = self._sets

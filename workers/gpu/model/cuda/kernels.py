@@ -34,8 +34,8 @@ class BlockAttention(Protocol):
         ...
 
     def why_not(self, loaded: LoadedModel) -> str:
-        """The reason why the kernel cannot attend for a model; empty if it can. Called before any
-        trial."""
+        """The reason why the kernel cannot attend for a model; empty if it can. Called before
+        the trials that compare the kernel with plain attention."""
         ...
 
 
