@@ -5,7 +5,7 @@ texts each would block every pass for a tenth of a second.
 
 There are two lanes for long texts, each of which tokenizes one text at a time. A text of a few
 kilobytes and a text of several megabytes use different lanes, so the first does not wait for the
-second.
+second. Long conversations are prepared in a lane of their own.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from .turns import Turns, current_user
 
 T = TypeVar("T")
 
-
 MAX_LOOP_ITEMS = 64
 """Maximum number of messages of a conversation that the event loop prepares. A longer conversation
 is prepared on a thread."""
 
 
 class Tokenization:
-    """Tokenizes texts, and prepares long conversations, on the two lanes of one gateway process."""
+    """Tokenizes texts, and prepares long conversations, in the lanes of one gateway process."""
 
     def __init__(self) -> None:
         self._lanes = (Turns(), Turns())
         self._short = Turns()
+        self._conversations = Turns()
 
     async def run_short(self, work: Callable[[], T]) -> T:
         """Runs ``work`` for a short text in the event loop, in the current user's turn; returns its
@@ -41,13 +41,24 @@ class Tokenization:
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """Runs ``work`` on a thread in the current user's turn; returns its result. ``size``: the
-        number of characters that ``work`` encodes, or of tokens that it decodes.
+        number of characters that ``work`` encodes, or of tokens that it decodes."""
+        return await self._on_thread(self._lanes[size > SEGMENT_CHARS], work)
+
+    async def prepare(self, num_items: int, work: Callable[[], T]) -> T:
+        """Runs ``work`` on the items of a conversation, and returns its result. If there are more
+        than ``MAX_LOOP_ITEMS`` items, ``work`` runs on a thread in the current user's turn, and
+        does not wait for tokenizations."""
+        if num_items <= MAX_LOOP_ITEMS:
+            return work()
+        return await self._on_thread(self._conversations, work)
+
+    async def _on_thread(self, turns: Turns, work: Callable[[], T]) -> T:
+        """Runs ``work`` on a thread in the current user's turn; returns its result.
 
         If the client disconnects, work that has not begun is dropped. Begun work cannot be stopped,
         and occupies its lane until it is done. So a lane never uses more than one thread, even if a
         client disconnects and sends its request again.
         """
-        turns = self._lanes[size > SEGMENT_CHARS]
         user = current_user.get()
         begun = False
 
@@ -65,13 +76,6 @@ class Tokenization:
             if not begun:
                 asked.cancel()
             raise
-
-    async def prepare(self, num_items: int, work: Callable[[], T]) -> T:
-        """Runs ``work`` on the items of a conversation, and returns its result. If there are more
-        than ``MAX_LOOP_ITEMS`` items, ``work`` runs on a thread in the current user's turn."""
-        if num_items <= MAX_LOOP_ITEMS:
-            return work()
-        return await self.run(SEGMENT_CHARS + 1, work)
 
 
 def _retrieve(asked: asyncio.Task[Any]) -> None:

@@ -163,3 +163,15 @@ def test_a_long_conversation_is_prepared_outside_the_event_loop(
 ) -> None:
     used = asyncio.run(Tokenization().prepare(num_items, threading.current_thread))
     assert (used is threading.current_thread()) == on_loop
+
+
+def test_a_long_conversation_does_not_wait_for_a_long_text() -> None:
+    async def run() -> None:
+        held = Held()
+        text = held.ask("ann", "text")
+        await until(lambda: held.begun == ["text"])
+        assert await held.tokenization.prepare(MAX_LOOP_ITEMS + 1, lambda: "prepared") == "prepared"
+        held.released.release()
+        await text
+
+    asyncio.run(run())
