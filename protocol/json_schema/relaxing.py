@@ -86,7 +86,7 @@ class _Relaxer:
         self._targets = {_path_of(one["$ref"]) for one in objects(made) if _is_local(one)}
         """The paths of the targets of references, which may be at any place of the root."""
         self._leading = _tree(self._targets)
-        """The same paths as a tree."""
+        """A tree of the paths in ``_targets``."""
         self._joined = _members_of_all(made) if "texts" in measures else frozenset[int]()
         """The ids of the parts whose ``pattern`` is left out."""
         self.places: dict[Path, None] = {}
