@@ -222,8 +222,8 @@ class Intake:
                 )
 
     def _least(self, sampling: Sampling, ends: Iterable[int]) -> Least | None:
-        """Returns the minimum length of the request's sequences, or None. ``ends``: the
-        tokens that would end the sequences."""
+        """Returns the minimum length of the request's sequences, or None. ``ends``: the tokens
+        that would end the sequences."""
         known = sorted(token for token in ends if 0 <= token < self._loaded.vocab_size)
         return Least(sampling.min_tokens, known) if sampling.min_tokens and known else None
 
