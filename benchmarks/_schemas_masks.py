@@ -127,8 +127,9 @@ class Masks:
         if mine is None or alone is None:
             return
         self.figures.firsts.append((mine, alone, _is_at_once(case.schema)))
-        rounds = [self._rounds(schema, text) for text, valid in texts if valid]
-        rounds = [one for one in rounds if one]
+        # Our controller accepts some valid texts that llguidance alone refuses.
+        both = [text for text, valid in texts if valid and self._accepts_alone(schema, text)]
+        rounds = [one for text in both if (one := self._rounds(schema, text))]
         grammar = LLGuidance(self._tokenizer, self._world.vocabulary, _grammar(schema))
         # This walk is not timed. It creates the states of llguidance's lexer. Our controller's
         # lexer already has its states, which ``_rounds`` has created.
