@@ -111,7 +111,9 @@ class Walks:
             self.figures.longer += 1
             return
         schema = _exact(arg)
-        validator = jsonschema.validators.validator_for(schema)(schema)
+        kind = jsonschema.validators.validator_for(schema)
+        # Without formats, all parts of a ``oneOf`` that differ in their formats would match.
+        validator = kind(schema, format_checker=kind.FORMAT_CHECKER)
         for number in range(count):
             rng = random.Random(number)
             limit = minimum if not number else rng.randint(minimum, MAX_TOKENS)
