@@ -1,4 +1,5 @@
-"""A chat with Aider, which has no tools. Each question continues the chat in the history file."""
+"""A chat with Aider, which has no tools. Each question continues the chat in the history file. The
+settings are those of the recipe for Aider."""
 
 from __future__ import annotations
 
@@ -6,10 +7,10 @@ from pathlib import Path
 
 from .install import FOLDER
 from .local import INTERRUPTED, QUESTIONS, Local, plain
+from .recipes import recipe
 
 PROGRAM = FOLDER / "aider" / "bin" / "python"
-SETTINGS = """\
-model: openai/gpt-4o
+QUIET = """\
 restore-chat-history: true
 analytics-disable: true
 check-update: false
@@ -21,7 +22,7 @@ yes-always: true
 
 
 def test_a_chat_is_rendered_as_it_was_held(local: Local, tmp_path: Path) -> None:
-    (tmp_path / ".aider.conf.yml").write_text(SETTINGS)
+    (tmp_path / ".aider.conf.yml").write_text(recipe("aider", local.url) + QUIET)
     for number, question in enumerate(QUESTIONS):
         command: list[str | Path] = [PROGRAM, "-m", "aider", "--message", question]
         if number == INTERRUPTED:
