@@ -241,7 +241,7 @@ def _ended(job: Job, content: str, end: Token) -> LlamaAnswer:
     return LlamaAnswer(
         content=content,
         stop_type=kind,
-        model=job.model.name,
+        model=job.model.name_for(job.body.model),
         tokens_predicted=counter.completion,
         tokens_evaluated=counter.prompt,
         tokens_cached=counter.cached,

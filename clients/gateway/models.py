@@ -28,6 +28,8 @@ loop."""
 MAX_NEW_TEXTS = 256
 """Maximum number of texts of single tokens that are computed in the event loop at once. Each takes
 about 20 µs."""
+MAX_SHOWN_NAME = 256
+"""Maximum number of characters of a requested model name that answers repeat."""
 MAX_REASON = 500
 """Maximum number of characters of the error message for a tokenizer that cannot be read."""
 LOAD_S = 600.0
@@ -53,6 +55,11 @@ class ServedModel:
     def name(self) -> str:
         """The name under which the model is served."""
         return self.info.name
+
+    def name_for(self, asked: str | None) -> str:
+        """The model's name in an answer: the name that the request ``asked`` for, which may be an
+        alias. Claude Code drops the thinking of an answer from another model than it asked for."""
+        return asked if asked and len(asked) <= MAX_SHOWN_NAME else self.name
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

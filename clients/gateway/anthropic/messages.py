@@ -104,7 +104,7 @@ async def _begin(gateway: Gateway, body: CreateMessage, ignored: Ignored) -> Mes
     loop = Loop(frozenset(body.bus_tools), begin, lambda: counter.completion, *bounds)
     first = ModelTurn(planned.prepared, begin(planned.prepared, None))
     turns = ToolTurns(gateway, planned.conversation, first, loop)
-    return MessageJob(GrowingMessage(planned.prepared.model.name, turns, body.max_tokens), turns)
+    return MessageJob(GrowingMessage(planned.prepared.name, turns, body.max_tokens), turns)
 
 
 def _options(body: CreateMessage, prepared: Prepared) -> GenerateOptions:

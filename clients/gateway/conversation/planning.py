@@ -35,6 +35,8 @@ class Prepared:
     """A conversation that is ready to be answered."""
 
     model: ServedModel
+    name: str
+    """The model's name in the answer (``ServedModel.name_for``)."""
     ids: list[int]
     """The token ids of the prompt."""
     form: AnswerForm | None
@@ -76,7 +78,7 @@ async def prepare(
     if form is not None:
         constraint = _of_form(form, wanted, rules, own)
     checks = Checks(resources.templates, form, checked_text, checked)
-    return Prepared(model, ids, form, constraint, checks)
+    return Prepared(model, model.name_for(name), ids, form, constraint, checks)
 
 
 async def _enforceable_function(

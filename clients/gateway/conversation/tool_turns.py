@@ -290,7 +290,7 @@ class ToolTurns:
         ]
         conversation.turns += [Turn("assistant", [*turn.parts]), Turn("user", results)]
         conversation.rules.choice = "auto"
-        model = turn.prepared.model.name
+        model = turn.prepared.name
         if (named := current_named.get()) is not None:
             named.number_from(len(self.turns) * STREAMS_PER_TURN)
         # The fields that have no effect were already reported when the first turn was prepared.

@@ -87,7 +87,7 @@ async def _begin(gateway: Gateway, body: ChatRequest | GenerateRequest, ignored:
         model = await gateway.models.get(name)
         ids = await model.tokenize(body.prompt)
         checks = Checks(gateway.templates, None)
-        prepared = Prepared(model, ids, None, body.constraint, checks)
+        prepared = Prepared(model, name, ids, None, body.constraint, checks)
     else:
         prepared = await prepare(gateway, name, body.to_conversation(ignored), ignored)
     counter = Counter()

@@ -139,7 +139,7 @@ async def _answer(job: ChatJob) -> ChatCompletion:
         job.id,
         "chat.completion",
         job.created,
-        job.prepared.model.name,
+        job.prepared.name,
         choices,
         job.counter.usage(),
         ids,

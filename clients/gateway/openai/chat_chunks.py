@@ -36,7 +36,7 @@ class ChatChunks:
     ) -> None:
         self._id = id
         self._created = created
-        self._model = prepared.model
+        self._model, self._name = prepared.model, prepared.name
         self._tops = (body.top_logprobs or 0) if body.logprobs else None
         self._constraint = prepared.constraint
         self._checks = prepared.checks
@@ -98,7 +98,7 @@ class ChatChunks:
             self._id,
             "chat.completion.chunk",
             self._created,
-            self._model.name,
+            self._name,
             [],
             self._counter.usage(),
         )
@@ -200,7 +200,7 @@ class ChatChunks:
             self._id,
             "chat.completion.chunk",
             self._created,
-            self._model.name,
+            self._name,
             [choice],
             self._counter.usage() if self._continuous else self._usage,
             UNSET if self._prompt is None else self._prompt,

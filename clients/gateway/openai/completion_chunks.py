@@ -29,17 +29,23 @@ class Stamp(NamedTuple):
     id: str
     created: int
     """Seconds since 1970."""
-    model: ServedModel
+    name: str
+    """The model's name."""
 
 
 class CompletionChunks:
     """Encodes the entries of a request's streams as events."""
 
     def __init__(
-        self, stamp: Stamp, body: CompletionRequest, prompts: Sequence[Prompt], counter: Counter
+        self,
+        stamp: Stamp,
+        model: ServedModel,
+        body: CompletionRequest,
+        prompts: Sequence[Prompt],
+        counter: Counter,
     ) -> None:
         self._stamp = stamp
-        self._model = stamp.model
+        self._model = model
         self._counter = counter
         self._continuous = body.continuous_usage
         """Whether every chunk has the usage so far."""
@@ -173,5 +179,5 @@ class CompletionChunks:
     def _answer(
         self, choices: list[CompletionChoice], usage: Usage | UnsetType | None
     ) -> Completion:
-        id, created, model = self._stamp
-        return Completion(id, "text_completion", created, model.name, choices, usage)
+        id, created, name = self._stamp
+        return Completion(id, "text_completion", created, name, choices, usage)

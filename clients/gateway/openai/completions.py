@@ -68,6 +68,11 @@ class Job:
     id: str = field(default_factory=lambda: new_id("cmpl-"))
     created: int = field(default_factory=lambda: int(time.time()))
 
+    @property
+    def name(self) -> str:
+        """The model's name in the answer."""
+        return self.model.name_for(self.body.model)
+
 
 async def completions(request: Request) -> Response:
     """Answers with completions, as one object or as a stream of chunks.
@@ -189,7 +194,7 @@ async def _answer(job: Job) -> Completion:
     choices = await compose(job.counter.alternatives, lambda: _choices(job, found))
     choices.sort(key=lambda choice: choice.index)
     usage = job.counter.usage()
-    return Completion(job.id, "text_completion", job.created, job.model.name, choices, usage)
+    return Completion(job.id, "text_completion", job.created, job.name, choices, usage)
 
 
 def _choices(job: Job, found: list[list[GeneratedSequence]] | None) -> list[CompletionChoice]:
@@ -237,8 +242,8 @@ def _choice(job: Job, echo: Echo, sequence: GeneratedSequence, index: int) -> Co
 
 async def _events(job: Job) -> AsyncGenerator[bytes, None]:
     body = job.body
-    stamp = Stamp(job.id, job.created, job.model)
-    chunks = CompletionChunks(stamp, body, job.prompts, job.counter)
+    stamp = Stamp(job.id, job.created, job.name)
+    chunks = CompletionChunks(stamp, job.model, body, job.prompts, job.counter)
     if job.generations is None:
         yield b"".join(
             chunks.echo(place, echo.text, echo.sampled, "length")

@@ -104,7 +104,7 @@ async def _answer(gateway: Gateway, body: EmbeddingsRequest) -> EmbeddingList:
 
     # Encoding all vectors at once may block the event loop for seconds.
     data = await in_turns(enumerate(found), item)
-    return EmbeddingList(data, model.name, usage_of(texts))
+    return EmbeddingList(data, model.name_for(body.model), usage_of(texts))
 
 
 def usage_of(*texts: Texts) -> EmbeddingUsage:

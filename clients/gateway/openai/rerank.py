@@ -113,7 +113,7 @@ async def _reranked(gateway: Gateway, body: RerankRequest) -> Reranked:
         RerankResult(place, scores[place], RankedDocument(body.documents[place]) if shown else None)
         for place in best
     ]
-    return Reranked(new_id("rerank-"), model.name, usage_of(query, texts), results)
+    return Reranked(new_id("rerank-"), model.name_for(body.model), usage_of(query, texts), results)
 
 
 async def score(request: Request) -> Response:
@@ -141,4 +141,4 @@ async def _scores(gateway: Gateway, body: ScoreRequest) -> ScoreList:
     left = left * len(right) if len(left) == 1 else left
     scores = await similarities(zip(left, right, strict=True))
     data = [PairScore(number, score) for number, score in enumerate(scores)]
-    return ScoreList(new_id("score-"), model.name, data, usage_of(one, two))
+    return ScoreList(new_id("score-"), model.name_for(body.model), data, usage_of(one, two))

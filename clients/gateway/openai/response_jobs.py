@@ -232,7 +232,7 @@ class ResponseJob:
             incomplete_details=incomplete if status == "incomplete" else None,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
-            model=self.prepared.model.name,
+            model=self.prepared.name,
             output=list(self.output.items),
             parallel_tool_calls=body.parallel_tool_calls is not False,
             max_tool_calls=body.max_tool_calls,

@@ -50,6 +50,9 @@ def test_further_names_of_a_model_are_listed_and_answer(steered: Bus) -> None:
         body = {"model": "claude-opus", limit: 2, **more}
         answer = httpx.post(f"{gateway.url}/v1/{path}", json=body, timeout=WAIT_S)
         assert answer.status_code == 200, answer.text
+        assert answer.json()["model"] == "claude-opus"
+        body["model"] = "claude-" + 1000 * "x"
+        answer = httpx.post(f"{gateway.url}/v1/{path}", json=body, timeout=WAIT_S)
         assert answer.json()["model"] == "embedded"
     body = {"model": "gone", "messages": HELLO}
     refused = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=WAIT_S)
