@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from copy import copy
 
 from .....protocol.errors import ControllerError
 from .....protocol.messages import ConstraintEnd
@@ -34,6 +33,8 @@ AMPLE = 256
 """``Grammar.growth`` takes long to compute. It is computed before the first sampled token only if
 few tokens are left in addition to the shortest text: at most ``AMPLE``, and at most
 ``Grammar.max_growth``. Otherwise it is computed after the first sampled token."""
+SHARED = 32
+"""Minimum number of bytes at the end of two completions whose tokens are reused."""
 NEVER = 1 << 62
 
 
@@ -119,7 +120,8 @@ class Closing:
             with self._grammar.lock:
                 other._completion = self._completion.copy()
         other._read, other._tokenized, other._last = self._read, self._tokenized, self._last
-        other._item, other._credit, other._near = self._item, self._credit, copy(self._near)
+        other._item, other._credit = self._item, self._credit
+        other._near = None if self._near is None else self._near.copy()
         other._restricts, other._free = self._restricts, self._free
         other._low, other.narrows, other._lost = self._low, self.narrows, self._lost
         if self._item:
@@ -183,7 +185,7 @@ class Closing:
             return
         if self._read < len(text) and not self._near.is_free(words, found):
             anew = self._read_on(text)
-            if anew is not None and self._written(anew) is not None:
+            if anew is not None and self._written(anew, self._most - len(text)) is not None:
                 found, tokens = self._tokenized
         spare = self._most - len(text) - len(tokens)
         ending = spare <= self._spare
@@ -221,7 +223,7 @@ class Closing:
             spare = room - takes
             if self._item is not None:
                 if spare > 0:
-                    self._goes_on(spare, found)
+                    self._goes_on(spare, found, room)
                     return None
             elif spare > self._spare or self._is_free(found):
                 self._look_after(length, spare)
@@ -238,7 +240,7 @@ class Closing:
             return None
         assert self._last is not None
         at, found = self._last
-        return self._closed(length - at, self._written(found) or [])
+        return self._closed(length - at, self._written(found, self._most - at) or [])
 
     def _begins(self, length: int) -> bool:
         """Computes the number of tokens by which one item extends the completion; returns whether
@@ -262,7 +264,7 @@ class Closing:
         self.check_at = NEVER
         return True
 
-    def _goes_on(self, spare: int, found: bytes) -> None:
+    def _goes_on(self, spare: int, found: bytes, room: int) -> None:
         assert self._item is not None
         credit = spare - self._spare - self._item
         self._restricts = credit <= 0
@@ -270,7 +272,7 @@ class Closing:
         self._free = False
         self.check_at = NEVER
         if self._restricts:
-            self._written(found)
+            self._written(found, room)
 
     def _set_credit(self, credit: int) -> None:
         self._credit = credit
@@ -329,31 +331,40 @@ class Closing:
                     return most
         elif self._tokenized[1] and len(found) < room - self._spare:
             return len(found) // BYTES_OF_TOKEN
-        tokens = self._written(found)
+        tokens = self._written(found, room)
         return None if tokens is None else len(tokens)
 
-    def _written(self, found: bytes) -> list[int] | None:
-        """The tokens of the completion ``found``; None if the vocabulary cannot write it. If the
-        last tokenized completion ends with ``found``, the last tokens of that completion are
-        reused."""
+    def _written(self, found: bytes, room: int) -> list[int] | None:
+        """The tokens of the completion ``found``; None if the vocabulary cannot write it. The
+        tokens may be more than ``room`` only if the tokenizer's own tokens are."""
         text, tokens = self._tokenized
         if found == text:
             return tokens
-        dropped = len(text) - len(found)
-        if dropped > 0 and text.endswith(found):
-            number = 0
-            while dropped > 0:
-                dropped -= len(self._host.vocabulary.token(tokens[number]))
-                number += 1
-            if not dropped:
-                self._tokenized = found, tokens[number:]
-                return tokens[number:]
         written = self._tokens_of(found)
+        if written is not None and len(written) > room:
+            written = self._anew(found)
         if written is not None:
             self._tokenized = found, written
         return written
 
     def _tokens_of(self, text: bytes) -> list[int] | None:
+        """The tokens of a completion; None if the vocabulary cannot write it. The tokens of a long
+        end that the completion shares with the last tokenized completion are reused. So there may
+        be one token more than if the whole completion was tokenized."""
+        known, tokens = self._tokenized
+        shared = _common_end(known, text)
+        if shared < min(SHARED, len(text)):
+            return self._anew(text)
+        number, left = 0, len(known)
+        while left > shared:
+            left -= len(self._host.vocabulary.token(tokens[number]))
+            number += 1
+        if left == len(text):
+            return tokens[number:]
+        first = self._anew(text[: len(text) - left])
+        return None if first is None else first + tokens[number:]
+
+    def _anew(self, text: bytes) -> list[int] | None:
         try:
             return self._host.vocabulary.tokenize(text)
         except ControllerError:
@@ -389,3 +400,15 @@ class Closing:
         if rest is not None and completion.keep(rest):
             return rest
         return completion.find()
+
+
+def _common_end(one: bytes, other: bytes) -> int:
+    """The length of the longest text with which both texts end."""
+    least, most = 0, min(len(one), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if one.endswith(other[len(other) - middle :]):
+            least = middle
+        else:
+            most = middle - 1
+    return least

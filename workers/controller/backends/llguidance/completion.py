@@ -42,7 +42,8 @@ MAX_NEAR = 200
 best way found so far."""
 FEW_NEAR = 16
 """After visiting this many states on the way to one place, the search accepts any way, not only the
-shortest. In a string, it first tries matches of the schema's patterns."""
+shortest. In a string, it first tries matches of the schema's patterns. If a completion of an
+earlier text is known, they are tried at once."""
 FEW_BYTES = 20
 """If at most this many bytes may follow, each of them is tried."""
 FEW_BRANCHES = 4
@@ -57,6 +58,8 @@ MAX_SIMILAR = 100
 pass the checks."""
 MAX_CHECKS = 20_000
 """Maximum steps of the checks of these completions (``checking.budget.Budget``)."""
+BYTES_OF_CHECK = 8
+"""Number of bytes of such a completion that count as one step."""
 MAX_TAILS = 8
 """Maximum suffixes of the last completion that are tried at each place."""
 
@@ -78,15 +81,16 @@ _CLASSES = tuple(
     map(
         _bits,
         (
-            *('"', "0", "123456789", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ"),
+            *('"', "123456789", "0", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ"),
             *"-:./@_ ,+#=;|$%&*()[]{}<>?!^~`'",
         ),
     )
 )
 """Classes of bytes. A grammar rarely distinguishes the bytes of one class, so only the first
-allowed byte of each class is tried."""
+allowed byte of each class is tried. Zero comes after the other digits, because many programs refuse
+the year 0000."""
 _LISTED = sum(_CLASSES)
-_DIGITS = _bits("0123456789")
+_DIGITS, _ZERO = _bits("0123456789"), _bits("0")
 
 _STAY, _ADVANCED = -1, -2
 """Values of ``_Way.byte`` for a way that has no next byte yet: ``_STAY`` before the way's forced
@@ -173,7 +177,8 @@ class Completion:
         self._checked = b""
         """The whole text if its values are checked; otherwise empty."""
         self.steps = 0
-        """Number of states that searches have visited."""
+        """Number of states that searches have visited, and of completions whose values were
+        checked."""
 
     def copy(self) -> Completion:
         """A copy with the same text and completion."""
@@ -227,21 +232,26 @@ class Completion:
             and self._obeys(text, budget or Budget(MAX_CHECKS))
         )
 
-    def obeying(self, found: bytes | None) -> bytes | None:
+    def obeying(self, found: bytes | None, budget: Budget | None = None) -> bytes | None:
         """The completion ``found``, or a similar completion, whose values pass the checks; None if
-        no such completion is found."""
+        no such completion is found. ``budget``: the steps of several checks together."""
         if found is None or self._shared.checks is None:
             return found
-        budget = Budget(MAX_CHECKS)
+        budget = budget or Budget(MAX_CHECKS)
         tried = chain((found,), islice(similar(found, self.in_string), MAX_SIMILAR))
-        return next((one for one in tried if self.fits(one, budget)), None)
+        for one in tried:
+            self.steps += 1
+            if self.fits(one, budget):
+                return one
+        return None
 
     def _obeys(self, text: bytes, budget: Budget) -> bool:
         checks = self._shared.checks
         if checks is None:
             return True
-        walk = self._walk_after(text, budget)
         try:
+            budget.take(len(text) // BYTES_OF_CHECK)
+            walk = self._walk_after(text, budget)
             return walk is not None and checks.ends(walk, self._checked + text, budget)
         except Exhausted:
             return False
@@ -260,12 +270,12 @@ class Completion:
         before an optional tool call."""
         return self._matcher.is_accepting() and _mask(self._matcher).bit_count() > FREE_BYTES
 
-    def find(self, until: float = math.inf) -> bytes | None:
+    def find(self, until: float = math.inf, budget: Budget | None = None) -> bytes | None:
         """Bytes that complete the text. The last result is reused if it still completes the text,
         for example in the middle of a string.
 
         None if the search does not find a completion before the thread's CPU time reaches ``until``
-        seconds.
+        seconds. ``budget``: the steps of several checks together.
         """
         if self._known is None and not self._begun:
             self._known = self._shared.shortest(until)
@@ -277,12 +287,12 @@ class Completion:
         # In free text, the last completion still completes the text. In a date, the appended bytes
         # replace the first bytes of the last completion.
         for text in (known, known[since:]) if since else ():
-            if self.fits(text):
+            if self.fits(text, budget):
                 self._known, self._since = text, 0
                 return text
         search = _Search(self._shared, self._matcher, self._quoted, self._string)
         found = search.run(known, until)
-        found = self.obeying(self._shared.distinct(self._text, found, self._matcher))
+        found = self.obeying(self._shared.distinct(self._text, found, self._matcher), budget)
         self._known, self._since = found, 0
         self.steps += search.steps
         return self._known
@@ -322,13 +332,16 @@ class _Search:
         self._path = b""
         self.steps = 0
         self._until = math.inf
+        self._known = False
+        """Whether a completion of an earlier text is known, so that this search need not find the
+        shortest."""
         self._tails: list[bytes] = []
         """Suffixes of an earlier completion that are tried after the opening quote of a string."""
 
     def run(self, known: bytes, until: float) -> bytes | None:
         """Searches for a completion of the text. ``known`` is the completion of an earlier text,
         whose suffixes are tried first."""
-        self._until = until
+        self._until, self._known = until, bool(known)
         starts = [at for at, byte in enumerate(known) if byte in b'"}]),']
         tails = [known[at:] for at in starts[:MAX_TAILS]]
         strings = [at + 1 for at in starts if known[at] == _OPENING]
@@ -392,7 +405,7 @@ class _Search:
         """Advances to the next place; returns False if the grammar does not allow any byte or the
         CPU time is used up."""
         few, most = self.steps + FEW_NEAR, self.steps + MAX_NEAR
-        near = ran = tried = False
+        near = ran = tried = matched = False
         string: tuple[LLMatcher, bytes] | None = None
         first = _Way(0, 0, 0, _STAY, b"", self._matcher.deep_copy(), self._quoted, 0)
         ways = [(0, 0, first)]
@@ -450,9 +463,11 @@ class _Search:
                         matcher.consume_tokens(list(tail))
                         return self._take(matcher, 0, path + tail)
                 string = matcher.deep_copy(), path
-            if self.steps >= few and not near:
-                if string is not None and self._match(*string):
+            if string is not None and not matched and (self._known or self.steps >= few):
+                matched = True
+                if self._match(*string):
                     return True
+            if self.steps >= few and not near:
                 near = True
                 ways = [(way.cost(near), at, way) for _, at, way in ways]
                 heapq.heapify(ways)
@@ -492,14 +507,32 @@ class _Search:
         """Repeats one byte until the mask changes, for example until a string has its minimum
         length. Returns the repeated bytes; None if the mask does not change within ``MAX_RUN``
         bytes."""
-        byte = _lowest(mask)
-        run = b""
-        while len(run) < MAX_RUN:
-            run += bytes((byte,))
-            matcher.consume_token(byte)
-            if _mask(matcher) != mask:
-                return run
-        return None
+        byte = _lowest(mask & ~_ZERO or mask)
+        most = 1
+        while (changed := _changes(matcher, mask, byte, most)) is None:
+            if most >= MAX_RUN:
+                return None
+            most *= 2
+        unchanged = most // 2
+        while changed - unchanged > 1:
+            middle = (unchanged + changed) // 2
+            found = _changes(matcher, mask, byte, middle)
+            unchanged, changed = (middle, changed) if found is None else (unchanged, found)
+        run = [byte] * changed
+        matcher.consume_tokens(run)
+        return bytes(run)
+
+
+def _changes(matcher: LLMatcher, mask: _Mask, byte: int, number: int) -> int | None:
+    """None if the mask is the same after a byte is repeated ``number`` times. Otherwise a number of
+    repetitions after which the mask is different."""
+    run = [byte] * number
+    allowed: int = matcher.validate_tokens(run)
+    if allowed < number:
+        return allowed
+    after = matcher.deep_copy()
+    after.consume_tokens(run)
+    return None if _mask(after) == mask else number
 
 
 def _completes(matcher: LLMatcher, text: bytes) -> bool:

@@ -10,9 +10,11 @@ another completion that fits. A string of any text is a string that may contain 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 
 import numpy as np
 
+from .checking.budget import Budget
 from .completion import Completion
 from .token_sets import TokenSets, Words, allowed, has, put
 
@@ -23,8 +25,10 @@ REWRITTEN = 4
 another prefix of the completion than its first token. The rest is then tokenized differently."""
 FEW = 64
 """If a mask has more tokens than this, only its tokens of one byte are tried."""
-MAX_STEPS = 60
+MAX_STEPS = 30
 """Maximum states that searches for other completions visit in one sequence."""
+MAX_CHECKS = 500
+"""Maximum steps of the checks of other completions in one sequence (``checking.budget.Budget``)."""
 AT_ONCE = 2
 """Maximum searches for one mask."""
 NAMED = 3
@@ -50,6 +54,7 @@ class NearEnd:
         self._string = string
         self._ends = list(ends)
         self._steps = MAX_STEPS
+        self._budget = Budget(MAX_CHECKS)
         self._begun: tuple[bytes, list[int]] = (b"", [])
         """The last completion, and the tokens that are prefixes of it."""
         self._set = sets.whole
@@ -57,6 +62,12 @@ class NearEnd:
         """The tokens that the last mask of a string allowed in addition to ``_set``."""
         self.rests: dict[int, bytes] = {}
         """Maps some tokens of the last mask to the bytes that complete the text after the token."""
+
+    def copy(self) -> NearEnd:
+        """A copy for a fork of the sequence."""
+        other = copy(self)
+        other._budget = Budget(self._budget.left)
+        return other
 
     def restrict(
         self,
@@ -143,7 +154,9 @@ class NearEnd:
         fitting: list[int] = []
         digits = self._sets.digits
         number = digits and digits[0] not in kept and set(digits).issubset(others)
-        if number and all(completion.fits(text(digits[at]) + found) for at in (0, -1)):
+        if number and all(
+            completion.fits(text(digits[at]) + found, self._budget) for at in (0, -1)
+        ):
             kept, fitting = [*kept, *digits], list(digits)
         left = AT_ONCE if _is_searched(completion, found) else 0
         known: list[bytes] = []
@@ -157,7 +170,7 @@ class NearEnd:
                 # The token replaces the first bytes of the completion, as in a date, or precedes
                 # the completion, as in a number.
                 for one in (found[len(written) :], found):
-                    if completion.fits(written + one):
+                    if completion.fits(written + one, self._budget):
                         fitting.append(token)
                         self.rests[token] = one
                         break
@@ -178,7 +191,7 @@ class NearEnd:
         """A completion of the text after a token; None if the search does not find a completion
         that certainly fits in ``room`` tokens."""
         after = completion.copy()
-        rest = after.find() if after.append(written) else None
+        rest = after.find(budget=self._budget) if after.append(written) else None
         self._steps -= after.steps
         tokens = None if rest is None else tokenize(rest)
         return rest if tokens is not None and len(tokens) + 1 + REWRITTEN <= room else None

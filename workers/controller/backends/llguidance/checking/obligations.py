@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ......protocol.json_schema.parts import Unsupported, draft_of, knows, target, values_of
 from ......protocol.json_schema.relaxing import Path
 from ...compiling.bounds import RefusedGrammar
-from .budget import Budget
+from .budget import Budget, Known
 from .exact_json import identity
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ class Obligations:
         """The ids of the parts from which a weakened part can be reached."""
         self._all: dict[int, Parts] = {}
         self._few: dict[tuple[int, ...], dict[Any, bytes] | None] = {}
+        self._of_names = Known[tuple[tuple[int, ...], str], Parts]()
+        """The parts of a property, by the ids of the object's parts and the property's name."""
 
     @property
     def root(self) -> Parts:
@@ -83,7 +85,12 @@ class Obligations:
 
     def property(self, parts: Parts, name: str, budget: Budget) -> Parts:
         """The parts of the property ``name`` of an object. Raises ``Exhausted``."""
-        return self.parts(one for part in parts for one in self._property(part, name, budget))
+        return self._of_names.find(
+            (tuple(map(id, parts)), name),
+            len(name),
+            budget,
+            lambda: self.parts(one for part in parts for one in self._property(part, name, budget)),
+        )
 
     def item(self, parts: Parts, number: int) -> Parts:
         """The parts of an item of an array."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from .budget import BYTES_OF_STEP, Budget
+from .budget import BYTES_OF_STEP, Budget, Known
 from .exact_json import exact, identity
 from .obligations import Obligations, Parts
 
@@ -69,6 +69,8 @@ class Checks:
 
     def __init__(self, obligations: Obligations) -> None:
         self._obligations = obligations
+        self._verdicts = Known[tuple[int, bytes], bool]()
+        """Whether a value matches a part, by the id of the part and the text of the value."""
 
     def parts_of(self, walk: Walk) -> Parts:
         """The parts of the value that has begun, or of the next value if none has begun."""
@@ -231,16 +233,19 @@ class Checks:
         key = id(part), text
         known = budget.verdicts.get(key)
         if known is None:
-            budget.take(1 + len(text) // BYTES_OF_STEP)
-            try:
-                value = exact(text)
-            except (ValueError, RecursionError):
-                value = None
-                known = False
-            else:
-                known = self._obligations.values.holds(part, value, budget)
+            known = self._verdicts.find(
+                key, len(text), budget, lambda: self._matches(part, text, budget)
+            )
             budget.verdicts[key] = known
         return known
+
+    def _matches(self, part: Any, text: bytes, budget: Budget) -> bool:
+        budget.take(1 + len(text) // BYTES_OF_STEP)
+        try:
+            value = exact(text)
+        except (ValueError, RecursionError):
+            return False
+        return self._obligations.values.holds(part, value, budget)
 
 
 def _with_item(frame: Frame, text: bytes, budget: Budget) -> Frame:
