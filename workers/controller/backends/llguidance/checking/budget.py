@@ -42,6 +42,9 @@ class Known(Generic[_Key, _Result]):
     def __init__(self) -> None:
         self._known: dict[_Key, tuple[_Result, int]] = {}
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     def find(self, key: _Key, length: int, budget: Budget, check: Callable[[], _Result]) -> _Result:
         """The result of ``check``, which is called if it is not known. ``length`` is that of the
         checked text, in bytes or characters. Raises ``Exhausted``."""
