@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -56,16 +57,10 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events until the generator ends or the client disconnects."""
-        sending = asyncio.ensure_future(self._send(send))
-        leaving = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
+            with suppress(ClientDisconnect):
+                await unless_disconnected(receive, self._send(send))
         finally:
-            for task in (sending, leaving):
-                task.cancel()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
             await self._events.aclose()
 
     async def _send(self, send: Send) -> None:
@@ -93,14 +88,27 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
     Answers that are sent as a whole use this function, so that no tokens are generated for a
     disconnected client.
     """
-    working = asyncio.ensure_future(work)
+    # The current task runs ``work``, because a second task would delay the first token by two
+    # passes of the event loop.
+    task, gone = asyncio.current_task(), False
+    assert task is not None
+
+    def leave(done: asyncio.Task[None]) -> None:
+        nonlocal gone
+        if not done.cancelled():
+            done.exception()  # A failed receive also means that the client has disconnected.
+            gone = task.cancel()
+
     leaving = asyncio.ensure_future(_disconnected(receive))
+    leaving.add_done_callback(leave)
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
+        return await work
+    except asyncio.CancelledError:
+        if gone and task.cancelling() == 1:
+            raise ClientDisconnect from None
+        raise
     finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        leaving.remove_done_callback(leave)
+        leaving.cancel()
+        if gone and task.cancelling():
+            task.uncancel()
