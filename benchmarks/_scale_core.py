@@ -1,8 +1,8 @@
 """Measures the broker's core without sockets, with many workers and live streams.
 
-All systems have the same number of clients, and a worker has streams of ten clients. The message of
-a step has one token for each of the ten clients. Small and large systems therefore differ only in
-the size of their tables.
+All measured systems have the same number of clients. Each worker has streams of ten clients. The
+message of a step has one token for each of the ten clients. Small and large systems therefore
+differ only in the size of their tables.
 """
 
 from __future__ import annotations
@@ -198,9 +198,8 @@ class World:
             self.broker.on_client(peer, [b"HELLO", body], self.now)
 
     def _session_of(self, worker: int, turn: int) -> Session:
-        """The session that begins the next stream of a worker. The worker receives the stream
-        because it is the least loaded. ``worker``: the number of the worker. ``turn``: number of
-        the worker's earlier streams."""
+        """The session that begins the next stream of a worker. ``worker``: the number of the worker
+        that the broker is expected to choose. ``turn``: number of the worker's earlier streams."""
         peer = self._peers[(worker * GROUP + turn % GROUP) % SESSIONS]
         return self.broker.state.sessions.by_peer[peer]
 
@@ -248,5 +247,5 @@ def _passes(messages: list[Message]) -> Iterator[list[Message]]:
 
 
 def percentile(values: list[float], part: float) -> float:
-    """The percentile ``part`` of a list of values; ``part`` is from 0 to 1."""
+    """The percentile ``part`` of a list of values; ``part`` is from 0.001 to 0.999."""
     return statistics.quantiles(values, n=1000)[round(part * 1000) - 1]

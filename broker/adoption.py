@@ -199,9 +199,9 @@ class Adoption:
             # request.
             return None
         if session is not None:
-            # If this run of the broker opened the session, its tables have all streams of the
-            # session. A worker that was cut off may report another stream of the session. Such a
-            # stream has moved to another worker or has ended.
+            # If this run of the broker opened the session, its tables have all live streams of the
+            # session. A worker that was cut off may report a stream that is not in these tables.
+            # Such a stream has ended, or continues at another broker.
             begun_before = session.recovering or not session.token
             known = stream_id in session.streams or stream_id in session.log.ends
             return session if begun_before and not known else None
@@ -274,9 +274,8 @@ class Adoption:
         return session
 
     def _claimed(self, token: str, key: str, now: float) -> Session:
-        """The session of a client's token: the session that this broker already has, for example
-        because workers have reported its streams, or a new session. Workers may report more streams
-        of the session later."""
+        """The session of a client's token. It is made if this broker does not have it yet. Workers
+        may report more streams of the session later."""
         self._recovery.follow()
         number = session_id(token, key)
         session = self._sessions.by_id.get(number)

@@ -2,8 +2,8 @@
 
 The broker and each of its clients and workers have a key pair of CURVE (curve25519,
 http://curvezmq.org). A *key file* contains the pair of one holder and the public key of the broker.
-A *key folder*, on the broker's machine, contains the broker's own pair, and a file for each public
-key that may connect:
+A *key folder*, on the broker's machine, contains the key files of this machine, and a file for each
+public key that may connect:
 
     broker.key                 the broker's pair
     local-client.key           the pair of clients on this machine: tokenbus, the gateways
@@ -46,7 +46,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class KeyFault(ValueError):
-    """A key, its file or its folder cannot be used; the message says how to correct it."""
+    """A key, its file or its folder cannot be used. The message gives the reason."""
 
 
 class KeyPair(Struct, frozen=True):

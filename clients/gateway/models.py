@@ -29,7 +29,8 @@ MAX_NEW_TEXTS = 256
 """Maximum number of texts of single tokens that are computed in the event loop at once. Each takes
 about 20 µs."""
 MAX_SHOWN_NAME = 256
-"""Maximum number of characters of a requested model name that answers repeat."""
+"""Maximum length, in characters, of a requested model name that an answer repeats. Instead of a
+longer name, the answer has the name under which the model is served."""
 MAX_REASON = 500
 """Maximum number of characters of the error message for a tokenizer that cannot be read."""
 LOAD_S = 600.0
@@ -58,7 +59,7 @@ class ServedModel:
 
     def name_for(self, asked: str | None) -> str:
         """The model's name in an answer: the name that the request ``asked`` for, which may be an
-        alias. Claude Code drops the thinking of an answer from another model than it asked for."""
+        alias. If an answer names another model, Claude Code drops the thinking in this answer."""
         return asked if asked and len(asked) <= MAX_SHOWN_NAME else self.name
 
     @cached_property

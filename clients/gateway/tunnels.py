@@ -47,7 +47,8 @@ from .user_shares import UserShares
 log = logging.getLogger(__name__)
 
 MAX_SOCKETS = 16_384
-"""Maximum number of tunnels of one gateway process. A broker allows 10,000 sessions by default."""
+"""Maximum number of tunnels of one gateway process. Each tunnel has a session at a broker, and a
+broker allows 10,000 sessions by default."""
 LAST_MESSAGE_S = 5.0
 """Maximum time to send BYE to the broker after a WebSocket was closed, in seconds."""
 
@@ -188,8 +189,8 @@ class Tunnel:
         whether the system has several brokers."""
         self._several = several
         self.marks_users = True
-        """Whether the connection has the gateway's rights. If so, the user's messages are checked
-        and marked (``carried.py``)."""
+        """Whether the connection has the gateway's rights. If so, the client's messages are
+        checked, and HELLO and STATUS are marked as a user's (``carried.py``)."""
         self.websocket = self._websocket = websocket
         self.requests = requests
         self._rested = rested
@@ -233,7 +234,7 @@ class Tunnel:
 
     async def lost(self, what: str) -> None:
         """Reports to the client that the broker was restarted or does not answer, and closes the
-        WebSocket. ``what``: this reason in words."""
+        WebSocket. ``what``: which of the two happened, in words."""
         error = ConnectionLostError(Code.CONNECTION_LOST, what)
         with contextlib.suppress(RuntimeError, WebSocketDisconnect):
             await self._websocket.send_text(error_line(error, ""))

@@ -1,4 +1,4 @@
-"""Builds the table of a combination from its states, within limits on states and time."""
+"""Builds the transition table of combined automata, within limits on size and time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from ..regex.utf8 import ByteAutomaton
 from .rows import MAX_TRANSITIONS, Row, segments_of, too_many_transitions
 
 MAX_MINIMISED = 200_000
-"""Maximum number of transitions of an automaton that is minimised. Transitions are counted by
-label, not by byte. Minimising an automaton of this size takes about half a second."""
+"""Maximum number of transitions of an automaton that is minimised. Bytes with the same label
+(``Source.labels``) count as one transition. Minimising an automaton of this size takes about half a
+second."""
 
 State = TypeVar("State", bound=Hashable)
 

@@ -1,4 +1,4 @@
-"""The choice of a worker and the ticks do not take longer if the tables are large."""
+"""With large tables, the broker chooses workers from pools and ticks do their work in parts."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ def test_weights_change_at_all_workers_or_at_none(tmp_path: Path) -> None:
 
 
 def test_workers_get_weights_over_the_bus_and_from_each_other(tmp_path: Path) -> None:
-    """Three processes are killed: a worker to which the operator sends weights, a worker that gets
-    weights from another worker, and the other worker."""
+    """Four workers are killed: one to which the operator sends weights, one that gets weights from
+    another worker, and the two that have the weights."""
     files = [Path(write_embedded(tmp_path / n, int(n))) / "model.safetensors" for n in ("1", "2")]
     with Bus(recover_s=0.1) as bus, bus.client() as client:
         first, stopped = bus.start_worker(), bus.start_worker()

@@ -257,7 +257,7 @@ def test_unknown_fields_are_ignored() -> None:
             "at most 128, not 1000",
         ),
         ('PING {"x": ' + "[" * 100_000, Code.BAD_MESSAGE, None, "deep"),
-        # The body is also malformed after the number.
+        # The body is malformed too, but the error names the wrong number, which comes first.
         ('PING {"n": -1,', Code.INVALID_FIELD, "$.n", "a whole number of at least 0"),
         ('PING {"n": -1, "x": ' + "[" * 50_000, Code.INVALID_FIELD, "$.n", "of at least 0"),
     ],

@@ -52,7 +52,7 @@ ENTRY_OF_NO_TEXT = plain_entry(3, 7, -2.0, 4, 1, "")
 
 @st.composite
 def some_entries(draw: st.DrawFn) -> list[Token]:
-    """Entries of a few streams, most of them plain."""
+    """Entries of a few streams. Rows with text can represent most of them (``is_plain``)."""
     entries = draw(st.lists(PLAIN, max_size=12))
     for entry in entries:
         if draw(st.integers(0, 4)) == 0:
@@ -105,7 +105,7 @@ def test_columns_of_different_lengths_are_refused() -> None:
 
 
 def test_a_row_of_no_stream_is_refused() -> None:
-    """A row with this stream id could not be decoded as an entry."""
+    """The stream id 2**63 is above ``MAX_STREAM_ID``, so no entry can have this stream id."""
     body = pack_columns([plain_entry(1, 5, -0.5, 0, 0), plain_entry(2**63, 5, -0.5, 0, 0)])
     with pytest.raises(RequestError, match=f"has the stream id {2**63}; stream ids are at most"):
         unpack_columns(body)

@@ -38,8 +38,8 @@ class KeyedBroker:
         self.path = Path(self._temporary.name)
         self.keys = KeyFolder(self.path / "keys")
         self.keys.make(new_pair)
-        # Ticks are frequent, because they read the folder of keys. Leases and sessions are long, so
-        # that none expires in a test.
+        # Ticks are frequent, so that the broker soon reads a changed folder of keys. Leases and
+        # sessions are long, so that none expires in a test.
         settings = BrokerSettings(
             expiry_s=600, session_expiry_s=600, session_grace_s=600, tick_s=0.02, drain_s=0
         )
@@ -77,7 +77,7 @@ class KeyedBroker:
         return Client(front or self.front, patience_s=WAIT_MS / 1000, key=key)
 
     def worker(self, key: OwnKey, name: str = "w", patterns: tuple[str, ...] = ("m",)) -> Worker:
-        """A registered worker. The test answers its messages."""
+        """A registered worker. The test receives and sends its messages."""
         worker = Worker(self.back, key, name)
         worker.register(patterns)
         return worker

@@ -80,8 +80,8 @@ class Variables(Protocol):
 
     def await_write(self, name: str, version: int = 1) -> Stored | None:
         """Like ``get``, but returns None if the variable's version is below ``version``. If the
-        sequence then suspends, only the write of this version wakes it. Other changes of the
-        request do not wake it."""
+        sequence then suspends, other changes do not wake it before this version is written. It may
+        be woken earlier if all sequences of the request are suspended (``IdleGroups``)."""
 
     def set(self, name: str, value: bytes, when_version_is: int | None = None) -> Written:
         """Writes a variable. If ``when_version_is`` is given, the variable is written only if it
@@ -162,10 +162,11 @@ class Host:
     """The distribution from which each token of the last post_process was sampled; empty if the
     tokens were appended, or if the controller did not query the distribution."""
     scores: Scores = field(default_factory=list)
-    """In the post_process after SCORE: the scores of the texts; otherwise empty."""
+    """In the post_process after the action SCORE: the scores of the texts; otherwise empty."""
     refusal: str = ""
-    """In the post_process after SAVE, OPEN or GENERATE: the reason if the context was not saved or
-    opened, or if the constraint of the text is not valid; otherwise empty."""
+    """In the post_process after the actions SAVE, OPEN or GENERATE: the reason if the context was
+    not saved or opened, or if the constraint of the generated text is not valid; otherwise
+    empty."""
     logprobs: Sequence[float | None] = ()
     """The log-probability of each token of the last post_process under the model's own
     distribution, if the controller asked for it (``Answer.logprobs``); otherwise empty. In the

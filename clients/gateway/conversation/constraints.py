@@ -14,7 +14,8 @@ from .made_calls import MadeCall
 Schema = dict[str, Any]
 KeywordState = Literal["enforced", "checked", "failed", "not checked"]
 _SCHEMA_FAULT = re.compile(r"structural: tags\[(\d+)\]\.schema: (?:json_schema: )?(.*)", re.DOTALL)
-"""Matches an error about the schema of a tag. The groups are the tag's number and the reason."""
+"""Matches an error about the schema of a tag of the constraint ``structural``. The groups are the
+tag's number and the reason."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,9 @@ class Receipt(Struct, kw_only=True, omit_defaults=True):
     """``complete``: the text is a complete value. ``closed``: the shortest completion was appended
     before the token limit. ``cut``: the text ends inside a value."""
     keywords: dict[str, KeywordState] = field(default_factory=dict)
-    """The state of each schema keyword that was rewritten, or that masks cannot enforce.
-    ``enforced``: masks enforced the rewritten keyword. The other states are outcomes of the check
-    of the finished text."""
+    """The state of each schema keyword that was rewritten so that masks can enforce it, or that
+    masks cannot enforce. ``enforced``: masks enforced the keyword. The other states are outcomes of
+    the check of the finished text."""
     logs: str = ""
     """The log of the controller."""
     storage: list[Any] = field(default_factory=list)

@@ -4,7 +4,7 @@ If the gateway requires API keys, the API key must be the operator's. Such a key
 ``tokenbus api-key NAME --operator``, or it belongs to a tenant whose CURVE key is the operator's.
 If the gateway does not require API keys, the setting ``operator_over_http`` must be on, and the
 request must not have the header ``Origin``, which browsers send for pages. Only this module uses
-the gateway's session that may send the operator's messages.
+the gateway's bus clients for the operator (``Gateway.operator_client``).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ async def accepted(call: Awaitable[Rollout]) -> Rollout:
 
 
 async def paused_models(request: Request) -> Collection[str]:
-    """The models that are paused at the broker of the operator's session. A model may be paused at
-    this broker only. Any user may request the paused models."""
+    """The models that are paused at the broker of the operator's session. Other brokers may not
+    have paused these models. Any user may request the paused models."""
     client = gateway_of(request).operator_client(current_tenant.get())
     return (await client.status()).paused
 

@@ -1,4 +1,4 @@
-"""API keys of several tenants at one gateway: each request is sent with its tenant's key."""
+"""A gateway with API keys of several tenants sends each request with its tenant's CURVE key."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_each_api_key_is_the_tenant_of_its_key(
 def test_only_an_api_key_with_the_operator_s_key_is_the_operator(
     tenants: tuple[Gateway, Worker, dict[str, tuple[str, str]]],
 ) -> None:
-    """The gateway's own key is the operator's, but this does not make the gateway's users the
-    operator."""
+    """The gateway's own CURVE key belongs to the operator. Only API keys of the operator's tenant
+    may send the operator's messages over WebSocket."""
     gateway, _, keys = tenants
     for name, (api_key, _) in keys.items():
         headers = {"authorization": f"Bearer {api_key}"}
@@ -101,7 +101,7 @@ def test_only_an_api_key_with_the_operator_s_key_is_the_operator(
             kind, _, body = str(websocket.recv(WAIT_S)).partition(" ")
             expected = "invalid_field" if name == "operator" else "not_allowed"
             assert (name, kind, json.loads(body)["code"]) == (name, "ERROR", expected)
-        # No worker serves a model, so the operator's pauses also fail, with another code.
+        # No worker serves a model, so a permitted pause fails too, with the code ``no_worker``.
         paused = httpx.post(f"{gateway.url}/pause", headers=headers, timeout=WAIT_S)
         code = "no_worker" if name in ("trainer", "operator") else "not_allowed"
         assert (name, paused.json()["error"]["code"]) == (name, code)

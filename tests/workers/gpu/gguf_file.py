@@ -64,7 +64,7 @@ def write(folder: Path, file: Path, kind: Kind) -> None:
 
 
 def encoded(weight: Array, kind: Kind) -> bytes:
-    """A weight in the form of a GGUF file."""
+    """The bytes of a weight in a GGUF file."""
     if kind != "Q8_0":
         return weight.astype("<f4" if kind == "F32" else "<f2").tobytes()
     blocks = weight.reshape(-1, BLOCK)
@@ -76,7 +76,8 @@ def encoded(weight: Array, kind: Kind) -> bytes:
 
 
 def rounded(weight: Array, kind: Kind) -> Array:
-    """The weight that a GGUF file has in place of ``weight``."""
+    """The values that a reader of the GGUF file gets for ``weight``. The type ``kind`` rounds
+    them."""
     if weight.ndim == 1 or kind == "F32":
         return weight
     if kind == "F16":

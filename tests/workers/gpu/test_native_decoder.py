@@ -64,9 +64,9 @@ class Both:
         return Sequence(0, 0, tokens, length, Sampling(), 1000)
 
     def difference(self, *parts: tuple[Sequence, int] | tuple[Sequence, int, list[int]]) -> float:
-        """Runs a step with both. ``parts``: sequences, the number of tokens to compute of each, and
-        a draft. Returns the greatest difference of the logits, divided by their standard
-        deviation."""
+        """Runs a step with both. ``parts``: for each sequence, the sequence, the number of its
+        tokens to compute, and a draft if any. Returns the greatest difference of the logits,
+        divided by their standard deviation."""
         chunks = []
         for sequence, count, *drafts in parts:
             draft = drafts[0] if drafts else []

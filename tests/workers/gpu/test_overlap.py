@@ -1,4 +1,4 @@
-"""Overlapping steps give the outputs of steps in turn, whatever happens to the sequences."""
+"""Overlapping steps give the same outputs as separate steps, whatever happens to the sequences."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ class Found:
         self.outputs = Outputs.of(engine, outputs)
 
     def check(self, other: Found) -> None:
-        """Fails if ``other`` differs. If an engine is not exact, outputs after a sequence's first
-        tie are not compared."""
+        """Fails if ``other`` differs. A tie is a choice of a token that rounding decides. Unless
+        both engines are exact in the same way, outputs from a sequence's first tie on are not
+        compared."""
         streams, tolerance = other.outputs.streams, self.outputs.tolerance(other.outputs)
         assert streams.keys() == self.outputs.streams.keys()
         for key, own in self.outputs.streams.items():
@@ -115,7 +116,7 @@ def test_everything_at_once_gives_the_same(embedded: LoadedModel) -> None:
 
 def steered(engine: RecordingEngine) -> Found:
     """The outputs of sequences to which operations are applied. The operations depend only on the
-    generated tokens."""
+    sequence and its number of sampled tokens."""
     outputs: list[TokenOutput] = []
     for request in range(1, 7):
         sampling = Sampling(max_tokens=24, temperature=1.0, seed=request, ignore_eos=True)

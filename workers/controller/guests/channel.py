@@ -5,6 +5,9 @@ The shared memory has an area for each direction, with room for one part of a me
 that is larger than the area is sent in several parts, and the receiver acknowledges each part
 except the last. Masks have a separate area, which only the guest process writes. The worker copies
 each part before it decodes the part, because the process may change the shared memory at any time.
+
+A *request* is here a message of the worker that the process answers. A batch is a request with
+several *items*, each of which is the round of one controller (``messages.py``).
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ HEAD_BYTES = 4096
 AREA_BYTES = 1024 * 1024
 """Bytes of the area of each direction."""
 MASK_BYTES = 2 * 1024 * 1024
-"""Bytes of the area for masks, which has the masks of a batch, or one mask and a bias. Pages that
-were never written do not occupy memory."""
+"""Bytes of the area for masks. The area has the masks of several rounds that run in one request
+(``batches.py``), or one mask and a bias. Pages that were never written do not occupy memory."""
 SHARED_BYTES = HEAD_BYTES + 2 * AREA_BYTES + MASK_BYTES
 KEPT_BYTES = 64 * 1024
 """If a part of a request or of an answer has more than this number of bytes, the memory of both
@@ -39,7 +42,7 @@ closed. The eventfd alone is not sufficient, because a compromised process may c
 that ``close`` has written."""
 QUICK_MS = 1
 """Milliseconds that a thread of the worker waits for an answer before it frees its slot in the
-pool."""
+thread pool (``pool.py``)."""
 
 _ONE = (1).to_bytes(8, "little")
 _PART = struct.Struct("<II")

@@ -121,7 +121,7 @@ class Launcher:
             self._spawning[number] = spawning
         with theirs:
             self._command(("spawn", number, vocabulary), [theirs.fileno()])
-        # If the zygote has ended before the request was added, ``_read`` does not set ``ready``, so
+        # Nothing sets ``ready`` if the zygote ended before the request was in ``_spawning``. So
         # ``alive`` is checked first.
         arrived = self.alive and spawning.ready.wait(SPAWN_S)
         with self._lock:
@@ -173,7 +173,7 @@ class Launcher:
                 spawning = self._spawning.get(number)
             if spawning is None:
                 # The caller of ``spawn`` has stopped waiting. The new process ends by itself,
-                # because ``spawn`` has closed its socket.
+                # because ``spawn`` closes the other end of its socket.
                 os.close(files[0])
                 continue
             spawning.pid, spawning.pidfd = pid, files[0]
@@ -190,8 +190,8 @@ class Launcher:
         self._lost()
 
     def _report(self, name: str, text: str) -> None:
-        """Handles a message in which the zygote reports the loaded controllers, a refusal, or
-        missing layers of isolation."""
+        """Handles a report of the zygote: the loaded controllers, the reason why a controller
+        cannot be loaded, or the missing layers of isolation."""
         if name == "loaded":
             self._names = text.split("\n")
             self._loaded.set()

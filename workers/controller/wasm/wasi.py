@@ -1,9 +1,9 @@
 """The functions of WASI that guests can import. They give access to a log, but not to the system,
 and their results are deterministic.
 
-Source: ``wasi_snapshot_preview1``. ``fd_write`` to descriptors 1 and 2 writes to the log; the
-arguments and the environment are empty; random bytes are zeros; the clock is constant; the
-functions in ``_REFUSED`` return ``BADF``.
+The guest imports them from the module ``wasi_snapshot_preview1``. ``fd_write`` to descriptors 1 and
+2 writes to the log; the arguments and the environment are empty; random bytes are zeros; the clock
+is constant; the functions in ``_REFUSED`` return ``BADF``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Served(Protocol):
 
 
 def start_function(exports: Iterable[str]) -> str | None:
-    """The name of a WASI module's initialization function; None if the module does not have it."""
+    """The function that the host calls first, ``_initialize`` or ``_start``; None without both."""
     return next((name for name in ("_initialize", "_start") if name in exports), None)
 
 

@@ -34,7 +34,8 @@ class ForwardOptions(NamedTuple):
 
     compiled: bool = False
     """Whether forwards may run through torch.compile. They do so only if the compiled logits equal
-    the model's own and the model has one rank. The first steps of each kind are then slow."""
+    the model's own and the model has one rank. The first step that needs a new compiled form is
+    slow."""
     fixed_threads: bool = False
     """Whether all forwards on a CPU use all threads of torch, even if fewer threads are faster."""
     exact: bool = True

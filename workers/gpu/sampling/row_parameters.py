@@ -39,7 +39,8 @@ class Row:
     inspect: bool = False
     """Whether to report the most likely tokens that the mask forbids."""
     options: TokenOptions | None = None
-    """The controller's options. Only ``query`` is read. ``override`` is ignored."""
+    """The controller's options. Only ``query`` is read. ``override`` has no effect in
+    ``Rows.of``."""
     least: Least | None = None
     """The minimum length of the sequence, if its request has ``min_tokens``."""
     logit_bias: Bias | None = None
@@ -59,7 +60,8 @@ temperature would change the logit of a forbidden token to NaN."""
 
 
 class RowParameters:
-    """The sampling parameters of n rows, as columns. They are constant from token to token."""
+    """The sampling parameters of n rows, as columns. A step in which a controller overrides them
+    has an object of its own."""
 
     def __init__(
         self,
@@ -152,8 +154,8 @@ class Rows:
     inspected: Sequence[int] = ()
     """The rows with ``inspect``."""
     options: dict[int, TokenOptions] = field(default_factory=dict)
-    """By row: the controller's options (``Row.options``). Rows without options are left out. In
-    ``SampledBatch.rows``, ``parameters`` already contains the overrides."""
+    """By row: the controller's options (``Row.options``). Rows without options are left out.
+    ``SampledBatch.rows`` has applied each ``override`` to ``parameters``."""
     excluded: dict[int, np.ndarray] = field(init=False, default_factory=dict)
     """For rows whose sequences may not end yet: the tokens that would end the sequence, int64."""
 

@@ -25,8 +25,8 @@ class _Answer(msgspec.Struct):
 
 
 class TokenizerAnswers:
-    """Answers requests for tokenizers. The ``KEPT`` latest encoded tokenizers are stored for
-    further requests."""
+    """Answers requests for tokenizers. The ``KEPT`` most recently requested tokenizers stay in
+    memory in encoded form."""
 
     def __init__(self) -> None:
         self._encoded: OrderedDict[tuple[str, str, Encoding], msgspec.Raw] = OrderedDict()

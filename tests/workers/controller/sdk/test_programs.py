@@ -1,4 +1,4 @@
-"""The ready programs on a whole system, with a tool worker."""
+"""Runs the programs of ``workers/controller/sdk/programs/`` on a system with a tool worker."""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ class Machines:
         """The machine that has sent a module, for each module that was sent."""
         self.tamper: Tamper = lambda machine, wasm: wasm
         self.before_write: list[Callable[[], object]] = []
-        """Functions that are called before the next replacements of a table, one before each."""
+        """Functions that make changes of other machines. Before each replacement of a table, the
+        first function is removed and called."""
         self._engine = engine
         self._calls: dict[int, ModuleCalls] = {}
 

@@ -1,8 +1,9 @@
 """Compiles the Triton kernels for a GPU, on a machine without one, and prints a line of JSON for
 each kernel.
 
-``python -m tests.workers.gpu.triton.compile CAPABILITY DTYPE``: 90 is an H100, 80 an A100. The
-arguments are those of real launches, which a stand-in for each kernel records.
+``python -m tests.workers.gpu.triton.compile CAPABILITY DTYPE``: 90 is an H100, 80 an A100.
+``launch`` calls the operations of ``ops`` on a CPU. A stand-in for each kernel receives the
+arguments of the launch, and compiles the kernel for them.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ def recorded(target: GPUTarget) -> Iterator[None]:
 
 
 def launch(dtype: torch.dtype) -> None:
-    """Launches each kernel once for each head size, with the shapes of an 8B model."""
+    """Launches the attention and rotary kernels once for each head size, and the other kernels
+    once, with the shapes of an 8B model."""
     ints = torch.zeros(2, dtype=torch.int32)
     for dim in DIMS:
         cache = [torch.zeros(2, 64, 8, dim, dtype=dtype) for _ in range(2)]

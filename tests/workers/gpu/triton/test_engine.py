@@ -1,4 +1,4 @@
-"""Engines with the Triton kernels on a CPU: their tokens equal those of ``generate``."""
+"""Engines with the Triton kernels on a CPU give the tokens of transformers' ``generate``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ pytestmark = interpreted
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    """Provides CUDA graphs on a CPU, and engines whose blocks the Triton kernels read."""
+    """Replaces the streams and graphs of ``torch.cuda`` by stand-ins on a CPU. Engines get the
+    layout whose blocks the Triton kernels read."""
     layout = Layout(16, "triton")
     monkeypatch.setattr(engine_module, "choose_layout", lambda loaded: layout)
     monkeypatch.setattr("tokenbus.workers.gpu.model.cuda.graphs.SIZES", (1,))
@@ -35,8 +36,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     return cuda
 
 
-# Gemma 2 has capped scores, a sliding window, GELU, and norms before the residual. Qwen 3 has norms
-# of its heads. GPT-NeoX runs as transformers' modules.
+# Gemma 2 has capped scores, a sliding window, GELU, and a norm of each update before it is added to
+# the residual. Qwen 3 has norms of queries and keys. GPT-NeoX runs as transformers' modules.
 @pytest.mark.parametrize(
     "name", ["gemma2: soft caps, windows in every other layer", "qwen3", "gpt-neox"]
 )

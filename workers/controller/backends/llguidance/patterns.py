@@ -1,5 +1,6 @@
-"""Finds short matches of a schema's patterns, and the names that the schema requires. The search in
-``completion`` tries them, because it rarely finds such texts by following masks.
+"""Finds short matches of a schema's patterns, and the names that the schema requires. The search
+for a short completion (``completion.py``) tries these texts, because masks rarely lead the search
+to them.
 
 A pattern that may match anywhere in a string allows nearly every byte until its match is complete,
 so that masks do not lead a search to the match. The results of this module are only candidates,
