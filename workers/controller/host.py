@@ -164,9 +164,9 @@ class Host:
     scores: Scores = field(default_factory=list)
     """In the post_process after the action SCORE: the scores of the texts; otherwise empty."""
     refusal: str = ""
-    """In the post_process after the actions SAVE, OPEN or GENERATE: the reason if the context was
-    not saved or opened, or if the constraint of the generated text is not valid; otherwise
-    empty."""
+    """In the post_process after the actions SAVE, OPEN or GENERATE: the reason of a failure;
+    otherwise empty. A context was not saved or opened, or the constraint of the generated text is
+    not valid."""
     logprobs: Sequence[float | None] = ()
     """The log-probability of each token of the last post_process under the model's own
     distribution, if the controller asked for it (``Answer.logprobs``); otherwise empty. In the
