@@ -38,8 +38,11 @@ LASTING: dict[str, object] = {
     "expiry_s": 60,
     "session_expiry_s": 60,
     "hung_step_s": 600,
+    "controller_pre_ms": 20,
+    "controller_post_ms": 20,
 }
-"""Settings of a bus on a busy machine, where processes wait for CPU time and share the memory."""
+"""Settings of a bus on a busy machine, where processes wait for CPU time and share the memory. A
+call of a controller may take more CPU time there, for example because caches are cold."""
 
 
 def clean_environment(**settings: object) -> dict[str, str]:

@@ -58,4 +58,4 @@ def prepared(
     form: AnswerForm | None, constraint: Constraint | None = None, name: str = "m"
 ) -> Prepared:
     """A conversation whose answer has a form and a constraint."""
-    return Prepared(small_model(name), [1], form, constraint, Checks(Templates(), form))
+    return Prepared(small_model(name), name, [1], form, constraint, Checks(Templates(), form))

@@ -43,7 +43,9 @@ def choices(data: bytes) -> list[dict[str, Any]]:
 
 def completions(model: ServedModel, prompts: int = 1, **body: Any) -> CompletionChunks:
     request = msgspec.convert({"prompt": "x", **body}, CompletionRequest)
-    return CompletionChunks(Stamp("cmpl-1", 1, model), request, [""] * prompts, Counter())
+    return CompletionChunks(
+        Stamp("cmpl-1", 1, model.name), model, request, [""] * prompts, Counter()
+    )
 
 
 def test_what_arrives_together_is_one_chunk_for_each_choice(model: ServedModel) -> None:
