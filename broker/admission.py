@@ -9,7 +9,7 @@ from .buffers import Buffers
 from .dispatch import Dispatcher
 from .ends import Ends
 from .quotas import Quotas
-from .request import ROLES, Request, RoutingFields, Steering
+from .request import ROLES, STREAMS, Request, RoutingFields, Steering
 from .session import Session
 from .state import BrokerState
 
@@ -62,7 +62,7 @@ class Admission:
             raise self._state.closing
         if self._leaving is not None and not session.recovers:
             raise self._leaving
-        buffers = self._buffers.named(session, fields.buffers)
+        buffers = self._buffers.named(session, fields.buffers) if message_type in STREAMS else []
         if message_type == b"UPLOAD":
             too_large = module_too_large(sum(map(len, frames[2:])))
             if too_large is not None:

@@ -303,11 +303,13 @@ class Adoption:
 
     def on_claimed(self, worker: Worker, frames: list[bytes]) -> None:
         """Handles a worker's CLAIMED: the worker has reported all its streams of a session. A
-        CLAIMED with session 0 only ends fences (``fences.py``)."""
+        CLAIMED with session 0 ends fences (``fences.py``), and confirms that the worker has taken
+        requests (``in_flight.py``)."""
         claimed: Claimed = decode_as(Claimed, frames[2], "msgpack")
         session = claimed.session
-        worker.fences.answered(session, self._state.now)
+        number = worker.fences.answered(session, self._state.now)
         if session == NO_SESSION:
+            self._dispatcher.on_taken(worker, number)
             return
         self._claims.on_claimed(worker, session)
         self._finish_claims([session])

@@ -14,7 +14,7 @@ from ..protocol.messages import Cancel, System
 from ..protocol.worker_messages import Refused
 from .controllers import Controllers
 from .ends import Ends
-from .fences import give_up
+from .fences import give_up, send_claim
 from .lifecycle import Event, NoTransitionError, RequestState, transition
 from .losses import log_continued, log_given_up
 from .moves import Moves
@@ -467,10 +467,28 @@ class Dispatcher:
         self._placement.expect(request, worker)
         self._moves.sent(request)
         self._out.append(Outgoing(Side.BACK, worker.peer, frames, True))
+        if worker.role == "gpu":
+            worker.in_flight.add(request.id, sum(map(len, frames)))
+            self._bound_in_flight(worker)
         if log.isEnabledFor(logging.DEBUG):
             what = "request %d goes to %s: %s"
             shown = request.type.decode()
             log.debug(what, request.id, worker.name, shown, extra=logs.about(request.id))
+
+    def _bound_in_flight(self, worker: Worker) -> None:
+        """Sends a CLAIM if the worker has not taken many bytes, and notes whether the worker
+        accepts further requests."""
+        if worker.in_flight.must_ask:
+            worker.in_flight.asked(send_claim(self._state, worker, []))
+        if not worker.in_flight.has_room:
+            self._pools.note(worker)
+
+    def on_taken(self, worker: Worker, claim: int) -> None:
+        """Handles a worker's answer to the CLAIM with this number: the worker has taken all
+        requests that were sent before this CLAIM."""
+        if worker.in_flight.answered(claim):
+            self._bound_in_flight(worker)
+            self.resume(worker)
 
     def _send_cancel(self, request: Request, reason: CancelReason) -> None:
         if request.worker is not None:

@@ -126,9 +126,9 @@ class Fences:
             fence.end = number
         return number
 
-    def answered(self, session: int, now: float) -> None:
-        """Handles a CLAIMED with this session; raises RequestError if every CLAIM with this session
-        is already answered."""
+    def answered(self, session: int, now: float) -> int:
+        """Handles a CLAIMED with this session; returns the number of the answered CLAIM. Raises
+        RequestError if every CLAIM with this session is already answered."""
         numbers = self._of_session.get(session)
         if not numbers:
             raise RequestError(
@@ -143,6 +143,7 @@ class Fences:
             # fence, and the answer to a later CLAIM ends it.
             if self._by_request.get(fence.request) is fence and fence.end == number:
                 self._remove(fence)
+        return number
 
     def progressed(self, now: float) -> None:
         """Restarts the time in which the worker must answer. A worker that has many entries to

@@ -188,5 +188,6 @@ def _leave_worker(state: BrokerState, request: Request) -> None:
     worker = request.worker
     assert worker is not None
     del worker.requests[request.id]
+    worker.in_flight.remove(request.id)
     state.pools.note(worker)
     request.worker = None

@@ -13,6 +13,7 @@ from ..protocol.messages import ModelInfo, Tool
 from ..protocol.metrics import Series
 from ..protocol.pace import RETRY_AFTER_S as RETRY_AFTER_S
 from .fences import Fences
+from .in_flight import InFlight
 
 if TYPE_CHECKING:
     from .request import Request
@@ -84,6 +85,8 @@ class Worker:
     """At a tool worker: the ids of its running calls (``tools.py``)."""
     fences: Fences = field(default_factory=Fences)
     """The fences of the worker's attempts that the broker has given up."""
+    in_flight: InFlight = field(default_factory=InFlight)
+    """At a GPU worker: the requests that the worker has not taken yet."""
     process: int = 0
     """The number of the worker's process. Each process has a different number."""
     registration: int = 0
@@ -117,12 +120,13 @@ class Worker:
         broker and of other brokers. Requests above the capacity are not counted, so that queued
         requests get each place that becomes free."""
         beyond = len(self.beyond & self.requests.keys()) if self.beyond else 0
-        return self._num_requests - beyond < self.capacity
+        return self._num_requests - beyond < self.capacity and self.in_flight.has_room
 
     def has_room_beyond(self, part: int) -> bool:
         """Whether one more request fits into the capacity plus one ``part``-th of the capacity. For
         example, 8 stands for an eighth."""
-        return self._num_requests < self.capacity + self.capacity // part
+        most = self.capacity + self.capacity // part
+        return self._num_requests < most and self.in_flight.has_room
 
     @property
     def _num_requests(self) -> int:

@@ -115,6 +115,9 @@ def _check_workers(broker: Broker) -> None:
         for number, request in worker.requests.items():
             assert state.requests[number] is request
             assert request.worker is worker
+        in_flight = {**worker.in_flight._sent, **worker.in_flight._asked}
+        assert in_flight.keys() <= worker.requests.keys()
+        assert worker.in_flight.bytes == sum(in_flight.values())
         for number, request in worker.steers.items():
             assert state.requests[number] is request
             assert request.steered_by is worker

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from tokenbus.broker.prefixes import MAX_EXPECTED, REQUEST_TOKENS
+from tokenbus.broker.prefixes import MAX_EXPECTED, MAX_PAGES, REQUEST_TOKENS, _beginning
 from tokenbus.protocol.bodies import encode_body, pack_tokens
 from tokenbus.protocol.header import Header, encode_header
 from tokenbus.protocol.messages import Token
-from tokenbus.protocol.pages import PAGE_TOKENS, first_key, join_keys, page_keys
+from tokenbus.protocol.pages import PAGE_BYTES, PAGE_TOKENS, first_key, join_keys, page_keys
 from tokenbus.protocol.worker_messages import Pages
 
 from ..worlds.broker import Bench, generate, peer_of
@@ -178,3 +178,21 @@ def test_a_report_without_its_attachments_is_dropped(bench: Bench) -> None:
     bench.broker.on_worker(peer_of("a"), frames, bench.now)
     assert bench.broker.state.counters.bad_worker_messages == 1
     check(bench.broker)
+
+
+def test_many_large_buffers_are_copied_only_up_to_the_maximum_number_of_pages() -> None:
+    most = MAX_PAGES * PAGE_BYTES
+    parts = [bytes([n]) * size for n, size in enumerate((most - 7, 0, 5, most, most))]
+    assert _beginning(parts) == b"".join(parts)[:most]
+    assert _beginning(parts[:3]) == b"".join(parts[:3])
+
+
+def test_a_large_buffer_routes_like_its_beginning(bench: Bench) -> None:
+    bench.client("c", "HELLO")
+    for name, first in (("x", b"x"), ("y", b"y")):
+        content = first * (2 * MAX_PAGES * PAGE_BYTES)
+        frames = [b"BUFFER", msgspec.json.encode({"name": name}), content]
+        bench.broker.on_client(peer_of("c"), frames, bench.now)
+    first = _send(bench, 1, "", buffers=["x", "y"])
+    assert _send(bench, 2, "", buffers=["y", "x"]) != first
+    assert _send(bench, 3, "", buffers=["x", "x"]) == first

@@ -14,6 +14,7 @@ import msgspec
 import psutil
 import pytest
 import zmq
+from tokenbus.broker.in_flight import MAX_IN_FLIGHT_BYTES
 from tokenbus.broker.server import BrokerServer
 from tokenbus.broker.sockets import BindError, listen_again
 from tokenbus.clients import Client
@@ -313,3 +314,15 @@ def test_the_broker_survives_its_own_restart_and_clients_reconnect() -> None:
             for _ in entries:
                 pass
             assert stream.tokens() == wanted
+
+
+@pytest.mark.usefixtures("neighbour")
+def test_a_worker_takes_all_large_requests_though_they_exceed_the_bound(bus: Bus, raw: Raw) -> None:
+    size = 8 * MB
+    count = 2 * MAX_IN_FLIGHT_BYTES // size
+    raw.socket.send_multipart([b"BUFFER", b'{"name": "b"}', bytes(size)])
+    for stream in range(count):
+        raw.send(b"GENERATE", {"stream_id": stream, "buffers": ["b"]})
+    answers = [raw.receive(b"ERROR") for _ in range(count)]
+    assert {answer["code"] for answer in answers} == {"prompt_too_long"}
+    assert sorted(answer["stream_id"] for answer in answers) == list(range(count))

@@ -169,14 +169,18 @@ class Launcher:
             if number == 0:
                 self._report(name, text)
                 continue
+            if not files:
+                log.error("no guest process could be started: %s", text or "no descriptor is free")
             with self._lock:
                 spawning = self._spawning.get(number)
             if spawning is None:
                 # The caller of ``spawn`` has stopped waiting. The new process ends by itself,
                 # because ``spawn`` closes the other end of its socket.
-                os.close(files[0])
+                for file in files:
+                    os.close(file)
                 continue
-            spawning.pid, spawning.pidfd = pid, files[0]
+            if files:
+                spawning.pid, spawning.pidfd = pid, files[0]
             spawning.ready.set()
         was_alive, self.alive = self.alive, False
         if was_alive:

@@ -158,11 +158,19 @@ class Zygote:
 
     def _spawn(self, number: int, control: socket.socket, vocabulary: int) -> None:
         parent = os.getpid()
-        pid = os.fork()
-        if not pid:
-            self._guest(parent, control, vocabulary)
-        control.close()
-        pidfd = os.pidfd_open(pid)
+        try:
+            pid = os.fork()
+            if not pid:
+                self._guest(parent, control, vocabulary)
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            # For example, the container's limit of processes is reached. If only ``pidfd_open`` has
+            # failed, the new process ends when the worker closes the other end of ``control``.
+            body = msgspec.json.encode(("spawned", number, -1, str(error)[:MAX_TEXT]))
+            self._control.send(body)
+            return
+        finally:
+            control.close()
         try:
             body = msgspec.json.encode(("spawned", number, pid, ""))
             socket.send_fds(self._control, [body], [pidfd])

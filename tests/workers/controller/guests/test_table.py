@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 from tokenbus.protocol.errors import ControllerError, UnavailableError
+from tokenbus.workers.controller.guests import launcher
 from tokenbus.workers.controller.guests import table as table_module
 from tokenbus.workers.controller.guests.table import DEATHS_S, MAX_DEATHS, Deaths
 
@@ -115,3 +117,18 @@ def test_each_tenant_and_vocabulary_has_a_process() -> None:
         assert len(pids) == 2
         steered = Steered(made[0], [*WORDS, b"another"])
         assert steered.controller._process.pid not in pids  # type: ignore[attr-defined]
+
+
+def test_a_failed_fork_ends_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[4]))
+    monkeypatch.setattr(launcher, "_ZYGOTE", f"{__package__}.refused_fork")
+    with running(most=2) as runtime:
+        first = Sequence(runtime.program(CALM, "first"))
+        [pid] = runtime.table.pids()
+        program = runtime.program(CALM, "second")
+        with pytest.raises(UnavailableError, match="no process for the controller"):
+            Sequence(program)
+        first.round()
+        assert first.allowed() == [2]
+        assert Sequence(program).allowed() == [1]
+        assert pid in runtime.table.pids()
