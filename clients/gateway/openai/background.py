@@ -35,7 +35,7 @@ from ..idempotency import current_named
 from ..json import json_response
 from ..leniency import Ignored
 from ..new_ids import new_id
-from ..stored.database import MAX_BYTES_OF_ONE, Database, Item, Stored
+from ..stored.database import MAX_RESPONSE_BYTES, Database, Item, Stored
 from ..turns import current_user
 from .response_bodies import Failure, ResponsesRequest
 from .response_jobs import ResponseInput, ResponseJob, read_input, stored_input
@@ -235,8 +235,8 @@ class BackgroundTask:
         if not await self._stored.call(lambda db, user: db.save(user, stored, items, owner)):
             raise ApiError(
                 413,
-                f"the request and its items have more than {MAX_BYTES_OF_ONE} bytes together; send "
-                "less, or leave out background",
+                f"the request and its items have more than {MAX_RESPONSE_BYTES} bytes together; "
+                "send less, or leave out background",
                 code="too_large",
             )
         self.begun.set_result(stored.answer)
