@@ -26,7 +26,7 @@ from starlette.responses import Response
 
 from ....protocol.decoders import json_decoder
 from ....protocol.errors import TokenbusError
-from ..bodies import decode_in_turn
+from ..bodies import decode_in_turn, take_decoded
 from ..context import Gateway, gateway_of
 from ..conversation.made_calls import MadeCall
 from ..errors import ApiError, from_tokenbus
@@ -205,7 +205,7 @@ class BackgroundTask:
         current_named.set(named)
         try:
             with self._gateway.shares.request():
-                self._gateway.shares.take_bytes(len(self._data))
+                await take_decoded(self._gateway, self._data)
                 recorded = await self._recorded()
                 job = await ResponseJob.begin(
                     self._gateway, body, given, ignored, self._id, recorded
