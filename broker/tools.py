@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 
 from msgspec import Struct
 
-from ..protocol.bodies import decode_as
+from ..protocol.bodies import decode_as, encode_body
 from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableError
 from ..protocol.header import encode_header
 from ..protocol.messages import Tool
@@ -87,14 +87,14 @@ class Tools:
         if request is None or request.steered_by is not worker or not request.open:
             return
         if call.id not in self._waiting:
-            self._pass(request, call, frames[2])
+            self._pass(request, call)
 
     def tick(self, now: float) -> None:
         """Passes the waiting calls whose tools are served again, and answers those that have waited
         too long."""
         for waiting in self._waiting.take():
             if waiting.request.open:
-                self._pass(waiting.request, waiting.call, waiting.body)
+                self._pass(waiting.request, waiting.call)
 
     def on_answer(self, worker: Worker, frames: list[bytes]) -> None:
         """Handles CALL_ANSWER of a tool worker."""
@@ -151,7 +151,7 @@ class Tools:
 
     # --- one call -------------------------------------------------------------------------------
 
-    def _pass(self, request: Request, call: CallFields, body: bytes) -> None:
+    def _pass(self, request: Request, call: CallFields) -> None:
         """Passes a call to a tool worker, lets it wait for a worker, or answers it with an
         error."""
         try:
@@ -160,13 +160,15 @@ class Tools:
             except TokenbusError as error:
                 if not self._is_awaited(error):
                     raise
-                self._waiting.add(WaitingCall(request, call, body, _owner(request)))
+                self._waiting.add(WaitingCall(request, call, _owner(request)))
                 return
         except TokenbusError as error:
             self._answer(request, call.id, error)
             return
         sent_by = encode_header(call.request, request.steered_by.id if request.steered_by else 0)
-        self._out.append(Outgoing(Side.BACK, passed.worker.peer, (b"CALL", sent_by, body), True))
+        call.owner, call.user = passed.owner, passed.user
+        frames = (b"CALL", sent_by, encode_body(call, "msgpack"))
+        self._out.append(Outgoing(Side.BACK, passed.worker.peer, frames, True))
 
     def _is_awaited(self, error: TokenbusError) -> bool:
         """Whether a call waits instead of being refused with ``error``. It waits as long as a

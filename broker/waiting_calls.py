@@ -23,7 +23,7 @@ operation."""
 
 
 class CallFields(Struct, array_like=True):
-    """The fields of a CALL that the broker reads."""
+    """The fields of a CALL. The broker writes ``owner`` and ``user``, and reads the others."""
 
     request: int
     lineage: int
@@ -31,6 +31,8 @@ class CallFields(Struct, array_like=True):
     tool: str
     arguments: bytes = b""
     again: bool = False
+    owner: str = ""
+    user: str = ""
 
     @property
     def id(self) -> CallId:
@@ -39,11 +41,10 @@ class CallFields(Struct, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class WaitingCall:
-    """A call that waits, and the body of its message."""
+    """A call that waits."""
 
     request: Request
     call: CallFields
-    body: bytes
     owner: str
 
     @property

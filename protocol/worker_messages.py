@@ -755,6 +755,11 @@ class Call(Struct, array_like=True):
     """Whether an earlier attempt of the request may have sent the call. The call is then not made
     again. The tool worker that has received the call sends the answer now, or when the function
     returns."""
+    owner: str = ""
+    """The client whose share of the tool worker's threads includes the call. The broker writes this
+    field and ``user``. A broker of an earlier release leaves both empty."""
+    user: str = ""
+    """The user of the client, if one session serves several users; otherwise empty."""
 
 
 CALL_TOOL = "call_tool"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import msgspec
@@ -117,15 +118,36 @@ async def decode_in_turn(
     """Decodes ``body`` as ``decode_body`` does. The event loop decodes at most one large body in
     each pass. If bodies of several users wait, the users take turns. The memory of the decoded
     values counts towards the user's share; raises UnavailableError if it is used up."""
-    if len(body) <= SMALL_BODY_BYTES:
-        gateway.shares.take_bytes(ValueCounts.of((body,)).memory)
+    async with _turn_of(gateway, body):
+        gateway.shares.take_bytes(_memory_of(body))
         return _decoded(body, kind, ignored)
+
+
+async def take_decoded(gateway: Gateway, body: bytes) -> None:
+    """Counts a body and the memory of its decoded values until the current request ends. For a task
+    that continues after the request that decoded the body. Raises as ``decode_in_turn`` does."""
+    async with _turn_of(gateway, body):
+        gateway.shares.take_bytes(len(body) + _memory_of(body))
+
+
+@asynccontextmanager
+async def _turn_of(gateway: Gateway, body: bytes) -> AsyncIterator[None]:
+    """Waits until the event loop may decode a body or count its values."""
+    if len(body) <= SMALL_BODY_BYTES:
+        yield
+        return
     async with gateway.large_bodies.of(current_user.get()):
         # Without this pause, several requests could decode large bodies in the same pass, if each
         # of them finds the lock free.
         await asyncio.sleep(0)
-        gateway.shares.take_bytes(_checked_counts(body).memory)
-        return _decoded(body, kind, ignored)
+        yield
+
+
+def _memory_of(body: bytes) -> int:
+    """The memory of the decoded values of a body. Raises ApiError 413 if a large body has too many
+    values."""
+    counts = ValueCounts.of((body,)) if len(body) <= SMALL_BODY_BYTES else _checked_counts(body)
+    return counts.memory
 
 
 def decode_body(body: bytes, kind: type[B], ignored: Ignored | None = None) -> B:

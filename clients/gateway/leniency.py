@@ -148,6 +148,16 @@ def decode(data: bytes, kind: type[K], ignored: Ignored) -> K:
         return _repaired(data, kind, ignored)
 
 
+def declared_fields(value: dict[str, Any], kind: Hashable) -> dict[str, Any]:
+    """The fields that the struct of an object declares, without unknown elements and fields at any
+    depth. ``kind``: a struct, or a union of structs. Empty if the type of the object is unknown."""
+    info = type_of(kind)
+    if _struct_of(value, info) is None:
+        return {}
+    found: dict[str, Any] = _walk(value, info, "", Ignored())
+    return found
+
+
 @cache
 def _fields(kind: Hashable) -> frozenset[str]:
     """The names of the fields that the struct of a body declares."""

@@ -147,7 +147,8 @@ def test_a_call_waits_for_the_return_of_the_last_worker_of_its_tool(
     assert (bench.answers(), bench.calls("t1")) == ([], [2])
     bench.tool_worker("t3", "search")
     bench.pass_time(0.25)
-    assert bench.bodies("t3", "CALL", Call) == [Call(request, 0, 1, "search", b'{"a":1}')]
+    [call] = bench.bodies("t3", "CALL", Call)
+    assert (call.count, call.tool, call.arguments) == (1, "search", b'{"a":1}')
     bench.answer("t3", request)
     assert bench.answers() == [CallAnswer(request, 0, 1, b"2")]
 
@@ -303,12 +304,15 @@ def test_a_gateways_users_may_call_only_the_tools_of_the_setting(general: list[s
     assert len(bench.calls("t2")) == 1
 
 
-def test_a_call_passes_unread_with_its_sender(bench: ToolBench) -> None:
-    request = bench.begun()
-    bench.call(request)
+def test_a_call_passes_with_its_sender_and_its_owner(bench: ToolBench) -> None:
+    bench.sent += bench.broker.on_keys({"ann": Allowed(public=KEY, tools=["*"])}, {}, bench.now)
+    request = bench.begun(key=KEY, by="ben")
+    forged = Call(request, 0, 1, "add", b'{"a":1}', owner="other", user="other")
+    bench.send("c1", "CALL", forged, Header(request))
     [out] = [m for m in bench.sent if m.frames[0] == b"CALL"]
-    assert out.frames[2] == encode_body(Call(request, 0, 1, "add", b'{"a":1}'), "msgpack")
     assert decode_header(out.frames[1]).request == request
+    passed = Call(request, 0, 1, "add", b'{"a":1}', owner=KEY, user="ben")
+    assert out.frames[2] == encode_body(passed, "msgpack")
 
 
 def test_status_describes_the_tools_that_a_client_may_call() -> None:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from ...protocol.pace import RETRY_AFTER_S
 from ...protocol.worker_messages import MAX_RESULT_BYTES, Call, CallAnswer
 from ..bus import FromBus
 from .functions import Served
+from .threads import CallOwner, Threads
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ class Calls:
         calls."""
         self._tools = tools
         self._post = post
-        self._slots = asyncio.Semaphore(threads)
+        self._threads = Threads(threads)
         self._capacity = capacity
         self._running: dict[_Owner, dict[_Name, asyncio.Task[None]]] = {}
         self._kept: dict[_Owner, dict[_Name, bytes]] = {}
@@ -122,7 +124,8 @@ class Calls:
         """Runs a call and sends the answer, unless the call's request ends before the call."""
         try:
             async with asyncio.timeout(tool.info.timeout_s) as timeout:
-                result = await tool.call(call.arguments, self._in_thread)
+                by = CallOwner(call.owner, call.user)
+                result = await tool.call(call.arguments, partial(self._in_thread, by))
             self._answer(owner, call, _encoded(tool.info.name, result))
         except TokenbusError as error:
             self._answer(owner, call, error=error)
@@ -145,15 +148,15 @@ class Calls:
                 if not of_request:
                     del self._running[owner]
 
-    async def _in_thread(self, function: Callable[[], Any]) -> Any:
-        """The result of a function, which runs on a thread. The thread keeps its slot until the
-        function returns, even if the call has timed out."""
-        await self._slots.acquire()
+    async def _in_thread(self, by: CallOwner, function: Callable[[], Any]) -> Any:
+        """The result of a function, which runs on a thread. The thread counts towards the share of
+        ``by`` until the function returns, even if the call was cancelled or has timed out."""
+        await self._threads.acquire(by)
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
 
         def done(value: Any, error: BaseException | None) -> None:
-            self._slots.release()
+            self._threads.release(by)
             if result.cancelled():
                 return
             if error is None:
@@ -177,7 +180,7 @@ class Calls:
         try:
             threading.Thread(target=run, name="tool", daemon=True).start()
         except RuntimeError:
-            self._slots.release()
+            self._threads.release(by)
             raise
         return await result
 

@@ -26,7 +26,7 @@ from starlette.responses import Response
 
 from ....protocol.decoders import json_decoder
 from ....protocol.errors import TokenbusError
-from ..bodies import decode_in_turn
+from ..bodies import decode_in_turn, take_decoded
 from ..context import Gateway, gateway_of
 from ..conversation.made_calls import MadeCall
 from ..errors import ApiError, from_tokenbus
@@ -35,7 +35,7 @@ from ..idempotency import current_named
 from ..json import json_response
 from ..leniency import Ignored
 from ..new_ids import new_id
-from ..stored.database import MAX_BYTES_OF_ONE, Database, Item, Stored
+from ..stored.database import MAX_RESPONSE_BYTES, Database, Item, Stored
 from ..turns import current_user
 from .response_bodies import Failure, ResponsesRequest
 from .response_jobs import ResponseInput, ResponseJob, read_input, stored_input
@@ -205,7 +205,7 @@ class BackgroundTask:
         current_named.set(named)
         try:
             with self._gateway.shares.request():
-                self._gateway.shares.take_bytes(len(self._data))
+                await take_decoded(self._gateway, self._data)
                 recorded = await self._recorded()
                 job = await ResponseJob.begin(
                     self._gateway, body, given, ignored, self._id, recorded
@@ -235,8 +235,8 @@ class BackgroundTask:
         if not await self._stored.call(lambda db, user: db.save(user, stored, items, owner)):
             raise ApiError(
                 413,
-                f"the request and its items have more than {MAX_BYTES_OF_ONE} bytes together; send "
-                "less, or leave out background",
+                f"the request and its items have more than {MAX_RESPONSE_BYTES} bytes together; "
+                "send less, or leave out background",
                 code="too_large",
             )
         self.begun.set_result(stored.answer)

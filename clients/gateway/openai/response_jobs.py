@@ -22,7 +22,7 @@ from ..conversation.made_calls import MadeCall
 from ..conversation.planning import Prepared, prepare
 from ..conversation.tool_turns import Arrived, Loop, Made, Making, ModelTurn, ToolTurns
 from ..errors import ApiError
-from ..leniency import Ignored
+from ..leniency import Ignored, declared_fields
 from ..new_ids import new_id
 from ..stored.database import Item, Stored
 from ..stored.references import context_of, resolved
@@ -38,7 +38,7 @@ from .response_bodies import (
     ResponseStatus,
     ResponseUsage,
 )
-from .response_input import InputItems, read_items
+from .response_input import InputItem, InputItems, read_items
 from .response_output import Output
 from .response_tools import OfferedTools
 from .usage import Counter
@@ -310,10 +310,11 @@ _PREFIXES = {
 
 def _identified(item: dict[str, Any]) -> dict[str, Any]:
     """An item of the input in the form in which OpenAI lists it: with a type, an id and a list of
-    parts."""
-    kind = item.get("type") or "message"
+    parts. Fields that have no effect are left out."""
+    kind = item.get("type", "message")
     id = item.get("id")
-    found = {"type": kind, "status": "completed", **item}
+    fields = declared_fields({"type": kind, **item}, InputItem)
+    found = {"type": kind, "status": item.get("status", "completed"), **fields}
     found["id"] = id if isinstance(id, str) and id else new_id(_PREFIXES.get(kind, "msg_"))
     content = item.get("content")
     if kind == "message" and isinstance(content, str):

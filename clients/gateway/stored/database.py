@@ -20,6 +20,9 @@ MAX_BYTES = 512 * 1024 * 1024
 the most bytes are deleted. Finished responses are deleted first, the least recently used first."""
 MAX_BYTES_OF_ONE = 64 * 1024 * 1024
 """Maximum bytes of the stored responses of one user."""
+MAX_RESPONSE_BYTES = 8 * 1024 * 1024
+"""Maximum bytes of a response, its items and the body of its request when it is first stored. One
+transaction writes them, and other users wait for its end."""
 MAX_RESPONSES_OF_ONE = 4096
 """Maximum number of stored responses of one user."""
 MAX_CONTEXT_BYTES = 8 * 1024 * 1024
@@ -107,9 +110,9 @@ class Database:
     ) -> bool:
         """Stores a response; replaces an older one with the same id. ``owner``: the gateway that
         generates the response, or None if the response is finished. Returns False if the response
-        is larger than ``MAX_BYTES_OF_ONE``, and is therefore not stored."""
+        is larger than ``MAX_RESPONSE_BYTES``, and is therefore not stored."""
         size = len(response.answer) + len(response.body or b"") + OVERHEAD_BYTES + _size_of(items)
-        if size > MAX_BYTES_OF_ONE:
+        if size > MAX_RESPONSE_BYTES:
             return False
         now = time.time()
         with self._transaction() as run:

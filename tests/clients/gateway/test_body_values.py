@@ -13,6 +13,10 @@ from tokenbus.clients.gateway.context import Gateway
 from tokenbus.clients.gateway.conversation.parts import Call, Turn
 from tokenbus.clients.gateway.conversation.rendering import for_template
 from tokenbus.clients.gateway.errors import ApiError
+from tokenbus.clients.gateway.leniency import Ignored
+from tokenbus.clients.gateway.openai.background import BackgroundTask
+from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
+from tokenbus.clients.gateway.openai.response_jobs import ResponseInput, ResponseJob
 from tokenbus.clients.gateway.turns import current_user
 from tokenbus.clients.gateway.user_shares import UserShares
 from tokenbus.clients.gateway.value_counts import (
@@ -20,6 +24,7 @@ from tokenbus.clients.gateway.value_counts import (
     MAX_STRINGS,
     MAX_VALUES,
     SMALL_BODY_BYTES,
+    ValueCounts,
 )
 from tokenbus.protocol.body_bounds import MAX_PLAIN_BODY_BYTES
 from tokenbus.protocol.errors import RequestError, UnavailableError
@@ -182,3 +187,40 @@ def test_the_memory_of_decoded_values_counts_towards_the_share(tmp_path: Path) -
 
     # The text was counted when it was read. The user may have half of ``MAX_BYTES``.
     assert asyncio.run(decoded()) == [100, 6, 8]
+
+
+def test_a_response_in_the_background_counts_its_decoded_body_until_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    input = [{"role": "user", "content": "x", "unknown": [[]] * 1000}]
+    data = json.dumps({"model": "m", "input": input}).encode()
+    size = len(data) + ValueCounts.of([data]).memory
+
+    async def main() -> None:
+        gateway = Gateway(Settings(run_dir=str(tmp_path)))
+        # The user may have half of the bytes.
+        gateway.shares = UserShares(8, 2 * size)
+        begun = asyncio.Event()
+
+        async def begin(*_: object) -> ResponseJob:
+            begun.set()
+            return await asyncio.get_running_loop().create_future()
+
+        monkeypatch.setattr(ResponseJob, "begin", begin)
+        body = await decode_in_turn(gateway, data, ResponsesRequest, Ignored())
+        given = ResponseInput.of(input, [], Ignored())
+        task = BackgroundTask(gateway, "resp_1", data)
+        # Only the task has counts, because no request is open.
+        task.start(body, given, Ignored())
+        await begun.wait()
+        with gateway.shares.request(), pytest.raises(UnavailableError):
+            gateway.shares.take_bytes(1)
+        await gateway.stored.running.close()
+        with gateway.shares.request():
+            gateway.shares.take_bytes(size)
+            second = BackgroundTask(gateway, "resp_2", data).start(body, given, Ignored())
+            with pytest.raises(UnavailableError):
+                await second
+        await gateway.close()
+
+    asyncio.run(main())

@@ -99,6 +99,21 @@ def test_responses_that_were_not_used_are_dropped_first(
     assert [id for id in "123" if database.find("ann", id)] == ["1", "3"]
 
 
+@pytest.mark.parametrize("part", ["answer", "items", "body"])
+def test_a_large_response_is_not_stored(
+    database: Database, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setattr(bounds, "MAX_RESPONSE_BYTES", 2500)
+    response = Stored("1", "queued", b"{}", background=True, body=BODY)
+    assert database.save("ann", response, [item("a", "x" * 100)])
+    items = [item("a", "x" * (1500 if part == "items" else 100))]
+    response.answer = b" " * 1500 if part == "answer" else b"{}"
+    response.body = b" " * 1500 if part == "body" else BODY
+    response.id = "2"
+    assert not database.save("ann", response, items)
+    assert database.find("ann", "2") is None
+
+
 def test_the_user_with_the_most_bytes_makes_room(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,8 +124,6 @@ def test_the_user_with_the_most_bytes_makes_room(
         database.save("large", stored(str(number)), [item(str(number), "x" * 8000)])
     assert database.find("small", "s") is not None
     assert [n for n in range(5) if database.find("large", str(n))] == [4]
-    assert not database.save("large", stored("huge"), [item("huge", "x" * 20_000)])
-    assert database.find("large", "huge") is None
 
 
 def steps(database: Database, work: Callable[[], object]) -> int:
@@ -319,6 +332,37 @@ def test_a_stored_response_is_read_and_deleted(gateway: Gateway) -> None:
         with pytest.raises(openai.NotFoundError):
             api.responses.retrieve(first.id)
         assert len(list(api.responses.input_items.list(second.id))) == 1
+
+
+@pytest.mark.process
+def test_an_item_is_stored_without_its_unknown_fields(gateway: Gateway) -> None:
+    large = "x" * bounds.MAX_RESPONSE_BYTES
+    part = {"type": "input_text", "text": "hello", "unknown": large[:9]}
+    asked = {"role": "user", "id": "msg_a", "content": [part], "unknown": large}
+    answer = post(gateway, [asked, {"type": "unknown", "id": "x_a", "unknown": large[:9]}])
+    assert answer["store"] is True
+    listed = httpx.get(f"{gateway.url}/v1/responses/{answer['id']}/input_items?order=asc")
+    message, other = listed.json()["data"]
+    assert message == {
+        "type": "message",
+        "status": "completed",
+        "role": "user",
+        "id": "msg_a",
+        "content": [{"type": "input_text", "text": "hello"}],
+    }
+    assert other == {"type": "unknown", "status": "completed", "id": "x_a"}
+
+
+@pytest.mark.process
+def test_a_response_with_large_items_is_answered_but_not_stored(gateway: Gateway) -> None:
+    # The field has no effect on the prompt, which would not fit into the context.
+    asked = {"role": "user", "content": "hello", "status": "x" * bounds.MAX_RESPONSE_BYTES}
+    answer = post(gateway, [asked])
+    assert (answer["status"], answer["store"]) == ("incomplete", False)
+    found = httpx.get(f"{gateway.url}/v1/responses/{answer['id']}")
+    assert found.status_code == 404
+    refused = post(gateway, [asked], background=True)["error"]
+    assert refused["code"] == "too_large"
 
 
 # --- in the background ---------------------------------------------------------------------------

@@ -33,8 +33,21 @@ class Worker:
         self.answers.put_nowait(msgspec.msgpack.decode(frames[2], type=CallAnswer))
 
     def call(self, name: str, count: int = 1, again: bool = False, **arguments: Any) -> None:
-        call = Call(7, 0, count, name, msgspec.json.encode(arguments), again)
-        self.calls.begin(FromBus(b"CALL", Header(7), encode_body(call, "msgpack"), []))
+        self.call_of("", name, count, again=again, **arguments)
+
+    def call_of(
+        self,
+        owner: str,
+        name: str,
+        count: int = 1,
+        user: str = "",
+        request: int = 7,
+        again: bool = False,
+        **arguments: Any,
+    ) -> None:
+        """Begins a call of an owner and its user."""
+        call = Call(request, 0, count, name, msgspec.json.encode(arguments), again, owner, user)
+        self.calls.begin(FromBus(b"CALL", Header(request), encode_body(call, "msgpack"), []))
 
     async def next(self) -> CallAnswer:
         return await asyncio.wait_for(self.answers.get(), LONG_S)
@@ -107,6 +120,95 @@ async def test_a_function_that_hangs_ends_with_its_time_out_and_keeps_its_thread
     assert worker.answers.empty()
     release.set()
     assert (await worker.next()).value == b"2"
+
+
+class Held:
+    """A tool without ``async`` that returns when the test says so."""
+
+    def __init__(self) -> None:
+        self.begun: asyncio.Queue[str] = asyncio.Queue()
+        """The names of the calls whose functions have begun."""
+        self._release: dict[str, threading.Event] = {}
+        self._loop = asyncio.get_running_loop()
+
+    def release(self, name: str) -> None:
+        """Lets the function of a call return."""
+        self._release.setdefault(name, threading.Event()).set()
+
+    async def next(self) -> str:
+        """The name of the next call whose function begins."""
+        return await asyncio.wait_for(self.begun.get(), LONG_S)
+
+    @property
+    def tool(self) -> Callable[..., Any]:
+        """The function ``hold``."""
+
+        def hold(label: str) -> str:
+            self._loop.call_soon_threadsafe(self.begun.put_nowait, label)
+            self._release.setdefault(label, threading.Event()).wait(LONG_S)
+            return label
+
+        return hold
+
+
+async def test_an_owner_with_slow_functions_leaves_threads_to_another_owner() -> None:
+    held = Held()
+    worker = Worker(held.tool, double, threads=4)
+    for count in range(4):
+        worker.call_of("ann", "hold", count, label=f"a{count}")
+    assert {await held.next(), await held.next()} == {"a0", "a1"}
+    worker.call_of("ben", "double", 9, n=1)
+    assert (await worker.next()).value == b"2"
+    assert held.begun.empty()
+    for count in range(4):
+        held.release(f"a{count}")
+    assert {(await worker.next()).count for _ in range(4)} == {0, 1, 2, 3}
+
+
+async def test_the_users_of_an_owner_share_its_threads() -> None:
+    held = Held()
+    worker = Worker(held.tool, double, threads=6)
+    for count in range(4):
+        worker.call_of("gateway", "hold", count, user="ann", label=f"a{count}")
+    assert {await held.next(), await held.next()} == {"a0", "a1"}
+    worker.call_of("gateway", "double", 9, user="ben", n=1)
+    assert (await worker.next()).value == b"2"
+    assert held.begun.empty()
+    for count in range(4):
+        held.release(f"a{count}")
+
+
+async def test_a_cancelled_call_counts_until_its_function_returns() -> None:
+    held = Held()
+    worker = Worker(held.tool, double, threads=4)
+    for request in (1, 2, 3):
+        worker.call_of("ann", "hold", request=request, label=f"a{request}")
+    assert {await held.next(), await held.next()} == {"a1", "a2"}
+    for request in (1, 2, 3):
+        worker.calls.end(0, request)
+    worker.call_of("ann", "hold", request=4, label="a4")
+    worker.call_of("ben", "double", 9, n=1)
+    assert (await worker.next()).value == b"2"
+    assert held.begun.empty()
+    held.release("a1")
+    # The call of the request 3 was cancelled while it waited, so it does not begin.
+    assert await held.next() == "a4"
+    held.release("a2")
+    held.release("a4")
+    assert (await worker.next()).request == 4
+
+
+async def test_owners_take_turns_if_all_threads_are_busy() -> None:
+    held = Held()
+    worker = Worker(held.tool, threads=1)
+    for count in (1, 2, 3):
+        worker.call_of("ann", "hold", count, label=f"a{count}")
+    worker.call_of("ben", "hold", 4, label="b4")
+    begun = []
+    for _ in range(4):
+        begun.append(await held.next())
+        held.release(begun[-1])
+    assert begun == ["a1", "a2", "b4", "a3"]
 
 
 async def test_an_async_function_is_cancelled_at_its_time_out() -> None:

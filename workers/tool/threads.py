@@ -1,0 +1,106 @@
+"""The threads of a tool worker. Owners of calls take turns, and each owner may have a share of the
+threads.
+
+All methods run on the thread of the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict, deque
+from typing import NamedTuple
+
+from ...protocol.shares import fits_share, max_share
+
+
+class CallOwner(NamedTuple):
+    """The client whose share includes a call, and the client's user, as CALL names them."""
+
+    client: str
+    user: str
+
+
+class Threads:
+    """Counts the threads that run functions. ``num_threads``: maximum number of these threads."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._busy: Counter[tuple[str, str | None]] = Counter()
+        """Number of busy threads, by client and user. The user None stands for all users of the
+        client."""
+        self._num_busy = 0
+        self._waiting: OrderedDict[str, OrderedDict[str, deque[asyncio.Future[None]]]]
+        self._waiting = OrderedDict()
+        """The waiting calls by client and user. The first client has the next turn, and so has its
+        first user. No call waits whose owner may have another thread."""
+
+    async def acquire(self, owner: CallOwner) -> None:
+        """Waits until ``owner`` may have another thread, and counts the thread."""
+        if self._fits(owner):
+            self._take(owner)
+            return
+        turn = asyncio.get_running_loop().create_future()
+        users = self._waiting.setdefault(owner.client, OrderedDict())
+        users.setdefault(owner.user, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._remove(owner, turn)
+            else:
+                self.release(owner)
+            raise
+
+    def release(self, owner: CallOwner) -> None:
+        """Stops counting a thread, because its function has returned. Gives the thread to a waiting
+        call."""
+        self._num_busy -= 1
+        for place in _places(owner):
+            self._busy[place] -= 1
+            if not self._busy[place]:
+                del self._busy[place]
+        while (following := self._next()) is not None:
+            turn = self._waiting[following.client][following.user][0]
+            self._remove(following, turn)
+            # The other clients, and the other users of this client, have their turns first.
+            if users := self._waiting.get(following.client):
+                self._waiting.move_to_end(following.client)
+                if following.user in users:
+                    users.move_to_end(following.user)
+            # The task of a cancelled turn may not have run yet.
+            if not turn.cancelled():
+                self._take(following)
+                turn.set_result(None)
+
+    def _next(self) -> CallOwner | None:
+        """The first owner with a waiting call that may have another thread."""
+        owners = (CallOwner(client, user) for client, own in self._waiting.items() for user in own)
+        return next((owner for owner in owners if self._fits(owner)), None)
+
+    def _fits(self, owner: CallOwner) -> bool:
+        """Whether the client may have another thread, and its user too (``fits_share``)."""
+        own, of_user = (self._busy[place] for place in _places(owner))
+        if not fits_share(own, self._num_busy, self._num_threads):
+            return False
+        most = max_share(own, self._num_busy, self._num_threads)
+        return not owner.user or fits_share(of_user, own, most)
+
+    def _take(self, owner: CallOwner) -> None:
+        self._num_busy += 1
+        self._busy.update(_places(owner))
+
+    def _remove(self, owner: CallOwner, turn: asyncio.Future[None]) -> None:
+        """Removes a waiting call, unless it was removed before."""
+        users = self._waiting.get(owner.client, OrderedDict())
+        if turn not in users.get(owner.user, ()):
+            return
+        users[owner.user].remove(turn)
+        if not users[owner.user]:
+            del users[owner.user]
+        if not users:
+            del self._waiting[owner.client]
+
+
+def _places(owner: CallOwner) -> tuple[tuple[str, str | None], tuple[str, str | None]]:
+    """The two keys of ``Threads._busy`` whose counts include a thread of ``owner``."""
+    return (owner.client, None), (owner.client, owner.user)
