@@ -30,9 +30,6 @@ BODY_S = 30.0
 one second."""
 BODY_BYTES_S = 1024
 """Minimum rate at which a long body must arrive, in bytes per second."""
-UNREAD_S = 300.0
-"""Time in which a client must read most of the buffered answer, in seconds. After this time, the
-client is disconnected."""
 RESERVE = 64
 """Number of connections that are accepted beyond the maximum. They may only request ``PROBES``."""
 
@@ -62,8 +59,6 @@ class BoundedHttp(HttpToolsProtocol):
     ``BODY_S``."""
     _in_body = False
     """Whether the headers of the current request are complete but its body is not."""
-    _unread: asyncio.TimerHandle | None = None
-    """The timer that closes the connection of a client that does not read."""
     _upgraded = False
 
     # --- the connection -------------------------------------------------------------------------
@@ -83,16 +78,24 @@ class BoundedHttp(HttpToolsProtocol):
         """Handles the end of the connection."""
         self._in_time()
         self._body_in_time()
-        self._read_again()
         super().connection_lost(exc)
+        self._reading.lost()
+
+    def eof_received(self) -> None:
+        """Handles the end of the client's data, after which the event loop closes the
+        connection."""
+        self._reading.close()
 
     def handle_websocket_upgrade(self) -> None:
         """Handles the upgrade to a WebSocket. Afterwards, this object does not receive events of
-        the connection."""
+        the connection. The connection is aborted if an earlier answer is not complete or not read,
+        because that answer would have no bounds after the upgrade."""
+        if self._is_answering() or self.flow.write_paused:
+            self.transport.abort()
+            return
         self._in_body = False
         self._in_time()
         self._body_in_time()
-        self._read_again()
         if self.app == self._probes_only:
             self._refuse(b"503 Service Unavailable")
         else:
@@ -112,8 +115,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._unfinished_bytes = 0 if self._finished else self._unfinished_bytes + len(data)
         if self._unfinished_bytes > MAX_HEAD_BYTES:
             self._refuse(b"431 Request Header Fields Too Large")
-        open_request = self.cycle is not None and not self.cycle.response_complete
-        if self._late is None and not (self._in_body or open_request or self._upgraded):
+        if self._late is None and not (self._in_body or self._is_answering() or self._upgraded):
             # The client may have sent only line breaks, which the parser skips. They end uvicorn's
             # timer for idle connections, so a new timer is necessary.
             self._late = self.loop.call_later(HEAD_S, self._check_head)
@@ -163,6 +165,10 @@ class BoundedHttp(HttpToolsProtocol):
         self._body_in_time()
         super().on_message_complete()
 
+    def _is_answering(self) -> bool:
+        """Whether the answer to the last received request is not complete."""
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _is_pipelined(self) -> bool:
         """Whether a received request waits for the answers to earlier requests of this connection.
         While a request waits, the connection is not read."""
@@ -207,18 +213,12 @@ class BoundedHttp(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Called when the client does not read as fast as the gateway writes."""
         super().pause_writing()
-        self._read_again()
-        self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
+        self._reading.writing_paused()
 
     def resume_writing(self) -> None:
         """Called when the client has read most of the buffered answer."""
-        self._read_again()
+        self._reading.writing_resumed()
         super().resume_writing()
-
-    def _read_again(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
 
     # --- refusals -------------------------------------------------------------------------------
 

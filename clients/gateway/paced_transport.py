@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
+
+from .unread_transport import UnreadTransport
 
 PIECE_BYTES = 1024
 """Maximum size of a piece in bytes. The shortest request has 18 bytes, so a piece contains at most
@@ -21,7 +22,7 @@ in seconds. The time is checked after each piece. Many pieces of a long body can
 time."""
 
 
-class PacedTransport:
+class PacedTransport(UnreadTransport):
     """A connection's transport, and the received data that is not parsed yet.
 
     While there is such data, the transport does not read, and the kernel buffers further data.
@@ -36,8 +37,7 @@ class PacedTransport:
     ) -> None:
         """``parse`` receives the pieces. Data is not parsed while ``held`` returns True. The owner
         calls ``proceed`` when the result of ``held`` may have changed."""
-        self.transport = transport
-        self._loop = loop
+        super().__init__(transport, loop)
         self._parse = parse
         self._held = held
         self._rest = memoryview(b"")
@@ -48,9 +48,6 @@ class PacedTransport:
         """Whether this object has paused the transport."""
         self._next: asyncio.Handle | None = None
         """The next call of ``_parse_pieces``."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.transport, name)
 
     @property
     def waits(self) -> bool:

@@ -31,6 +31,9 @@ REQUEST_ID = re.compile(r"[!-~]{1,128}")
 PROBES = frozenset({"/live", "/ready", "/health", "/health_generate", "/metrics"})
 """Paths that load balancers and Prometheus poll. Requests for these paths are logged at the level
 ``debug`` and are not traced."""
+PART_BYTES = 64 * 1024
+"""Maximum number of bytes of an answer that are sent at once. The next part is sent when the client
+has read most of the buffered parts."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -101,6 +104,8 @@ class Traffic:
                     # After this header, the client opens a new connection for its next request,
                     # which reaches another process.
                     headers["connection"] = "close"
+            elif len(message.get("body", b"")) > PART_BYTES:
+                message = await _sent_in_parts(message, send)
             await send(message)
 
         counts.in_progress += 1
@@ -132,6 +137,19 @@ class Traffic:
         finally:
             counts.websockets -= 1
             request.end(route_path(scope), None, None)
+
+
+async def _sent_in_parts(message: Message, send: Send) -> Message:
+    """Sends a long body in parts, and returns the empty message after it.
+
+    With the empty message, the request ends only when the client has read most of the body. Until
+    then, the body counts towards the share of its user.
+    """
+    body = message["body"]
+    for at in range(0, len(body), PART_BYTES):
+        part = bytes(body[at : at + PART_BYTES])
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    return {**message, "body": b""}
 
 
 class _Request:

@@ -1,6 +1,7 @@
-"""uvicorn's WebSockets with bounds for control frames, fragments and unread pongs.
+"""uvicorn's WebSockets with bounds for control frames, fragments, unread pongs and unread messages.
 
-uvicorn bounds only the bytes of a message, answers any number of pings, and buffers the answers.
+uvicorn bounds only the bytes of a message, answers any number of pings, and buffers the answers. It
+waits forever for a client that does not read.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ MIN_FRAGMENT_BYTES = 512
 """Minimum average size of the fragments of a message with more than ``MAX_FRAGMENTS`` fragments, in
 bytes. The refusal recommends at least twice this size for each fragment, so that the average stays
 above the minimum even if some fragments are shorter."""
+PING_LOST_S = 10.0
+"""Time from the close after an unanswered ping until the connection is aborted, in seconds."""
 POLICY_VIOLATION = 1008
 """Close code (RFC 6455, section 7.4.1)."""
 
@@ -41,6 +44,16 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         )
         super().connection_made(cast(Any, self._reading))
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Handles the end of the connection."""
+        super().connection_lost(exc)
+        self._reading.lost()
+
+    def eof_received(self) -> None:
+        """Handles the end of the client's data, after which the event loop closes the
+        connection."""
+        self._reading.close()
+
     def data_received(self, data: bytes) -> None:
         """Handles data from the client."""
         self._reading.received(data)
@@ -48,12 +61,19 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
     def pause_writing(self) -> None:
         """Called when the client does not read as fast as the gateway writes."""
         super().pause_writing()
+        self._reading.writing_paused()
         self._reading.proceed()
 
     def resume_writing(self) -> None:
         """Called when the client has read most of the buffered messages."""
         super().resume_writing()
+        self._reading.writing_resumed()
         self._reading.proceed()
+
+    def keepalive_timeout(self) -> None:
+        """Closes the WebSocket of a client that has not answered a ping."""
+        super().keepalive_timeout()
+        self._reading.abort_after(PING_LOST_S)
 
     def handle_ping(self) -> None:
         """Answers a ping."""

@@ -189,8 +189,8 @@ def test_many_large_buffers_are_copied_only_up_to_the_maximum_number_of_pages() 
 
 def test_a_large_buffer_routes_like_its_beginning(bench: Bench) -> None:
     bench.client("c", "HELLO")
-    for name, first in (("x", b"x"), ("y", b"y")):
-        content = first * (2 * MAX_PAGES * PAGE_BYTES)
+    for name, byte in (("x", b"x"), ("y", b"y")):
+        content = byte * (2 * MAX_PAGES * PAGE_BYTES)
         frames = [b"BUFFER", msgspec.json.encode({"name": name}), content]
         bench.broker.on_client(peer_of("c"), frames, bench.now)
     first = _send(bench, 1, "", buffers=["x", "y"])

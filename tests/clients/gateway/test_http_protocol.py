@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import uvicorn
-from tokenbus.clients.gateway import http_protocol
+from tokenbus.clients.gateway import http_protocol, unread_transport
 from tokenbus.clients.gateway.http_protocol import BoundedHttp
 from uvicorn.server import ServerState
 
@@ -59,7 +59,7 @@ class Transport(asyncio.Transport):
         super().__init__()
         self.written = b""
         self.closed = asyncio.Event()
-        self.aborted = False
+        self.aborted = asyncio.Event()
 
     def write(self, data: object) -> None:
         assert isinstance(data, bytes)
@@ -69,7 +69,7 @@ class Transport(asyncio.Transport):
         self.closed.set()
 
     def abort(self) -> None:
-        self.aborted = True
+        self.aborted.set()
         self.closed.set()
 
     def is_closing(self) -> bool:
@@ -180,7 +180,7 @@ async def test_a_long_body_has_more_time_and_one_that_nobody_reads_has_any(
 async def test_an_answer_of_which_nothing_is_read_ends_the_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_protocol, "UNREAD_S", 0.01)
+    monkeypatch.setattr(unread_transport, "UNREAD_S", 0.01)
     protocol, transport = connected(_reads_nothing)
     protocol.data_received(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
     slow, read = connected(_reads_nothing)
@@ -188,7 +188,7 @@ async def test_an_answer_of_which_nothing_is_read_ends_the_connection(
     slow.resume_writing()
     protocol.pause_writing()
     await transport.ended()
-    assert transport.aborted
+    assert transport.aborted.is_set()
     assert not read.is_closing()
     for connection in (protocol, slow):
         connection.connection_lost(None)

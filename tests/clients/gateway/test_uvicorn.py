@@ -26,6 +26,7 @@ PROTOCOL = {
     "connection_lost": ["exc"],
     "connection_made": ["transport"],
     "data_received": ["data"],
+    "eof_received": [],
     "handle_websocket_upgrade": [],
     "on_body": ["body"],
     "on_header": ["name", "value"],
@@ -40,11 +41,14 @@ PROTOCOL = {
 """Methods of ``HttpToolsProtocol`` that ``BoundedHttp`` overrides, with their parameters."""
 
 WEBSOCKET = {
+    "connection_lost": ["exc"],
     "connection_made": ["transport"],
     "data_received": ["data"],
+    "eof_received": [],
     "handle_cont": ["event"],
     "handle_ping": [],
     "handle_pong": ["event"],
+    "keepalive_timeout": [],
     "pause_writing": [],
     "resume_writing": [],
 }
@@ -54,7 +58,17 @@ SERVER = {"handle_exit": ["sig", "frame"], "serve": ["sockets"], "shutdown": ["s
 """Methods of ``uvicorn.Server`` that ``GatewayServer`` overrides."""
 
 ATTRIBUTES = {
-    HttpToolsProtocol: ["app", "config", "connections", "cycle", "loop", "pipeline", "transport"],
+    HttpToolsProtocol: [
+        "app",
+        "config",
+        "connections",
+        "cycle",
+        "flow",
+        "loop",
+        "pipeline",
+        "transport",
+    ],
+    FlowControl: ["write_paused"],
     RequestResponseCycle: ["response_complete", "response_started"],
     WebSocketsSansIOProtocol: [
         "close_sent",
