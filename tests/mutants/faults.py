@@ -245,8 +245,8 @@ FAULTS = (
     Fault(
         "a fence never ends",
         "fences.py",
-        "                self._remove(fence)\n\n    def progressed",
-        "                pass\n\n    def progressed",
+        "                self._remove(fence)\n        return number\n\n    def progressed",
+        "                pass\n        return number\n\n    def progressed",
     ),
     Fault(
         "messages about a void attempt are handled",

@@ -18,7 +18,8 @@ from .guests import guest
 
 @pytest.fixture(scope="package")
 def system(processes: None) -> Iterator[System]:
-    with Bus(controller_init_ms=INIT_MS, controller_idle_wakes=20) as bus:
+    usual = {"controller_pre_ms": 1, "controller_post_ms": 1}
+    with Bus(controller_init_ms=INIT_MS, controller_idle_wakes=20, **usual) as bus:
         bus.start_worker()
         worker = bus.start_other("controller")
         bus.start_other("state")
