@@ -12,8 +12,8 @@ from .recipes import recipe
 PROGRAM = FOLDER / "continue" / "node_modules" / ".bin" / "cn"
 WITHOUT_ANTHROPIC = ["env", "-u", "ANTHROPIC_API_KEY"]
 """With this key, Continue adds models of Anthropic to the configuration."""
-WITHOUT_EXIT = ["--exclude", "Exit"]
-"""The model calls any tool. This tool ends Continue with the exit code 1."""
+WITHOUT_ENDS = ["--exclude", "Exit", "--exclude", "AskQuestion"]
+"""The model calls any tool. Without a terminal, these tools end Continue."""
 
 
 def test_a_session_is_rendered_as_it_was_held(local: Local, tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_a_session_is_rendered_as_it_was_held(local: Local, tmp_path: Path) -> N
     (tmp_path / ".continue" / "config.yaml").write_text(recipe("Continue", local.url))
     for number, question in enumerate(QUESTIONS):
         again = ["--resume"] if number else []
-        cn: list[str | Path] = [PROGRAM, "-p", question, *again, *WITHOUT_EXIT]
+        cn: list[str | Path] = [PROGRAM, "-p", question, *again, *WITHOUT_ENDS]
         command = [*WITHOUT_ANTHROPIC, *cn]
         if number == INTERRUPTED:
             local.interrupt(command, tmp_path)

@@ -8,6 +8,7 @@ controller. This stream continues, and has the same tokens as a stream that runs
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,13 @@ from .guests import guest
 
 @pytest.fixture(scope="package")
 def system(processes: None) -> Iterator[System]:
-    usual = {"controller_pre_ms": 1, "controller_post_ms": 1}
-    with Bus(controller_init_ms=INIT_MS, controller_idle_wakes=20, **usual) as bus:
+    limits: dict[str, Any] = {
+        "controller_init_ms": INIT_MS,
+        "controller_pre_ms": 1,
+        "controller_post_ms": 1,
+        "controller_idle_wakes": 20,
+    }
+    with Bus(**limits) as bus:
         bus.start_worker()
         worker = bus.start_other("controller")
         bus.start_other("state")
