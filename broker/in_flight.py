@@ -60,10 +60,10 @@ class InFlight:
 
     def answered(self, claim: int) -> bool:
         """Handles the answer to a CLAIM with this number. Returns whether the worker has thereby
-        taken requests."""
+        taken requests: False if the CLAIM had another purpose."""
         if claim != self._claim:
             return False
         self._claim = None
         self.bytes -= sum(self._asked.values())
         self._asked = {}
-        return self.bytes < MAX_IN_FLIGHT_BYTES
+        return True

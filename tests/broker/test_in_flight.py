@@ -70,6 +70,22 @@ def test_large_requests_wait_until_the_worker_has_taken_the_earlier_ones(bench: 
     assert bench.broker.state.num_queued == MOST
 
 
+def test_the_worker_is_asked_again_while_it_has_no_room(bench: Bench) -> None:
+    store(bench, "d", SIZE - 1000)
+    send(bench, "c", 1)  # A CLAIM follows this request.
+    send(bench, "d", 3, buffers=["b", "b"])
+    store(bench, "e")
+    send(bench, "e", 1)
+    store(bench, "f", SIZE - 1000)
+    send(bench, "f", 2, buffers=["b", "b"])
+    assert len(received(bench)) == 6
+    take(bench)
+    # The requests after the CLAIM still fill the bound.
+    assert received(bench) == []
+    take(bench)
+    assert len(received(bench)) == 1
+
+
 def test_a_request_that_ends_makes_room_without_a_claimed(bench: Bench) -> None:
     send(bench, "c", MOST + 2)
     headers = received(bench)
