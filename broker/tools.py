@@ -21,12 +21,12 @@ from ..protocol.errors import Code, RequestError, TokenbusError, UnavailableErro
 from ..protocol.header import encode_header
 from ..protocol.messages import Tool
 from ..protocol.shares import fits_share, max_share
-from ..protocol.worker_messages import CallAnswer, End
+from ..protocol.worker_messages import Call, CallAnswer, End
 from .outgoing import Outgoing, Side
 from .request import Request
 from .session import Session
 from .state import BrokerState
-from .waiting_calls import CallFields, CallId, WaitingCall, WaitingCalls
+from .waiting_calls import CallId, WaitingCall, WaitingCalls, id_of
 from .worker import RETRY_AFTER_S, Worker, WorkerState
 
 MAX_ENDED = 64
@@ -82,11 +82,11 @@ class Tools:
 
     def on_call(self, worker: Worker, frames: list[bytes]) -> None:
         """Handles CALL of a controller worker."""
-        call: CallFields = decode_as(CallFields, frames[2], "msgpack")
+        call: Call = decode_as(Call, frames[2], "msgpack")
         request = self._state.requests.get(call.request)
         if request is None or request.steered_by is not worker or not request.open:
             return
-        if call.id not in self._waiting:
+        if id_of(call) not in self._waiting:
             self._pass(request, call)
 
     def tick(self, now: float) -> None:
@@ -151,7 +151,7 @@ class Tools:
 
     # --- one call -------------------------------------------------------------------------------
 
-    def _pass(self, request: Request, call: CallFields) -> None:
+    def _pass(self, request: Request, call: Call) -> None:
         """Passes a call to a tool worker, lets it wait for a worker, or answers it with an
         error."""
         try:
@@ -163,7 +163,7 @@ class Tools:
                 self._waiting.add(WaitingCall(request, call, _owner(request)))
                 return
         except TokenbusError as error:
-            self._answer(request, call.id, error)
+            self._answer(request, id_of(call), error)
             return
         sent_by = encode_header(call.request, request.steered_by.id if request.steered_by else 0)
         call.owner, call.user = passed.owner, passed.user
@@ -178,11 +178,11 @@ class Tools:
         settles = self._state.recovery.settles(self._state.now)
         return settles or isinstance(error, UnavailableError)
 
-    def _passed(self, request: Request, call: CallFields) -> _Passed:
+    def _passed(self, request: Request, call: Call) -> _Passed:
         """Assigns a call to a tool worker, or returns the earlier assignment. Raises TokenbusError
         if the call is refused."""
         calls = self._calls.get(request.id, {})
-        known = calls.get(call.id)
+        known = calls.get(id_of(call))
         if known is not None and known.worker.id in self._state.workers:
             return known
         if known is not None or call.again:
@@ -200,9 +200,9 @@ class Tools:
         owner, user = _owner(request), request.fields.by
         worker = self._choose(call.tool, owner, user)
         passed = _Passed(worker, call.tool, owner, user)
-        self._calls.setdefault(request.id, {})[call.id] = passed
+        self._calls.setdefault(request.id, {})[id_of(call)] = passed
         self._running.update(passed.places)
-        worker.calls.add(call.id)
+        worker.calls.add(id_of(call))
         return passed
 
     def _check_allowed(self, session: Session, tool: str) -> None:

@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from msgspec import Struct
-
 from ..protocol.errors import Code, UnavailableError
 from ..protocol.shares import fits_share, max_share
+from ..protocol.worker_messages import Call
 from .request import Request
 from .worker import RETRY_AFTER_S
 
@@ -22,21 +21,9 @@ CallId = tuple[int, int, int]
 operation."""
 
 
-class CallFields(Struct, array_like=True):
-    """The fields of a CALL. The broker writes ``owner`` and ``user``, and reads the others."""
-
-    request: int
-    lineage: int
-    count: int
-    tool: str
-    arguments: bytes = b""
-    again: bool = False
-    owner: str = ""
-    user: str = ""
-
-    @property
-    def id(self) -> CallId:
-        return self.request, self.lineage, self.count
+def id_of(call: Call) -> CallId:
+    """The id of a call."""
+    return call.request, call.lineage, call.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +31,7 @@ class WaitingCall:
     """A call that waits."""
 
     request: Request
-    call: CallFields
+    call: Call
     owner: str
 
     @property
@@ -92,7 +79,7 @@ class WaitingCalls:
                 f"{MAX_WAITING} calls wait already, {own} of them for this client; try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self._calls[waiting.call.id] = waiting
+        self._calls[id_of(waiting.call)] = waiting
         self._owned.update(waiting.places)
 
     def take(self, request: int | None = None) -> list[WaitingCall]:
@@ -102,7 +89,7 @@ class WaitingCalls:
             return []
         taken = [w for w in self._calls.values() if request in (None, w.request.id)]
         for waiting in taken:
-            del self._calls[waiting.call.id]
+            del self._calls[id_of(waiting.call)]
             for place in waiting.places:
                 self._owned[place] -= 1
                 if not self._owned[place]:
