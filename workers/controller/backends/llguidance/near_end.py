@@ -26,7 +26,8 @@ another prefix of the completion than its first token. The rest is then tokenize
 FEW = 64
 """If a mask has more tokens than this, only its tokens of one byte are tried."""
 MAX_STEPS = 30
-"""Maximum states that searches for other completions visit in one sequence."""
+"""Maximum states that searches for other completions visit in one sequence, and completions that
+they check (``Completion.steps``)."""
 MAX_CHECKS = 500
 """Maximum steps of the checks of other completions in one sequence (``checking.budget.Budget``)."""
 AT_ONCE = 2
