@@ -549,6 +549,8 @@ class ClientSession:
             # the answer to an ATTACH of an earlier connection.
             call.repeats = max(0, call.received - msg.attached)
             call.attaching = False
+            # Lanes deliver every row, so they must not read entries that are repeated.
+            self._lanes = None
             call.moves = msg.moves
             call.input_at = None
             self._next_input(call, now)

@@ -28,7 +28,7 @@ STEP = st.tuples(
 )
 """A TOKEN message: the sequences that get a token, and the call whose tokens have text, if any."""
 OTHER = st.tuples(
-    st.sampled_from(["end", "lost", "resume", "resume", "cancel", "time", "fail"]),
+    st.sampled_from(["end", "lost", "resume", "resume twice", "cancel", "time", "fail"]),
     st.integers(0, CALLS - 1),
     st.integers(0, 3),
 )
@@ -39,6 +39,7 @@ ALL = ("step", KEYS, None)
 STORIES: list[list[tuple[str, Any, Any]]] = [
     [ALL, ALL, ("cancel", 0, 0), ALL, ("time", 0, 1), ALL],
     [ALL, ALL, ("resume", 0, 2), ALL, ALL],
+    [ALL, ALL, ("resume twice", 0, 2), ALL, ALL],
     [ALL, ALL, ("lost", 0, 0), ("time", 0, 3), ALL, ALL, ALL],
     [ALL, ALL, ("fail", 1, 0), ALL, ("time", 0, 3), ALL, ALL, ALL, ("end", 1, 0)],
     [ALL, ALL, ("step", KEYS, 1), ALL, ("time", 0, 2), ("resume", 0, 0), ALL, ("end", 1, 0), ALL],

@@ -65,6 +65,8 @@ class World:
                 self._receive("WELCOME", {"version": 1, "encoding": "msgpack", "session": "b"})
             case "resume":
                 self._resume(lost=number)
+            case "resume twice":
+                self._resume(lost=number, answers=2)
         self._work()
 
     def _work(self) -> None:
@@ -77,9 +79,10 @@ class World:
                 self._sent[msgspec.msgpack.decode(frames[1], type=Generate).stream_id] = []
         self.session.outgoing = []
 
-    def _resume(self, lost: int) -> None:
+    def _resume(self, lost: int, answers: int = 1) -> None:
         """Breaks the connection, so that ``lost`` tokens of each stream are lost, and resumes the
-        session on a new connection."""
+        session on a new connection. ``answers``: how many ATTACHes of the same kind are answered on
+        the new connection. The additional ATTACHes were sent on earlier connections."""
         for _ in range(lost):
             for stream in self._sent:
                 self._token_of(stream, 0, with_text=False)
@@ -93,12 +96,13 @@ class World:
         # Tokens that arrive before the answer are discarded.
         self._tokens([self._token(call, seq, False) for call, seq in KEYS])
         # If ``lost`` is odd, the answer repeats an entry, like an answer to an earlier ATTACH.
-        missed: list[Token] = []
-        for body in attached:
-            stream, received = body["stream_id"], max(0, body["received"] - lost % 2)
-            self._receive("MSG", {"stream_id": stream, "attached": received})
-            missed += self._sent[stream][received:]
-        self._send(missed)
+        for _ in range(answers):
+            missed: list[Token] = []
+            for body in attached:
+                stream, received = body["stream_id"], max(0, body["received"] - lost % 2)
+                self._receive("MSG", {"stream_id": stream, "attached": received})
+                missed += self._sent[stream][received:]
+            self._send(missed)
 
     def _token(self, which: int, seq: int, with_text: bool) -> Token | None:
         number = self.calls[which].number
