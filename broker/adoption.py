@@ -138,7 +138,8 @@ class Adoption:
         if self._has_ended(header, fields.stream_id):
             return
         count = _num_entries(sent) if body.entries is None else body.entries
-        session = self._session(header, fields.stream_id, (body.moves, count))
+        reached = body.moves - body.claimed, count
+        session = self._session(header, fields.stream_id, reached)
         if session is None:
             give_up(self._state, worker, header.request, header.address, fields.stream_id)
             return
@@ -160,6 +161,7 @@ class Adoption:
             attachment=Attachment.UNCLAIMED,
             entries=count,
             moves=body.moves,
+            claimed=body.claimed,
         )
         self._adopted += 1
         if body.ended:
@@ -189,7 +191,7 @@ class Adoption:
             return None
         other = self._state.requests.get(header.request)
         if other is not None:
-            if not _is_unclaimed(other) or (other.moves, other.entries) >= reached:
+            if not _is_unclaimed(other) or other.reached >= reached:
                 return None
             self._withdraw(other)
         session = self._sessions.by_id.get(header.address)
@@ -353,14 +355,15 @@ class Adoption:
         message: Attach = decode_as(Attach, frames[1])
         request = session.streams.get(message.stream_id)
         if request is not None and _is_unclaimed(request):
-            reached = request.moves, request.entries
-            if reached < (message.moves, message.received):
+            if request.reached < (message.moves, message.received):
                 # The worker of the stream was cut off, and the request has continued elsewhere.
                 self._withdraw(request)
         end = session.log.ends.get(message.stream_id)
-        if end is not None and end.count:
-            reached = end.moves, end.count
-            if reached < (message.moves, message.received):
+        if end is not None:
+            # The stream has continued elsewhere. A client that has received all entries of a copy
+            # would have received the copy's end too.
+            is_short = 0 < end.count <= message.received
+            if is_short or end.moves < message.moves:
                 self._ends.drop(session, message.stream_id)
         self._attaches.on_attach(session, message, hold=self.waits_for(session))
 

@@ -135,7 +135,7 @@ class Attaches:
             self._count(request, request.interruption, message.received)
         request.attachment = Attachment.ATTACHED
         if request.worker is None:
-            self._moves.attach(request, message.received if request.interruption else 0)
+            self._moves.attach(request, message.received)
         else:
             request.attaching.append(message.received)
             flags = request.session.flags

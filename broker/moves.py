@@ -238,28 +238,40 @@ class Moves:
         return [transcript_of(interruption.sent, left, why, pause_s, request.moves + 1)]
 
     def attach(self, request: Request, received: int) -> None:
-        """Answers an ATTACH to a stream that waits for another worker: the client gets the entries
-        that it has not received."""
+        """Answers an ATTACH to a stream without a worker: the client gets the entries that it has
+        not received."""
         interruption = request.interruption
-        missed = interruption is not None and received < request.entries
-        sent = interruption.sent if interruption is not None and missed else b""
-        self.answer(request, sent, received)
+        if interruption is not None and received < request.entries:
+            self.answer(request, interruption.sent, received)
+        else:
+            self._answer_without_entries(request, received)
 
     def _answer_attaching(self, request: Request) -> None:
         """Answers the ATTACHes that the worker of a request has not answered. The entries that the
         client has not received follow the last answer."""
         attaching, request.attaching = request.attaching, []
         for received in attaching[:-1]:
-            self._out.attached(request.session, request.stream_id, request.moves, [], received)
+            self._answer_without_entries(request, received)
         for received in attaching[-1:]:
             self.attach(request, received)
 
     def answer(self, request: Request, sent: bytes, received: int) -> None:
         """Answers an ATTACH with the entries of a stream, without the first ``received`` entries.
-        ``sent``: the entries as a body of TOKEN; empty without entries."""
+        ``sent``: the entries as a body of TOKEN; empty without entries.
+
+        The client may have received more entries than this copy of the stream has. The answer then
+        names the number of entries of the copy, so that the client discards the entries that the
+        copy repeats.
+        """
         body: TokenBody = decode_as(TokenBody, sent, "msgpack") if sent else []
         entries = column_entries(body) if isinstance(body, TokenColumns) else body
-        self._out.attached(request.session, request.stream_id, request.moves, entries, received)
+        first = min(received, len(entries))
+        missed = entries[first:]
+        self._out.attached(request.session, request.stream_id, request.moves, missed, first)
+
+    def _answer_without_entries(self, request: Request, received: int) -> None:
+        first = min(received, request.entries)
+        self._out.attached(request.session, request.stream_id, request.moves, [], first)
 
     @staticmethod
     def unserved(request: Request) -> TokenbusError:

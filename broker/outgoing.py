@@ -115,14 +115,14 @@ class Outgoings(list[Outgoing]):
         self._errors.add(error.code)
 
     def attached(
-        self, session: Session, stream_id: int, moves: int, entries: list[Token], received: int
+        self, session: Session, stream_id: int, moves: int, entries: list[Token], first: int
     ) -> None:
-        """Adds the answer to an ATTACH: a MSG, and then ``entries`` without the first ``received``
-        entries."""
-        answer = Msg(stream_id=stream_id, attached=received, moves=moves)
+        """Adds the answer to an ATTACH: a MSG, and then ``entries``, which are the entries of the
+        stream from the number ``first`` on."""
+        answer = Msg(stream_id=stream_id, attached=first, moves=moves)
         self.to_session(session, b"MSG", answer)
-        if entries[received:]:
-            self.to_session(session, b"TOKEN", entries[received:])
+        if entries:
+            self.to_session(session, b"TOKEN", entries)
 
     def refuse(
         self,

@@ -167,6 +167,8 @@ class Request:
     """Number of entries that were routed before the request was sent to its present worker."""
     moves: int = 0
     """How often the request has moved to another worker, in this and earlier runs of the broker."""
+    claimed: int = 0
+    """The number that a CLAIM has added to ``moves`` (``Journal.claimed``)."""
     deaths: int = 0
     """Number of consecutive workers that died before they sent a new token of the request."""
     cancelled: CancelReason | None = None
@@ -235,6 +237,12 @@ class Request:
         """Whether the client has to send ATTACH, or waits for the answer to an ATTACH. Such a
         client drops entries that precede the answer."""
         return bool(self.attaching) or self.attachment is not Attachment.ATTACHED
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        """The number of moves and the number of entries of an adopted request, as its worker has
+        reported them. Of two copies, the one with the greater pair is valid."""
+        return self.moves - self.claimed, self.entries
 
     @property
     def turn(self) -> int | str:

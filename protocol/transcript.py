@@ -3,12 +3,13 @@ another worker continues the stream."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from msgspec import Raw, Struct
 
 from .bodies import decode_as, encode_body
 from .columns import TokenBody, TokenColumns, column_entries, pack_columns
+from .header import Flag, Header
 from .messages import Token
 
 
@@ -67,3 +68,11 @@ def decode_transcript(attachment: bytes) -> Transcript:
     """Decodes an attachment; raises RequestError if it is malformed."""
     transcript: Transcript = decode_as(Transcript, attachment, "msgpack")
     return transcript
+
+
+def moves_of(header: Header, attachments: Sequence[bytes]) -> int:
+    """How often a request has moved to another worker, as the message that sends it to a worker
+    says. Raises RequestError if the transcript is malformed."""
+    if not header.flags & Flag.MOVED or not attachments:
+        return 0
+    return decode_transcript(attachments[-1]).moves

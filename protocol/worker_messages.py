@@ -153,6 +153,9 @@ class Journal(Struct, kw_only=True, omit_defaults=True):
     """How often the stream had moved when it came to this worker. If a worker was cut off and the
     stream continued at another worker, the copy that has moved more often is valid, even if the
     other copy has more entries. The entries of the two copies may be in different orders."""
+    claimed: Annotated[int, Meta(ge=0)] = 0
+    """How many of ``moves`` the CLAIM has added that this JOURNAL answers. Copies are compared
+    without this number, because a CLAIM adds it to stale copies too."""
     gone: bool = False
     """Whether the worker no longer has the request. The message then has no attachments."""
     entries: Annotated[int, Meta(ge=0)] | None = None

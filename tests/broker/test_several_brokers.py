@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec import msgpack
 from tokenbus.broker import adoption, attaches, claims
+from tokenbus.broker.outgoing import Side
 from tokenbus.protocol.bodies import decode_as, encode_body
 from tokenbus.protocol.header import Flag, Header, encode_header
 from tokenbus.protocol.ids import session_id
@@ -61,11 +62,12 @@ def journal(
     session: int = SESSION,
     counted: bool = False,
     ended: bool = False,
+    claimed: int = 0,
 ) -> None:
     """A worker sends the JOURNAL of stream 1. ``counted``: the JOURNAL contains the number of its
     entries."""
     entries = [entry(pos) for pos in range(tokens)]
-    said = Journal(type="GENERATE", moves=moves, ended=ended)
+    said = Journal(type="GENERATE", moves=moves, ended=ended, claimed=claimed)
     said.entries = tokens if counted else None
     body = encode_body(said, "msgpack")
     asked = encode_body(generate(1), "msgpack")
@@ -246,6 +248,79 @@ def test_of_two_workers_that_have_a_stream_the_one_where_it_moved_last_is_right(
     # The second CLAIM makes the worker confirm that it has dropped the stream.
     assert kinds(bench, "a") == ["CLAIM", "CLAIM"]
     journal(bench, "b", 3, moves=1)
+    assert kinds(bench, "b") == ["CLAIM", "ATTACH"]
+
+
+def test_a_stale_copy_is_not_preferred_because_it_was_claimed(bench: Bench) -> None:
+    """The client has left the other broker, which then moved a stale copy of the stream to the
+    worker a. The CLAIM of this broker adds two moves to the stale copy, but not to the valid copy,
+    which this broker had claimed before."""
+    hello(bench, encodings=["msgpack"])
+    attach(bench, 5, moves=2)
+    journal(bench, "a", 3, moves=3, claimed=2)
+    assert kinds(bench, "a") == ["CLAIM", "CLAIM"]
+    journal(bench, "b", 6, moves=2)
+    [(kind, answer), (_, missed)] = bench.to_client("c")
+    assert (kind, answer["attached"], answer["moves"]) == ("MSG", 5, 2)
+    assert [e["token"] for e in missed] == [105]
+
+
+def test_the_valid_copy_replaces_a_stale_copy_that_was_reported_before(bench: Bench) -> None:
+    hello(bench)
+    journal(bench, "a", 3, moves=3, claimed=2)
+    journal(bench, "b", 6, moves=2)
+    attach(bench, 5, moves=2)
+    assert kinds(bench, "b") == ["CLAIM", "ATTACH"]
+
+
+def test_a_copy_with_fewer_entries_than_the_client_does_not_repeat_them(bench: Bench) -> None:
+    """The workers with later copies are lost. The client discards what the stale copy repeats: all
+    entries from the number in the answer up to the number that it has received."""
+    hello(bench, encodings=["msgpack"])
+    attach(bench, 5)
+    journal(bench, "a", 3, moves=1)
+    [(kind, answer)] = bench.to_client("c")
+    assert (kind, answer["attached"]) == ("MSG", 3)
+
+
+def test_a_stream_without_a_worker_is_attached_at_the_entries_that_it_has(bench: Bench) -> None:
+    [(_, welcome)] = bench.client("c", "HELLO", {"capabilities": ["recover"]})
+    bench.client("c", "GENERATE", generate(1))
+    [(_, header)] = bench.to_worker("a")
+    bench.tokens("a", header, entry(0), entry(1))
+    for name in "ab":
+        bench.send(name, "UNREGISTER", {})
+    bench.client("c", "HELLO", {"session": welcome["session"], "capabilities": ["recover"]})
+    assert [body["attached"] for _, body in attach(bench, 5)] == [2]
+    assert [body["attached"] for _, body in attach(bench, 2)] == [2]
+
+
+@pytest.mark.parametrize(("entries", "moves"), [(3, 2), (9, 0)])
+def test_the_end_of_a_stale_copy_is_not_the_end_of_the_stream(
+    bench: Bench, entries: int, moves: int
+) -> None:
+    """The stale copy has fewer entries than the client, or has moved less often."""
+    hello(bench)
+    journal(bench, "a", entries, moves=moves, ended=True, counted=True)
+    assert attach(bench, 5, moves=1) == []
+    journal(bench, "b", 6, moves=1)
+    assert kinds(bench, "b") == ["CLAIM", "ATTACH"]
+
+
+def test_an_end_at_this_broker_is_stale_if_the_stream_has_moved_at_another_one(
+    bench: Bench,
+) -> None:
+    """This broker was stopped, and then ended its copy of the stream with an error, because no
+    worker was left. The stream has continued at the broker to which the client went meanwhile."""
+    [(_, welcome)] = bench.client("b", "HELLO", {"capabilities": ["recover"]})
+    bench.client("b", "GENERATE", generate(1))
+    [(_, header)] = bench.to_worker("a")
+    bench.sent += bench.broker.on_gone(Side.FRONT, peer_of("b"), bench.now)
+    failed = {"code": "internal", "message": "it failed"}
+    bench.send("a", "ERROR", failed, Header(header.request, header.address, Flag.FINAL))
+    hello(bench, token=welcome["session"])
+    assert attach(bench, 5, moves=2) == []
+    journal(bench, "b", 6, moves=4, claimed=2, request=header.request, session=header.address)
     assert kinds(bench, "b") == ["CLAIM", "ATTACH"]
 
 

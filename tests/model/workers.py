@@ -22,7 +22,7 @@ from tokenbus.protocol.messages import (
     System,
     Token,
 )
-from tokenbus.protocol.transcript import decode_transcript
+from tokenbus.protocol.transcript import decode_transcript, moves_of
 from tokenbus.protocol.worker_messages import (
     Claim,
     Claimed,
@@ -289,6 +289,9 @@ class GpuWorker(Worker):
         elsewhere = self._elsewhere(link)
         if known is not None:
             assert known.link != link, "a worker got a request twice"
+            if moves_of(message.header, message.attachments) <= known.moves:
+                self._leave_to_another([number], link)
+                return
             self._leave_to_another([number], known.link)
         elif elsewhere and len(self.streams) >= CAPACITY:
             self.bus.post(refused_frames(message, elsewhere), link)
@@ -301,11 +304,13 @@ class GpuWorker(Worker):
         for number, stream in self._reported().items():
             if stream.header.address != session:
                 continue
+            claimed = 0
             if stream.link != link:
                 released.setdefault(stream.link, []).append(number)
                 stream.link = link
-                stream.moves += 2
-            self._send_journal(stream)
+                claimed = 2
+                stream.moves += claimed
+            self._send_journal(stream, claimed)
         for left, requests in released.items():
             self._leave_to_another(requests, left)
         body = encode_body(Claimed(session=session), "msgpack")
@@ -340,9 +345,11 @@ class GpuWorker(Worker):
         ended = {number: s for number, s in self._ended.items() if now - s.ended_at <= KEEP_S}
         return {**ended, **self.streams}
 
-    def _send_journal(self, stream: Stream) -> None:
+    def _send_journal(self, stream: Stream, claimed: int = 0) -> None:
         header = encode_header(stream.header.request, stream.header.address, stream.form)
-        body = Journal(type="GENERATE", ended=not stream.next, moves=stream.moves)
+        body = Journal(
+            type="GENERATE", ended=not stream.next, moves=stream.moves, claimed=claimed
+        )
         sent = encode_body(pack_columns(stream.sent), "msgpack")
         frames = [b"JOURNAL", header, encode_body(body, "msgpack"), sent, *stream.frames]
         self.bus.post(frames, stream.link)
@@ -400,11 +407,12 @@ class GpuWorker(Worker):
             return
         flags = header.flags & FORM
         stream.header = stream.header._replace(flags=flags)
-        answer = Msg(stream_id=attach.stream_id, attached=attach.received, moves=stream.moves)
+        received = min(attach.received, len(stream.sent))
+        answer = Msg(stream_id=attach.stream_id, attached=received, moves=stream.moves)
         encoding = _encoding(flags)
         head = encode_header(header.request, stream.header.address)
         self.bus.post([b"MSG", head, encode_body(answer, encoding)], stream.link)
-        missed = stream.sent[attach.received :]
+        missed = stream.sent[received:]
         if missed:
             head = encode_token_header([stream.header.address])
             self.bus.post([b"TOKEN", head, encode_body(missed, encoding)], stream.link)

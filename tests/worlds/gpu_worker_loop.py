@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 from tokenbus.protocol.bodies import encode_body
-from tokenbus.protocol.header import Header
+from tokenbus.protocol.header import Flag, Header
 from tokenbus.protocol.settings import Settings
 from tokenbus.protocol.worker_messages import Result, StepResult
 from tokenbus.workers.bus import FromBus
@@ -80,7 +80,9 @@ class Loop:
         max_tokens: int = 50,
         model: str = "m",
         link: int = 0,
+        moved: bytes | None = None,
     ) -> None:
+        """Delivers a GENERATE. ``moved``: the transcript, if the request has moved."""
         body = {
             "model": model,
             "stream_id": request,
@@ -90,7 +92,9 @@ class Loop:
             "controller": controller,
         }
         body = {name: value for name, value in body.items() if value is not None}
-        self.give(b"GENERATE", msgspec.json.encode(body), request, 100 + request, link=link)
+        flags, attachments = (0, []) if moved is None else (Flag.MOVED, [moved])
+        encoded, session = msgspec.json.encode(body), 100 + request
+        self.give(b"GENERATE", encoded, request, session, flags, attachments, link)
 
     def decide(self, request: int, action: Any) -> None:
         """Delivers the decision of a request's controller."""

@@ -27,6 +27,7 @@ from ...protocol.messages import (
 from ...protocol.metrics import Series
 from ...protocol.pages import join_keys
 from ...protocol.settings import Settings
+from ...protocol.transcript import moves_of
 from ...protocol.worker_messages import (
     Claim,
     Claimed,
@@ -421,6 +422,12 @@ class GpuWorker:
         elsewhere = self._elsewhere(message.link) if self._bus.num_links > 1 else 0
         known = self._stream(message.header.request) if self._bus.num_links > 1 else None
         if known is not None and not _is_of(known, message.link):
+            if known.claimed_by in (None, message.link) and moves_of(message.header, message.attachments) > known.moves:
+                # Another broker has a stale copy: the client has left that broker, which then moved
+                # its copy to this worker.
+                self._leave_to_another([known.request], known.link)
+                self._arrivals.request(message, kind)
+                return
             # The stream now belongs to another broker. The broker that sent this request has not
             # been notified yet, and treats the stream as lost.
             self._leave_to_another([known.request], message.link)
@@ -452,14 +459,16 @@ class GpuWorker:
         if stream.dropped or not (is_live or stream.live == 0):
             return
         self._reports.spend(self._streams.cost(claiming))
+        claimed = 0
         if stream.link != link:
             released[stream.link].append(stream.request)
             stream.link = link
             # The previous broker may move a copy of the stream once more before it is notified.
             # The client keeps the copy with more moves, so two moves are added here.
-            stream.moves += 2
+            claimed = 2
+            stream.moves += claimed
         try:
-            self._go_on(stream, "its client has come to another broker")
+            self._go_on(stream, "its client has come to another broker", claimed)
         except Exception as error:
             doing = "reporting it to another broker"
             if self._streams.get(stream.request) is stream:
@@ -477,10 +486,10 @@ class GpuWorker:
         body = encode_body(Released(requests=requests), "msgpack")
         self._bus.post([b"RELEASED", encode_header(), body], link)
 
-    def _go_on(self, stream: Stream, why: str) -> None:
+    def _go_on(self, stream: Stream, why: str, claimed: int = 0) -> None:
         """Sends a stream's journal to the broker at which it continues, and restarts its
-        controller."""
-        self._streams.send_journal(stream)
+        controller. ``claimed``: ``Journal.claimed``."""
+        self._streams.send_journal(stream, claimed)
         if self._streams.get(stream.request) is stream:
             # The controller is restarted, because messages between the controller worker and this
             # worker may have been lost.

@@ -9,8 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec import msgpack
+from tokenbus.protocol.bodies import encode_body
 from tokenbus.protocol.header import decode_header, decode_manifest
-from tokenbus.protocol.messages import Cancel
+from tokenbus.protocol.messages import Attach, Cancel, Token
+from tokenbus.protocol.transcript import transcript_of
 from tokenbus.protocol.worker_messages import (
     Claim,
     Claimed,
@@ -50,6 +52,15 @@ def clear(loop: Loop) -> None:
 def claim(loop: Loop, request: int, link: int) -> None:
     """A broker claims the session of a request's client."""
     loop.give(b"CLAIM", Claim(session=100 + request), link=link)
+
+
+def moved(moves: int, entries: int) -> bytes:
+    """The transcript of a stream that has moved, with this number of entries."""
+    sent = [
+        Token(token=9, stream_id=1, logprob=-1.0, finish_reason=None, pos=pos)
+        for pos in range(entries)
+    ]
+    return transcript_of(encode_body(sent, "msgpack"), "left", "it was lost", 0.1, moves)
 
 
 def decide(
@@ -291,6 +302,59 @@ def test_a_broker_that_sends_a_stream_which_is_behind_another_is_notified(loop: 
     assert bodies(loop, b"RELEASED", Released, 0) == [Released(requests=[1])]
     assert streams(loop, 0) == []
     assert streams(loop, 1) != []
+
+
+def test_a_stream_that_has_moved_more_often_replaces_a_stale_copy_of_another_broker(
+    loop: Loop,
+) -> None:
+    """The client is at the broker of link 1. The broker of link 0 was stopped, and has moved its
+    copy to this worker before it noticed that the client had left."""
+    loop.generate(1, link=0, moved=moved(1, entries=0))
+    loop.turn()
+    clear(loop)
+    loop.generate(1, link=1, moved=moved(3, entries=2))
+    loop.turn()
+    assert bodies(loop, b"RELEASED", Released, 0) == [Released(requests=[1])]
+    assert loop.sent(b"RELEASED", 1) == []
+    assert streams(loop, 0) == []
+    [frames] = loop.sent(b"TOKEN", 1)
+    [entry] = msgspec.json.decode(frames[2])
+    assert entry["pos"] == 2
+
+
+def test_a_stale_copy_does_not_replace_a_stream_that_has_moved_more_often(loop: Loop) -> None:
+    loop.generate(1, link=1, moved=moved(3, entries=2))
+    loop.turn()
+    clear(loop)
+    loop.generate(1, link=0, moved=moved(1, entries=0))
+    loop.turn()
+    assert bodies(loop, b"RELEASED", Released, 0) == [Released(requests=[1])]
+    assert loop.sent(b"RELEASED", 1) == streams(loop, 0) == []
+    assert streams(loop, 1) == [1]
+
+
+def test_a_claim_reports_how_many_moves_it_has_added(loop: Loop) -> None:
+    loop.generate(1)
+    loop.turn()
+    for _ in range(2):
+        claim(loop, 1, link=1)
+        loop.turn()
+    reported = bodies(loop, b"JOURNAL", Journal, 1)
+    assert [(journal.moves, journal.claimed) for journal in reported] == [(2, 2), (2, 0)]
+
+
+def test_an_attach_beyond_the_entries_of_a_copy_is_answered_with_their_number(loop: Loop) -> None:
+    loop.generate(1)
+    for _ in range(3):
+        loop.turn()
+    sent = len(streams(loop, 0))
+    loop.give(b"ATTACH", Attach(stream_id=1, received=sent + 7), 1)
+    loop.worker._receive()
+    loop.worker._report()
+    [answer] = loop.sent(b"MSG", 0)
+    assert msgspec.json.decode(answer[2])["attached"] == sent
+    loop.turn()
+    assert len(streams(loop, 0)) > sent
 
 
 def test_a_broker_that_sends_its_own_stream_again_gets_it_from_its_beginning(loop: Loop) -> None:

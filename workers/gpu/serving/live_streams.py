@@ -307,6 +307,9 @@ class LiveStreams:
         """Sends the answer to an ATTACH, and the missed entries without the rows at their end.
         Returns the number of rows that were left out."""
         self._settle(stream)
+        # If this copy of the stream has fewer entries than the client, the client discards the
+        # entries that this copy repeats.
+        received = min(received, stream.num_entries)
         missed, last_rows = stream.missed(received)
         answer = Msg(stream_id=stream.stream_id, attached=received, moves=stream.moves)
         messages = [message_frames(stream, b"MSG", answer)]
@@ -342,11 +345,11 @@ class LiveStreams:
             )
         return len(streams)
 
-    def send_journal(self, stream: Stream) -> None:
+    def send_journal(self, stream: Stream, claimed: int = 0) -> None:
         """Sends the request and all entries of a stream to the broker of the stream's link, which
-        takes the stream over."""
+        takes the stream over. ``claimed``: ``Journal.claimed``."""
         self._dissolve()
-        self._post(journal_frames(stream), stream.link)
+        self._post(journal_frames(stream, claimed), stream.link)
         if stream.save and not stream.live:
             self._post(saved_buffer_frames(stream), stream.link)
 

@@ -361,13 +361,15 @@ def error_frames(stream: Stream, error: TokenbusError) -> Frames:
     return [b"ERROR", head, encode_body(body, stream.encoding)]
 
 
-def journal_frames(stream: Stream) -> Frames:
-    """A stream's request and all sent entries, for the broker at which the stream continues."""
+def journal_frames(stream: Stream, claimed: int = 0) -> Frames:
+    """A stream's request and all sent entries, for the broker at which the stream continues.
+    ``claimed``: ``Journal.claimed``."""
     body = Journal(
         type="SCORE" if stream.type == b"SCORE" else "GENERATE",
         age_s=time.monotonic() - stream.arrived,
         ended=stream.live == 0,
         moves=stream.moves,
+        claimed=claimed,
     )
     head = encode_header(stream.request, stream.session, stream.flags)
     entries = stream.sent()
