@@ -354,10 +354,10 @@ class Adoption:
         """Handles a client's ATTACH; raises RequestError if the stream does not exist."""
         message: Attach = decode_as(Attach, frames[1])
         request = session.streams.get(message.stream_id)
-        if request is not None and _is_unclaimed(request):
-            if request.reached < (message.moves, message.received):
-                # The worker of the stream was cut off, and the request has continued elsewhere.
-                self._withdraw(request)
+        known = message.moves, message.received
+        if request is not None and _is_unclaimed(request) and request.reached < known:
+            # The worker of the stream was cut off, and the request has continued elsewhere.
+            self._withdraw(request)
         end = session.log.ends.get(message.stream_id)
         if end is not None:
             # The stream has continued elsewhere. A client that has received all entries of a copy

@@ -214,8 +214,8 @@ class Cancel(Struct, kw_only=True, omit_defaults=True):
 class Attach(Struct, kw_only=True, omit_defaults=True):
     """``ATTACH``: resume a stream of this session.
 
-    The answer is ``MSG {"attached": received}``, followed by the entries of the stream from number
-    ``received`` on, or an ``ERROR``. The client discards entries that arrive before the answer.
+    The answer is an ``ERROR`` or ``MSG {"attached": …}``, followed by the entries of the stream
+    from number ``attached`` on. The client discards entries that arrive before the answer.
     """
 
     stream_id: StreamId
@@ -882,7 +882,9 @@ class Msg(Struct, kw_only=True, omit_defaults=True):
     model_info: ModelInfo | UnsetType = UNSET
     status: Status | UnsetType = UNSET
     attached: int | UnsetType = UNSET
-    """The ``received`` of the ``ATTACH`` that this message answers."""
+    """Answers an ``ATTACH``: the number of the first entry that follows. It is below ``received``
+    if the client has received more entries than the worker's copy of the stream has. The client
+    then discards the entries that it already has."""
     moves: int = 0
     """With ``attached``: how often the stream has moved (``Attach.moves``)."""
     tokenizer: TokenizerFiles | UnsetType = UNSET

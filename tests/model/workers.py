@@ -347,9 +347,7 @@ class GpuWorker(Worker):
 
     def _send_journal(self, stream: Stream, claimed: int = 0) -> None:
         header = encode_header(stream.header.request, stream.header.address, stream.form)
-        body = Journal(
-            type="GENERATE", ended=not stream.next, moves=stream.moves, claimed=claimed
-        )
+        body = Journal(type="GENERATE", ended=not stream.next, moves=stream.moves, claimed=claimed)
         sent = encode_body(pack_columns(stream.sent), "msgpack")
         frames = [b"JOURNAL", header, encode_body(body, "msgpack"), sent, *stream.frames]
         self.bus.post(frames, stream.link)

@@ -422,7 +422,8 @@ class GpuWorker:
         elsewhere = self._elsewhere(message.link) if self._bus.num_links > 1 else 0
         known = self._stream(message.header.request) if self._bus.num_links > 1 else None
         if known is not None and not _is_of(known, message.link):
-            if known.claimed_by in (None, message.link) and moves_of(message.header, message.attachments) > known.moves:
+            moves = moves_of(message.header, message.attachments)
+            if known.claimed_by in (None, message.link) and moves > known.moves:
                 # Another broker has a stale copy: the client has left that broker, which then moved
                 # its copy to this worker.
                 self._leave_to_another([known.request], known.link)

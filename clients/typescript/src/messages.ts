@@ -361,8 +361,8 @@ export interface Cancel {
 /**
  * `ATTACH`: resume a stream of this session.
  *
- * The answer is `MSG {"attached": received}`, followed by the entries of the stream from number
- * `received` on, or an `ERROR`. The client discards entries that arrive before the answer.
+ * The answer is an `ERROR` or `MSG {"attached": …}`, followed by the entries of the stream from
+ * number `attached` on. The client discards entries that arrive before the answer.
  */
 export interface Attach {
   /** At least 0, at most 9223372036854775807. */
@@ -1485,7 +1485,11 @@ export interface Msg {
   readonly stream_id: number;
   readonly model_info?: ModelInfo;
   readonly status?: Status;
-  /** The `received` of the `ATTACH` that this message answers. */
+  /**
+   * Answers an `ATTACH`: the number of the first entry that follows. It is below `received` if the
+   * client has received more entries than the worker's copy of the stream has. The client then
+   * discards the entries that it already has.
+   */
   readonly attached?: number;
   /** With `attached`: how often the stream has moved (`Attach.moves`). */
   readonly moves: number;
