@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from msgspec.structs import replace
+
 from ..protocol.bodies import error_body
 from ..protocol.errors import Code, RequestError, UnavailableError
 from ..protocol.messages import Attach
@@ -124,6 +126,7 @@ class Attaches:
         return [stream_id for stream_id, message in dropped.items() if message is not None]
 
     def _pass_on(self, request: Request, message: Attach) -> None:
+        message = _from_beginning_if_behind(request, message)
         if len(request.attaching) >= MAX_ATTACHING:
             raise UnavailableError(
                 Code.CLIENT_LIMIT,
@@ -174,6 +177,7 @@ class Attaches:
         if request.worker is None or flags != request.session.flags:
             self._pass_on(request, held)
         else:
+            held = _from_beginning_if_behind(request, held)
             request.attachment = Attachment.ATTACHED
             self._moves.answer(request, sent, held.received)
 
@@ -206,6 +210,20 @@ class Attaches:
             if session is not None:
                 error = error_body(_unknown(stream_id), stream_id)
                 self._out.to_session(session, b"ERROR", error)
+
+
+def _from_beginning_if_behind(request: Request, message: Attach) -> Attach:
+    """If the adopted copy of a stream is not the copy from which the client has received entries,
+    returns an ATTACH for all entries of the stream. Otherwise returns ``message``.
+
+    The two copies may have their entries in different orders. From the beginning, the client can
+    recognize the entries that it has by their sequences.
+    """
+    if request.attachment is not Attachment.UNCLAIMED:
+        return message
+    moves, entries = request.reached
+    is_behind = moves < message.moves or entries < message.received
+    return replace(message, received=0) if is_behind else message
 
 
 def _unknown(stream_id: int) -> RequestError:

@@ -257,12 +257,7 @@ class Moves:
 
     def answer(self, request: Request, sent: bytes, received: int) -> None:
         """Answers an ATTACH with the entries of a stream, without the first ``received`` entries.
-        ``sent``: the entries as a body of TOKEN; empty without entries.
-
-        The client may have received more entries than this copy of the stream has. The answer then
-        names the number of entries of the copy, so that the client discards the entries that the
-        copy repeats.
-        """
+        ``sent``: the entries as a body of TOKEN; empty without entries."""
         body: TokenBody = decode_as(TokenBody, sent, "msgpack") if sent else []
         entries = column_entries(body) if isinstance(body, TokenColumns) else body
         first = min(received, len(entries))

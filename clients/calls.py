@@ -153,8 +153,8 @@ class Call:
     received: int = 0
     """Number of entries that arrived in this attempt."""
     repeats: int = 0
-    """Number of further entries that will arrive although the client has already received them. The
-    answer to ATTACH determines this number."""
+    """Number of further entries that will arrive, in the same order, although the client has
+    already received them. The answer to ATTACH determines this number."""
     moves: int = 0
     """Last known number of times that the stream of this attempt has moved to another worker."""
     inputs: list[SentInput] = field(default_factory=list)
@@ -198,13 +198,19 @@ class Call:
         self.sent = False
         self.attaching = False
         self.resend_at = None
-        self.received = self.moves = self.repeats = 0
-        self.counted.clear()
-        self.counted_messages.clear()
+        self.moves = 0
+        self.begin_copy()
         self.input_at = None
-        self.ends_again.clear()
         for sent in self.inputs:
             sent.stored = False
+
+    def begin_copy(self) -> None:
+        """Prepares for all entries of the stream from its beginning, in any order of its sequences.
+        The counts of delivered entries are kept, so that nothing is delivered twice."""
+        self.received = self.repeats = 0
+        self.counted.clear()
+        self.counted_messages.clear()
+        self.ends_again.clear()
 
     def is_new(self, entry: Token) -> bool:
         """Counts an entry. Returns False if an earlier attempt has already delivered the entry, or

@@ -546,8 +546,12 @@ class ClientSession:
         call.received_at = now
         if msg.attached is not UNSET:
             # Entries after ``attached`` follow. Some of them may have been received already, after
-            # the answer to an ATTACH of an earlier connection.
-            call.repeats = max(0, call.received - msg.attached)
+            # the answer to an ATTACH of an earlier connection. From the beginning, the entries may
+            # also be those of another copy of the stream, in another order.
+            if msg.attached:
+                call.repeats = max(0, call.received - msg.attached)
+            else:
+                call.begin_copy()
             call.attaching = False
             # Lanes deliver every row, so they must not read entries that are repeated.
             self._lanes = None

@@ -882,9 +882,10 @@ class Msg(Struct, kw_only=True, omit_defaults=True):
     model_info: ModelInfo | UnsetType = UNSET
     status: Status | UnsetType = UNSET
     attached: int | UnsetType = UNSET
-    """Answers an ``ATTACH``: the number of the first entry that follows. It is below ``received``
-    if the client has received more entries than the worker's copy of the stream has. The client
-    then discards the entries that it already has."""
+    """Answers an ``ATTACH``: the number of the first entry that follows, usually ``received``. It
+    is 0 if the valid copy of the stream is not the copy from which the client has received entries.
+    The client then discards the entries that it has, by their sequences: the order of sequences may
+    differ."""
     moves: int = 0
     """With ``attached``: how often the stream has moved (``Attach.moves``)."""
     tokenizer: TokenizerFiles | UnsetType = UNSET

@@ -13,7 +13,7 @@ from tokenbus.broker.outgoing import Side
 from tokenbus.protocol.bodies import decode_as, encode_body
 from tokenbus.protocol.header import Flag, Header, encode_header
 from tokenbus.protocol.ids import session_id
-from tokenbus.protocol.messages import Token
+from tokenbus.protocol.messages import Attach, Token
 from tokenbus.protocol.worker_messages import (
     Claimed,
     End,
@@ -273,14 +273,29 @@ def test_the_valid_copy_replaces_a_stale_copy_that_was_reported_before(bench: Be
     assert kinds(bench, "b") == ["CLAIM", "ATTACH"]
 
 
-def test_a_copy_with_fewer_entries_than_the_client_does_not_repeat_them(bench: Bench) -> None:
-    """The workers with later copies are lost. The client discards what the stale copy repeats: all
-    entries from the number in the answer up to the number that it has received."""
+@pytest.mark.parametrize("attaches_first", [True, False])
+def test_a_copy_with_fewer_entries_than_the_client_is_sent_from_its_beginning(
+    bench: Bench, attaches_first: bool
+) -> None:
+    """The workers with later copies are lost. The stale copy may have its entries in another order,
+    so that their number does not show which of them the client has."""
     hello(bench, encodings=["msgpack"])
-    attach(bench, 5)
-    journal(bench, "a", 3, moves=1)
-    [(kind, answer)] = bench.to_client("c")
-    assert (kind, answer["attached"]) == ("MSG", 3)
+    if attaches_first:
+        attach(bench, 5)
+        journal(bench, "a", 3, moves=1)
+        [(kind, answer), (_, entries)] = bench.to_client("c")
+        assert (kind, answer["attached"]) == ("MSG", 0)
+        assert [e["token"] for e in entries] == [100, 101, 102]
+    else:
+        journal(bench, "a", 3, moves=1)
+        attach(bench, 5)
+        [sent] = [m.frames for m in bench.sent if m.frames[0] == b"ATTACH"]
+        assert decode_as(Attach, sent[2]).received == 0
+    # From now on this copy is the client's copy.
+    bench.sent.clear()
+    attach(bench, 2, moves=1)
+    [sent] = [m.frames for m in bench.sent if m.frames[0] == b"ATTACH"]
+    assert decode_as(Attach, sent[2]).received == 2
 
 
 def test_a_stream_without_a_worker_is_attached_at_the_entries_that_it_has(bench: Bench) -> None:

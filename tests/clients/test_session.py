@@ -87,6 +87,27 @@ def test_a_taken_up_session_attaches_its_streams_and_drops_what_comes_before(
     assert ids(bench.events(call)) == [5, 6, 7, 8]
 
 
+def test_another_copy_of_a_stream_may_have_its_sequences_in_another_order(bench: Bench) -> None:
+    call = bench.submit(generate(n=2))
+    bench.tokens(call, 5, 6)
+    bench.tokens(call, 15, seq=1)
+    bench.session.connected(bench.now)
+    bench.welcome(resumed=True, streams=[call.number])
+    bench.receive("MSG", {"stream_id": call.number, "attached": 0})
+    for seq, first in ((1, 15), (0, 5)):
+        call.counted.pop(seq, None)
+        bench.tokens(call, first, first + 1, first + 2, seq=seq)
+    seqs: dict[int, list[int | None]] = {0: [], 1: []}
+    for event in bench.events(call):
+        if isinstance(event, Token):
+            seqs[event.seq].append(event.token)
+    assert seqs == {0: [5, 6, 7], 1: [15, 16, 17]}
+    bench.session.connected(bench.now)
+    bench.sent()
+    bench.welcome(resumed=True, streams=[call.number])
+    assert bench.sent() == [("ATTACH", {"stream_id": call.number, "received": 6})]
+
+
 def test_a_stream_that_ends_before_the_answer_to_its_attach_goes_on_with_that(bench: Bench) -> None:
     call = bench.submit(generate(retry_s=30.0))
     bench.tokens(call, 5, 6)

@@ -85,7 +85,10 @@ export class Call {
   resendAt: number | null = null;
   /** Number of entries that arrived in this attempt. */
   received = 0;
-  /** Number of next entries that the client already has. The answer to ATTACH sets this number. */
+  /**
+   * Number of next entries that the client already has, in the same order. The answer to ATTACH
+   * sets this number.
+   */
   repeats = 0;
   /** Last known number of times that the stream of this attempt has moved. */
   moves = 0;
@@ -144,11 +147,19 @@ export class Call {
     this.sent = false;
     this.attaching = false;
     this.resendAt = null;
-    this.received = 0;
-    this.repeats = 0;
     this.moves = 0;
     this.inputAt = null;
     for (const sent of this.inputs) sent.stored = false;
+    this.beginCopy();
+  }
+
+  /**
+   * Prepares for all entries of the stream from its beginning, in any order of its sequences. The
+   * counts of delivered entries are kept, so that nothing is delivered twice.
+   */
+  beginCopy(): void {
+    this.received = 0;
+    this.repeats = 0;
     this.#cameMessages.clear();
     this.#came.clear();
     this.#endsAgain.clear();

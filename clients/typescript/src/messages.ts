@@ -1486,9 +1486,10 @@ export interface Msg {
   readonly model_info?: ModelInfo;
   readonly status?: Status;
   /**
-   * Answers an `ATTACH`: the number of the first entry that follows. It is below `received` if the
-   * client has received more entries than the worker's copy of the stream has. The client then
-   * discards the entries that it already has.
+   * Answers an `ATTACH`: the number of the first entry that follows, usually `received`. It is 0 if
+   * the valid copy of the stream is not the copy from which the client has received entries. The
+   * client then discards the entries that it has, by their sequences: the order of sequences may
+   * differ.
    */
   readonly attached?: number;
   /** With `attached`: how often the stream has moved (`Attach.moves`). */

@@ -455,8 +455,10 @@ export class Session {
     call.heard = now;
     if (msg.attached !== undefined) {
       // The answer to an ATTACH that an earlier connection sent may arrive first. So `repeats` is
-      // computed from each answer.
-      call.repeats = Math.max(0, call.received - msg.attached);
+      // computed from each answer. From the beginning, the entries may also be those of another
+      // copy of the stream, in another order.
+      if (msg.attached > 0) call.repeats = Math.max(0, call.received - msg.attached);
+      else call.beginCopy();
       call.attaching = false;
       call.moves = msg.moves;
       call.inputAt = null;

@@ -219,6 +219,22 @@ test("a resumed session attaches its streams after the last received entry", () 
   assert.deepEqual(bench.events(call), [7, 8, "ended"]);
 });
 
+test("another copy of a stream may have its sequences in another order", () => {
+  const bench = new Bench();
+  const call = bench.begin(generateCall("x", { temperature: 1, n: 2 }));
+  bench.token(call, 5);
+  bench.token(call, 15, { seq: 1 });
+  bench.token(call, 6);
+  bench.session.disconnected(bench.now, "cut");
+  bench.session.connected(bench.now);
+  const streams = [call.number];
+  bench.hear("WELCOME", { version: 1, encoding: "json", session: "T", resumed: true, streams });
+  bench.hear("MSG", { stream_id: call.number, attached: 0 });
+  for (const token of [15, 16, 17]) bench.token(call, token, { seq: 1 });
+  for (const token of [5, 6, 7]) bench.token(call, token);
+  assert.deepEqual(bench.events(call), [5, 15, 6, 16, 17, 7]);
+});
+
 test("a request that a restarted broker does not know is sent again unless it has begun", () => {
   const bench = new Bench();
   const begun = bench.begin(generateCall("x", { retry_s: 0 }));
