@@ -104,6 +104,8 @@ class Session:
     log: StreamLog = field(init=False)
     """The bodies of the session's streams, and the ends that the client may not have received.
     ``SessionTable`` makes the log."""
+    keep_s: float = 0.0
+    """Seconds for which the session at least waits for its client (``Hello.keep_s``)."""
     acks: bool = False
     """Whether the session's client acknowledges the ends that it has received."""
 

@@ -107,6 +107,7 @@ class Sessions:
         if session is None:
             session = self.open(peer, key, "json", now, hello.session if hello.begin else None)
         session.greet(hello, encoding, now)
+        session.keep_s = min(hello.keep_s, self._settings.max_keep_s)
         recovering = self._adoption.waits_for(session)
         welcome = Welcome(
             version=PROTOCOL_VERSION,
@@ -206,7 +207,7 @@ class Sessions:
             silent = now - session.last_seen
             if session.detached_at is not None:
                 grace_s = settings.session_cut_s if session.cut else settings.session_grace_s
-                if now - session.detached_at > grace_s:
+                if now - session.detached_at > max(grace_s, session.keep_s):
                     self.end(session)
             elif session.pings and silent > settings.session_expiry_s / 2:
                 self._look(session, silent, now)

@@ -22,6 +22,7 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     session_expiry_s: float = 10.0
     """A client with the capability ``ping`` is lost after this time without a message."""
     session_grace_s: float = 5.0
+    max_keep_s: float = 3600.0
     """Time after which a session without a connection ends, unless its client connects again."""
     session_cut_s: float = 30.0
     """Time for which the session of a lost client waits for a new connection. Applies if the broker

@@ -61,8 +61,9 @@ class AsyncClient(BaseClient):
         wait_for_room: bool = True,
         key: OwnKey | None = None,
         session: str | None = None,
+        keep_s: float = 0.0,
     ) -> None:
-        """``front``, ``patience_s`` and ``key`` are as in ``Client``.
+        """``front``, ``patience_s``, ``key`` and ``keep_s`` are as in ``Client``.
 
         ``max_unread``: maximum number of unread entries of a stream. A stream that exceeds this
         number is cancelled and ends with SlowClientError. None: no maximum. ``wait_for_room``:
@@ -82,7 +83,7 @@ class AsyncClient(BaseClient):
             with contextlib.suppress(RuntimeError):  # Raised if the loop is closed.
                 loops[-1].call_soon_threadsafe(hand_out, ready)
 
-        super().__init__(front, deliver, patience_s, key, session)
+        super().__init__(front, deliver, patience_s, key, session, keep_s)
 
     def generate(
         self,

@@ -22,18 +22,22 @@ class BaseClient:
         patience_s: float | None,
         key: OwnKey | None,
         session: str | None = None,
+        keep_s: float = 0.0,
     ) -> None:
         """``deliver`` receives events on the connection's thread. ``session`` is the token of a
         named session; None begins a new session. Raises KeyFault if the key cannot be read, and
         AddressError if ``front`` is not a valid address."""
         settings = load(front=front)
         self.front = settings.front_endpoint if front is None else settings.front
+        if patience_s is None:
+            patience_s = max(settings.session_timeout_s, keep_s)
         self._connection = Connection(
             self.front,
             deliver,
-            settings.session_timeout_s if patience_s is None else patience_s,
+            patience_s,
             key or own_key(settings, "client"),
             session,
+            keep_s,
         )
         self._close = weakref.finalize(self, self._connection.close)
         self._sent_buffers: dict[str, Prompt] = {}

@@ -38,8 +38,10 @@ class Connection:
         patience_s: float = 30.0,
         key: OwnKey | None = None,
         session: str | None = None,
+        keep_s: float = 0.0,
     ) -> None:
-        """``session``: the token of a named session; None: a new session."""
+        """``session``: the token of a named session; None: a new session. ``keep_s``: as in
+        ``Client``."""
         self._commands: deque[Callable[[ClientSession, float], None]] = deque()
         self._lock = threading.RLock()
         """Reentrant, because the garbage collector may close the client in a thread that has the
@@ -47,6 +49,7 @@ class Connection:
         self._closed: str | None = None
         """The reason why further calls are refused; None while calls are accepted."""
         own = self._session = ClientSession(front, patience_s, time.monotonic(), session)
+        own.keep_s = keep_s
         peer = _ClientPeer(own, self._commands, deliver, self._end)
         self._carrier = carrier(front, peer, "tokenbus", LINGER_MS, key=key)
 

@@ -88,6 +88,8 @@ class ClientSession:
     encodings: tuple[str, ...] = ("msgpack", "json")
     capabilities: tuple[str, ...] = ("ping", "ack", "bodies", "columns", "text_columns", "recover")
     """The capabilities in the HELLO of the session."""
+    keep_s: float = 0.0
+    """Seconds for which the broker keeps the session without a connection."""
 
     def __init__(self, front: str, patience_s: float, now: float, token: str | None = None) -> None:
         """``token``: the token that the session should have. A session with a given token is
@@ -172,6 +174,7 @@ class ClientSession:
                 session=self._token,
                 begin=self._named,
                 elsewhere=self._several and self._token is not None,
+                keep_s=self.keep_s,
                 client="tokenbus-python",
                 capabilities=list(self.capabilities),
             ),

@@ -104,6 +104,10 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     """Whether the session may have used another broker since its last connection to this broker.
     The broker then asks the workers for the session's live streams, and the client sends its
     buffers again."""
+    keep_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds for which the session and its streams continue without a connection, for example
+    while a program waits for the next input of a user who has left. The broker's setting
+    ``max_keep_s`` bounds this time. The default is the broker's setting ``session_grace_s``."""
     client: UserName = ""
     """Name and version of the program, for the operator."""
     capabilities: Annotated[list[GroupName], Meta(max_length=MAX_NAMES)] = []

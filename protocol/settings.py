@@ -241,6 +241,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     session_expiry_s: Positive = 10.0
     session_grace_s: Positive = 5.0
     session_cut_s: Positive = 30.0
+    max_keep_s: Annotated[float, Meta(ge=0)] = 3600.0
     recover_s: Positive = 30.0
     session_idle_s: Positive = 3600.0
     max_priority: Annotated[int, Meta(ge=0, le=100)] = 0

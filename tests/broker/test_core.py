@@ -506,6 +506,25 @@ def test_a_carried_connection_that_ends_takes_an_anonymous_session_with_it(bench
     assert len(bench.broker.state.sessions) == 0
 
 
+@pytest.mark.parametrize(("keep_s", "waits_s"), [(600.0, 600.0), (9e9, 900.0), (1.0, 5.0)])
+def test_a_session_waits_as_long_as_its_client_has_asked_for(keep_s: float, waits_s: float) -> None:
+    """The operator bounds this time, and a client cannot shorten the usual time."""
+    bench = Bench(session_grace_s=5.0, expiry_s=9999.0, max_keep_s=900.0)
+    bench.worker("a")
+    [(_, welcome)] = bench.client("c", "HELLO", {"keep_s": keep_s})
+    bench.client("c", "GENERATE", generate(1))
+    bench.to_worker("a")
+    bench.sent += bench.broker.on_gone(Side.FRONT, peer_of("c"), bench.now)
+    bench.pass_time(waits_s - 1.0)
+    assert bench.to_worker("a") == []
+    said = {"session": welcome["session"], "keep_s": keep_s}
+    [(_, again)] = bench.client("d", "HELLO", said)
+    assert (again["resumed"], again["streams"]) == (True, [1])
+    bench.client("d", "BYE", {"keep": True})
+    bench.pass_time(waits_s + 1.0)
+    assert [w for w, _ in bench.to_worker("a")] == ["CANCEL"]
+
+
 def test_a_carried_connection_that_ends_leaves_a_greeted_session_to_be_taken_over() -> None:
     bench = Bench(session_grace_s=5.0, expiry_s=600.0)
     bench.worker("a")

@@ -38,6 +38,11 @@ const PATIENCE_S = 30;
 export interface ClientOptions {
   /** Time that calls wait for a broker that does not answer, in seconds. Default: 30. */
   readonly patience_s?: number | undefined;
+  /**
+   * Time for which the broker keeps this client's streams without a connection, in seconds.
+   * `patience_s` is then at least as long, unless it is given. Default: 0.
+   */
+  readonly keep_s?: number | undefined;
   /** The API key, if the gateway needs one. Only for WebSockets. */
   readonly api_key?: string | undefined;
 }
@@ -52,7 +57,9 @@ export class BaseClient {
 
   constructor(transport: Transport, options: ClientOptions) {
     checkOptions(options, CLIENT_OPTIONS);
-    this.#connection = new Connection(transport, options.patience_s ?? PATIENCE_S);
+    const keepS = options.keep_s ?? 0;
+    const patienceS = options.patience_s ?? Math.max(PATIENCE_S, keepS);
+    this.#connection = new Connection(transport, patienceS, keepS);
   }
 
   /** The address of the broker or the gateway, or several addresses, separated by commas. */

@@ -25,12 +25,16 @@ export class Connection {
   /** The time at which a new connection is opened. */
   #openAt = 0;
 
-  /** `patienceS`: seconds that calls wait for a broker that does not answer. */
+  /**
+   * `patienceS`: seconds that calls wait for a broker that does not answer. `keepS`: seconds for
+   * which the broker keeps the session without a connection.
+   */
   constructor(
     readonly transport: Transport,
     patienceS: number,
+    keepS: number,
   ) {
-    this.#session = new Session(transport.address, patienceS, now(), transport.several);
+    this.#session = new Session(transport.address, patienceS, now(), transport.several, keepS);
   }
 
   /**

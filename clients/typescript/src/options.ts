@@ -21,7 +21,7 @@ const STREAM = [
 const NOT_OPTIONS: readonly string[] = ["stream_id", "prompt", "scored"];
 
 export const CLIENT_OPTIONS: ReadonlySet<string> = new Set(
-  named<ClientOptions>({ patience_s: true, api_key: true }),
+  named<ClientOptions>({ patience_s: true, keep_s: true, api_key: true }),
 );
 export const ASK_OPTIONS: ReadonlySet<string> = new Set(ASK);
 export const STATUS_OPTIONS: ReadonlySet<string> = new Set([

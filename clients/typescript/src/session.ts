@@ -78,13 +78,15 @@ export class Session {
 
   /**
    * `patienceS`: seconds that calls wait for a broker that does not answer at `address`. `several`:
-   * whether a new connection may be to another broker.
+   * whether a new connection may be to another broker. `keepS`: seconds for which the broker keeps
+   * the session without a connection.
    */
   constructor(
     readonly address: string,
     readonly patienceS: number,
     now: number,
     readonly several = false,
+    readonly keepS = 0,
   ) {
     this.#offlineSince = this.#helloAt = this.#heard = this.#pingAt = this.#lookAt = now;
   }
@@ -136,6 +138,7 @@ export class Session {
           encodings: ["msgpack", "json"],
           session: this.#token ?? undefined,
           elsewhere: (this.several && this.#token !== null) || undefined,
+          keep_s: this.keepS || undefined,
           client: "tokenbus-typescript",
           capabilities: ["ping", "ack", "bodies", "columns", "text_columns", "recover"],
         },
