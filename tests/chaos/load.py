@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from tokenbus.clients import AsyncClient, GeneratedSequence, TokenbusError
+from tokenbus.clients import AsyncClient, AsyncStream, GeneratedSequence, TokenbusError
 from tokenbus.clients import System as Notice
 
 from .outcomes import Outcome, outcome_of, outcome_of_events
@@ -99,10 +99,13 @@ class Load:
             **options,
         )
         self._streaming[workload.name] = client
+        sending = asyncio.create_task(_send(stream, workload.inputs))
         try:
             while await stream.arrived():
                 reader.arrived()
+            await sending
         finally:
+            sending.cancel()
             del self._streaming[workload.name]
             self._cut_off.discard(workload.name)
         return outcome_of(stream.sequences)
@@ -161,6 +164,12 @@ class Load:
         left = self._system.name_of(notice.left) if notice.left else ""
         now, noticed_s = time.monotonic(), notice.pause_s or 0.0
         self.notes.moves.append(Move(workload.name, now, left, pause_s, noticed_s))
+
+
+async def _send(stream: AsyncStream, inputs: Sequence[str]) -> None:
+    """Sends inputs to the program of a stream."""
+    for text in inputs:
+        await stream.send(text)
 
 
 class _Reader:

@@ -60,8 +60,8 @@ def outcome_of(sequences: Sequence[GeneratedSequence]) -> Outcome:
     for one in sequences:
         name = f"sequence {one.seq} of {one.parent}: "
         # The counts of the prompt are left out, because cached tokens depend on earlier requests.
-        for part in ("tokens", "text", "logs", "storage", "finish_reason", "error", "code", "stop",
-                     "constraint"):  # fmt: skip
+        for part in ("tokens", "text", "logs", "messages", "storage", "finish_reason", "error",
+                     "code", "stop", "constraint"):  # fmt: skip
             made.parts[name + part] = getattr(one, part)
         made.logprobs[name + "logprobs"] = one.logprobs
         made.logprobs[name + "top_logprobs"] = [_likely(top) for top in one.top_logprobs]

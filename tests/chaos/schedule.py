@@ -6,7 +6,10 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-KINDS = ("broker", "gpu", "controller", "python", "state", "gateway", "door", "guest", "zygote")
+KINDS = (
+    *("broker", "gpu", "controller", "python", "state", "tool"),
+    *("gateway", "door", "guest", "zygote"),
+)
 """The kinds of processes. ``python`` is a controller worker that serves Python controllers.
 ``door`` is the gateway that has streams; it is stopped, not killed. ``guest`` is a guest process of
 a controller worker, and ``zygote`` is the parent of these processes."""

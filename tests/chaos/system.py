@@ -25,6 +25,7 @@ from ..processes import (
 )
 from . import python_controllers
 from .schedule import Blow
+from .scripts import TOOLS
 
 START_S = 300.0
 """Maximum time until all workers have registered, in seconds. Only a hang reaches this limit."""
@@ -122,7 +123,8 @@ class Slot:
 
 
 class System:
-    """Brokers, GPU workers, controller workers, a state worker and two gateways, supervised.
+    """Brokers, GPU workers, controller workers, a state worker, a tool worker and two gateways,
+    supervised.
 
     This class replaces supervisord, because a new GPU worker needs seconds of CPU time to import
     torch. Here, a worker is forked from a process that has imported torch (``tests/forks.py``).
@@ -156,6 +158,9 @@ class System:
             self._add(f"python-{i}", "python", "tokenbus.workers.controller", arguments=served)
         for i in range(gpu_workers):
             self._add(f"gpu-{i}", "gpu", gpu_module, startsecs=30.0)
+        tools = self.folder / "chaos_tools.py"
+        tools.write_text(TOOLS)
+        self._add("tool-0", "tool", "tokenbus.clients.cli", arguments=("tool", "serve", str(tools)))
         for kind, http in zip(("gateway", "door"), self.http, strict=True):
             self._add(kind, kind, "tokenbus.clients.gateway", http=http)
         self._lock = threading.Lock()
@@ -242,7 +247,8 @@ class System:
 
     def wait_until_complete(self) -> None:
         """Waits until all workers are registered and have loaded their model."""
-        wanted = len([s for s in self.slots if s.kind in ("state", "controller", "python", "gpu")])
+        roles = ("state", "controller", "python", "gpu", "tool")
+        wanted = len([slot for slot in self.slots if slot.kind in roles])
         with Client(self.front, patience_s=START_S) as client:
 
             def complete() -> bool:

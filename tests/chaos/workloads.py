@@ -19,6 +19,7 @@ import pytest
 
 from ..workers.controller.wasm.aici_guests import compile_rust, puppet
 from ..workers.controller.wasm.guests import SDK, compile_guest
+from .scripts import AICI, INPUTS, scripts
 
 VARIANTS: dict[str, int] = {}
 """For requests whose tokens would depend on the last bits of logits: a number that changes the
@@ -77,6 +78,8 @@ class Workload:
     options: dict[str, Any] = field(default_factory=dict)
     """The options of ``generate``, or further fields of the body over HTTP."""
     prompt: str = ""
+    inputs: tuple[str, ...] = ()
+    """The inputs that the client sends to the program."""
 
     @property
     def kind(self) -> str:
@@ -85,7 +88,7 @@ class Workload:
 
 
 def modules() -> dict[str, bytes]:
-    """The Wasm modules that the requests name, by their tags."""
+    """The Wasm modules and the scripts that the requests name, by their tags."""
     found = {
         path.stem: compile_guest(path)
         for path in [*(SDK / "examples").glob("*.c"), *GUESTS.glob("*.c")]
@@ -99,12 +102,12 @@ def modules() -> dict[str, bytes]:
         # Without Rust for WASI, this module is left out. The module ``puppet`` has the same
         # interface.
         found["rust"] = b""
-    return {tag: wasm for tag, wasm in found.items() if wasm}
+    return {tag: wasm for tag, wasm in found.items() if wasm} | scripts()
 
 
 def workloads(tags: set[str]) -> list[Workload]:
     """All requests. Those of the module ``rust`` are left out if its tag is not in ``tags``."""
-    made = [*_plain(), *_constrained(), *_wasm(), *_aici(tags), *_python(), *_http()]
+    made = [*_plain(), *_constrained(), *_wasm(), *_aici(tags), *_python(), *_http(), *_scripts()]
     assert len(made) >= 100
     for i, one in enumerate(made):
         variant = VARIANTS.get(one.name, 0)
@@ -235,3 +238,18 @@ def _http() -> Iterator[Workload]:
     for name, count, door, fields in bodies:
         for i in range(count):
             yield Workload(f"sse-{name} {i}", door, body(**fields))
+
+
+def _scripts() -> Iterator[Workload]:
+    drawn = {"temperature": 0.9, "top_k": 20}
+    for tag in ("tool-calls", "forks"):
+        yield from _some(tag, 3, controller=tag, **drawn)
+    for number in range(2):
+        context = {"controller": "contexts", "controller_arg": f"context {number}"}
+        yield from _some(f"contexts-{number}", 1, **context, **drawn)
+    texts = {"controller_arg": json.dumps({"n": 3, "tokens": 12}), "max_tokens": 300}
+    yield from _some("likeliest", 3, controller="likeliest", **texts, **drawn)
+    yield from _some("pyctrl", 2, controller="pyctrl-latest", controller_arg=AICI, **drawn)
+    for workload in _some("dialogue", 3, controller="dialogue", **drawn):
+        workload.inputs = INPUTS
+        yield workload
