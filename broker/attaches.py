@@ -141,8 +141,8 @@ class Attaches:
             self._moves.attach(request, message.received)
         else:
             request.attaching.append(message.received)
-            flags = request.session.flags
-            self._out.to_worker(request.worker, b"ATTACH", message, request.id, flags)
+            flags, owner = request.session.flags, request.session.owner
+            self._out.to_worker(request.worker, b"ATTACH", message, request.id, flags, owner)
 
     @staticmethod
     def _count(request: Request, interruption: Interruption, received: int) -> None:

@@ -238,7 +238,9 @@ def send_claim(
 ) -> int:
     """Sends a CLAIM, whose answer ends these fences; returns the number of the CLAIM. If
     ``session`` is given, the worker reports the streams of this session before it answers."""
-    state.out.to_worker(worker, b"CLAIM", Claim(session=session))
+    known = state.sessions.by_id.get(session)
+    owner = known.owner if known is not None else session
+    state.out.to_worker(worker, b"CLAIM", Claim(session=session), address=owner)
     return worker.fences.asked(fences, state.now, session)
 
 

@@ -103,11 +103,13 @@ class Outgoings(list[Outgoing]):
         body: Any,
         request: int = 0,
         flags: int = 0,
+        address: int = 0,
     ) -> None:
         """Adds a message from the broker itself to a worker, or to a peer that is not
         registered."""
         peer = worker if isinstance(worker, bytes) else worker.peer
-        frames = (message_type, encode_header(request, 0, flags), encode_body(body, "msgpack"))
+        header = encode_header(request, address, flags)
+        frames = (message_type, header, encode_body(body, "msgpack"))
         self.append(Outgoing(Side.BACK, peer, frames, True))
 
     def count_error(self, error: TokenbusError) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..protocol.bodies import Encoding
 from ..protocol.header import Flag
+from ..protocol.ids import session_id
 from ..protocol.messages import CARRIES_USERS, Hello
 from ..protocol.pace import Pace
 from .recent import Recent
@@ -135,6 +136,12 @@ class Session:
             "ack": self.acks,
         }
         return [name for name, given in optional.items() if given]
+
+    @property
+    def owner(self) -> int:
+        """A number of the client's key or, without a key, of the session. Owners take turns at a
+        worker."""
+        return session_id("", self.key) if self.key else self.id
 
     @property
     def tenant(self) -> bytes:

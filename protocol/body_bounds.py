@@ -13,10 +13,15 @@ from .bodies import decode_as
 from .errors import Code, RequestError
 from .messages import MAX_BODY_BYTES
 
-WITH_TEXT = frozenset({b"GENERATE", b"SCORE", b"BUFFER", b"UPLOAD"})
-"""Message types whose bodies may contain large texts or data."""
+TEXT_FIELDS: dict[bytes, tuple[str, ...]] = {
+    b"GENERATE": ("prompt", "controller_arg"),
+    b"SCORE": ("prompt", "scored"),
+    b"BUFFER": ("text",),
+    b"UPLOAD": ("data",),
+}
+"""By message type: the fields of the body that may contain large texts or data."""
 MAX_PLAIN_BODY_BYTES = 64 * 1024
-"""Maximum number of bytes of the body of a message whose type is not in ``WITH_TEXT``."""
+"""Maximum number of bytes of the body of a message whose type is not in ``TEXT_FIELDS``."""
 MAX_STRUCTURE_BYTES = 1024 * 1024
 """Maximum number of bytes of a body without its texts. The bytes of token ids count, so a client
 sends a long list of token ids as an attachment."""
@@ -36,7 +41,7 @@ class _Texts(Struct):
 
 def max_body_bytes(message_type: bytes) -> int:
     """Maximum number of bytes of the body of a client's message of this type."""
-    return MAX_BODY_BYTES if message_type in WITH_TEXT else MAX_PLAIN_BODY_BYTES
+    return MAX_BODY_BYTES if message_type in TEXT_FIELDS else MAX_PLAIN_BODY_BYTES
 
 
 def check_body(message_type: bytes, body: bytes) -> None:
@@ -54,8 +59,7 @@ def check_body(message_type: bytes, body: bytes) -> None:
     if len(body) <= MAX_STRUCTURE_BYTES:
         return
     texts: _Texts = decode_as(_Texts, body)
-    raw = (texts.prompt, texts.scored, texts.text, texts.data, texts.controller_arg)
-    views = (memoryview(each) for each in raw)
+    views = (memoryview(getattr(texts, name)) for name in TEXT_FIELDS[message_type])
     size = len(body) - sum(len(view) for view in views if len(view) and view[0] in _STRINGS)
     if size > MAX_STRUCTURE_BYTES:
         raise RequestError(

@@ -64,6 +64,17 @@ def test_all_but_texts_in_a_body_has_a_bound(kind: str, body: dict[str, Any], en
 
 
 @pytest.mark.parametrize(
+    ("kind", "field"), [("GENERATE", "data"), ("SCORE", "text"), ("BUFFER", "prompt")]
+)
+def test_a_large_text_in_a_field_of_another_type_is_refused(kind: str, field: str) -> None:
+    """A worker would store the field with the request as long as the request runs."""
+    body = {"stream_id": 7, "name": "a", "prompt": [1], "scored": [1], field: TEXT}
+    refused = error(Bench(), kind, body)
+    assert refused["code"] == "too_large"
+    assert f"{MAX_STRUCTURE_BYTES} are allowed" in refused["message"]
+
+
+@pytest.mark.parametrize(
     ("kind", "body", "path", "most"),
     [
         ("HELLO", {"client": "a" * 257}, "$.client", 256),

@@ -104,6 +104,22 @@ def test_the_workers_are_asked_for_the_streams_of_a_session_that_comes(bench: Be
     assert [kinds(bench, name) for name in "ab"] == [["CLAIM"], ["CLAIM"]]
 
 
+@pytest.mark.parametrize("key", ["", "k"])
+def test_a_worker_receives_the_owner_of_a_session(bench: Bench, key: str) -> None:
+    """At the worker, the sessions of one key take turns as if they were one session."""
+    said = {"session": TOKEN, "elsewhere": True, "capabilities": ["recover"]}
+    bench.client("c", "HELLO", said, key)
+    session = session_id(TOKEN, key)
+    journal(bench, "a", 3, session=session)
+    bench.client("c", "ATTACH", {"stream_id": 1, "received": 1}, key)
+    owner = session_id("", key) if key else session
+    sent = bench.to_worker("a")
+    assert [(kind, header.address) for kind, header in sent] == [
+        ("CLAIM", owner),
+        ("ATTACH", owner),
+    ]
+
+
 def test_a_stream_goes_on_at_the_worker_that_has_it(bench: Bench) -> None:
     hello(bench)
     attach(bench, 1)

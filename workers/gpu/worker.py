@@ -382,7 +382,8 @@ class GpuWorker:
                 if stream is not None and stream.link == message.link:
                     received = decode_as(Attach, message.body).received
                     self._streams.take_form(stream, message.header.flags)
-                    self._reports.add(Attaching(stream, message.link, received))
+                    owner = message.header.address
+                    self._reports.add(Attaching(stream, message.link, received), owner)
             case b"RESULT":
                 worker, attachments = message.header.address, message.attachments
                 ends = self._steering.on_result(worker, message.body, attachments, message.link)
@@ -407,7 +408,8 @@ class GpuWorker:
             case b"REGISTERED":
                 self._registered(decode_as(Registered, message.body, "msgpack"), message.link)
             case b"CLAIM":
-                self._claim(decode_as(Claim, message.body, "msgpack").session, message.link)
+                claim = decode_as(Claim, message.body, "msgpack")
+                self._claim(claim.session, message.header.address, message.link)
             case bus.LEASE_ENDED:
                 # This worker continues the broker's streams, because the broker's successor or
                 # another broker may claim them.
@@ -437,10 +439,11 @@ class GpuWorker:
         else:
             self._arrivals.request(message, kind)
 
-    def _claim(self, session: int, link: int) -> None:
-        """Handles a CLAIM: a client has connected to the broker of ``link``, at which the requests
-        of the client's session now continue. If this pass of the loop has sent the maximum number
-        of entries, the remaining requests are continued at that broker in later passes."""
+    def _claim(self, session: int, owner: int, link: int) -> None:
+        """Handles a CLAIM of a session of ``owner``: a client has connected to the broker of
+        ``link``, at which the requests of the client's session now continue. If this pass of the
+        loop has sent the maximum number of entries, the remaining requests are continued at that
+        broker in later passes."""
         if not session:
             self._claimed(session, link)
             return
@@ -449,7 +452,7 @@ class GpuWorker:
             for stream in (*self._arrivals.streams(), *self._streams.reported())
             if stream.session == session and stream.type in (b"GENERATE", b"SCORE")
         ]
-        self._reports.add_claim(session, link, streams)
+        self._reports.add_claim(session, owner, link, streams)
         self._answer()
 
     def _continue_at(self, claiming: Claiming, released: dict[int, list[int]]) -> None:

@@ -1,5 +1,5 @@
-"""The memory of the entries that a GPU worker stores for live streams is bounded, and clients share
-the bound."""
+"""The memory of the requests and the entries that a GPU worker stores for live streams is bounded,
+and clients share the bound."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tokenbus.protocol.bodies import decode_as
+from tokenbus.protocol.errors import RequestError
 from tokenbus.protocol.messages import Error
 from tokenbus.workers.gpu.serving import kept_streams, stored_bytes
 from tokenbus.workers.gpu.serving.stored_bytes import MEMORY_PART, max_stored_bytes
@@ -49,6 +50,17 @@ def test_a_stream_ends_if_its_client_stores_more_than_its_share(sent: Sent, form
     assert (ends(sent), sent.released) == ([(1, "too_large")], [1])
     sent.streams.send([output(2, **FORMS[form])])
     assert [stream.request for stream in sent.streams] == [2]
+
+
+def test_the_requests_of_running_streams_count(sent: Sent) -> None:
+    added = [list(Sent(number).streams)[0] for number in range(3, 14)]
+    for stream in added:
+        stream.client, stream.frames = 1, [bytes(BOUND // 20)]
+    # A single client gets half of the bound.
+    for stream in added[:10]:
+        sent.streams.add(stream)
+    with pytest.raises(RequestError, match="your running streams take"):
+        sent.streams.add(added[10])
 
 
 def test_the_candidates_of_rows_count(sent: Sent) -> None:

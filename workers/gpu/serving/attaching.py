@@ -1,10 +1,11 @@
 """The queue of unanswered ATTACH and CLAIM messages, and the columns of tokens in the answers.
 
 An answer can contain all entries of a stream, up to 100,000, and a client may send many ATTACHes or
-cause many CLAIMs. So each pass of the worker's loop sends a bounded number of entries, and sessions
-take turns. A CLAIM is answered with a JOURNAL for each stream of its session, and with CLAIMED.
-Entries that are rows (``streams.ROW``) are sent in columns, without an object for each token. If a
-pass answers several streams of a session, one message has the rows of all these streams.
+cause many CLAIMs. So each pass of the worker's loop sends a bounded number of entries, and keys,
+and the sessions of each key, take turns. A CLAIM is answered with a JOURNAL for each stream of its
+session, and with CLAIMED. Entries that are rows (``streams.ROW``) are sent in columns, without an
+object for each token. If a pass answers several streams of a session, one message has the rows of
+all these streams.
 """
 
 from __future__ import annotations
@@ -75,6 +76,9 @@ class ClaimEnd(NamedTuple):
     link: int
 
 
+_Waiting = deque[Attaching | Claiming | ClaimEnd]
+
+
 def rows_frames(session: int, streams: Mapping[Stream, int]) -> Frames:
     """A ``TOKEN`` in columns with the last rows of streams of one session. ``streams``: the number
     of rows of each stream."""
@@ -104,21 +108,23 @@ class ReportQueue:
     """The unanswered ATTACHes and CLAIMs. Each pass of the loop begins with ``renew``."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[int, deque[Attaching | Claiming | ClaimEnd]] = OrderedDict()
-        """The messages of each session in order; the session whose turn is next comes first."""
+        self._waiting: OrderedDict[int, OrderedDict[int, _Waiting]] = OrderedDict()
+        """By owner, and then by session: the messages of the session in order. The owner whose turn
+        is next comes first, and so does the session of an owner. An owner is a client's key or,
+        without a key, a session."""
         self._left = MAX_ENTRIES
         """Number of entries that this pass may still send; negative after a large answer."""
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, attaching: Attaching) -> None:
-        """Adds an ATTACH."""
-        self._waiting.setdefault(attaching.stream.session, deque()).append(attaching)
+    def add(self, attaching: Attaching, owner: int) -> None:
+        """Adds an ATTACH of a session of ``owner``."""
+        self._of(owner, attaching.stream.session).append(attaching)
 
-    def add_claim(self, session: int, link: int, streams: Iterable[Stream]) -> None:
-        """Adds a CLAIM. ``streams``: the streams of the session."""
-        waiting = self._waiting.setdefault(session, deque())
+    def add_claim(self, session: int, owner: int, link: int, streams: Iterable[Stream]) -> None:
+        """Adds a CLAIM of a session of ``owner``. ``streams``: the streams of the session."""
+        waiting = self._of(owner, session)
         for stream in streams:
             stream.claimed_by = link
             waiting.append(Claiming(stream, link))
@@ -126,15 +132,18 @@ class ReportQueue:
 
     def drop_claims(self, link: int) -> None:
         """Drops the CLAIMs of a link whose lease has ended."""
-        for session, waiting in list(self._waiting.items()):
-            for one in waiting:
-                if isinstance(one, Claiming) and one.link == link:
-                    self._claimed(one)
-            kept = deque(w for w in waiting if isinstance(w, Attaching) or w.link != link)
-            if kept:
-                self._waiting[session] = kept
-            else:
-                del self._waiting[session]
+        for owner, sessions in list(self._waiting.items()):
+            for session, waiting in list(sessions.items()):
+                for one in waiting:
+                    if isinstance(one, Claiming) and one.link == link:
+                        self._claimed(one)
+                kept = deque(w for w in waiting if isinstance(w, Attaching) or w.link != link)
+                if kept:
+                    sessions[session] = kept
+                else:
+                    del sessions[session]
+            if not sessions:
+                del self._waiting[owner]
 
     def renew(self) -> None:
         """Renews the budget at the beginning of a pass of the loop."""
@@ -149,13 +158,21 @@ class ReportQueue:
         None if no message waits or the budget of this pass is used up."""
         if self._left <= 0 or not self._waiting:
             return None
-        session, waiting = self._waiting.popitem(last=False)
+        owner, sessions = self._waiting.popitem(last=False)
+        session, waiting = sessions.popitem(last=False)
         first = waiting.popleft()
         if waiting:
-            self._waiting[session] = waiting
+            sessions[session] = waiting
+        if sessions:
+            self._waiting[owner] = sessions
         if isinstance(first, Claiming):
             self._claimed(first)
         return first
+
+    def _of(self, owner: int, session: int) -> _Waiting:
+        # A broker of an earlier release does not name the owner.
+        sessions = self._waiting.setdefault(owner or session, OrderedDict())
+        return sessions.setdefault(session, deque())
 
     @staticmethod
     def _claimed(claiming: Claiming) -> None:

@@ -80,10 +80,13 @@ class LiveStreams:
         return iter(list(self._streams.values()))
 
     def add(self, stream: Stream) -> None:
-        """Adds the stream of a request that was passed to an engine."""
+        """Adds the stream of a request that was passed to an engine. Raises RequestError if the
+        stream's client exceeds its share of the bound on stored bytes."""
         self._streams[stream.request] = stream
-        self._stored.count(stream)
         stream.metrics = self.metrics.of(stream.model)
+        error = self._stored.count(stream)
+        if error is not None:
+            raise error
 
     def get(self, request: int) -> Stream | None:
         """The live stream of a request; None if the request does not have one."""

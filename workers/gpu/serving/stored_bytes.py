@@ -1,9 +1,9 @@
-"""Bounds the memory of the entries that live streams store.
+"""Bounds the memory of the requests and the entries that live streams store.
 
-A stream stores its entries until it ends, for clients that attach and for brokers that claim it. A
-plain token takes 20 bytes. But 256 ``top_logprobs`` take 3 KiB, and a request may have 128
-sequences that wait for an input. Clients therefore share a bound, and a stream that exceeds the
-share of its client ends.
+A stream stores its request and its entries until it ends, for clients that attach and for brokers
+that claim it. A plain token takes 20 bytes, and is not counted. But 256 ``top_logprobs`` take
+3 KiB, and a request may have 128 sequences that wait for an input. Clients therefore share a bound,
+and a stream that exceeds the share of its client ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from ...machine import machine_memory
 from .streams import Stream
 
 MEMORY_PART = 8
-"""The entries at all GPU workers of a machine take at most this part of the machine's memory."""
+"""The requests and entries at all GPU workers of a machine take at most this part of the machine's
+memory."""
 USUAL_BYTES = 16 * 1024**3
 """The bound of a machine whose memory is unknown, in bytes."""
 
@@ -54,9 +55,9 @@ class StoredBytes:
             return None
         return RequestError(
             Code.TOO_LARGE,
-            "the log-probabilities, candidates, logs and writes of your running streams take "
-            f"{own + size} bytes at this worker, and those of all clients {self._total} of at most "
-            f"{self._most}; ask for fewer top_logprobs, or run fewer sequences at a time",
+            "the requests, log-probabilities, candidates, logs and writes of your running streams "
+            f"take {own + size} bytes at this worker, and those of all clients {self._total} of at "
+            f"most {self._most}; ask for fewer top_logprobs, or run fewer sequences at a time",
         )
 
     def drop(self, stream: Stream) -> None:

@@ -223,9 +223,9 @@ class Stream:
 
     @property
     def long_bytes(self) -> int:
-        """The memory of the stream's long fields, in bytes."""
+        """The memory of the stream's request and of the long fields of its entries, in bytes."""
         fields = self.packed_bytes + self.written_bytes + self.id_bytes
-        return fields + LONG_ENTRY_BYTES * self.num_long
+        return fields + LONG_ENTRY_BYTES * self.num_long + sum(map(len, self.frames))
 
     @property
     def num_candidates(self) -> int:
