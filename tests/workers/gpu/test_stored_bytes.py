@@ -53,7 +53,7 @@ def test_a_stream_ends_if_its_client_stores_more_than_its_share(sent: Sent, form
 
 
 def test_the_requests_of_running_streams_count(sent: Sent) -> None:
-    added = [list(Sent(number).streams)[0] for number in range(3, 14)]
+    added = [next(iter(Sent(number).streams)) for number in range(3, 14)]
     for stream in added:
         stream.client, stream.frames = 1, [bytes(BOUND // 20)]
     # A single client gets half of the bound.
