@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 from tokenizers import decoders
 
+from .stop_strings import State, StopStrings
+
 REPLACEMENT = "�"
 CONTEXT_TOKENS = 6
 """Number of tokens at the end of the prompt that are decoded together with the first new token. The
@@ -55,20 +57,23 @@ class TextStream:
     def __init__(
         self,
         detokenizer: Detokenizer,
-        stop: Sequence[str] = (),
+        stop: StopStrings | None = None,
         skip: int = 0,
         min_tokens: int = 0,
     ) -> None:
-        """``skip``: number of characters at the beginning to leave out. ``min_tokens``: number of
-        tokens at the beginning that do not trigger a search for stop strings. A later token can
-        complete a stop string that begins in the text of these tokens."""
+        """``stop``: None if there are no stop strings. ``skip``: number of characters at the
+        beginning to leave out. ``min_tokens``: number of tokens at the beginning that do not
+        trigger a search for stop strings. A later token can complete a stop string that begins in
+        the text of these tokens."""
         self._detokenizer = detokenizer
-        self._stop = tuple(stop)
+        self.stop = stop
+        """The stop strings, which all sequences of a request share."""
         self._skip = skip
         self._early = 1 + min_tokens if min_tokens else 0
         """Counts down the tokens until the text is searched for stop strings: each token subtracts
         1, and at 0 the search begins."""
-        self._held = ""
+        self._state: State | None = stop.root if stop is not None else None
+        """Contains the text that is held back. None if there are no stop strings."""
 
     def push(self, token: int) -> Text:
         """Takes the next token."""
@@ -79,13 +84,15 @@ class TextStream:
     def finish(self) -> Text:
         """Called at the end of the sequence. Returns the text that was held back."""
         text = self._take(self._detokenizer.finish())
-        rest, self._held = self._held, ""
-        return text if text.stopped else Text(text.certain + rest)
+        if self.stop is None or self._state is None or text.stopped:
+            return text
+        rest, self._state = self._state.prefix, self.stop.root
+        return Text(text.certain + rest)
 
     def fork(self) -> TextStream:
         """A copy with the same state."""
-        copy = TextStream(self._detokenizer.fork(), self._stop, self._skip)
-        copy._early, copy._held = self._early, self._held
+        copy = TextStream(self._detokenizer.fork(), self.stop, self._skip)
+        copy._early, copy._state = self._early, self._state
         return copy
 
     def _take(self, new: str) -> Text:
@@ -93,31 +100,16 @@ class TextStream:
             skipped = min(self._skip, len(new))
             self._skip -= skipped
             new = new[skipped:]
-        if not self._stop:
+        if self.stop is None or self._state is None or not new:
             return Text(new)
-        before, held = len(self._held), self._held + new
-        # Only a stop string that ends in the new text counts. The earlier text has been searched
-        # already, or comes from the first ``min_tokens`` tokens.
-        found = [
-            (at, stop)
-            for stop in (() if self._early else self._stop)
-            if (at := held.find(stop, max(0, before + 1 - len(stop)))) >= 0
-        ]
-        if found:
-            self._held = ""
-            at, stop = min(found)
-            return Text(held[:at], stop)
-        keep = max(_overlap(held, stop) for stop in self._stop)
-        self._held = held[len(held) - keep :]
-        return Text(held[: len(held) - keep])
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+        before = self._state.prefix
+        self._state, found = self.stop.advance(self._state, new)
+        held = before + new
+        # The text of the first ``min_tokens`` tokens is not searched.
+        if found is not None and not self._early:
+            self._state = self.stop.root
+            return Text(held[: len(before) + found.at], found.stop)
+        return Text(held[: len(held) - self._state.depth])
 
 
 def detokenizers(tokenizer: Any) -> Callable[[Sequence[int]], Detokenizer]:
