@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenbus.protocol.sampling import MAX_STOP, MAX_STOP_CHARS
+from tokenbus.protocol.sampling import MAX_STOP, MAX_STOP_CHARS, Sampling
+from tokenbus.workers.gpu.engine.intake import Intake
+from tokenbus.workers.gpu.engine.sequence import Continued
 from tokenbus.workers.gpu.engine.stop_strings import StopStrings
 from tokenbus.workers.gpu.engine.text import ByteDetokenizer, ByteTable, TextStream
+from tokenbus.workers.gpu.model.loader import load_model
 
 from ...work import num_calls
 
@@ -113,3 +116,15 @@ def test_the_strings_of_a_request_are_prepared_once_for_all_its_sequences() -> N
 def test_creating_stop_strings_does_not_build_their_states() -> None:
     strings = long_stop_strings()
     assert num_calls(lambda: StopStrings(strings), builtin=True) < 10 * len(strings)
+
+
+def test_resumed_and_restarted_sequences_share_the_stop_strings_of_their_request() -> None:
+    intake = Intake(load_model("embedded"), 200)
+    sampling = Sampling(stop=["ab", "b"], max_tokens=9)
+    first = intake.generation(1, [5, 6], sampling, priority=0, client=0, text=True, inspect=False)
+    assert first.text is not None
+    shared = first.text.stop
+    resumed = intake.continued(first, Continued({0: [7], 1: [8]}, made=2))
+    intake.begin_anew(first, [9])
+    assert shared is not None
+    assert all(s.text is not None and s.text.stop is shared for s in [first, *resumed])
