@@ -13,8 +13,8 @@ TokenId = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 MAX_TOP_LOGPROBS = 256
 MAX_STOP = 64
 MAX_STOP_CHARS = 1024
-"""Maximum number of characters of a stop string. The number is bounded because each new text is
-compared with all prefixes of the string."""
+"""Maximum number of characters of a stop string. The number is bounded because a sequence holds
+back up to this number of characters."""
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 MAX_N = 128
 MAX_KEPT = 1024

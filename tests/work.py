@@ -6,13 +6,17 @@ import sys
 from collections.abc import Callable
 
 
-def num_calls(work: Callable[[], object]) -> int:
-    """The number of calls of Python functions, and of steps of generators, in ``work()``."""
+def num_calls(work: Callable[[], object], *, builtin: bool = False) -> int:
+    """The number of calls of Python functions, and of steps of generators, in ``work()``.
+
+    ``builtin``: also count the calls of functions that are written in C, like ``str.endswith``.
+    """
     count = 0
+    counted = {"call", "c_call"} if builtin else {"call"}
 
     def see(_frame: object, event: str, _argument: object) -> None:
         nonlocal count
-        count += event == "call"
+        count += event in counted
 
     before = sys.getprofile()
     sys.setprofile(see)

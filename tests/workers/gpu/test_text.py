@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenbus.workers.gpu.embedded import path
+from tokenbus.workers.gpu.engine.stop_strings import StopStrings
 from tokenbus.workers.gpu.engine.text import (
     ByteDetokenizer,
     ByteTable,
@@ -26,7 +27,8 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 
 def pieces(text: str, stop: Sequence[str] = (), least: int = 0) -> tuple[list[str], bool]:
     """The new text after each byte and at the end, and whether a stop string has ended the text."""
-    stream = TextStream(ByteDetokenizer(ByteTable.of(TABLE)), stop, min_tokens=least)
+    strings = StopStrings(stop) if stop else None
+    stream = TextStream(ByteDetokenizer(ByteTable.of(TABLE)), strings, min_tokens=least)
     output = []
     for byte in text.encode():
         piece = stream.push(byte)

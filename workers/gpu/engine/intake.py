@@ -17,6 +17,7 @@ from ..sampling.min_tokens import Least
 from .block_manager import BlockTable
 from .seeds import derived_seed
 from .sequence import Continued, PromptUsage, Sequence
+from .stop_strings import StopStrings
 from .text import Detokenizer, TextStream, detokenizers
 
 
@@ -202,10 +203,14 @@ class Intake:
     def text_of(self, sequence: Sequence) -> TextStream:
         """A text stream that has received a sequence's generated tokens."""
         assert self._detokenizer is not None
-        strings = [s for s in sequence.sampling.stop if isinstance(s, str)]
+        if sequence.text is not None:
+            stop = sequence.text.stop
+        else:
+            strings = [s for s in sequence.sampling.stop if isinstance(s, str)]
+            stop = StopStrings(strings) if strings else None
         prompt = sequence.tokens[: sequence.num_prompt]
         least = sequence.sampling.min_tokens
-        text = TextStream(self._detokenizer(prompt), strings, sequence.healed, least)
+        text = TextStream(self._detokenizer(prompt), stop, sequence.healed, least)
         for token in sequence.generated:
             text.push(token)
         return text

@@ -11,10 +11,15 @@ from typing import Any, NamedTuple, Protocol
 
 from tokenizers import decoders
 
+from .stop_strings import State, StopStrings
+
 REPLACEMENT = "�"
 CONTEXT_TOKENS = 6
 """Number of tokens at the end of the prompt that are decoded together with the first new token. The
 text of a token can depend on the tokens before it."""
+MAX_PENDING_TOKENS = 4
+"""Maximum number of tokens that wait for the end of a character. A character has at most 4 bytes in
+UTF-8. If it is incomplete, at most 3 tokens contain its bytes."""
 
 
 class Detokenizer(Protocol):
@@ -55,20 +60,23 @@ class TextStream:
     def __init__(
         self,
         detokenizer: Detokenizer,
-        stop: Sequence[str] = (),
+        stop: StopStrings | None = None,
         skip: int = 0,
         min_tokens: int = 0,
     ) -> None:
-        """``skip``: number of characters at the beginning to leave out. ``min_tokens``: number of
-        tokens at the beginning that do not trigger a search for stop strings. A later token can
-        complete a stop string that begins in the text of these tokens."""
+        """``stop``: None if there are no stop strings. ``skip``: number of characters at the
+        beginning to leave out. ``min_tokens``: number of tokens at the beginning that do not
+        trigger a search for stop strings. A later token can complete a stop string that begins in
+        the text of these tokens."""
         self._detokenizer = detokenizer
-        self._stop = tuple(stop)
+        self.stop = stop
+        """The stop strings, which all sequences of a request share."""
         self._skip = skip
         self._early = 1 + min_tokens if min_tokens else 0
         """Counts down the tokens until the text is searched for stop strings: each token subtracts
         1, and at 0 the search begins."""
-        self._held = ""
+        self._state: State | None = stop.root if stop is not None else None
+        """Contains the text that is held back. None if there are no stop strings."""
 
     def push(self, token: int) -> Text:
         """Takes the next token."""
@@ -79,13 +87,15 @@ class TextStream:
     def finish(self) -> Text:
         """Called at the end of the sequence. Returns the text that was held back."""
         text = self._take(self._detokenizer.finish())
-        rest, self._held = self._held, ""
-        return text if text.stopped else Text(text.certain + rest)
+        if self.stop is None or self._state is None or text.stopped:
+            return text
+        rest, self._state = self._state.prefix, self.stop.root
+        return Text(text.certain + rest)
 
     def fork(self) -> TextStream:
         """A copy with the same state."""
-        copy = TextStream(self._detokenizer.fork(), self._stop, self._skip)
-        copy._early, copy._held = self._early, self._held
+        copy = TextStream(self._detokenizer.fork(), self.stop, self._skip)
+        copy._early, copy._state = self._early, self._state
         return copy
 
     def _take(self, new: str) -> Text:
@@ -93,31 +103,16 @@ class TextStream:
             skipped = min(self._skip, len(new))
             self._skip -= skipped
             new = new[skipped:]
-        if not self._stop:
+        if self.stop is None or self._state is None or not new:
             return Text(new)
-        before, held = len(self._held), self._held + new
-        # Only a stop string that ends in the new text counts. The earlier text has been searched
-        # already, or comes from the first ``min_tokens`` tokens.
-        found = [
-            (at, stop)
-            for stop in (() if self._early else self._stop)
-            if (at := held.find(stop, max(0, before + 1 - len(stop)))) >= 0
-        ]
-        if found:
-            self._held = ""
-            at, stop = min(found)
-            return Text(held[:at], stop)
-        keep = max(_overlap(held, stop) for stop in self._stop)
-        self._held = held[len(held) - keep :]
-        return Text(held[: len(held) - keep])
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+        before = self._state.prefix
+        self._state, found = self.stop.advance(self._state, new)
+        held = before + new
+        # The text of the first ``min_tokens`` tokens is not searched.
+        if found is not None and not self._early:
+            self._state = self.stop.root
+            return Text(held[: len(before) + found.at], found.stop)
+        return Text(held[: len(held) - self._state.depth])
 
 
 def detokenizers(tokenizer: Any) -> Callable[[Sequence[int]], Detokenizer]:
@@ -126,7 +121,20 @@ def detokenizers(tokenizer: Any) -> Callable[[Sequence[int]], Detokenizer]:
     if found is not None:
         table = ByteTable.of(found)
         return lambda prompt: ByteDetokenizer(table)
-    return lambda prompt: WindowDetokenizer(tokenizer, prompt)
+    skipped = _skipped(tokenizer)
+    return lambda prompt: WindowDetokenizer(tokenizer, prompt, skipped)
+
+
+def _skipped(tokenizer: Any) -> frozenset[int]:
+    """The special tokens that the tokenizer leaves out when it decodes."""
+    special = set(tokenizer.all_special_ids)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        added = backend.get_added_tokens_decoder()
+        special.update(token for token, described in added.items() if described.special)
+    return frozenset(
+        token for token in special if not tokenizer.decode([token], skip_special_tokens=True)
+    )
 
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
@@ -194,41 +202,78 @@ class ByteDetokenizer:
 
 class WindowDetokenizer:
     """A detokenizer for tokenizers that are not byte-level. It decodes a short window of tokens
-    with and without the new tokens. The new text is the difference of the two results."""
+    with and without the new tokens. The new text is the difference of the two results.
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+    The window has a bounded length, even if tokens never complete a character or have no text.
+    """
+
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int], skipped: frozenset[int] = frozenset()
+    ) -> None:
+        """``skipped``: the tokens that the tokenizer leaves out when it decodes."""
         self._tokenizer = tokenizer
-        self._tokens = list(prompt[-CONTEXT_TOKENS:])
-        self._from = 0
-        self._sent = len(self._tokens)
+        self._skipped = skipped
+        self._context = list(prompt[-CONTEXT_TOKENS:])
+        """The tokens before the pending tokens, whose text was returned."""
+        self._pending: list[int] = []
+        """The tokens whose text was not returned yet."""
+        self._incomplete = 0
+        """Number of characters at the end of the context's text that were not returned because
+        they may be incomplete: 0 or 1."""
 
     def push(self, token: int) -> str:
         """The new text; empty if it would end inside a character."""
-        self._tokens.append(token)
-        before, now = self._texts()
-        if now.endswith(REPLACEMENT) or len(now) <= len(before):
+        if token in self._skipped:
             return ""
-        self._from, self._sent = self._sent, len(self._tokens)
-        return now[len(before) :]
+        self._pending.append(token)
+        sent, now = self._sent(), self._decode(len(self._pending))
+        if not now.endswith(REPLACEMENT) and len(now) > sent:
+            return self._advance(len(self._pending), sent, now)
+        return self._shorten(sent, now) if len(self._pending) > MAX_PENDING_TOKENS else ""
 
     def finish(self) -> str:
         """The remaining text, even if it ends inside a character."""
-        before, now = self._texts()
-        self._from, self._sent = self._sent, len(self._tokens)
-        return now[len(before) :]
+        count = len(self._pending)
+        return self._advance(count, self._sent(), self._decode(count))
 
     def fork(self) -> WindowDetokenizer:
         """A copy with the same state."""
-        copy = WindowDetokenizer(self._tokenizer, ())
-        copy._tokens, copy._from, copy._sent = list(self._tokens), self._from, self._sent
+        copy = WindowDetokenizer(self._tokenizer, (), self._skipped)
+        copy._context = list(self._context)
+        copy._pending, copy._incomplete = list(self._pending), self._incomplete
         return copy
 
-    def _texts(self) -> tuple[str, str]:
-        decode = self._tokenizer.decode
-        return (
-            decode(self._tokens[self._from : self._sent], skip_special_tokens=True),
-            decode(self._tokens[self._from :], skip_special_tokens=True),
-        )
+    def _sent(self) -> int:
+        return len(self._decode(0)) - self._incomplete
+
+    def _decode(self, count: int) -> str:
+        tokens = self._context + self._pending[:count]
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def _advance(self, count: int, sent: int, text: str, incomplete: int = 0) -> str:
+        # ``text``: that of the context and the first ``count`` pending tokens.
+        self._context, self._pending = self._pending[:count], self._pending[count:]
+        self._incomplete = incomplete
+        return text[sent : len(text) - incomplete]
+
+    def _shorten(self, sent: int, now: str) -> str:
+        # At most 3 tokens at the end belong to an incomplete character. Decoders write one
+        # replacement character for each of them, or one for all of them. The text without these
+        # tokens has fewer replacement characters.
+        count, text = len(self._pending), now
+        for fewer in range(count - 1, count - MAX_PENDING_TOKENS, -1):
+            shorter = self._decode(fewer)
+            if shorter.count(REPLACEMENT) < text.count(REPLACEMENT):
+                count, text = fewer, shorter
+        if len(text) > sent:
+            # A last character that was held back before is final, so that the window advances.
+            final = self._incomplete and len(text) == sent + self._incomplete
+            incomplete = 0 if final else int(text.endswith(REPLACEMENT))
+            return self._advance(count, sent, text, incomplete)
+        # The context remains, because the text of the next token can depend on it.
+        del self._pending[0]
+        return ""
 
 
 def _byte_table(tokenizer: Any) -> list[bytes] | None:
