@@ -13,6 +13,9 @@ from tokenbus.protocol.header import Flag
 from tokenbus.protocol.messages import Token
 from tokenbus.protocol.sampling import MAX_KEPT, Sampling
 from tokenbus.workers.gpu.model.loader import LoadedModel
+from tokenbus.workers.gpu.sampling import candidates
+from tokenbus.workers.gpu.sampling.candidates import processed_logprobs
+from tokenbus.workers.gpu.sampling.races import Draws, kept_tokens
 from tokenbus.workers.gpu.sampling.row_parameters import Row
 from tokenbus.workers.gpu.sampling.sampler import sample
 
@@ -97,6 +100,48 @@ def test_the_report_of_a_row_does_not_depend_on_the_batch() -> None:
     together = sample(logits, range(len(every)), every).candidates
     for i, row in enumerate(every):
         assert sample(logits[i : i + 1], [0], [row]).candidates[0] == together[i]
+
+
+def test_the_report_of_a_row_does_not_depend_on_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, every = rows()
+    one_block = sample(logits, range(len(every)), every).candidates
+    monkeypatch.setattr(candidates, "CACHED", 5 * VOCAB)
+    assert sample(logits, range(len(every)), every).candidates == one_block
+
+
+def test_a_cpu_computes_the_reports_of_many_rows_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a call for each row, one request with ``n`` 128 slows down all other streams."""
+    blocks: list[int] = []
+
+    def counted(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+        blocks.append(len(logits))
+        return kept_tokens(logits, draws)
+
+    monkeypatch.setattr(candidates, "kept_tokens", counted)
+    size = candidates.CACHED // 64
+    asked = [Row(Sampling(kept=True, temperature=1.0, top_k=9), i, 0, 0) for i in range(128)]
+    sample(torch.zeros(1, size), [0] * 128, asked)
+    assert blocks == [64, 64]
+
+
+def test_log_probabilities_are_computed_only_for_rows_that_ask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_rows: list[int] = []
+
+    def counted(logits: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        num_rows.append(len(logits))
+        return processed_logprobs(logits, *more)
+
+    monkeypatch.setattr(candidates, "processed_logprobs", counted)
+    options: list[dict[str, Any]] = [{"kept": True}, {"processed_logprobs": True}]
+    for asked in (options[:1], options):
+        every = [Row(Sampling(temperature=1.0, top_k=2, **one), 1, 0, 0) for one in asked]
+        found = sample(torch.zeros(1, 9), [0] * len(asked), every).candidates
+    assert num_rows == [1]
+    assert (found[0].processed, found[1].kept) == (None, None)
+    assert kept_of(found[0].kept) == [0, 1]  # type: ignore[arg-type]
+    assert found[1].processed == pytest.approx(-np.log(2))
 
 
 def test_more_candidates_than_the_bound_are_counted() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tokenbus.protocol.sampling import Sampling
 from tokenbus.workers.gpu import embedded
 from tokenbus.workers.gpu.engine.engine import Engine, EngineConfig
 from tokenbus.workers.gpu.model.loader import LoadedModel, is_encoder, load_model
-from tokenbus.workers.gpu.model.pooling import pooled, pooling_of
+from tokenbus.workers.gpu.model.pooling import ChunkedText, pool_chunk, pooled, pooling_of
 from tokenbus.workers.gpu.serving import embeddings as module
 from tokenbus.workers.gpu.serving.embeddings import (
     BATCH_S,
@@ -26,6 +27,8 @@ from tokenbus.workers.gpu.serving.embeddings import (
     IDLE_AFTER_S,
     IDLE_BATCH_S,
     MAX_BATCH_TOKENS,
+    MAX_CPU_ENCODER_TOKENS,
+    MAX_WIDTH,
     MIN_BATCH_TOKENS,
     Embeddings,
 )
@@ -53,7 +56,7 @@ class Sent:
         self.now = 100.0
         self.token_s = token_s
         self.batches: list[list[list[int]]] = []
-        """The inputs of each batch."""
+        """The inputs of each batch. A chunk of an input counts as a batch."""
         streams = LiveStreams(self._post, lambda stream: None)
         self.embeddings = Embeddings(streams, self._post, clock=lambda: self.now)
 
@@ -64,6 +67,16 @@ class Sent:
         self.batches.append(list(texts))
         self.now += self.token_s * len(texts) * max(map(len, texts))
         return pooled(loaded, texts, poolings)
+
+    def pool_chunk(
+        self, loaded: LoadedModel, text: ChunkedText, num_tokens: int
+    ) -> torch.Tensor | None:
+        """Calls the real ``pool_chunk``, and advances the clock by the time of its tokens."""
+        start = text.num_computed_tokens
+        vector = pool_chunk(loaded, text, num_tokens)
+        self.batches.append([text.tokens[start : text.num_computed_tokens]])
+        self.now += self.token_s * (text.num_computed_tokens - start)
+        return vector
 
     def _post(self, frames: Any, link: int) -> None:
         self.frames.append(frames)
@@ -99,6 +112,7 @@ def timed(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Sent:
     """EMBED requests of a model of such a speed that the bound of a batch does not change."""
     sent = Sent(loaded, BATCH_S / FIRST_BATCH_TOKENS)
     monkeypatch.setattr(module, "pooled", sent.pooled)
+    monkeypatch.setattr(module, "pool_chunk", sent.pool_chunk)
     return sent
 
 
@@ -218,10 +232,69 @@ def test_an_idle_worker_takes_large_batches(timed: Sent) -> None:
     assert timed.sizes(1, busy=False) == [MAX_BATCH_TOKENS]
 
 
-def test_an_input_above_the_bound_runs_alone(timed: Sent) -> None:
+def test_an_input_above_the_bound_runs_alone_and_in_chunks(timed: Sent) -> None:
     timed.add(1, [[1], [2] * (FIRST_BATCH_TOKENS + 1), [3]])
-    assert timed.sizes(3) == [1, FIRST_BATCH_TOKENS + 1, 1]
+    assert timed.sizes(4) == [1, FIRST_BATCH_TOKENS, 1, 1]
     assert timed.answers() == [(1, 3)]
+
+
+def test_the_chunks_of_a_long_input_have_their_own_bound(timed: Sent) -> None:
+    timed.token_s = BATCH_S / 128.5
+    timed.add(1, [[1] * 1024])
+    assert timed.sizes(5) == [FIRST_BATCH_TOKENS, 128, 128, 128, 128]
+    timed.add(2, [[2] * 8] * 64)
+    assert timed.sizes(1) == [FIRST_BATCH_TOKENS]
+
+
+def test_a_long_input_has_chunks_even_after_large_batches_of_short_inputs(timed: Sent) -> None:
+    timed.token_s = 0.0
+    timed.engine.loaded = replace(timed.engine.loaded, context_length=4 * MAX_WIDTH)
+    timed.add(1, [[1] * 512] * 40)
+    while timed.embeddings.has_work:
+        timed.sizes(1)
+    timed.add(2, [[2] * (MAX_WIDTH + 1)])
+    assert timed.sizes(2) == [MAX_WIDTH, 1]
+
+
+def test_other_inputs_are_computed_between_the_chunks_of_a_long_input(timed: Sent) -> None:
+    """Only one long input is computed at a time, because each has a KV cache."""
+    timed.add(1, [[1] * 1024], session=1)
+    timed.add(2, [[2] * 1024], session=2)
+    timed.add(3, [[3], [3], [3] * FULL], session=3)
+    timed.sizes(6)
+    assert [batch[0][0] for batch in timed.batches] == [1, 3, 1, 2, 3, 2]
+    assert timed.answers() == [(1, 1), (3, 3), (2, 1)]
+
+
+def test_a_cancelled_request_computes_no_further_chunk(timed: Sent) -> None:
+    timed.add(1, [[1] * 1024])
+    timed.sizes(1)
+    timed.embeddings.cancel(1)
+    assert not timed.embeddings.has_work
+    timed.add(2, [[2] * 1024])
+    timed.sizes(2)
+    assert [batch[0][0] for batch in timed.batches] == [1, 2, 2]
+    assert timed.answers() == [(2, 1)]
+
+
+def test_new_weights_begin_a_long_input_again(timed: Sent) -> None:
+    timed.add(1, [[1] * 1024])
+    timed.sizes(1)
+    timed.embeddings.restart(timed.engine)
+    assert timed.sizes(2) == [512, 512]
+    assert timed.answers() == [(1, 1)]
+
+
+def test_a_failed_chunk_ends_only_its_request(timed: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(loaded: LoadedModel, text: ChunkedText, num_tokens: int) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(module, "pool_chunk", fail)
+    timed.add(1, [[1] * 1024], session=1)
+    timed.add(2, [[2]], session=2)
+    timed.sizes(2)
+    assert timed.answers() == [(2, 1)]
+    assert not timed.embeddings.has_work
 
 
 def test_engines_have_as_much_time_as_embeds(loaded: LoadedModel, tmp_path: Path) -> None:
@@ -239,13 +312,79 @@ def test_engines_have_as_much_time_as_embeds(loaded: LoadedModel, tmp_path: Path
         return pooled(model, texts, poolings)
 
     loop.generate(1, max_tokens=12)
-    loop.give(b"EMBED", Embed(stream_id=2, model="m", inputs=[[1] * 300] * 5), 2, 102)
+    inputs = [[1] * MIN_BATCH_TOKENS] * 5
+    loop.give(b"EMBED", Embed(stream_id=2, model="m", inputs=inputs), 2, 102)
+    engine = loop.worker._models.engines["m"]
+    embeddings._bounds[engine] = module._Bounds(MIN_BATCH_TOKENS, MIN_BATCH_TOKENS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "pooled", timed)
         for _ in range(14):
             loop.turn()
             now += 1.0
         assert [steps for steps, _ in batches] == [1, 5, 9, 12, 12]
+
+
+def test_streams_go_on_between_the_chunks_of_a_long_input(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(tmp_path, loaded)
+    now = 0.0
+    loop.worker._arrivals.embeddings._clock = lambda: now
+    tokens = []
+
+    def timed(model: LoadedModel, text: ChunkedText, num_tokens: int) -> torch.Tensor | None:
+        nonlocal now
+        now += 0.9 * BATCH_S
+        tokens.append(len(loop.entries(1)))
+        return pool_chunk(model, text, num_tokens)
+
+    monkeypatch.setattr(module, "pool_chunk", timed)
+    loop.generate(1, max_tokens=12)
+    loop.give(b"EMBED", Embed(stream_id=2, model="m", inputs=[[1] * 1024]), 2, 102)
+    for _ in range(8):
+        loop.turn()
+        now += BATCH_S
+    assert tokens == [1, 2]
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean", "first"])
+@pytest.mark.parametrize("num_tokens", [1, 7, 40])
+def test_chunks_give_the_vector_of_one_batch(
+    loaded: LoadedModel, pooling: Pooling, num_tokens: int
+) -> None:
+    tokens = [(7 * i) % 4000 + 5 for i in range(40)]
+    text = ChunkedText(tokens, pooling)
+    vector = None
+    while vector is None:
+        vector = pool_chunk(loaded, text, num_tokens)
+    assert text.num_computed_tokens == 40
+    whole = pooled(loaded, [tokens], [pooling])
+    np.testing.assert_allclose(vector.numpy(), whole.numpy(), atol=1e-5)
+
+
+def test_inputs_of_equal_length_have_no_mask(loaded: LoadedModel) -> None:
+    """A mask of the attention has an element for each pair of tokens."""
+    masks: list[Any] = []
+    body = loaded.model.base_model
+    hook = body.register_forward_pre_hook(
+        lambda module, args, options: masks.append(options["attention_mask"]), with_kwargs=True
+    )
+    try:
+        pooled(loaded, [[1, 2], [3, 4]], ["last", "last"])
+        pooled(loaded, SHORT, ["last", "last"])
+    finally:
+        hook.remove()
+    assert masks[0] is None
+    assert masks[1].tolist() == [[1, 1, 1], [1, 1, 0]]
+
+
+def test_an_encoder_on_a_cpu_refuses_an_input_above_the_bound(loaded: LoadedModel) -> None:
+    sent = Sent(loaded)
+    sent.engine.loaded = replace(loaded, causal=False, context_length=8192)
+    sent.add(1, [[1] * MAX_CPU_ENCODER_TOKENS])
+    with pytest.raises(RequestError, match=f"at most {MAX_CPU_ENCODER_TOKENS}") as caught:
+        sent.add(2, [[1], [1] * (MAX_CPU_ENCODER_TOKENS + 1)])
+    assert (caught.value.code, caught.value.path) == (Code.PROMPT_TOO_LONG, "$.inputs[1]")
 
 
 def test_a_vector_does_not_depend_on_the_padding(loaded: LoadedModel) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import normalize
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from ....protocol.errors import Code, RequestError
@@ -63,16 +66,72 @@ def pooled(
     ids = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts])
     places = torch.arange(width, device=loaded.device)
     mask = places < lengths.unsqueeze(1)
-    model = loaded.model
+    # Without padding, the model needs no mask, whose memory grows with the square of the width.
+    padded = any(len(text) < width for text in texts)
+    options: dict[str, Any] = {"attention_mask": mask.long() if padded else None}
+    if loaded.causal:
+        options["use_cache"] = False
+    states = _states(loaded.model, ids.to(loaded.device), options)
+    return normalize(_pool(states, mask, lengths, poolings), dim=-1).cpu()
+
+
+@dataclass(slots=True, eq=False)
+class ChunkedText:
+    """A text of a causal model whose states are computed in chunks (``pool_chunk``)."""
+
+    tokens: list[int]
+    pooling: Pooling
+    num_computed_tokens: int = 0
+    cache: Cache | None = None
+    """The keys and values of the computed tokens; None before the first chunk."""
+    state: torch.Tensor | None = None
+    """The pooled state of the computed tokens, float32 ``[1, dimensions]``: the first state, the
+    last state, or for the mean the sum of all states. None before the first chunk."""
+
+
+@torch.inference_mode()
+def pool_chunk(loaded: LoadedModel, text: ChunkedText, num_tokens: int) -> torch.Tensor | None:
+    """Computes the states of the next ``num_tokens`` tokens of a text, or of the rest if the rest
+    is shorter. After the last chunk, returns the text's vector, as ``pooled`` does: ``[1,
+    dimensions]``. Otherwise returns None."""
+    body = loaded.model.base_model
+    if text.cache is None:
+        text.cache = DynamicCache(config=body.config)
+    # transformers 5.23 and earlier have another name for the argument.
+    parameters = inspect.signature(body.forward).parameters
+    name = "cache" if "cache" in parameters else "past_key_values"
+    start = text.num_computed_tokens
+    chunk = text.tokens[start : start + num_tokens]
+    ids = torch.tensor([chunk], device=loaded.device)
+    states = _states(loaded.model, ids, {name: text.cache, "use_cache": True})
+    if text.pooling == "mean":
+        summed = states.sum(1)
+        text.state = summed if text.state is None else text.state + summed
+    elif text.pooling == "last":
+        text.state = states[:, -1].clone()
+    elif text.state is None:
+        text.state = states[:, 0].clone()
+    text.num_computed_tokens += len(chunk)
+    if text.num_computed_tokens < len(text.tokens):
+        if loaded.device.type == "cuda":
+            # The caller measures the time of each chunk.
+            torch.cuda.current_stream(loaded.device).synchronize()
+        return None
+    found = text.state / len(text.tokens) if text.pooling == "mean" else text.state
+    return normalize(found, dim=-1).cpu()
+
+
+def _states(model: Any, ids: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """The states after the last layer, float32 ``[num_texts, width, dimensions]``. ``options``: the
+    other arguments of the forward."""
     before = model.config._attn_implementation
     # The engine's attention reads the KV cache of the engine, which has no blocks for these texts.
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
-        body = model.base_model
-        states = body(ids.to(loaded.device), attention_mask=mask.long()).last_hidden_state
+        states: torch.Tensor = model.base_model(ids, **options).last_hidden_state
     finally:
         model.set_attn_implementation(before)
-    return normalize(_pool(states.float(), mask, lengths, poolings), dim=-1).cpu()
+    return states.float()
 
 
 def _pool(

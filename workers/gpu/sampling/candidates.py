@@ -7,15 +7,16 @@ tokens that ``top_k``, ``top_p``, ``min_p`` and the mask allowed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ....protocol.sampling import MAX_KEPT
-from .races import Draws, costs_launches, kept_tokens
+from ....protocol.sampling import MAX_KEPT, Sampling
+from ..model.device_queue import on_device
+from .races import CACHED, Draws, costs_launches, kept_tokens
 
 LAUNCHED = 16
 """Number of rows that a GPU processes at a time. This number bounds the memory of the float64
@@ -34,50 +35,84 @@ class Candidate(NamedTuple):
 
 @dataclass(slots=True)
 class Candidates:
-    """Reports about the tokens of some rows, while they are copied to the host."""
+    """Reports about the tokens of some rows, while they are copied to the host. The parts of a
+    column are joined when they are read, because a copy to the host may arrive late."""
 
-    rows: Sequence[int]
+    processed_rows: Sequence[int]
+    """The rows that report ``Token.processed``."""
     processed: list[torch.Tensor]
-    """``Token.processed`` of each row's token, float64 ``[rows]`` in parts. The parts are joined
-    when they are read, because a copy to the host may arrive late."""
+    """``Token.processed`` of each of ``processed_rows``, float64 ``[rows]`` in parts."""
+    kept_rows: Sequence[int]
+    """The rows that report ``Token.kept``."""
     kept: list[torch.Tensor]
-    """Whether each token was a candidate, bool ``[rows, vocab]`` in parts."""
+    """By row of ``kept_rows``: whether each token was a candidate, bool ``[rows, vocab]`` in
+    parts."""
 
     @classmethod
     def of(
-        cls, rows: Sequence[int], processed_logits: torch.Tensor, chosen: torch.Tensor, draws: Draws
+        cls,
+        asked: Mapping[int, Sampling],
+        processed_logits: torch.Tensor,
+        chosen: torch.Tensor,
+        draws: Draws,
     ) -> Candidates:
-        """Computes the reports. ``processed_logits`` ``[rows, vocab]``: the logits after biases,
-        penalties and masks. ``chosen`` ``[rows]``: the drawn tokens."""
-        step = LAUNCHED if costs_launches(processed_logits) else 1
-        processed, kept = [], []
+        """Computes the reports. ``asked``: by row, the parameters of its request.
+        ``processed_logits`` ``[rows, vocab]``: the logits of these rows after biases, penalties and
+        masks. ``chosen`` ``[rows]``: the drawn tokens."""
+        rows, samplings = list(asked), list(asked.values())
+        step = LAUNCHED
+        if not costs_launches(processed_logits):
+            step = max(1, CACHED // processed_logits.shape[-1])
+        wants_processed = np.array([s.processed_logprobs for s in samplings])
+        wants_kept = np.array([s.kept for s in samplings])
+        found = cls(_selected(rows, wants_processed), [], _selected(rows, wants_kept), [])
         for first in range(0, len(rows), step):
             part = slice(first, first + step)
-            left, values = processed_logprobs(processed_logits[part], chosen[part], draws.of(part))
-            kept.append(left.to("cpu", non_blocking=True))
-            processed.append(values.to("cpu", non_blocking=True))
-        return cls(rows, processed, kept)
+            logits, cut = processed_logits[part], draws.of(part)
+            kept = kept_tokens(logits, cut)
+            if wants_processed[part].any():
+                which = _which(wants_processed[part], logits)
+                by = cut.column("temperature", logits.device)
+                values = processed_logprobs(
+                    logits[which], chosen[part][which], kept[which], by[which]
+                )
+                found.processed.append(values.to("cpu", non_blocking=True))
+            if wants_kept[part].any():
+                which = _which(wants_kept[part], logits)
+                found.kept.append(kept[which].to("cpu", non_blocking=True))
+        return found
 
 
 def processed_logprobs(
-    processed_logits: torch.Tensor, chosen: torch.Tensor, draws: Draws
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether each token is a candidate, bool ``[rows, vocab]``; and the log-probability of each
-    ``chosen`` token among the candidates, float64 ``[rows]``. The arguments are those of
-    ``Candidates.of``.
+    processed_logits: torch.Tensor,
+    chosen: torch.Tensor,
+    kept: torch.Tensor,
+    temperature: torch.Tensor,
+) -> torch.Tensor:
+    """The log-probability of each ``chosen`` token among the candidates, float64 ``[rows]``.
+    ``kept``: a result of ``kept_tokens``. ``temperature``: float32 ``[rows, 1]``.
 
-    On a CPU, if a call has a single row, the bits of the results depend only on this row.
+    On a CPU, NumPy computes the sums, so that the bits of a row's result do not depend on the other
+    rows.
     """
-    kept = kept_tokens(processed_logits, draws)
-    scaled = (processed_logits.double() - processed_logits.amax(-1, keepdim=True)) / draws.column(
-        "temperature", processed_logits.device
-    ).double()
-    scaled = scaled.masked_fill_(kept.logical_not(), float("-inf"))
+    scaled = processed_logits.double() - processed_logits.amax(-1, keepdim=True)
+    scaled = scaled.div_(temperature.double()).masked_fill_(kept.logical_not(), float("-inf"))
+    of_chosen = scaled.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
     if costs_launches(processed_logits):
-        total = scaled.exp().sum(-1).log()
-    else:
-        total = torch.from_numpy(np.log(np.exp(scaled.numpy()).sum(-1)))
-    return kept, scaled.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - total
+        return of_chosen - scaled.exp_().sum(-1).log()
+    weights = scaled.numpy()
+    return of_chosen - torch.from_numpy(np.log(np.exp(weights, out=weights).sum(-1)))
+
+
+def _selected(rows: Sequence[int], which: np.ndarray) -> list[int]:
+    return [row for row, wanted in zip(rows, which, strict=True) if wanted]
+
+
+def _which(wanted: np.ndarray, like: torch.Tensor) -> slice | torch.Tensor:
+    """The index of the wanted rows. If all rows are wanted, the index does not copy them."""
+    if wanted.all():
+        return slice(None)
+    return on_device(np.flatnonzero(wanted), like.device)
 
 
 def candidate_columns(

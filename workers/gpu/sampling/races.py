@@ -371,17 +371,26 @@ def kept_tokens(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     kept = logits > float("-inf")
     few = (draws.top_k > 0) & (draws.top_k < size)
     cut = ~few & ((draws.top_p < 1) | (draws.min_p > 0))
-    if cut.any():
-        which = np.flatnonzero(cut)
-        index = on_device(which, logits.device)
-        kept[index] &= _left_weights(logits[index], draws.of(which)) > 0
-    if few.any():
-        which = np.flatnonzero(few)
-        index = on_device(which, logits.device)
-        ids, weights = _likeliest_weights(logits[index], draws.of(which))
-        left = torch.zeros_like(kept[index]).scatter_(-1, ids, weights > 0)
-        kept[index] &= left
+    for left, which in ((_left_of_all, cut), (_left_of_likeliest, few)):
+        if which.all():
+            kept &= left(logits, draws)
+        elif which.any():
+            some = np.flatnonzero(which)
+            index = on_device(some, logits.device)
+            kept[index] &= left(logits[index], draws.of(some))
     return kept
+
+
+def _left_of_all(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """Whether ``top_p`` and ``min_p`` leave each token, bool ``[rows, vocab]``."""
+    return _left_weights(logits, draws) > 0
+
+
+def _left_of_likeliest(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """Whether ``top_k``, ``top_p`` and ``min_p`` leave each token, bool ``[rows, vocab]``."""
+    ids, weights = _likeliest_weights(logits, draws)
+    left = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    return left.scatter_(-1, ids, weights > 0)
 
 
 # --- from the likeliest tokens --------------------------------------------------------------------

@@ -194,9 +194,8 @@ def _candidates(logits: torch.Tensor, chosen: torch.Tensor, rows: Rows) -> Candi
         return None
     index = _ints(indices, logits)
     draws = parameters.draws.of(np.array([places[i] for i in indices]))
-    return Candidates.of(
-        indices, _process_logits(logits[index], indices, rows), chosen[index], draws
-    )
+    asked = {i: parameters.samplings[i] for i in indices}
+    return Candidates.of(asked, _process_logits(logits[index], indices, rows), chosen[index], draws)
 
 
 def _is_unprocessed(rows: Rows, i: int) -> bool:
@@ -224,13 +223,13 @@ def _report_candidates(result: Sampled, drawn: Drawn) -> None:
         )
     if found is None:
         return
-    processed, candidates = torch.cat(found.processed).tolist(), torch.cat(found.kept).numpy()
-    for i, value, kept in zip(found.rows, processed, candidates, strict=True):
-        asked = samplings[i]
-        result.candidates[i] = Candidate(
-            value if asked.processed_logprobs else None,
-            packed_ids(kept) if asked.kept else None,
-        )
+    if found.processed:
+        values = torch.cat(found.processed).tolist()
+        for i, value in zip(found.processed_rows, values, strict=True):
+            result.candidates[i] = result.candidates[i]._replace(processed=value)
+    if found.kept:
+        for i, kept in zip(found.kept_rows, torch.cat(found.kept).numpy(), strict=True):
+            result.candidates[i] = result.candidates[i]._replace(kept=packed_ids(kept))
 
 
 def _drawn(logits: torch.Tensor, rows: Rows) -> Drawn:

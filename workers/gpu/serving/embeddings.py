@@ -2,7 +2,9 @@
 
 Sessions take turns, and so do the users of a session. All streams of the worker wait while a batch
 is computed. So the number of tokens of a batch is bounded, depending on the measured time of the
-model's earlier batches.
+model's earlier batches. An input above the bound is computed in chunks if the model is causal, one
+chunk in each step. On a CPU, encoders refuse long inputs, because every state of an encoder depends
+on the whole input.
 """
 
 from __future__ import annotations
@@ -22,12 +24,19 @@ from ....protocol.errors import Code, RequestError
 from ....protocol.messages import Embed, Embedded, Msg, Pooling
 from ..engine.engine import Engine
 from ..model.loader import LoadedModel
-from ..model.pooling import check_poolable, pooled, pooling_of
+from ..model.pooling import ChunkedText, check_poolable, pool_chunk, pooled, pooling_of
 from .live_streams import LiveStreams
 from .streams import Frames, Stream, message_frames
 
 MAX_BATCH_TOKENS = 8192
-"""Maximum number of tokens of a batch, with padding. A batch of one input may have more."""
+"""Maximum number of tokens of a batch, with padding. A batch of one input of an encoder may have
+more."""
+MAX_WIDTH = 2048
+"""Maximum number of tokens of an input that a causal model computes in one batch. The time of
+attention grows with the square of this number, so the time of shorter inputs does not predict it.
+"""
+MAX_CPU_ENCODER_TOKENS = 2048
+"""Maximum number of tokens of an input of an encoder on a CPU."""
 FIRST_BATCH_TOKENS = 512
 """Maximum number of tokens of a model's first batch, whose time cannot be estimated."""
 MIN_BATCH_TOKENS = 16
@@ -67,10 +76,25 @@ class _Bounds:
     idle: int = FIRST_BATCH_TOKENS
     """The bound if the engines are idle."""
 
+    def of(self, busy: bool) -> int:
+        """The bound of the next batch."""
+        return self.busy if busy else self.idle
+
     def measure(self, tokens: int, seconds: float) -> None:
         """Adapts the bounds to the time that a batch took."""
         self.busy = _adapted(self.busy, tokens, seconds, BATCH_S)
         self.idle = _adapted(self.idle, tokens, seconds, IDLE_BATCH_S)
+
+
+@dataclass(slots=True)
+class _LongInput:
+    """The next input of a job, which is computed in chunks."""
+
+    job: _Job
+    text: ChunkedText
+    bounds: _Bounds
+    """The bounds of the chunks. They are separate from the model's bounds, because the time of a
+    token grows with the number of tokens before it."""
 
 
 class _Turns:
@@ -129,6 +153,9 @@ class Embeddings:
         """The jobs by request."""
         self._turns = _Turns()
         self._bounds: WeakKeyDictionary[Engine, _Bounds] = WeakKeyDictionary()
+        self._long: _LongInput | None = None
+        """The long input that is being computed. Other long inputs wait, so that the memory of one
+        KV cache is enough."""
         self._due_at = 0.0
         self._idle_at = 0.0
         """The time at which the engines count as idle if they do not run another step."""
@@ -175,6 +202,8 @@ class Embeddings:
         if job is None:
             return None
         self._turns.remove(job)
+        if self._long is not None and self._long.job is job:
+            self._long = None
         return job.stream
 
     def restart(self, engine: Engine) -> None:
@@ -183,6 +212,8 @@ class Embeddings:
         for job in self._jobs.values():
             if job.engine is engine:
                 job.vectors.clear()
+        if self._long is not None and self._long.job.engine is engine:
+            self._long = None
 
     def cancel(self, request: int) -> bool:
         """Called when a request was cancelled or took too long. If the request is an EMBED, ends it
@@ -194,61 +225,116 @@ class Embeddings:
         return stream is not None
 
     def step(self, busy: bool) -> None:
-        """Computes the vectors of one batch, and answers the EMBEDs that are complete. ``busy``:
-        whether an engine has requests, which wait for the batch."""
-        batch = self._batch(busy or self._clock() < self._idle_at)
-        if not batch:
+        """Computes the vectors of one batch, or one chunk of a long input, and answers the EMBEDs
+        that are complete. ``busy``: whether an engine has requests, which wait for the batch."""
+        busy = busy or self._clock() < self._idle_at
+        job = next((job for job in self._turns if self._may_run(job, busy)), None)
+        if job is None:
             return
+        if self._is_long(job, busy):
+            self._compute_chunk(job, busy)
+        else:
+            self._compute_batch(self._batch(busy))
+
+    def _compute_batch(self, batch: list[tuple[_Job, int]]) -> None:
+        """Computes the vectors of inputs, which are pairs of a job and the input's index."""
         engine = batch[0][0].engine
         texts = [job.inputs[place] for job, place in batch]
         poolings = [job.pooling for job, _ in batch]
         jobs = list(dict.fromkeys(job for job, _ in batch))
+        found = self._computed(jobs, lambda: pooled(engine.loaded, texts, poolings))
+        if found is None:
+            return
+        vectors, seconds = found
+        tokens = len(texts) * max(map(len, texts))
+        self._bounds.setdefault(engine, _Bounds()).measure(tokens, seconds)
+        for (job, _), vector in zip(batch, vectors, strict=True):
+            job.vectors.append(vector)
+        self._answer_complete(jobs)
+
+    def _compute_chunk(self, job: _Job, busy: bool) -> None:
+        """Computes the next chunk of a job's long input."""
+        if self._long is None:
+            text = ChunkedText(job.inputs[len(job.vectors)], job.pooling)
+            bounds = self._bounds.get(job.engine, _Bounds())
+            own = _Bounds(min(bounds.busy, MAX_WIDTH), min(bounds.idle, MAX_WIDTH))
+            self._long = _LongInput(job, text, own)
+        text, bounds = self._long.text, self._long.bounds
+        start, bound = text.num_computed_tokens, bounds.of(busy)
+        found = self._computed([job], lambda: pool_chunk(job.engine.loaded, text, bound))
+        if found is None:
+            return
+        vector, seconds = found
+        bounds.measure(text.num_computed_tokens - start, seconds)
+        if vector is not None:
+            self._long = None
+            job.vectors.append(vector[0])
+            self._answer_complete([job])
+
+    def _computed(self, jobs: list[_Job], compute: Callable[[], T]) -> tuple[T, float] | None:
+        """The result of computing inputs of these jobs, which end their turns, and its time in
+        seconds. If the computation fails, ends the jobs and returns None."""
         for job in jobs:
             self._turns.end_turn(job)
+        engine = jobs[0].engine
         try:
-            vectors, seconds = engine.run(lambda: self._timed(engine.loaded, texts, poolings))
+            result, seconds = engine.run(lambda: self._timed(engine.loaded, compute))
         except Exception as error:
             for job in jobs:
                 self.pop(job.stream.request)
                 self._streams.fail(job.stream, error, "computing embeddings")
-            return
-        tokens = len(texts) * max(map(len, texts))
-        self._bounds.setdefault(engine, _Bounds()).measure(tokens, seconds)
+            return None
         self._due_at = self._clock() + seconds
-        for (job, _), vector in zip(batch, vectors, strict=True):
-            job.vectors.append(vector)
-        for job in jobs:
-            if len(job.vectors) == len(job.inputs):
-                self._answer(job)
+        return result, seconds
 
-    def _timed(
-        self, loaded: LoadedModel, texts: list[list[int]], poolings: list[Pooling]
-    ) -> tuple[torch.Tensor, float]:
-        """The vectors of a batch, and the time in seconds to compute them. This time does not
+    def _timed(self, loaded: LoadedModel, compute: Callable[[], T]) -> tuple[T, float]:
+        """The result of ``compute``, and the time in seconds to compute it. This time does not
         include the forwards that were launched before."""
         if loaded.device.type == "cuda":
             torch.cuda.current_stream(loaded.device).synchronize()
         began = self._clock()
-        vectors = pooled(loaded, texts, poolings)
-        return vectors, self._clock() - began
+        result = compute()
+        return result, self._clock() - began
+
+    def _is_long(self, job: _Job, busy: bool) -> bool:
+        """Whether the next input of a job is computed in chunks."""
+        if self._long is not None and self._long.job is job:
+            return True
+        return self._above(job, len(job.vectors), busy)
+
+    def _above(self, job: _Job, place: int, busy: bool) -> bool:
+        """Whether an input of a job is too long for one batch."""
+        bound = self._bounds.get(job.engine, _Bounds()).of(busy)
+        return job.engine.loaded.causal and len(job.inputs[place]) > min(bound, MAX_WIDTH)
+
+    def _may_run(self, job: _Job, busy: bool) -> bool:
+        """Whether the next input of a job does not wait for the long input of another job."""
+        return self._long is None or self._long.job is job or not self._is_long(job, busy)
 
     def _batch(self, busy: bool) -> list[tuple[_Job, int]]:
         """The next inputs of one model, as pairs of a job and the input's index in the job. Each
-        job, in the order of the turns, adds inputs until the batch is full."""
+        job, in the order of the turns, adds inputs until the batch is full. Jobs whose next input
+        is long are left out."""
         batch: list[tuple[_Job, int]] = []
         width = bound = 0
         for job in self._turns:
+            if self._is_long(job, busy):
+                continue
             if not batch:
-                bounds = self._bounds.get(job.engine, _Bounds())
-                bound = bounds.busy if busy else bounds.idle
+                bound = self._bounds.get(job.engine, _Bounds()).of(busy)
             elif batch[0][0].engine is not job.engine:
                 continue
             for place in range(len(job.vectors), len(job.inputs)):
                 width = max(width, len(job.inputs[place]))
-                if batch and width * (len(batch) + 1) > bound:
+                if batch and (width * (len(batch) + 1) > bound or self._above(job, place, busy)):
                     return batch
                 batch.append((job, place))
         return batch
+
+    def _answer_complete(self, jobs: list[_Job]) -> None:
+        for job in jobs:
+            if len(job.vectors) == len(job.inputs):
+                self._answer(job)
 
     def _answer(self, job: _Job) -> None:
         vectors = torch.stack(job.vectors)
@@ -284,6 +370,14 @@ def _check(loaded: LoadedModel, number: int, tokens: list[int]) -> None:
             Code.PROMPT_TOO_LONG,
             f"the input has {len(tokens)} tokens; {loaded.name} takes at most "
             f"{loaded.context_length}",
+            path=path,
+        )
+    on_cpu = loaded.device.type == "cpu"
+    if on_cpu and not loaded.causal and len(tokens) > MAX_CPU_ENCODER_TOKENS:
+        raise RequestError(
+            Code.PROMPT_TOO_LONG,
+            f"the input has {len(tokens)} tokens; an encoder on a CPU takes at most "
+            f"{MAX_CPU_ENCODER_TOKENS}; send the text in parts",
             path=path,
         )
     wrong = next((token for token in tokens if token >= loaded.vocab_size), None)
