@@ -18,7 +18,7 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from ...protocol.errors import Code
-from ...protocol.json_schema import MAX_BYTES, Rewritten, needs_rewriting
+from ...protocol.json_schema import MAX_BYTES, Rewritten
 from ...protocol.python_command import python_command
 from .conversation.constraints import KeywordState
 from .errors import ApiError, invalid_field
@@ -123,11 +123,9 @@ class Templates:
         return {name: cast(KeywordState, state) for name, state in answer.items()}
 
     async def rewritten(self, schema: dict[str, Any]) -> Rewritten:
-        """Rewrites a JSON schema (``protocol.json_schema``), which may take 0.2 s of CPU time.
-        Raises ApiError if too many requests wait."""
+        """Rewrites a JSON schema for which ``needs_rewriting`` is true (``protocol.json_schema``).
+        This may take 0.2 s of CPU time. Raises ApiError if too many requests wait."""
         unchanged = Rewritten(schema, [], [])
-        if not needs_rewriting(schema):
-            return unchanged
         try:
             request = encode({"rewrite": schema})
         except RecursionError:

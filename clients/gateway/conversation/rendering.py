@@ -65,7 +65,8 @@ async def rendered(
     variables = _variables(template, how, ignored)
     refused: TemplateRefusalError | None = None
     for arranged in arrangements(turns):
-        messages = await model.tokenization.prepare(len(arranged), partial(for_template, arranged))
+        size = sum(1 + len(turn.parts) for turn in arranged)
+        messages = await model.tokenization.prepare(size, partial(for_template, arranged))
         try:
             text = await templates.render(
                 model,
