@@ -326,7 +326,7 @@ async def test_requests_and_answers_have_the_characters_in_utf_8(
     model: ServedModel, templates: Templates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "\U0001f600" * 100_000
-    sizes = []
+    sizes: list[int] = []
     exchange = RenderingProcess._exchange
 
     async def measured(self: RenderingProcess, request: bytes) -> bytes:
