@@ -22,6 +22,10 @@ from .turns import current_user
 from .value_counts import MAX_STRINGS, SMALL_BODY_BYTES, ValueCounts
 from .wrong_values import refusal
 
+MAX_FREE_BYTES = 8 * 1024
+"""Maximum size of a body that is decoded without a turn, in bytes. Decoding a body of 250 KiB may
+take 30 ms, and the event loop must not decode a hundred such bodies in one pass."""
+
 
 class Body(Struct, kw_only=True):
     """The base of the structs of all request bodies. ``leniency.py`` decides whether a field that a
@@ -115,10 +119,9 @@ def check_json(request: Request) -> None:
 async def decode_in_turn(
     gateway: Gateway, body: bytes, kind: type[B], ignored: Ignored | None = None
 ) -> B:
-    """Decodes ``body`` as ``decode_body`` does. The event loop decodes at most one large body in
-    each pass. If bodies of several users wait, the users take turns. The memory of the decoded
+    """Decodes ``body`` as ``read_body`` does, in a turn (``body_turn``). The memory of the decoded
     values counts towards the user's share; raises UnavailableError if it is used up."""
-    async with _turn_of(gateway, body):
+    async with body_turn(gateway, body):
         gateway.shares.take_bytes(_memory_of(body))
         return _decoded(body, kind, ignored)
 
@@ -126,14 +129,16 @@ async def decode_in_turn(
 async def take_decoded(gateway: Gateway, body: bytes) -> None:
     """Counts a body and the memory of its decoded values until the current request ends. For a task
     that continues after the request that decoded the body. Raises as ``decode_in_turn`` does."""
-    async with _turn_of(gateway, body):
+    async with body_turn(gateway, body):
         gateway.shares.take_bytes(len(body) + _memory_of(body))
 
 
 @asynccontextmanager
-async def _turn_of(gateway: Gateway, body: bytes) -> AsyncIterator[None]:
-    """Waits until the event loop may decode a body or count its values."""
-    if len(body) <= SMALL_BODY_BYTES:
+async def body_turn(gateway: Gateway, body: bytes) -> AsyncIterator[None]:
+    """Waits until the event loop may decode a body or count its values. The event loop decodes at
+    most one body of more than ``MAX_FREE_BYTES`` in each pass. If bodies of several users wait, the
+    users take turns."""
+    if len(body) <= MAX_FREE_BYTES:
         yield
         return
     async with gateway.large_bodies.of(current_user.get()):
@@ -151,8 +156,8 @@ def _memory_of(body: bytes) -> int:
 
 
 def decode_body(body: bytes, kind: type[B], ignored: Ignored | None = None) -> B:
-    """Decodes ``body`` as a ``kind``, as ``read_body`` does. Raises ApiError 413 if the body has
-    too many values, and 400 with the path of a faulty field."""
+    """Decodes ``body`` as a ``kind`` without a turn, for a Python client. Raises ApiError 413 if
+    the body has too many values, and 400 with the path of a faulty field."""
     if len(body) > SMALL_BODY_BYTES:
         _checked_counts(body)
     return _decoded(body, kind, ignored)

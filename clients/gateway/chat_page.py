@@ -22,6 +22,7 @@ from .json import json_response
 from .openai.chat_bodies import ChatRequest
 from .openai.generations import rest_of_context
 from .pages import HEADERS, files_of, serve_file, wants_page
+from .tokenization import num_items
 
 FOLDER = Path(__file__).parent.parent / "chat"
 """The folder with the files of the page."""
@@ -69,7 +70,10 @@ async def bus_request(request: Request) -> Response:
     body = await read_body(request, ChatRequest, ignored)
     body.check()
     gateway = gateway_of(request)
-    work = prepare(gateway, body.model, body.to_conversation(), ignored)
+    conversation = await gateway.models.tokenization.prepare(
+        num_items(body.messages, body.tools), body.to_conversation
+    )
+    work = prepare(gateway, body.model, conversation, ignored)
     prepared = await unless_disconnected(request.receive, work)
     options = body.options(prepared.constraint)
     options.setdefault("max_tokens", rest_of_context(prepared))

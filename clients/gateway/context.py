@@ -38,7 +38,7 @@ class Gateway:
         self.traffic = Counts()
         self.templates = Templates(settings.trust_request_chat_template)
         self.large_bodies = Turns()
-        """The lock for the decoding of large bodies. Users take turns."""
+        """The lock for the decoding of bodies that need a turn (``bodies.body_turn``)."""
         self.stored = StoredResponses(settings.run_folder)
         self.tunnels = Tunnels(settings, self.shares)
         """The WebSockets of LMTP, each with its own connection to the broker."""

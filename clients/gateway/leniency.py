@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Iterator
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 import msgspec
@@ -152,7 +152,7 @@ def declared_fields(value: dict[str, Any], kind: Hashable) -> dict[str, Any]:
     """The fields that the struct of an object declares, without unknown elements and fields at any
     depth. ``kind``: a struct, or a union of structs. Empty if the type of the object is unknown."""
     info = type_of(kind)
-    if _struct_of(value, info) is None:
+    if _shape_of(info).struct_of(value) is None:
         return {}
     found: dict[str, Any] = _walk(value, info, "", Ignored())
     return found
@@ -172,41 +172,95 @@ def _repaired(data: bytes, kind: type[K], ignored: Ignored) -> K:
     return convert(value, kind, str_keys=True)
 
 
+class _Shape:
+    """The parts of a declared type that ``_walk`` uses. A body may have thousands of values of the
+    type, so they are computed only once."""
+
+    def __init__(self, kind: inspect.Type) -> None:
+        self.kind = kind
+        kinds = kinds_of(kind)
+        types = {type(one) for one in kinds}
+        self.is_int = inspect.IntType in types and inspect.FloatType not in types
+        """Whether a number such as ``1.0`` becomes an int."""
+        self.structs = [one for one in kinds if isinstance(one, inspect.StructType)]
+        items = [one.item_type for one in kinds if isinstance(one, inspect.ListType)]
+        elements = [one for item in items for one in kinds_of(item)]
+        structs = [one for one in elements if isinstance(one, inspect.StructType)]
+        self.element = items[0] if structs else None
+        """The type of a list's elements; None if no element is decoded to a struct."""
+        types_of_elements = frozenset(_types(structs))
+        self.types = types_of_elements | REFERENCES if types_of_elements else frozenset()
+        """The values of ``type`` that an element of a list may have; empty if there may be any."""
+
+    @cached_property
+    def fields(self) -> dict[str, inspect.Type]:
+        """The types of the fields of a struct by their names."""
+        return {field.encode_name: field.type for one in self.structs for field in one.fields}
+
+    def struct_of(self, value: dict[str, Any]) -> inspect.StructType | None:
+        """The struct to which ``value`` is decoded; None if it is not decoded to a struct."""
+        structs = self.structs
+        if len(structs) != 1:
+            return next((one for one in structs if value.get(one.tag_field or "") == one.tag), None)
+        [only] = structs
+        if only.tag_field is None or value.get(only.tag_field, only.tag) == only.tag:
+            return only
+        return None
+
+
+_shapes: dict[int, _Shape] = {}
+"""The shapes of declared types by the ids of these types, which cannot be hashed. A shape keeps its
+type, so that no other type gets its id."""
+
+
+def _shape_of(kind: inspect.Type) -> _Shape:
+    shape = _shapes.get(id(kind))
+    if shape is None:
+        shape = _shapes[id(kind)] = _Shape(kind)
+    return shape
+
+
 def _walk(value: Any, kind: inspect.Type, path: str, ignored: Ignored) -> Any:
     """A value without its unknown elements and fields. ``kind``: the declared type of the value.
     ``path``: the place of the value in the body. A number such as ``1.0`` becomes an int if the
     declared type is int."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, float) and value.is_integer():
-        kinds = {type(one) for one in kinds_of(kind)}
-        return int(value) if inspect.IntType in kinds and inspect.FloatType not in kinds else value
+        return int(value) if _shape_of(kind).is_int else value
     if isinstance(value, list):
-        return _walk_list(value, kind, path, ignored)
-    struct = _struct_of(value, kind) if isinstance(value, dict) else None
+        return _walk_list(value, _shape_of(kind), path, ignored)
+    struct = _shape_of(kind).struct_of(value) if isinstance(value, dict) else None
     if struct is None:
         return value
-    fields = {field.encode_name: field.type for field in struct.fields}
+    fields = _shape_of(struct).fields
     found = {}
     for name, inner in value.items():
-        place = f"{path}.{name}" if path else name
         if name in fields:
-            found[name] = _walk(inner, fields[name], place, ignored)
+            if isinstance(inner, str):
+                found[name] = inner
+            else:
+                found[name] = _walk(inner, fields[name], _below(path, name), ignored)
         elif name == struct.tag_field:
             found[name] = inner
         elif ignored.strict and name in ignored.accepted:
-            ignored.add(_anywhere(place))
+            ignored.add(_anywhere(_below(path, name)))
         elif ignored.strict:
+            place = _below(path, name)
             what = f"unknown field {place!r}; GET /openapi.json lists the fields"
             raise invalid_field(place, what)
     return found
 
 
-def _walk_list(value: list[Any], kind: inspect.Type, path: str, ignored: Ignored) -> list[Any]:
-    items = [one.item_type for one in kinds_of(kind) if isinstance(one, inspect.ListType)]
-    kinds = [one for item in items for one in kinds_of(item)]
-    structs = [one for one in kinds if isinstance(one, inspect.StructType)]
-    if not structs:
+def _below(path: str, name: str) -> str:
+    """The place of a field of the object at ``path``."""
+    return f"{path}.{name}" if path else name
+
+
+def _walk_list(value: list[Any], shape: _Shape, path: str, ignored: Ignored) -> list[Any]:
+    item, types = shape.element, shape.types
+    if item is None:
         return value
-    types = set(_types(structs))
     found = []
     for number, element in enumerate(value):
         # Only objects with fields need the slower code below. A body may have a million numbers and
@@ -216,11 +270,10 @@ def _walk_list(value: list[Any], kind: inspect.Type, path: str, ignored: Ignored
             continue
         place = f"{path}[{number}]"
         given = element.get("type")
-        unknown = isinstance(given, str) and bool(types) and given not in types | REFERENCES
-        if unknown and not ignored.strict:
+        if isinstance(given, str) and types and given not in types and not ignored.strict:
             ignored.add(f"{place} ({given})")
         else:
-            found.append(_walk(element, items[0], place, ignored))
+            found.append(_walk(element, item, place, ignored))
     return found
 
 
@@ -234,16 +287,6 @@ def _types(structs: Iterable[inspect.StructType]) -> Iterator[str]:
                 for kind in kinds_of(field.type):
                     if isinstance(kind, inspect.LiteralType):
                         yield from map(str, kind.values)
-
-
-def _struct_of(value: dict[str, Any], kind: inspect.Type) -> inspect.StructType | None:
-    """The struct to which ``value`` is decoded; None if the value is not decoded to a struct."""
-    structs = [one for one in kinds_of(kind) if isinstance(one, inspect.StructType)]
-    if len(structs) == 1 and (tag_field := structs[0].tag_field) is not None:
-        return structs[0] if value.get(tag_field, structs[0].tag) == structs[0].tag else None
-    if len(structs) == 1:
-        return structs[0]
-    return next((one for one in structs if value.get(one.tag_field or "") == one.tag), None)
 
 
 def _anywhere(place: str) -> str:

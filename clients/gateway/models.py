@@ -84,11 +84,22 @@ class ServedModel:
         if a text of more than ``SHORT_TEXT`` characters is too long for the model."""
         if len(text) <= SHORT_TEXT:
             return await self.tokenization.run_short(lambda: self.encode(text, special=special))
-        bound = TextBound(self.name, self.info.context_length, self.token_size)
+        bound = self._bound
         bound.check([text])
         return await self.tokenization.run(
             len(text), lambda: self._encode_long(text, special, bound)
         )
+
+    def check_chars(self, count: int) -> None:
+        """Raises RequestError if a text of ``count`` characters is too long for the model, as
+        ``tokenize`` does."""
+        if count > SHORT_TEXT:
+            # Each character has at least one byte.
+            self._bound.check_bytes(count)
+
+    @property
+    def _bound(self) -> TextBound:
+        return TextBound(self.name, self.info.context_length, self.token_size)
 
     def _encode_long(self, text: str, special: bool, bound: TextBound) -> list[int]:
         bound.check_count(text, self._count)

@@ -226,7 +226,8 @@ def _serve(source: IO[bytes], target: IO[bytes]) -> None:
         request = json.loads(source.read(LENGTH.unpack(head)[0]))
         limit = math.ceil(time.process_time() + CPU_S)
         resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-        answer = json.dumps(answer_of(request)).encode()
+        # ASCII would take up to three times the bytes.
+        answer = json.dumps(answer_of(request), ensure_ascii=False).encode()
         target.write(LENGTH.pack(len(answer)) + answer)
         target.flush()
 

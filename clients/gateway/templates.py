@@ -7,20 +7,22 @@ names and effects.
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, cast
 
+import msgspec
+
 from ...protocol.errors import Code
-from ...protocol.json_schema import MAX_BYTES, Rewritten, needs_rewriting
+from ...protocol.json_schema import MAX_BYTES, Rewritten
 from ...protocol.python_command import python_command
 from .conversation.constraints import KeywordState
 from .errors import ApiError, invalid_field
+from .json import encode
 from .models import ServedModel
 from .plain_template import PLAIN_TEMPLATE
 from .template_process import CPU_S, LENGTH, answer_of
@@ -33,6 +35,8 @@ MAX_WAITING = 256
 """Maximum number of unfinished renderings of one process, most of which wait for their turn."""
 MAX_OF_ONE = 32
 """Maximum number of one user's unfinished renderings at a process."""
+MAX_LOOP_BYTES = 64 * 1024
+"""Maximum size of an answer that the event loop decodes, in bytes. A thread decodes longer ones."""
 MAX_TEMPLATE = 256 * 1024
 """Maximum number of characters of a template in a request."""
 
@@ -101,8 +105,7 @@ class Templates:
             "continue_final_message": continue_final_message,
         }
         renderer = self._of_models if chat_template is None else self._of_requests
-        data = await model.tokenization.prepare(len(messages), lambda: json.dumps(request).encode())
-        answer = await renderer.ask(data)
+        answer = await renderer.ask(lambda: encode(request))
         if "limit" in answer:
             raise TemplateError(answer["limit"])
         if "fault" in answer:
@@ -115,23 +118,21 @@ class Templates:
         """For each of ``keywords``, the outcome of the check of a value against a JSON schema
         (``schema_check.py``). ``schema``: the schema, encoded as JSON. Raises ApiError if the check
         takes too long."""
-        rest = json.dumps({"value": value, "keywords": keywords}).encode()
-        answer = await self._of_requests.ask(b'{"schema":%b,%b' % (schema, rest[1:]))
+        request = {"schema": msgspec.Raw(schema), "value": value, "keywords": keywords}
+        answer = await self._of_requests.ask(lambda: encode(request))
         return {name: cast(KeywordState, state) for name, state in answer.items()}
 
     async def rewritten(self, schema: dict[str, Any]) -> Rewritten:
-        """Rewrites a JSON schema (``protocol.json_schema``), which may take 0.2 s of CPU time.
-        Raises ApiError if too many requests wait."""
+        """Rewrites a JSON schema for which ``needs_rewriting`` is true (``protocol.json_schema``).
+        This may take 0.2 s of CPU time. Raises ApiError if too many requests wait."""
         unchanged = Rewritten(schema, [], [])
-        if not needs_rewriting(schema):
-            return unchanged
         try:
-            request = json.dumps({"rewrite": schema}).encode()
+            request = encode({"rewrite": schema})
         except RecursionError:
             return unchanged
         if len(request) > MAX_BYTES:
             return unchanged
-        return Rewritten(**await self._of_requests.ask(request))
+        return Rewritten(**await self._of_requests.ask(lambda: request))
 
     async def close(self) -> None:
         """Ends both processes."""
@@ -160,10 +161,15 @@ class TemplateRefusalError(TemplateError):
     """The template has failed with these messages, for example because it refuses their order."""
 
 
+EncodeRequest = Callable[[], bytes]
+"""Encodes a request as JSON. It is called when the request has its turn, so that a waiting request
+has no second copy of its texts."""
+
+
 class Renderer(Protocol):
     """Answers the requests that ``template_process`` defines."""
 
-    async def ask(self, request: bytes) -> dict[str, Any]:
+    async def ask(self, request: EncodeRequest) -> dict[str, Any]:
         """The answer of ``template_process`` to a request; raises ApiError."""
 
     async def end(self) -> None:
@@ -180,8 +186,8 @@ class OwnTemplates(Templates):
 
 
 class _InProcess:
-    async def ask(self, request: bytes) -> dict[str, Any]:
-        return answer_of(json.loads(request))
+    async def ask(self, request: EncodeRequest) -> dict[str, Any]:
+        return answer_of(msgspec.json.decode(request()))
 
     async def end(self) -> None:
         """Does nothing, because templates are rendered in the client's own process."""
@@ -198,7 +204,7 @@ class RenderingProcess:
         self._users = Counter[str]()
         """Number of unfinished renderings by user."""
 
-    async def ask(self, request: bytes) -> dict[str, Any]:
+    async def ask(self, request: EncodeRequest) -> dict[str, Any]:
         """The process's answer to a request. Raises ApiError if too many requests wait, or if the
         process ends or takes too long."""
         user = current_user.get()
@@ -226,21 +232,27 @@ class RenderingProcess:
         if not asked.cancelled():
             asked.exception()  # Marks the error as retrieved, so that asyncio does not log it.
 
-    async def _in_turn(self, user: str, request: bytes) -> dict[str, Any]:
+    async def _in_turn(self, user: str, request: EncodeRequest) -> dict[str, Any]:
         async with self._turns.of(user):
-            return await self._exchange(request)
+            answer = await self._exchange(request())
+            if len(answer) <= MAX_LOOP_BYTES:
+                found = msgspec.json.decode(answer)
+            else:
+                found = await asyncio.to_thread(msgspec.json.decode, answer)
+            return cast(dict[str, Any], found)
 
-    async def _exchange(self, request: bytes) -> dict[str, Any]:
+    async def _exchange(self, request: bytes) -> bytes:
         process = self._process or await _start()
         self._process = process
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             async with asyncio.timeout(WALL_S):
-                process.stdin.write(LENGTH.pack(len(request)) + request)
+                process.stdin.write(LENGTH.pack(len(request)))
+                process.stdin.write(request)
                 await process.stdin.drain()
                 head = await process.stdout.readexactly(LENGTH.size)
-                answer = await process.stdout.readexactly(LENGTH.unpack(head)[0])
+                return await process.stdout.readexactly(LENGTH.unpack(head)[0])
         except TimeoutError:
             await self.end()
             raise ApiError(
@@ -259,8 +271,6 @@ class RenderingProcess:
             # request.
             await self.end()
             raise
-        found: dict[str, Any] = json.loads(answer)
-        return found
 
     async def end(self) -> None:
         """Ends the process. The next request starts a new process."""

@@ -11,7 +11,7 @@ second. Long conversations are prepared in a lane of their own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from ...protocol.text_bounds import SEGMENT_CHARS
@@ -22,6 +22,19 @@ T = TypeVar("T")
 MAX_LOOP_ITEMS = 64
 """Maximum number of messages of a conversation that the event loop prepares. A longer conversation
 is prepared on a thread."""
+
+
+def num_items(*lists: Iterable[Any] | None) -> int:
+    """Number of a request's messages or tools, and of the parts and calls of the messages. The time
+    to translate the request to a conversation depends on this number. Counting stops when there are
+    more than ``MAX_LOOP_ITEMS``."""
+    count = 0
+    for one in (item for items in lists for item in items or ()):
+        fields = (getattr(one, name, None) for name in ("content", "tool_calls"))
+        count += 1 + sum(len(field) for field in fields if isinstance(field, list))
+        if count > MAX_LOOP_ITEMS:
+            break
+    return count
 
 
 class Tokenization:

@@ -20,8 +20,8 @@ from ....protocol.errors import TokenbusError
 from ....protocol.messages import Name
 from ....protocol.sampling import StopString, TokenId
 from ... import GenerateOptions
-from ..bodies import Body, decode_in_turn
-from ..context import gateway_of
+from ..bodies import Body, body_turn, decode_in_turn
+from ..context import Gateway, gateway_of
 from ..errors import ApiError, from_tokenbus, invalid_field
 from ..events import DONE, EventStream, event, unless_disconnected
 from ..field_types import (
@@ -116,12 +116,13 @@ class Completion(Struct):
 _marked = json_decoder(Marked)
 
 
-def handles(body: bytes) -> bool:
+async def handles(gateway: Gateway, body: bytes) -> bool:
     """Whether this interface handles a body sent to ``/v1/completions``."""
     if b'"aici_module"' not in body:
         return False
     try:
-        return _marked.decode(body).aici_module is not UNSET
+        async with body_turn(gateway, body):
+            return _marked.decode(body).aici_module is not UNSET
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False  # OpenAI's handler reports the error.
 

@@ -29,6 +29,7 @@ from ..json import json_response
 from ..leniency import Ignored
 from ..openai.generations import Generations, chat_generations
 from ..openai.usage import Counter
+from ..tokenization import num_items
 from .answers import SIGNATURE, GrowingMessage
 from .bodies import CountTokens, CreateMessage, Messages, TokenCount
 from .conversation import to_conversation
@@ -86,7 +87,9 @@ async def _prepared(gateway: Gateway, body: Messages, ignored: Ignored) -> Plann
             param="thread",
         )
     served = await described(gateway, body.bus_tools) if body.bus_tools else {}
-    conversation = to_conversation(body, served)
+    conversation = await gateway.models.tokenization.prepare(
+        num_items(body.messages, body.tools), lambda: to_conversation(body, served)
+    )
     return Planned(conversation, await prepare(gateway, body.model, conversation, ignored))
 
 

@@ -16,7 +16,7 @@ from ..templates import Templates, template_of
 from .constraints import Constraint
 from .parts import AnswerRules, Conversation
 from .rendering import Resources
-from .schemas import Checked, Checks, checked_schema
+from .schemas import Checked, Checks, enforced_schema
 from .tools import Calling, calling
 from .truncation import fitting_ids
 
@@ -65,12 +65,12 @@ async def prepare(
         strict = {tool.name for tool in conversation.tools if tool.strict}
         functions = [
             await _enforceable_function(
-                resources.templates, function, function.name in strict, checked
+                resources.templates, model, function, function.name in strict, checked
             )
             for function in called.functions
         ]
         called = replace(called, functions=functions)
-    own, checked_text = await _enforceable_constraint(resources.templates, rules.constraint)
+    own, checked_text = await _enforceable_constraint(resources.templates, model, rules.constraint)
     wanted = _wanted(rules, called, own)
     form, constraint = None, own
     if called is not None or own is None or own.controller in WITH_PARTS:
@@ -82,22 +82,24 @@ async def prepare(
 
 
 async def _enforceable_function(
-    templates: Templates, function: Function, strict: bool, checked: dict[str, Checked]
+    templates: Templates,
+    model: ServedModel,
+    function: Function,
+    strict: bool,
+    checked: dict[str, Checked],
 ) -> Function:
-    found = await templates.rewritten(function.parameters)
-    schema, check = checked_schema(function.parameters, found, strict)
+    schema, check = await enforced_schema(templates, model, function.parameters, strict)
     if check is not None:
         checked[function.name] = check
     return Function(function.name, schema)
 
 
 async def _enforceable_constraint(
-    templates: Templates, own: Constraint | None
+    templates: Templates, model: ServedModel, own: Constraint | None
 ) -> tuple[Constraint | None, Checked | None]:
     if own is None or own.controller != "json_schema" or not isinstance(own.arg, dict):
         return own, None
-    found = await templates.rewritten(own.arg)
-    schema, check = checked_schema(own.arg, found, own.strict)
+    schema, check = await enforced_schema(templates, model, own.arg, own.strict)
     return replace(own, arg=schema), check
 
 

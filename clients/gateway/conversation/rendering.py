@@ -15,7 +15,7 @@ from ..models import ModelTable, ServedModel
 from ..templates import TemplateRefusalError, Templates, template_of
 from . import tools
 from .order import arrangements, without_developers
-from .parts import Call, Conversation, Rendering, Result, Turn, of_kind, text_of, thinking_of
+from .parts import Call, Conversation, Rendering, Result, Text, Turn, of_kind, text_of, thinking_of
 
 
 class Resources(Protocol):
@@ -31,9 +31,20 @@ async def prompt_ids(
     resources: Resources, model: ServedModel, conversation: Conversation, ignored: Ignored
 ) -> list[int]:
     """The token ids of a conversation. If the template refuses the order of the turns, they are
-    rearranged (``order.py``). Raises ApiError 400 if the template refuses every arrangement."""
+    rearranged (``order.py``). Raises ApiError 400 if the template refuses every arrangement, and
+    RequestError if the texts are too long for the model."""
+    if conversation.rendering.chat_template is None:
+        # A template in a request may leave out messages. The models' templates leave out thinking.
+        model.check_chars(_num_chars(conversation.turns))
     text, _ = await rendered(resources.templates, model, conversation, ignored)
     return await model.tokenize(text, special=conversation.rendering.special)
+
+
+def _num_chars(turns: Sequence[Turn]) -> int:
+    """Number of characters of the texts of messages and results, without thinking and calls."""
+    parts = [part for turn in turns for part in turn.parts]
+    inner = [one for result in of_kind(parts, Result) for one in result.parts]
+    return sum(len(part.text) for part in (*of_kind(parts, Text), *inner))
 
 
 async def rendered(
@@ -54,7 +65,8 @@ async def rendered(
     variables = _variables(template, how, ignored)
     refused: TemplateRefusalError | None = None
     for arranged in arrangements(turns):
-        messages = await model.tokenization.prepare(len(arranged), partial(for_template, arranged))
+        size = sum(1 + len(turn.parts) for turn in arranged)
+        messages = await model.tokenization.prepare(size, partial(for_template, arranged))
         try:
             text = await templates.render(
                 model,

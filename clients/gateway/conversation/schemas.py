@@ -10,16 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 import msgspec
 
-from ....protocol.json_schema import Rewritten
+from ....protocol.json_schema import Rewritten, needs_rewriting
+from ....protocol.json_schema.parts import objects
 from ....protocol.json_schema.relaxing import relaxed
 from ....protocol.messages import Token
 from ..answer_parts import AnswerForm
 from ..errors import ApiError
+from ..models import ServedModel
 from ..templates import Templates
+from ..tokenization import MAX_LOOP_ITEMS
 from .answers import Answer
 from .constraints import KeywordState, Schema
 from .growing import GrowingChoices
@@ -80,6 +84,19 @@ def checked_schema(schema: Schema, found: Rewritten, strict: bool) -> tuple[Sche
     if not enforced and not left_out:
         return schema, None
     return made, Checked(schema, left_out, enforced)
+
+
+async def enforced_schema(
+    templates: Templates, model: ServedModel, schema: dict[str, Any], strict: bool
+) -> tuple[Schema, Checked | None]:
+    """Rewrites a client's schema in another process, and returns the result of ``checked_schema``.
+    The rest of the work on a large schema runs on a thread in the user's turn. Raises ApiError."""
+    prepare = model.tokenization.prepare
+    size = sum(1 for _ in islice(objects(schema), MAX_LOOP_ITEMS + 1))
+    found = Rewritten(schema, [], [])
+    if await prepare(size, lambda: needs_rewriting(schema)):
+        found = await templates.rewritten(schema)
+    return await prepare(size, lambda: checked_schema(schema, found, strict))
 
 
 @dataclass

@@ -26,6 +26,7 @@ from ..json import encode, json_response
 from ..leniency import Ignored
 from ..openai.generations import Generations, chat_generations
 from ..openai.usage import Counter
+from ..tokenization import num_items
 from .bodies import (
     AnsweredCall,
     AnsweredFunction,
@@ -89,7 +90,11 @@ async def _begin(gateway: Gateway, body: ChatRequest | GenerateRequest, ignored:
         checks = Checks(gateway.templates, None)
         prepared = Prepared(model, name, ids, None, body.constraint, checks)
     else:
-        prepared = await prepare(gateway, name, body.to_conversation(ignored), ignored)
+        messages = body.messages if isinstance(body, ChatRequest) else []
+        conversation = await gateway.models.tokenization.prepare(
+            num_items(messages), lambda: body.to_conversation(ignored)
+        )
+        prepared = await prepare(gateway, name, conversation, ignored)
     counter = Counter()
     options = (body.options or Options()).generate(prepared.model.name, prepared.constraint)
     is_chat = isinstance(body, ChatRequest)

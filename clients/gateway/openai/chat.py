@@ -26,6 +26,7 @@ from ..events import unless_disconnected
 from ..json import json_response
 from ..leniency import Ignored
 from ..new_ids import new_id
+from ..tokenization import num_items
 from .chat_bodies import (
     AnsweredCall,
     AnsweredFunction,
@@ -78,7 +79,9 @@ async def _begin(gateway: Gateway, body: ChatRequest, ignored: Ignored) -> ChatJ
     served = await described(gateway, body.bus_tools) if body.bus_tools else {}
     if not served and body.max_tool_calls is not None:
         ignored.add("max_tool_calls")
-    conversation = body.to_conversation(served)
+    conversation = await gateway.models.tokenization.prepare(
+        num_items(body.messages, body.tools), lambda: body.to_conversation(served)
+    )
     prepared = await prepare(gateway, body.model, conversation, ignored)
     counter = Counter()
     if body.prompt_logprobs is not None:

@@ -81,7 +81,7 @@ async def completions(request: Request) -> Response:
     """
     check_json(request)
     raw = await read_bytes(request)
-    if aici.handles(raw):
+    if await aici.handles(gateway_of(request), raw):
         return await aici.complete(request, raw)
     ignored = ignored_of(request)
     body = await decode_in_turn(gateway_of(request), raw, CompletionRequest, ignored)

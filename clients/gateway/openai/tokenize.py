@@ -15,6 +15,7 @@ from ..conversation.parts import Conversation
 from ..conversation.rendering import prompt_ids
 from ..errors import ApiError, invalid_field
 from ..json import json_response
+from ..tokenization import num_items
 from .chat_bodies import ChatTool, TemplateFields, rendering_of, to_tools
 from .messages import Message, to_turns
 
@@ -74,7 +75,10 @@ async def tokenize(request: Request) -> Response:
     if body.prompt is not None:
         ids = await model.tokenize(body.prompt, special=body.add_special_tokens is not False)
     else:
-        conversation = Conversation(to_turns(body.messages or []), to_tools(body.tools))
+        messages, tools = body.messages or [], body.tools
+        conversation = await model.tokenization.prepare(
+            num_items(messages, tools), lambda: Conversation(to_turns(messages), to_tools(tools))
+        )
         conversation.rendering = rendering_of(body)
         conversation.rendering.special = bool(body.add_special_tokens)
         ids = await prompt_ids(gateway, model, conversation, ignored)

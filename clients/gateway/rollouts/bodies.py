@@ -17,7 +17,8 @@ from ....protocol.messages import (
     UpdateMode,
     WeightsVersion,
 )
-from ..bodies import B, Body, check_json, decode_body, ignored_of, read_bytes
+from ..bodies import B, Body, check_json, decode_in_turn, ignored_of, read_bytes
+from ..context import gateway_of
 from ..errors import invalid_field
 from ..leniency import Ignored
 from ..wrong_values import refusal
@@ -193,7 +194,7 @@ async def read_optional(request: Request, kind: type[B]) -> tuple[B, Ignored, bo
     if not content:
         return kind(), ignored, False
     check_json(request)
-    return decode_body(content, kind, ignored), ignored, True
+    return await decode_in_turn(gateway_of(request), content, kind, ignored), ignored, True
 
 
 def query_of(request: Request) -> PauseQuery:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from ....protocol.messages import PauseMode
 from ...request_options import DRAIN_S
-from ..bodies import check_json, decode_body, ignored_of, read_bytes
+from ..bodies import check_json, decode_in_turn, ignored_of, read_bytes
 from ..context import gateway_of
 from ..json import json_response
 from .bodies import (
@@ -55,7 +55,8 @@ async def update_weights(request: Request) -> Response:
     operator = operator_of(request)
     check_json(request)
     ignored = ignored_of(request)
-    body = decode_body(await read_bytes(request, MAX_BODY), UpdateBody, ignored)
+    content = await read_bytes(request, MAX_BODY)
+    body = await decode_in_turn(gateway_of(request), content, UpdateBody, ignored)
     body.check()
     update = operator.update_weights(
         body.folder,

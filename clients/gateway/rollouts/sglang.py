@@ -14,7 +14,7 @@ from ....protocol.errors import TokenbusError
 from ....protocol.messages import PauseMode, Rollout, UpdateMode
 from ...operator import AsyncOperator
 from ...request_options import DRAIN_S
-from ..bodies import check_json, decode_body, ignored_of, read_bytes
+from ..bodies import check_json, decode_in_turn, ignored_of, read_bytes
 from ..context import gateway_of
 from ..json import json_response
 from ..openai.token_fields import weights_label
@@ -69,7 +69,8 @@ async def update_from_disk(request: Request) -> Response:
     operator = operator_of(request)
     check_json(request)
     ignored = ignored_of(request)
-    body = decode_body(await read_bytes(request, MAX_BODY), DiskBody, ignored)
+    content = await read_bytes(request, MAX_BODY)
+    body = await decode_in_turn(gateway_of(request), content, DiskBody, ignored)
     if body.abort_all_requests:
         done = await accepted(_without_streams(request, operator, body))
     else:

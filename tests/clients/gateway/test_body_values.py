@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from tokenbus.clients.gateway.bodies import Body, decode_body, decode_in_turn
+from tokenbus.clients.gateway.aici import completions as aici
+from tokenbus.clients.gateway.bodies import (
+    MAX_FREE_BYTES,
+    Body,
+    body_turn,
+    decode_body,
+    decode_in_turn,
+)
 from tokenbus.clients.gateway.context import Gateway
 from tokenbus.clients.gateway.conversation.parts import Call, Turn
 from tokenbus.clients.gateway.conversation.rendering import for_template
@@ -132,15 +139,16 @@ class NotedBody(Body):
         self.decoded.append(self.user)
 
 
+@pytest.mark.parametrize("size", [MAX_FREE_BYTES, SMALL_BODY_BYTES])
 def test_one_large_body_is_decoded_in_a_pass_of_the_loop_and_users_take_turns(
-    tmp_path: Path,
+    tmp_path: Path, size: int
 ) -> None:
     async def main() -> list[list[str]]:
         gateway = Gateway(Settings(run_dir=str(tmp_path)))
 
         async def decode(user: str) -> None:
             current_user.set(user)
-            body = {"user": user, "text": "a" * SMALL_BODY_BYTES}
+            body = {"user": user, "text": "a" * size}
             await decode_in_turn(gateway, json.dumps(body).encode(), NotedBody)
 
         NotedBody.decoded.clear()
@@ -157,6 +165,22 @@ def test_one_large_body_is_decoded_in_a_pass_of_the_loop_and_users_take_turns(
     passes = asyncio.run(main())
     assert max(map(len, passes)) == 1
     assert [user for one in passes for user in one] == ["eve", "eve", "ann", "eve", "ann", "eve"]
+
+
+def test_aici_s_field_is_looked_for_in_a_turn(tmp_path: Path) -> None:
+    body = b'{"prompt": "%b", "aici_module": "m"}' % (b"a" * MAX_FREE_BYTES)
+
+    async def main() -> None:
+        gateway = Gateway(Settings(run_dir=str(tmp_path)))
+        async with body_turn(gateway, body):
+            handled = asyncio.create_task(aici.handles(gateway, body))
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not handled.done()
+        assert await handled
+        await gateway.close()
+
+    asyncio.run(main())
 
 
 def test_a_line_with_a_long_hello_is_refused_before_it_is_decoded() -> None:

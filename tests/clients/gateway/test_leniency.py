@@ -17,6 +17,7 @@ from tokenbus.clients.gateway.leniency import MAX_NAMES, Ignored
 from tokenbus.clients.gateway.openai.chat_bodies import ChatRequest
 from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
 from tokenbus.clients.gateway.openai.response_input import read_items
+from tokenbus.protocol import expected_values
 
 from ...processes import Bus, Gateway
 from ...work import num_calls
@@ -57,6 +58,22 @@ def test_the_work_of_a_repair_does_not_grow_with_elements_that_have_no_field(ele
 
     work(1)  # The first call also describes the types of the body.
     assert work(2_000) < work(10) + 100
+
+
+def test_the_declared_type_of_elements_is_examined_once_for_a_repair(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    examined: list[object] = []
+
+    def kinds_of(kind: msgspec.inspect.Type) -> tuple[msgspec.inspect.Type, ...]:
+        examined.append(kind)
+        return expected_values.kinds_of(kind)
+
+    monkeypatch.setattr("tokenbus.clients.gateway.leniency.kinds_of", kinds_of)
+    for unknown in ({"a": 1}, {"type": "z"}, {"role": "user", "a": 1}):
+        with pytest.raises(ApiError):
+            read(ChatRequest, {"messages": [unknown] * 1000})
+    assert len(examined) < 200
 
 
 def test_unknown_fields_inside_are_dropped() -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -13,22 +15,26 @@ from weakref import ref
 import anthropic
 import httpx
 import pytest
+from tokenbus.clients.gateway.conversation import schemas
 from tokenbus.clients.gateway.conversation.constraints import KeywordState
 from tokenbus.clients.gateway.conversation.schemas import (
     MAX_CHECKED_BYTES,
     MAX_SCHEMA_BYTES,
     Checked,
     Checks,
+    checked_schema,
     enforceable,
 )
 from tokenbus.clients.gateway.errors import ApiError
 from tokenbus.clients.gateway.schema_check import states_of
 from tokenbus.clients.gateway.templates import Templates
+from tokenbus.clients.gateway.tokenization import MAX_LOOP_ITEMS
 from tokenbus.protocol.json_schema import MAX_BYTES, rewritten
 from tokenbus.protocol.messages import Token
 
 from ...processes import Gateway
 from .openai_requests import HELLO, MODEL
+from .small_model import small_model
 
 PLACES = {
     "type": "object",
@@ -124,6 +130,34 @@ def test_references_to_other_places_are_not_opened(tmp_path: Path) -> None:
     assert states_of(schema, 1, ["not"]) == {"not": "not checked"}
     local = {"not": {"$ref": "#/$defs/a"}, "$defs": {"a": {"type": "integer"}}}
     assert states_of(local, 1, ["not"]) == {"not": "failed"}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("count", "on_loop"), [(MAX_LOOP_ITEMS - 2, True), (1000, False)])
+def test_the_work_on_a_large_schema_is_done_outside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, count: int, on_loop: bool
+) -> None:
+    schema = {"properties": {str(n): {"format": "zip"} for n in range(count)}}
+    used: list[threading.Thread] = []
+
+    def noting(work: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            used.append(threading.current_thread())
+            return work(*arguments)
+
+        return noted
+
+    for name in ("needs_rewriting", "checked_schema"):
+        monkeypatch.setattr(schemas, name, noting(getattr(schemas, name)))
+
+    async def found() -> Any:
+        templates = Templates()
+        made = await schemas.enforced_schema(templates, small_model(), schema, False)
+        await templates.close()
+        return made
+
+    assert asyncio.run(found()) == checked_schema(schema, rewritten(schema), False)
+    assert [one is threading.current_thread() for one in used] == [on_loop] * 2
 
 
 @pytest.mark.process

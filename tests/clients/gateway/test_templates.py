@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from tokenbus.clients.gateway.conversation.parts import Conversation, Text, Thinking, Turn
+from tokenbus.clients.gateway.conversation.rendering import Resources, prompt_ids
 from tokenbus.clients.gateway.errors import ApiError
+from tokenbus.clients.gateway.leniency import Ignored
 from tokenbus.clients.gateway.models import ServedModel
 from tokenbus.clients.gateway.plain_template import PLAIN_TEMPLATE
 from tokenbus.clients.gateway.template_process import TemplateFault, render
@@ -18,6 +22,8 @@ from tokenbus.clients.gateway.templates import (
     Templates,
 )
 from tokenbus.clients.gateway.turns import Turns, current_user
+from tokenbus.protocol.errors import RequestError
+from tokenbus.protocol.text_bounds import TokenSize
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .small_model import small_model
@@ -295,6 +301,68 @@ async def test_users_take_turns() -> None:
     await asyncio.gather(*waiting)
     assert order == ["a0", "b0", "c0", "a2", "b1", "a3"]
     await take("d", 0)
+
+
+@pytest.mark.anyio
+async def test_a_request_is_encoded_in_its_turn() -> None:
+    process, encoded = RenderingProcess(), []
+
+    def request() -> bytes:
+        encoded.append(True)
+        raise ValueError
+
+    async with process._turns.of("ann"):
+        asked = asyncio.create_task(process.ask(request))
+        while not process._turns._waiting:
+            await asyncio.sleep(0)
+        assert not encoded
+    with pytest.raises(ValueError):
+        await asked
+    assert encoded
+
+
+@pytest.mark.anyio
+async def test_requests_and_answers_have_the_characters_in_utf_8(
+    model: ServedModel, templates: Templates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "\U0001f600" * 100_000
+    sizes: list[int] = []
+    exchange = RenderingProcess._exchange
+
+    async def measured(self: RenderingProcess, request: bytes) -> bytes:
+        answer = await exchange(self, request)
+        sizes.extend((len(request), len(answer)))
+        return answer
+
+    monkeypatch.setattr(RenderingProcess, "_exchange", measured)
+    messages = [{"role": "user", "content": text}]
+    template = "{{ messages[0].content }}"
+    assert await templates.render(model, messages, chat_template=template) == text
+    assert max(sizes) < len(text.encode()) + 1_000
+
+
+@pytest.mark.anyio
+async def test_a_conversation_whose_texts_cannot_fit_is_not_rendered(model: ServedModel) -> None:
+    model.token_size = TokenSize(1000, shortens=False)
+    conversation = Conversation([Turn("user", [Text("a" * 4000)])] * 5)
+    nothing = cast(Resources, SimpleNamespace(templates=None))
+    with pytest.raises(RequestError, match="the text has 20000 bytes or more") as caught:
+        await prompt_ids(nothing, model, conversation, Ignored())
+    assert caught.value.code == "prompt_too_long"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("template", [None, "{{ messages[-1].content }}"])
+async def test_text_that_a_template_may_leave_out_is_not_counted_before(
+    model: ServedModel, templates: Templates, template: str | None
+) -> None:
+    model.token_size = TokenSize(1000, shortens=False)
+    long = "a" * 20_000
+    left_out = Turn("assistant", [Thinking(long)] if template is None else [Text(long)])
+    conversation = Conversation([left_out, Turn("user", [Text("b")])])
+    conversation.rendering.chat_template = template
+    resources = cast(Resources, SimpleNamespace(templates=templates))
+    assert await prompt_ids(resources, model, conversation, Ignored()) == []
 
 
 @pytest.mark.anyio

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
-from tokenbus.clients.gateway.models import MAX_NEW_TEXTS, ServedModel
+from tokenbus.clients.gateway.app import build
+from tokenbus.clients.gateway.models import MAX_NEW_TEXTS, ModelTable, ServedModel
 from tokenbus.clients.gateway.tokenization import MAX_LOOP_ITEMS, Tokenization
 from tokenbus.clients.gateway.turns import current_user
 from tokenbus.protocol.errors import RequestError
 from tokenbus.protocol.messages import ModelInfo, TokenizerFiles
+from tokenbus.protocol.settings import Settings
 from tokenbus.protocol.text_bounds import SEGMENT_CHARS, TokenSize
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -163,6 +169,48 @@ def test_a_long_conversation_is_prepared_outside_the_event_loop(
 ) -> None:
     used = asyncio.run(Tokenization().prepare(num_items, threading.current_thread))
     assert (used is threading.current_thread()) == on_loop
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/v1/chat/completions", {"content": [{"type": "text", "text": ""}] * 100}),
+        ("/v1/messages", {"content": [{"type": "text", "text": ""}] * 100}),
+        ("/tokenize", {"content": [{"type": "text", "text": ""}] * 100}),
+        ("/api/chat", {"content": "", "tool_calls": [{"function": {"name": "f"}}] * 100}),
+    ],
+)
+def test_a_message_with_many_parts_is_translated_outside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str, message: dict[str, Any]
+) -> None:
+    counted: list[int] = []
+
+    class TranslatedError(Exception):
+        """Ends the request."""
+
+    async def prepare(self: Tokenization, num_items: int, work: object) -> None:
+        counted.append(num_items)
+        raise TranslatedError
+
+    async def get(self: ModelTable, name: str = "") -> ServedModel:
+        return served(100, TokenSize(7, False))
+
+    monkeypatch.setattr(Tokenization, "prepare", prepare)
+    monkeypatch.setattr(ModelTable, "get", get)
+    ollama = importlib.import_module("tokenbus.clients.gateway.ollama.chat")
+    monkeypatch.setattr(ollama, "served_name", get)
+    body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", **message}]}
+
+    async def main() -> None:
+        app = build(Settings(run_dir=str(tmp_path)), None)
+        async with app.router.lifespan_context(app):
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+                with pytest.raises(TranslatedError):
+                    await http.post(path, json=body)
+
+    asyncio.run(main())
+    assert counted == [101]
 
 
 def test_a_long_conversation_does_not_wait_for_a_long_text() -> None:
