@@ -67,6 +67,7 @@ ATTRIBUTES = {
         "loop",
         "pipeline",
         "transport",
+        "url",
     ],
     FlowControl: ["write_paused"],
     RequestResponseCycle: ["response_complete", "response_started"],
