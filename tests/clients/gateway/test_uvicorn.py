@@ -45,12 +45,16 @@ WEBSOCKET = {
     "connection_made": ["transport"],
     "data_received": ["data"],
     "eof_received": [],
+    "handle_bytes": ["event"],
     "handle_cont": ["event"],
     "handle_ping": [],
     "handle_pong": ["event"],
+    "handle_text": ["event"],
     "keepalive_timeout": [],
     "pause_writing": [],
     "resume_writing": [],
+    "run_asgi": [],
+    "send_receive_event_to_app": [],
 }
 """Methods of ``WebSocketsSansIOProtocol`` that ``BoundedWebSocket`` overrides."""
 
@@ -77,6 +81,7 @@ ATTRIBUTES = {
         "frames",
         "handle_parser_exception",
         "loop",
+        "scope",
         "writable",
     ],
     uvicorn.Server: ["config", "force_exit", "lifespan", "server_state", "servers", "should_exit"],
