@@ -240,7 +240,8 @@ class BoundedHttp(HttpToolsProtocol):
         """Handles the end of an answer: starts the next request of the connection, and continues to
         read."""
         super().on_response_complete()
-        if not self._is_answering():
+        if self.parser is not None and not self._is_answering():
+            # After the end of the connection, uvicorn has no parser.
             self.idle.add(self)
         self._reading.proceed()
 

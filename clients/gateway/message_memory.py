@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from .user_shares import UserShares
 
-SMALL_BYTES = 64 * 1024
+SMALL_BYTES = 4 * 1024
 """Number of bytes of a WebSocket's messages up to which they are not counted, and up to which they
-are read before the user is known."""
+are read before the user is known. A user may have thousands of WebSockets."""
 BYTE_COST = 5
 """Number of bytes in memory for each byte of a message: the byte and its part of the text. A text
 with an emoji takes 4 bytes for each character."""

@@ -69,6 +69,7 @@ ATTRIBUTES = {
         "cycle",
         "flow",
         "loop",
+        "parser",
         "pipeline",
         "transport",
         "url",
