@@ -33,6 +33,7 @@ from . import (
     rollouts,
     sglang,
 )
+from .connection_shares import CountConnections
 from .context import Gateway
 from .errors import ApiError, from_tokenbus
 from .keys import ApiKeys
@@ -88,6 +89,7 @@ def build(settings: Settings, keys: ApiKeys | None) -> Starlette:
         )
     if keys is not None:
         checks.append(Middleware(RequireKey, keys=keys))
+    checks.append(Middleware(CountConnections))
     return Application(
         routes=routes(),
         middleware=checks,

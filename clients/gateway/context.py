@@ -10,6 +10,7 @@ from ...protocol.keys import OwnKey
 from ...protocol.model_names import Aliases
 from ...protocol.settings import Settings
 from .. import AsyncClient
+from .connection_shares import ConnectionShares
 from .idempotency import NamedRequests
 from .models import ModelTable
 from .stored.responses import StoredResponses
@@ -27,6 +28,7 @@ class Gateway:
         self.settings = settings
         self.shares = UserShares(settings.max_streams)
         self.programs = self.shares.programs
+        self.connections = ConnectionShares(settings.max_connections)
         self._own = SharedClient(settings.front_endpoint, self.shares, settings.max_unread)
         self._tenants: dict[str, SharedClient] = {}
         """The bus clients of tenants, by the public part of the tenant's CURVE key."""

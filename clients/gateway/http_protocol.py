@@ -14,14 +14,18 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .errors import ApiError
+from .head_memory import HeadMemory
+from .idle_connections import IdleConnections
 from .paced_transport import PacedTransport
 from .traffic import PROBES
 
 MAX_HEAD_BYTES = 64 * 1024
 """Maximum number of bytes in a request's headers and trailers. The first line has approximately the
 same bound."""
-HEADER_COST = 32
-"""Number of bytes that each header counts towards ``MAX_HEAD_BYTES`` in addition to its text."""
+HEADER_COST = 256
+"""Number of bytes that each header counts towards ``MAX_HEAD_BYTES`` in addition to its text. Two
+bytes objects, a tuple and an entry of a list take up to 170 bytes more than the text. So a request
+has at most 255 headers."""
 HEAD_S = 30.0
 """Maximum time from the first byte of a request's headers to the last, in seconds. A new
 connection must also receive its first byte within this time."""
@@ -42,7 +46,14 @@ class BoundedHttp(HttpToolsProtocol):
 
     max_connections = 10_000
     """Maximum number of connections of one process, including WebSockets."""
+    heads = HeadMemory()
+    """The memory of the heads of one process. ``http_protocol`` sets ``heads`` and ``idle``."""
+    idle = IdleConnections()
+    """The connections of one process that have no request in progress."""
 
+    url = b""
+    _counted_head_bytes = 0
+    """Number of bytes of the current head that ``heads`` has counted."""
     _head_bytes = 0
     """Number of bytes in the headers and trailers of the current request, with ``HEADER_COST``."""
     _unfinished_bytes = 0
@@ -67,7 +78,10 @@ class BoundedHttp(HttpToolsProtocol):
         """Handles a new connection of a client."""
         self._reading = PacedTransport(transport, self.loop, self._parse, self._is_pipelined)
         super().connection_made(cast(Any, self._reading))
-        beyond = len(self.connections) - self.max_connections
+        beyond = len(self.connections) - self.idle.aborted - self.max_connections
+        if beyond > 0 and self.idle.abort_oldest():
+            beyond -= 1
+        self.idle.add(self)
         if beyond > RESERVE:
             self._refuse(b"503 Service Unavailable")
         elif beyond > 0:
@@ -78,8 +92,14 @@ class BoundedHttp(HttpToolsProtocol):
         """Handles the end of the connection."""
         self._in_time()
         self._body_in_time()
+        self.idle.remove(self)
+        self._resize_head(0)
         super().connection_lost(exc)
         self._reading.lost()
+
+    def abort(self) -> None:
+        """Closes the connection without waiting for the client to read the buffered data."""
+        self.transport.abort()
 
     def eof_received(self) -> None:
         """Handles the end of the client's data, after which the event loop closes the
@@ -96,6 +116,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_body = False
         self._in_time()
         self._body_in_time()
+        self._resize_head(0)
         if self.app == self._probes_only:
             self._refuse(b"503 Service Unavailable")
         else:
@@ -115,6 +136,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._unfinished_bytes = 0 if self._finished else self._unfinished_bytes + len(data)
         if self._unfinished_bytes > MAX_HEAD_BYTES:
             self._refuse(b"431 Request Header Fields Too Large")
+        if not self._upgraded:
+            self._resize_head(len(self.url) + self._head_bytes + self._unfinished_bytes)
         if self._late is None and not (self._in_body or self._is_answering() or self._upgraded):
             # The client may have sent only line breaks, which the parser skips. They end uvicorn's
             # timer for idle connections, so a new timer is necessary.
@@ -149,6 +172,7 @@ class BoundedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Handles the end of the headers."""
         self._in_time()
+        self.idle.busy(self)
         self._in_body = True
         self._body_due = 0.0
         super().on_headers_complete()
@@ -164,6 +188,14 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_body = False
         self._body_in_time()
         super().on_message_complete()
+
+    def _resize_head(self, size: int) -> None:
+        """Counts the bytes of the current head. The head is in memory until the next request begins
+        or the connection ends."""
+        if self.heads.resize(self._counted_head_bytes, size):
+            self._counted_head_bytes = size
+        else:
+            self._refuse(b"503 Service Unavailable")
 
     def _is_answering(self) -> bool:
         """Whether the answer to the last received request is not complete."""
@@ -208,6 +240,9 @@ class BoundedHttp(HttpToolsProtocol):
         """Handles the end of an answer: starts the next request of the connection, and continues to
         read."""
         super().on_response_complete()
+        if self.parser is not None and not self._is_answering():
+            # After the end of the connection, uvicorn has no parser.
+            self.idle.add(self)
         self._reading.proceed()
 
     def pause_writing(self) -> None:
@@ -249,4 +284,9 @@ class BoundedHttp(HttpToolsProtocol):
 
 def http_protocol(max_connections: int) -> type[BoundedHttp]:
     """The protocol class for a gateway process with at most ``max_connections`` connections."""
-    return type("GatewayHttp", (BoundedHttp,), {"max_connections": max_connections})
+    own = {
+        "max_connections": max_connections,
+        "heads": HeadMemory(),
+        "idle": IdleConnections(),
+    }
+    return type("GatewayHttp", (BoundedHttp,), own)

@@ -100,6 +100,9 @@ class PacedTransport(UnreadTransport):
         ends = perf_counter() + PARSE_S
         while self._rest and not self.waits and not self.transport.is_closing():
             piece, self._rest = bytes(self._rest[:PIECE_BYTES]), self._rest[PIECE_BYTES:]
+            if not self._rest:
+                # An empty part of a memoryview keeps all of the data in memory.
+                self._rest = memoryview(b"")
             self._parse(piece)
             if perf_counter() >= ends:
                 break

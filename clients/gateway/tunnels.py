@@ -25,7 +25,13 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from ...protocol.bodies import Encoding, decode_as, encode_body, encoding_of, error_body
 from ...protocol.body_bounds import check_body, max_body_bytes
 from ...protocol.endpoints import separate
-from ...protocol.errors import Code, ConnectionLostError, RequestError, TokenbusError
+from ...protocol.errors import (
+    Code,
+    ConnectionLostError,
+    RequestError,
+    TokenbusError,
+    UnavailableError,
+)
 from ...protocol.frames import Frames
 from ...protocol.keys import own_key
 from ...protocol.lines import error_line, frames_binary, frames_line, line_frames
@@ -38,6 +44,7 @@ from .arrivals import Arrivals
 from .broker_watch import BrokerWatch
 from .carried import carried
 from .errors import UserLimitError
+from .message_memory import MessageMemory
 from .open_streams import OpenStreams
 from .plain_lmtp import PlainLmtp
 from .tunnel_requests import TunnelRequests
@@ -93,19 +100,13 @@ class Tunnels:
 
     async def serve(self, websocket: WebSocket) -> None:
         """Serves an accepted WebSocket until its end."""
-        tunnel: Tunnel | None = None
-        arrivals = Arrivals(websocket)
+        served = _Served(websocket)
+        messages: MessageMemory = websocket.scope[MessageMemory.SCOPE_KEY]
         try:
-            while (message := await arrivals.next())["type"] == "websocket.receive":
-                line = message.get("text")
-                if line is None:
-                    await websocket.send_text(_refuse_binary())
-                    continue
-                if tunnel is None:
-                    tunnel = self._connect(websocket)
-                    await arrivals.during(self._watch_of(tunnel).begun())
-                await tunnel.send(line)
-        except UserLimitError as error:
+            messages.begin(self._shares, current_user.get())
+            while await self._serve_next(served):
+                messages.handled()
+        except UnavailableError as error:
             await close(websocket, TRY_AGAIN_LATER, error.message)
         except zmq.ZMQError as error:
             log.warning("cannot connect a WebSocket to the broker: %s", error)
@@ -116,10 +117,27 @@ class Tunnels:
         except WebSocketDisconnect:
             pass
         finally:
-            await arrivals.close()
-            if tunnel is not None:
-                self._open.discard(tunnel)
-                await tunnel.close()
+            await served.arrivals.close()
+            if served.tunnel is not None:
+                self._open.discard(served.tunnel)
+                await served.tunnel.close()
+            messages.ended()
+
+    async def _serve_next(self, served: _Served) -> bool:
+        """Handles the next message. Returns False at the end of the WebSocket. No reference to the
+        message is left afterwards."""
+        message = await served.arrivals.next()
+        if message["type"] != "websocket.receive":
+            return False
+        line = message.get("text")
+        if line is None:
+            await served.websocket.send_text(_refuse_binary())
+            return True
+        if served.tunnel is None:
+            served.tunnel = self._connect(served.websocket)
+            await served.arrivals.during(self._watch_of(served.tunnel).begun())
+        await served.tunnel.send(line)
+        return True
 
     async def close(self) -> None:
         """Frees the resources that the tunnels share. Called after the last tunnel has ended."""
@@ -167,6 +185,16 @@ class Tunnels:
         task = asyncio.create_task(work)
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
+
+
+class _Served:
+    """A WebSocket that is being served."""
+
+    def __init__(self, websocket: WebSocket) -> None:
+        self.websocket = websocket
+        self.arrivals = Arrivals(websocket)
+        self.tunnel: Tunnel | None = None
+        """The connection to the broker; None before the first message."""
 
 
 class Tunnel:

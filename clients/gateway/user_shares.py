@@ -36,8 +36,8 @@ from .open_programs import OpenPrograms
 from .turns import current_user
 
 MAX_BODIES_BYTES = 512 * 1024 * 1024
-"""Maximum number of bytes that the bodies of all requests, and the vectors of their answers, occupy
-in one gateway process."""
+"""Maximum number of bytes that the bodies of all requests, the vectors of their answers, and the
+large messages of WebSockets occupy in one gateway process."""
 
 MAX_NAME = 256
 """Maximum number of characters of a user's name at the broker."""
@@ -142,16 +142,31 @@ class UserShares:
             # The last part of a body may be empty.
             return
         name = current_user.get()
+        self._take(name, self._fitting_bytes(name, size), 0, size)
+
+    def take_bytes_of_socket(self, name: str, size: int) -> None:
+        """Counts ``size`` more bytes of the messages of a WebSocket of the user ``name``; raises
+        UnavailableError."""
+        self._count(name, self._fitting_bytes(name, size), 0, size)
+
+    def give_back_bytes_of_socket(self, name: str, size: int) -> None:
+        """Stops counting ``size`` bytes of the messages of a WebSocket of the user ``name``."""
+        if size:
+            self._give_back(name, 0, size)
+
+    def _fitting_bytes(self, name: str, size: int) -> _User:
+        """The counts of the user ``name``. Raises UnavailableError if ``size`` more bytes do not
+        fit."""
         user = self._users.get(name) or _User()
         if fits_share(user.body_bytes, self._body_bytes, self._max_bytes, size):
-            self._take(name, user, 0, size)
-            return
+            return user
+        own, total = user.body_bytes + size, self._body_bytes + size
         kind = UserLimitError if user.body_bytes else UnavailableError
         raise kind(
             Code.CLIENT_LIMIT if user.body_bytes else Code.QUEUE_FULL,
-            f"the bodies and vectors of your open requests would have {user.body_bytes + size} "
-            f"bytes, and those of all users {self._body_bytes + size} of at most "
-            f"{self._max_bytes}; try again later, or send less",
+            f"the bodies, messages and vectors of your open requests would have {own} bytes, and "
+            f"those of all users {total} of at most {self._max_bytes}; try again later, or send "
+            "less",
             retry_after_s=self._pace.retry_after_s(time.monotonic()),
         )
 

@@ -1,7 +1,7 @@
-"""uvicorn's WebSockets with bounds for control frames, fragments, unread pongs and unread messages.
+"""uvicorn's WebSockets with bounds for control frames, fragments, unread pongs and messages.
 
 uvicorn bounds only the bytes of a message, answers any number of pings, and buffers the answers. It
-waits forever for a client that does not read.
+waits forever for the rest of a message and for a client that does not read.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any, cast
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
 
+from ...protocol.errors import UnavailableError
+from .message_memory import MessageMemory
 from .paced_transport import PacedTransport
 
 MAX_CONTROL_FRAMES = 64
@@ -25,29 +27,50 @@ bytes. The refusal recommends at least twice this size for each fragment, so tha
 above the minimum even if some fragments are shorter."""
 PING_LOST_S = 10.0
 """Time from the close after an unanswered ping until the connection is aborted, in seconds."""
-POLICY_VIOLATION = 1008
-"""Close code (RFC 6455, section 7.4.1)."""
+MESSAGE_S = 30.0
+"""Time in which a message must arrive, in seconds. Each ``MESSAGE_BYTES_S`` received bytes extend
+it by one second."""
+MESSAGE_BYTES_S = 1024
+"""Minimum rate at which a long message must arrive, in bytes per second."""
+POLICY_VIOLATION, TRY_AGAIN_LATER = 1008, 1013
+"""Close codes (RFC 6455, section 7.4.1, and IANA's registry)."""
 
 
 class BoundedWebSocket(WebSocketsSansIOProtocol):
-    """One WebSocket. If the client exceeds a bound, the WebSocket is closed with 1008."""
+    """One WebSocket. If the client exceeds a bound, the WebSocket is closed with 1008. If its
+    messages do not fit the user's share of the memory, the WebSocket is closed with 1013."""
 
     _control_frames = 0
     """Number of pings and pongs since ``_counted_since``."""
     _counted_since = 0.0
     """The time from which pings and pongs are counted, by the event loop's clock."""
+    _fragments_bytes = 0
+    """Number of bytes of the fragments in ``frames``."""
+    _began = 0.0
+    """The time at which the first byte of the incomplete message arrived, by the event loop's
+    clock."""
+    _late: asyncio.TimerHandle | None = None
+    """The timer that closes the WebSocket if the rest of a message arrives too late."""
 
     def connection_made(self, transport: BaseTransport) -> None:
         """Handles the upgrade of a connection to a WebSocket."""
         self._reading = PacedTransport(
             cast(asyncio.Transport, transport), self.loop, self._parse, self._is_unread
         )
+        self._messages = MessageMemory(self._reading.proceed)
         super().connection_made(cast(Any, self._reading))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Handles the end of the connection."""
         super().connection_lost(exc)
+        self._in_time()
+        self._messages.lost()
         self._reading.lost()
+
+    async def run_asgi(self) -> None:
+        """Runs the application, which finds the ``MessageMemory`` in the scope."""
+        cast(Any, self.scope)[MessageMemory.SCOPE_KEY] = self._messages
+        await super().run_asgi()
 
     def eof_received(self) -> None:
         """Handles the end of the client's data, after which the event loop closes the
@@ -85,23 +108,75 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         self._count_control_frame()
         super().handle_pong(event)
 
+    def handle_text(self, event: Frame) -> None:
+        """Handles the first fragment of a text message."""
+        self._fragments_bytes = len(event.data)
+        super().handle_text(event)
+
+    def handle_bytes(self, event: Frame) -> None:
+        """Handles the first fragment of a binary message."""
+        self._fragments_bytes = len(event.data)
+        super().handle_bytes(event)
+
     def handle_cont(self, event: Frame) -> None:
         """Handles a further fragment of a message."""
+        self._fragments_bytes += len(event.data)
         super().handle_cont(event)
         count = len(self.frames)
-        if count % MAX_FRAGMENTS == 0 and sum(map(len, self.frames)) < count * MIN_FRAGMENT_BYTES:
+        if count % MAX_FRAGMENTS == 0 and self._fragments_bytes < count * MIN_FRAGMENT_BYTES:
             self._refuse(
                 f"more than {MAX_FRAGMENTS} fragments of a message; "
                 f"send fragments of at least {2 * MIN_FRAGMENT_BYTES} bytes"
             )
 
+    def send_receive_event_to_app(self) -> None:
+        """Passes a complete message to the application."""
+        self._in_time()
+        if not self.close_sent:
+            self._messages.arrived(self._fragments_bytes)
+        self._fragments_bytes = 0
+        super().send_receive_event_to_app()
+
     def _parse(self, data: bytes) -> None:
         super().data_received(data)
+        incomplete = self._incomplete_bytes()
+        try:
+            self._messages.hold(incomplete)
+        except UnavailableError as error:
+            self._refuse(error.message[:120], TRY_AGAIN_LATER)
+            return
+        if not (incomplete or self.frames):
+            self._in_time()
+        elif self._late is None:
+            self._began = self.loop.time()
+            self._late = self.loop.call_later(MESSAGE_S, self._check_message)
+
+    def _incomplete_bytes(self) -> int:
+        """Number of bytes of the incomplete message: its fragments, and the received part of a
+        frame."""
+        return len(self.conn.reader.buffer) + self._fragments_bytes
+
+    def _in_time(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _check_message(self) -> None:
+        now = self.loop.time()
+        if self._reading.waits:
+            # The connection waits for the application, not for the client.
+            self._began = now
+        left_s = self._began + MESSAGE_S + self._incomplete_bytes() / MESSAGE_BYTES_S - now
+        if left_s > 0:
+            self._late = self.loop.call_later(left_s, self._check_message)
+        else:
+            self._late = None
+            self._refuse("the rest of a message did not arrive in time; send faster")
 
     def _is_unread(self) -> bool:
-        """Whether the client has not yet read most of the buffered messages. If so, the gateway
-        does not read from the client."""
-        return not self.writable.is_set()
+        """Whether the client has not yet read most of the buffered messages, or the user of large
+        messages is not known yet. If so, the gateway does not read from the client."""
+        return not self.writable.is_set() or self._messages.waits
 
     def _count_control_frame(self) -> None:
         now = self.loop.time()
@@ -111,8 +186,13 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         if self._control_frames > MAX_CONTROL_FRAMES:
             self._refuse(f"more than {MAX_CONTROL_FRAMES} pings and pongs in a second; send fewer")
 
-    def _refuse(self, reason: str) -> None:
-        if not self.close_sent:
-            self.frames = []
-            self.conn.fail(POLICY_VIOLATION, reason)
-            self.handle_parser_exception()
+    def _refuse(self, reason: str, code: int = POLICY_VIOLATION) -> None:
+        if self.close_sent:
+            # The closing handshake has begun, and the client sends a large message instead.
+            self.transport.abort()
+            return
+        self.frames = []
+        self._fragments_bytes = 0
+        self.conn.fail(code, reason)
+        self._messages.lost()
+        self.handle_parser_exception()

@@ -14,6 +14,7 @@ import pytest
 import zmq
 from starlette.websockets import WebSocket
 from tokenbus.clients.gateway.arrivals import MAX_EARLY
+from tokenbus.clients.gateway.message_memory import MessageMemory
 from tokenbus.clients.gateway.tunnels import Tunnels
 from tokenbus.clients.gateway.user_shares import UserShares
 from tokenbus.protocol.messages import PROTOCOL_VERSION, Pong, Welcome
@@ -56,7 +57,8 @@ class Browser:
     def __init__(self) -> None:
         self._sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.received: asyncio.Queue[Any] = asyncio.Queue()
-        self.socket = WebSocket({"type": "websocket"}, self._sent.get, self.received.put)
+        scope = {"type": "websocket", MessageMemory.SCOPE_KEY: MessageMemory(lambda: None)}
+        self.socket = WebSocket(scope, self._sent.get, self.received.put)
 
     async def accepted(self) -> None:
         self._sent.put_nowait({"type": "websocket.connect"})

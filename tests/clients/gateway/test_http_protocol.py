@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,7 +12,9 @@ from urllib.parse import urlsplit
 import pytest
 import uvicorn
 from tokenbus.clients.gateway import http_protocol, unread_transport
+from tokenbus.clients.gateway.head_memory import ORDINARY_HEAD_BYTES, HeadMemory
 from tokenbus.clients.gateway.http_protocol import BoundedHttp
+from tokenbus.clients.gateway.idle_connections import IdleConnections
 from uvicorn.server import ServerState
 
 from ...processes import Gateway
@@ -191,4 +194,62 @@ async def test_an_answer_of_which_nothing_is_read_ends_the_connection(
     assert transport.aborted.is_set()
     assert not read.is_closing()
     for connection in (protocol, slow):
+        connection.connection_lost(None)
+
+
+# --- all connections of a process ---------------------------------------------------------------
+
+
+def of_one_process(**attributes: Any) -> Callable[[], tuple[BoundedHttp, Transport]]:
+    """Opens connections of one process, whose protocol class has these attributes."""
+    kind: Any = type("OneProcess", (BoundedHttp,), attributes)
+    config, state = uvicorn.Config(_answers), ServerState()
+
+    def opened() -> tuple[BoundedHttp, Transport]:
+        protocol, transport = kind(config, state, {}), Transport()
+        protocol.connection_made(transport)
+        return protocol, transport
+
+    return opened
+
+
+@pytest.mark.anyio
+async def test_a_new_connection_replaces_the_one_that_is_idle_for_the_longest_time() -> None:
+    opened = of_one_process(max_connections=2, idle=IdleConnections())
+    first, first_end = opened()
+    second, second_end = opened()
+    first.data_received(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    while b"whole" not in first_end.written:
+        await asyncio.sleep(0)
+    second.data_received(b"G")
+    third, third_end = opened()
+    assert (first_end.is_closing(), second_end.aborted.is_set()) == (False, True)
+    # The end of the second connection has not been reported yet. It does not count any more.
+    fourth, fourth_end = opened()
+    assert first_end.aborted.is_set()
+    assert (third_end.is_closing(), fourth_end.is_closing()) == (False, False)
+    assert fourth.app is fourth.config.loaded_app
+    for connection in (first, second, third, fourth):
+        connection.connection_lost(None)
+    assert not fourth.idle.aborted
+
+
+@pytest.mark.anyio
+async def test_large_heads_share_a_bound_and_ordinary_ones_do_not_count() -> None:
+    opened = of_one_process(heads=HeadMemory(max_bytes=ORDINARY_HEAD_BYTES))
+    large = b"GET / HTTP/1.1\r\nhost: localhost\r\nx-long: " + b"x" * 2 * ORDINARY_HEAD_BYTES
+    first, first_end = opened()
+    first.data_received(large[:-1000])
+    second, second_end = opened()
+    second.data_received(large)
+    assert second_end.written.startswith(b"HTTP/1.1 503 ")
+    ordinary, ordinary_end = opened()
+    ordinary.data_received(large[:ORDINARY_HEAD_BYTES])
+    assert (first_end.is_closing(), ordinary_end.is_closing()) == (False, False)
+    first.connection_lost(None)
+    second.connection_lost(None)
+    third, third_end = opened()
+    third.data_received(large[:-1000])
+    assert not third_end.is_closing()
+    for connection in (ordinary, third):
         connection.connection_lost(None)

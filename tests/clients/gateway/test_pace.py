@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cached_property
 from http.client import HTTPConnection, HTTPResponse
 from socket import SHUT_RDWR, create_connection
@@ -29,6 +29,11 @@ pytestmark = pytest.mark.process
 MAX_CONNECTIONS = 12
 MAX_UNREAD = 2000
 CAPACITY = 4
+HALF_A_REQUEST = (
+    b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    b"expect: 100-continue\r\ncontent-length: 4000\r\n\r\n"
+)
+"""A request without its body. The gateway sends a 100 when the application reads the body."""
 
 
 @pytest.fixture(scope="module")
@@ -177,10 +182,15 @@ def test_beyond_the_most_connections_only_probes_are_answered(
     worker: SteppedWorker, served: Gateway
 ) -> None:
     address = urlsplit(served.url)
-    to = (str(address.hostname), address.port)
     with ExitStack() as stack:
-        for _ in range(MAX_CONNECTIONS):
-            stack.enter_context(create_connection(to))
+        # Each of these users has only one request, so none of them exceeds its share.
+        for number in range(MAX_CONNECTIONS):
+            source = (f"127.0.1.{number}", 0)
+            busy = stack.enter_context(
+                create_connection((address.hostname, address.port), WAIT_S, source)
+            )
+            busy.sendall(HALF_A_REQUEST)
+            assert b" 100 " in busy.recv(4096)
         refused = httpx.get(f"{served.url}/v1/models", timeout=WAIT_S)
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"
@@ -193,6 +203,39 @@ def test_beyond_the_most_connections_only_probes_are_answered(
         WAIT_S,
         "room for another connection",
     )
+
+
+def test_connections_without_a_request_make_room_for_new_ones(
+    worker: SteppedWorker, served: Gateway
+) -> None:
+    address = urlsplit(served.url)
+    with ExitStack() as stack:
+        idle = []
+        for _ in range(4 * MAX_CONNECTIONS):
+            connection = create_connection((address.hostname, address.port), WAIT_S)
+            idle.append(stack.enter_context(connection))
+            connection.sendall(b"G")
+        assert httpx.get(f"{served.url}/v1/models", timeout=WAIT_S).status_code == 200
+        with suppress(ConnectionError):
+            assert idle[0].recv(4096) == b""
+
+
+def test_one_user_cannot_occupy_all_connections_with_requests(
+    worker: SteppedWorker, served: Gateway
+) -> None:
+    address = urlsplit(served.url)
+    with ExitStack() as stack:
+        answers = []
+        for _ in range(2 * MAX_CONNECTIONS):
+            connection = create_connection(
+                (address.hostname, address.port), WAIT_S, ("127.0.2.1", 0)
+            )
+            stack.enter_context(connection)
+            connection.sendall(HALF_A_REQUEST)
+            answers.append(connection.recv(4096).split(b" ")[1])
+        assert answers[: MAX_CONNECTIONS // 2] == [b"100"] * (MAX_CONNECTIONS // 2)
+        assert set(answers[MAX_CONNECTIONS // 2 :]) == {b"429"}
+        assert httpx.get(f"{served.url}/v1/models", timeout=WAIT_S).status_code == 200
 
 
 def test_the_openai_package_waits_while_the_queue_is_full(

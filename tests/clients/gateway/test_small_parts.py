@@ -92,12 +92,12 @@ async def test_while_a_request_waits_for_earlier_answers_nothing_more_is_read() 
 
 def test_many_empty_headers_are_refused(gateway: Gateway) -> None:
     with connection_to(gateway) as connection:
-        connection.sendall(b"GET /live HTTP/1.1\r\n" + b"a:\r\n" * 1000 + b"\r\n")
+        connection.sendall(b"GET /live HTTP/1.1\r\n" + b"a:\r\n" * 250 + b"\r\n")
         answer = b""
         while not answer.endswith(b'{"status":"live"}'):
             answer += connection.recv(4096)
         assert answer.startswith(b"HTTP/1.1 200 ")
-        connection.sendall(b"GET /live HTTP/1.1\r\n" + b"a:\r\n" * 3000 + b"\r\n")
+        connection.sendall(b"GET /live HTTP/1.1\r\n" + b"a:\r\n" * 256 + b"\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 431 ")
 
 
