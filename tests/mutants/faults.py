@@ -172,8 +172,8 @@ FAULTS = (
     Fault(
         "the worker with fewer entries is right",
         "adoption.py",
-        "(other.moves, other.entries) >= reached",
-        "(other.moves, other.entries) <= reached",
+        "or other.reached >= reached:",
+        "or other.reached <= reached:",
     ),
     Fault(
         "a report that is behind the client is adopted",
@@ -184,9 +184,8 @@ FAULTS = (
     Fault(
         "a stream that is behind its client is attached",
         "adoption.py",
-        "            if reached < (message.moves, message.received):\n"
-        "                # The worker of the stream",
-        "            if reached < (0, 0):\n                # The worker of the stream",
+        "_is_unclaimed(request) and request.reached < known:",
+        "_is_unclaimed(request) and request.reached < (0, 0):",
     ),
     Fault(
         "a session that began here adopts a stream again",

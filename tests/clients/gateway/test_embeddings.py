@@ -161,7 +161,7 @@ async def test_the_vectors_of_an_answer_count_towards_the_user_s_memory(bus: Bus
         texts = Texts("input", [[1]])
         with gateway.shares.request():
             await vectors(gateway, model, texts, None)
-            with pytest.raises(UnavailableError, match="the bodies and vectors of your open"):
+            with pytest.raises(UnavailableError, match="the bodies, messages and vectors of your"):
                 await vectors(gateway, model, texts, None)
         with gateway.shares.request():
             await vectors(gateway, model, texts, None)
