@@ -168,13 +168,13 @@ ATTACKS = (
     ),
     Attack(
         "bulk-table",
-        "fills a table of 100,000 elements 5,000 times without a loop",
+        "fills a table of 100,000 elements 2,000 times without a loop",
         TIMEOUT,
         lambda: repeated(
             guest(more="(table $t 100000 funcref) (elem declare func $recurse)", mid=MARKER),
             # table.fill 0 (i32.const 0) (ref.null func) (i32.const 100000)
             b"\x41\x00\xd0\x70\x41\xa0\x8d\x06\xfc\x11\x00",
-            5_000,
+            2_000,
         ),
     ),
     Attack(
