@@ -186,8 +186,8 @@ class Client(BaseClient):
         by: str = "",
         timeout_s: float = UPLOAD_S,
     ) -> StoredModule:
-        """Stores a controller's Wasm module, from bytes or from a file. Requests give the id of the
-        module in ``controller=``.
+        """Stores a controller's Wasm module, from bytes or from a file, or the file of a script
+        (``.py``, ``.js``). Requests give the id of the module in ``controller=``.
 
         ``tag`` is a second name of the module, in addition to its id. If the module is already
         stored, only the tag is added. ``by`` is the user who is shown with the tag, if the client

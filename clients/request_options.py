@@ -40,6 +40,7 @@ from ..protocol.messages import (
     Upload,
     module_too_large,
 )
+from ..protocol.scripts import language_of, marked_script
 from .calls import Call
 from .tracing import identify
 from .weights_content import WeightsContent
@@ -311,9 +312,13 @@ def buffer_call(name: str, content: Prompt | None, timeout_s: float) -> Call:
 
 
 def upload_call(wasm: bytes | Path, tag: str | None, timeout_s: float, by: str = "") -> Call:
-    """Makes the call for an UPLOAD. Raises OSError if the file cannot be read, and RequestError if
-    the module is too large."""
+    """Makes the call for an UPLOAD. ``wasm``: the module, or the path of the file of a module or a
+    script. Raises OSError if the file cannot be read, and RequestError if the module is too
+    large."""
     content = wasm if isinstance(wasm, bytes) else Path(wasm).read_bytes()
+    language = None if isinstance(wasm, bytes) else language_of(Path(wasm).suffix)
+    if language is not None:
+        content = marked_script(content, language)
     if (too_large := module_too_large(len(content))) is not None:
         raise too_large
     return _store_call(b"UPLOAD", Upload(stream_id=0, tag=tag, by=by), timeout_s, (content,))

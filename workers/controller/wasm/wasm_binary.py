@@ -116,7 +116,8 @@ def read(wasm: bytes) -> Binary:
     """Reads the sections of a module. Raises WasmError with the first error and its offset."""
     if wasm[:4] != _MAGIC:
         what = f"it begins with {wasm[:4]!r} instead of {_MAGIC!r}" if wasm else "it is empty"
-        raise WasmError(f"this is not Wasm: {what}")
+        hint = "; a script is uploaded as a file NAME.py or NAME.js"
+        raise WasmError(f"this is not Wasm: {what}{hint}")
     if wasm[4:8] != b"\1\0\0\0":
         what = "a component" if wasm[6:8] == b"\1\0" else f"version {wasm[4:8].hex()}"
         raise WasmError(f"this is {what} of Wasm; a core module, version 01000000, is needed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -173,6 +174,24 @@ def test_an_upload_without_a_program_is_refused(
 ) -> None:
     with pytest.raises(RequestError, match=f"the script does not define {expected}"):
         client.upload_controller(marked_script(text, language))
+
+
+@EACH
+def test_a_client_uploads_the_file_of_a_script(
+    client: Client, tmp_path: Path, language: str
+) -> None:
+    file = tmp_path / {"python": "own.py", "javascript": "own.js"}[language]
+    file.write_bytes(SCRIPTS[language])
+    stored = client.upload_controller(file, "own")
+    assert (
+        stored.module == client.upload_controller(marked_script(SCRIPTS[language], language)).module
+    )
+    assert run(client, "own")
+
+
+def test_the_text_of_a_script_without_its_language_is_refused_with_a_hint(client: Client) -> None:
+    with pytest.raises(RequestError, match=r"this is not Wasm: .*uploaded as a file NAME\.py"):
+        client.upload_controller(SCRIPTS["python"])
 
 
 def test_an_unknown_language_is_refused(client: Client) -> None:
