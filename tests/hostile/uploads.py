@@ -135,7 +135,7 @@ ATTACKS = (
     upload(
         "compile-bomb",
         "takes minutes to compile",
-        "more than 2 s of CPU time|MiB of memory",
+        "more than 8 s of CPU time|MiB of memory",
         partial(loops_over_locals, 60_000, 2_000),
     ),
     Attack(

@@ -18,7 +18,7 @@ from .takeovers import SHORT
 
 launcher._ZYGOTE = f"{__package__}.zygote"  # type: ignore[misc]
 table.MAX_DEATHS = 1_000_000  # type: ignore[misc]
-module_compiler.CPU_S = 2  # type: ignore[misc]
+module_compiler.CPU_S = 8  # type: ignore[misc]
 if os.environ.pop(SHORT, ""):
     process.GRACE_S = 0.3  # type: ignore[misc]
     process.MAX_QUESTIONS = 1_000  # type: ignore[misc]
