@@ -7,8 +7,6 @@ So each user may have only a share of such connections.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -26,26 +24,27 @@ class ConnectionShares:
 
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
+        self._total = 0
         self._of_user = Counter[str]()
 
-    @contextmanager
-    def occupied(self) -> Iterator[None]:
-        """Counts a connection of the current user during the block; raises UserLimitError."""
-        user = current_user.get()
+    def take(self, user: str) -> None:
+        """Counts a connection of a user; raises UserLimitError."""
         own = self._of_user[user]
-        if not fits_share(own, self._of_user.total(), self._max_connections):
+        if not fits_share(own, self._total, self._max_connections):
             raise UserLimitError(
                 Code.CLIENT_LIMIT,
                 f"you have {own} open requests and WebSockets, and this gateway allows "
                 f"{self._max_connections} for all users together; close some",
             )
-        self._of_user[user] += 1
-        try:
-            yield
-        finally:
-            self._of_user[user] -= 1
-            if not self._of_user[user]:
-                del self._of_user[user]
+        self._of_user[user] = own + 1
+        self._total += 1
+
+    def give_back(self, user: str) -> None:
+        """Stops counting a connection of a user."""
+        self._total -= 1
+        self._of_user[user] -= 1
+        if not self._of_user[user]:
+            del self._of_user[user]
 
 
 class CountConnections:
@@ -60,9 +59,12 @@ class CountConnections:
         if scope["type"] == "lifespan" or scope["path"] in PROBES:
             return await self._app(scope, receive, send)
         shares: ConnectionShares = scope["app"].state.gateway.connections
-        with ExitStack() as counted:
-            try:
-                counted.enter_context(shares.occupied())
-            except UserLimitError as error:
-                return await refuse(from_tokenbus(error), scope, receive, send)
+        user = current_user.get()
+        try:
+            shares.take(user)
+        except UserLimitError as error:
+            return await refuse(from_tokenbus(error), scope, receive, send)
+        try:
             return await self._app(scope, receive, send)
+        finally:
+            shares.give_back(user)
