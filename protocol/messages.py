@@ -107,7 +107,8 @@ class Hello(Struct, kw_only=True, omit_defaults=True):
     keep_s: Annotated[float, Meta(ge=0)] = 0.0
     """Seconds for which the session and its streams continue without a connection, for example
     while a program waits for the next input of a user who has left. The broker's setting
-    ``max_keep_s`` bounds this time. The default is the broker's setting ``session_grace_s``."""
+    ``max_keep_s`` bounds this time. The default is the broker's setting ``session_grace_s``. Over a
+    gateway, only an API key with its own tenant may set this field; otherwise it has no effect."""
     client: UserName = ""
     """Name and version of the program, for the operator."""
     capabilities: Annotated[list[GroupName], Meta(max_length=MAX_NAMES)] = []

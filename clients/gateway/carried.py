@@ -29,6 +29,9 @@ def carried(frames: Frames) -> Frames:
     if kind == b"HELLO":
         hello: Hello = decode_as(Hello, frames[1])
         hello.capabilities = [*hello.capabilities, CARRIES_USERS]
+        # A gateway counts a user's requests only while the WebSocket is open. Kept streams would
+        # take the share of all users of the gateway at the broker.
+        hello.keep_s = 0.0
         return [kind, encode_body(hello, encoding_of(frames[1])), *frames[2:]]
     if kind == b"STATUS":
         status: StatusRequest = decode_as(StatusRequest, frames[1])

@@ -151,8 +151,9 @@ export interface Hello {
   /**
    * Seconds for which the session and its streams continue without a connection, for example while
    * a program waits for the next input of a user who has left. The broker's setting `max_keep_s`
-   * bounds this time. The default is the broker's setting `session_grace_s`. At least 0. Default:
-   * 0.
+   * bounds this time. The default is the broker's setting `session_grace_s`. Over a gateway, only
+   * an API key with its own tenant may set this field; otherwise it has no effect. At least 0.
+   * Default: 0.
    */
   readonly keep_s?: number | undefined;
   /** Name and version of the program, for the operator. At most 256 in length. */
