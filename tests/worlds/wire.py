@@ -7,6 +7,8 @@ import threading
 from contextlib import suppress
 from typing import Self
 
+from ..processes import free_port
+
 
 class Wire:
     """Carries the connections that are opened to ``front`` to the server at ``target``
@@ -17,10 +19,11 @@ class Wire:
         self._target = host, int(port)
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self._address = self._server.getsockname()
+        # While the wire is cut, no outgoing connection takes a port of ``free_port``.
+        self._address = "127.0.0.1", free_port()
         self.front = f"tcp://127.0.0.1:{self._address[1]}"
         """The address of this end of the wire."""
+        self._server = socket.create_server(self._address)
         self._accept()
 
     def cut(self) -> None:
