@@ -64,7 +64,7 @@ class TextStream:
         skip: int = 0,
         min_tokens: int = 0,
     ) -> None:
-        """``stop``: None if there are no stop strings. ``skip``: number of characters at the
+        """``stop``: the stop strings, if the request has any. ``skip``: number of characters at the
         beginning to leave out. ``min_tokens``: number of tokens at the beginning that do not
         trigger a search for stop strings. A later token can complete a stop string that begins in
         the text of these tokens."""
@@ -76,7 +76,8 @@ class TextStream:
         """Counts down the tokens until the text is searched for stop strings: each token subtracts
         1, and at 0 the search begins."""
         self._state: State | None = stop.root if stop is not None else None
-        """Contains the text that is held back. None if there are no stop strings."""
+        """The state of the search, which contains the text that is held back. It is None if the
+        request has no stop strings."""
 
     def push(self, token: int) -> Text:
         """Takes the next token."""
