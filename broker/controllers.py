@@ -52,10 +52,16 @@ class Controllers:
         try:
             self.choose(name)
         except TokenbusError as error:
-            if not self._may_register(error):
+            full = error.code == Code.QUEUE_FULL
+            if not (self._may_register(error) or (full and self._is_replaced(name))):
                 raise
             return True
         return False
+
+    def _is_replaced(self, name: str) -> bool:
+        """Whether a worker that serves the controller ``name`` drains, and another process is about
+        to replace this worker."""
+        return any(worker.succeeded for worker in self._serving(name).workers.values())
 
     def _may_register(self, error: TokenbusError) -> bool:
         """Whether the cause of this error, which ``choose`` has raised, may be that a worker has

@@ -225,6 +225,7 @@ class Dispatcher:
         """Adds a worker that has registered, and sends it requests that wait for a worker."""
         self._state.workers[worker.id] = worker
         self._pools.add(worker)
+        self._state.recovery.registered(worker)
         self.rebalance()
 
     def remove(self, worker: Worker, loss: Loss) -> None:
@@ -232,8 +233,8 @@ class Dispatcher:
         if self._state.workers.pop(worker.id, None) is None:
             return
         self._pools.remove(worker)
-        if not self._pools.names(worker.role).issuperset(worker.names()):
-            self._state.recovery.lost(worker.role, self._state.now)
+        unserved = set(worker.names()) - self._pools.names(worker.role)
+        self._state.recovery.lost(worker, unserved, self._state.now)
         self._placement.on_lost(worker)
         self._controllers.on_lost(worker)
         self._take_from(worker, list(worker.requests.values()), loss)

@@ -12,8 +12,11 @@ broker does not refuse the request yet.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..protocol.errors import Code, TokenbusError
 from .settings import BrokerSettings
+from .worker import Worker
 
 MISSING = (Code.NO_WORKER, Code.UNKNOWN_MODEL, Code.UNKNOWN_CONTROLLER)
 """Error codes with which the broker refuses requests that no registered worker serves."""
@@ -41,15 +44,28 @@ class Recovery:
         self._settled_at = min(started + settings.expiry_s, self.until)
         self._follows = False
         self._expiry_s = settings.expiry_s
-        self._back_until: dict[Code | str, float] = {}
-        """By error code: a time in seconds. Until this time, requests wait instead of being refused
-        with the error, because a lost worker may register again."""
+        self._successor_s = settings.move_wait_s
+        self._missing: dict[str, dict[str, float]] = {role: {} for role in MISSING_OF_ROLE}
+        """By role and name: models and patterns whose last worker was lost, and the time, in
+        seconds, until which a worker that serves the name is expected."""
 
-    def lost(self, role: str, now: float) -> None:
-        """Records the loss of the last worker that served a model or a controller. This worker or
-        its successor may register within ``expiry_s``."""
-        for code in MISSING_OF_ROLE.get(role, ()):
-            self._back_until[code] = now + self._expiry_s
+    def lost(self, worker: Worker, names: Iterable[str], now: float) -> None:
+        """Records the loss of the last worker that served these names.
+
+        The worker may register again within ``expiry_s``. A successor that the worker announced may
+        take ``move_wait_s``, because it may have to load a model.
+        """
+        missing = self._missing.get(worker.role)
+        if missing is not None:
+            until = now + (self._successor_s if worker.succeeded else self._expiry_s)
+            missing.update(dict.fromkeys(names, until))
+
+    def registered(self, worker: Worker) -> None:
+        """Records that the names that this worker serves have a worker again."""
+        missing = self._missing.get(worker.role)
+        if missing:
+            for name in worker.names():
+                missing.pop(name, None)
 
     def follow(self) -> None:
         """Records a sign that this broker has had an earlier run."""
@@ -64,15 +80,23 @@ class Recovery:
         worker that serves the request may still register.
 
         After an earlier run, such requests wait until ``recover_s`` after the broker's start. After
-        the loss of the last worker that served something, they wait for ``expiry_s``. If nothing
+        the loss of the last worker that served something, they wait as ``lost`` says. If nothing
         shows an earlier run, they wait until ``expiry_s`` after the start, and only while no worker
         of their role is registered.
         """
-        if now < self._back_until.get(error.code, float("-inf")):
-            return True
+        for role, codes in MISSING_OF_ROLE.items():
+            if error.code in codes and self._is_missing(role, now):
+                return True
         if self._follows:
             return error.code in MISSING and now < self.until
         return error.code == Code.NO_WORKER and now < self._settled_at
+
+    def _is_missing(self, role: str, now: float) -> bool:
+        """Whether a worker of this role that was lost, or its successor, may still register."""
+        missing = self._missing[role]
+        for name in [name for name, until in missing.items() if until <= now]:
+            del missing[name]
+        return bool(missing)
 
     def settles(self, now: float) -> bool:
         """Whether the broker was restarted so recently that a live worker may not have registered
