@@ -27,9 +27,10 @@ REQUEST_BYTES = 512
 VARIABLE_BYTES = 256
 ANSWER_BYTES = 256
 ERROR_BYTES = 512
-"""``REQUEST_BYTES`` are counted for a request, ``VARIABLE_BYTES`` for a variable in addition to its
-name and value, and ``ANSWER_BYTES`` for a stored answer. These numbers are CPython's measured
-memory use, rounded up. ``ERROR_BYTES``: maximum bytes of an error text."""
+"""Overheads that count towards the limits: ``REQUEST_BYTES`` for each request, ``VARIABLE_BYTES``
+for each variable in addition to its name and value, ``ANSWER_BYTES`` for each stored answer. The
+numbers are CPython's measured memory use, rounded up. ``ERROR_BYTES``: maximum bytes of an error
+text."""
 
 ENDED = 10_000
 """Number of ended requests that are remembered, so that an operation in transit when its request
@@ -37,10 +38,10 @@ ends does not recreate the request. Request ids are never reused."""
 
 
 class StorageLimits(Struct, frozen=True, kw_only=True):
-    """Operations beyond these limits are refused. A request counts 512 bytes; each variable 256
-    plus its name and value; each input 256 plus its text; each stored answer 256 plus its error
-    text. While stored answers refer to a replaced value, the value still counts, with 256 bytes
-    more. If several answers refer to the value, it counts once."""
+    """Operations beyond these limits are refused. A request counts as 512 bytes. Each variable adds
+    256 bytes, its name and its value. Each input adds 256 bytes and its text. Each stored answer
+    adds 256 bytes and its error text. A replaced value still counts, plus 256 bytes, while any
+    stored answers refer to it."""
 
     value_bytes: int = MIB
     """Maximum bytes of one value."""
@@ -155,13 +156,13 @@ class VariableStorage:
         return held is not None and (op.lineage, op.count) in held.answers
 
     def refusal(self, op: Variable, ahead: int = 0) -> str | None:
-        """The error for a new operation that is refused without a stored answer; None if the
-        operation is not refused.
+        """The error for a new operation that is refused before it is applied; None if the operation
+        can be applied. The error is not stored.
 
-        An operation that is refused because all requests together exceed their limit may succeed if
-        it is repeated. All other refusals are final: the name is not valid, the value is too long,
-        the request has ended, or the request does not have room for another answer. ``ahead``: the
-        ``cost`` of the operations that will be applied before ``op``.
+        If the bytes of all requests would exceed ``total_bytes``, the operation may succeed later.
+        All other refusals are final: the name is not valid, the value is too long, the request has
+        ended, or the request does not have room for another answer. ``ahead``: the ``cost`` of the
+        operations that will be applied before ``op``.
         """
         limits = self.limits
         size = len(op.name.encode())
@@ -206,10 +207,11 @@ class VariableStorage:
         )
 
     def opening(self, op: Variable, content: bytes, used: int) -> Variable:
-        """An operation that opens a context, in the form in which it is logged and applied. Its
-        value is the content of the context. If the request does not have room for the content,
-        ``when_version_is`` has the number of its bytes instead, so that refused contexts do not
-        fill the log. ``used``: an upper bound on the bytes of the request before the operation."""
+        """An operation that opens a context, in the form in which it is logged and applied. The
+        field ``value`` of the result has the content of the context. If the request does not have
+        room for the content, ``when_version_is`` has only the content's size in bytes. So contexts
+        that are refused do not fill the log. ``used``: an upper bound on the bytes of the request
+        before the operation."""
         size = len(content)
         if max(used, REQUEST_BYTES) + VARIABLE_BYTES + size <= self.limits.request_bytes:
             return structs.replace(op, value=content, when_version_is=None)
@@ -432,8 +434,8 @@ def _as_it_is(stored: _Stored | None) -> _Result:
 
 
 def _freed(value: _Value) -> int:
-    """The bytes that become free if a value is replaced, without the bytes that stored answers
-    refer to."""
+    """The bytes that become free if a value is replaced. Bytes that stored answers refer to are not
+    free."""
     if value.answered:
         return len(value.data) - value.answered
     return VARIABLE_BYTES + len(value.data)
