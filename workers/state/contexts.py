@@ -61,9 +61,9 @@ class Contexts:
         return None if found is None else found.content
 
     def refusal(self, context: SavedContext, quota: int | None) -> str | None:
-        """The error if a context has more bytes than its tenant may have, or more bytes than the
-        tables leave for contexts; otherwise None. ``quota``: the tenant's quota of bytes, if it has
-        one."""
+        """The error if a context has more bytes than its tenant may use, or more than remain for
+        contexts next to the tables; otherwise None. ``quota``: the tenant's quota of bytes, if it
+        has one."""
         most = self._max_bytes(context.tenant, quota)
         if context.size > most:
             return f"the context has {context.size} bytes; at most {most} are allowed"

@@ -40,8 +40,8 @@ from .shares import Shares
 log = logging.getLogger(__name__)
 
 COMPACT_FLOOR = 16 * MIB
-"""A log of at most this many bytes is rewritten only when the worker starts, after the log was
-deleted, or after a failed write or sync."""
+"""A log of at most this size in bytes (the *floor*) is rewritten only when the worker starts, after
+the log was deleted, or after a failed write or sync."""
 COMPACT_FACTOR = 2
 """The log is rewritten if it has more bytes than the floor, and more than this many times the bytes
 of the state."""
@@ -122,12 +122,13 @@ class DurableVariables:
     def apply(
         self, ops: Sequence[tuple[Variable, bytes]], tenants: Sequence[Tenant | None] | None = None
     ) -> list[VariableAnswer]:
-        """Applies operations in order; returns their answers. ``ops`` has each operation decoded,
-        and its body as it was received.
+        """Applies operations in order; returns their answers. ``ops``: the decoded operations, each
+        with the body that was received.
 
         ``tenants`` has the tenant of each operation, or None if the broker did not name the tenant.
         All operations are logged with one write. If the write fails, or a sync of the log has
-        failed, new operations are not applied. Their answers then have an ``error`` and ``again``.
+        failed, new operations are not applied. Their answers then have an ``error`` and the flag
+        ``again``.
         """
         storage = self._storage
         refusals: list[str | None] = []

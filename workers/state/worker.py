@@ -84,12 +84,12 @@ class StateWorker:
             request: set(every) for request in self._variables.requests
         }
         """By request: the links to the brokers that may have the request. These are the links over
-        which its operations came, or all links for a request that was restored from the log. If a
-        request moves to another broker, its first broker also reports it as ended."""
+        which its operations came, or all links for a request that was restored from the log. A
+        broker reports a request as ended also if the request has moved to another broker."""
         self._absent: dict[int, float] = {}
-        """Requests that no broker is known to have, each with the time at which its last broker
-        dropped it, in seconds of the monotonic clock. The earliest time is first. An operation of
-        such a request may still come over another link."""
+        """Requests that no broker is known to have. The values are the times at which the last
+        broker dropped each request, in seconds of the monotonic clock, the earliest first.
+        Operations of such a request may still arrive over another link."""
         self._ops = 0
         self._stop_reason = ""
 
