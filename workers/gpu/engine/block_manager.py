@@ -56,8 +56,9 @@ class BlockTable:
     """The number of the LoRA adapter that computes the blocks; 0 without an adapter."""
 
     def before(self, index: int) -> int:
-        """The id of the content before the block at ``index``. Ids of content are positive, and the
-        ids that stand for adapters are not."""
+        """The id of the content before the block at ``index``. Before the first block, the result
+        is minus the adapter's number. This never equals a content id, because content ids are
+        positive."""
         return self.keys[index - 1] if index else -self.adapter
 
 
@@ -81,7 +82,7 @@ class BlockManager:
         self._owned: Counter[int] = Counter()
         """Number of pinned blocks of each owner."""
         self._next_expiry = inf
-        """A time before which no pin ends."""
+        """A lower bound on the times at which pins end."""
         self._registered: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         """Maps (id of the content before a block, the block's tokens) to (the block, id of the
         content up to the end of the block)."""
@@ -112,8 +113,8 @@ class BlockManager:
         return sum(self._ref_counts[block] == 1 for block in table.blocks)
 
     def num_reserved(self, table: BlockTable, num_tokens: int) -> int:
-        """Number of blocks to keep free for a running sequence with ``num_tokens`` known tokens: at
-        least one block, and enough blocks for one more token."""
+        """Number of blocks to keep free so that a running sequence with ``num_tokens`` known tokens
+        can grow by one token; at least one block."""
         return max(1, self.blocks_for(num_tokens + 1) - len(table.blocks))
 
     def match(self, table: BlockTable, tokens: Tokens[int], limit: int) -> int:
@@ -139,7 +140,8 @@ class BlockManager:
 
         From the block of token ``start`` on, each shared block is replaced by a new block, and the
         other blocks stay but are no longer registered. Returns the copies to make before the write,
-        as (from, to). Returns None and changes nothing if too few blocks are available.
+        as pairs of block numbers (from, to). Returns None and changes nothing if too few blocks are
+        available.
         """
         size = self.block_size
         first = start // size

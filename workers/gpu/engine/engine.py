@@ -70,9 +70,9 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     """Maximum number of tokens of one forward: decodes, drafts and prefill chunks together."""
     max_forks: int = 128
-    """Bound on forks: a sequence is not forked if its request would then have had more than this
-    number of sequences, including ended ones. Also the maximum number of texts that a request
-    scores at once; further texts wait."""
+    """Maximum number of sequences of a request, including ended sequences. A fork that exceeds this
+    number fails. Also the maximum number of texts that a request scores at once; further texts
+    wait."""
     kv_cache_bytes: int | None = None
     """Size of the KV caches of the model and of its draft model together, in bytes. If None, the
     size depends on the free memory, and on a GPU also on ``memory_part``."""
@@ -93,7 +93,7 @@ class EngineConfig:
     exact: Literal["auto", "on", "off"] = "auto"
     """Whether the logits of a sequence must have the same bits in every batch. ``auto``: only if
     the model has kernels that can do this. ``on``: always; a model without such kernels is refused.
-    ``off``: no."""
+    ``off``: never."""
     speculation: bool = False
     """Speculative decoding: draft tokens are verified, so that a step can yield several tokens of
     a sequence."""
@@ -414,8 +414,8 @@ class Engine:
         parent's blocks, and a shared block is copied before a sequence writes to it. If the parent
         is ready, new sequences sample from its logits, so they need no forward. Each new sequence
         draws its own token, because the random numbers depend on the sequence number. If the
-        request would have had more than ``max_forks`` sequences, the parent is not forked and ends
-        with an error. Raises RequestError if ``n`` or ``numbers`` is not valid.
+        request would exceed ``max_forks`` sequences, including ended sequences, the parent is not
+        forked and ends with an error. Raises RequestError if ``n`` or ``numbers`` is not valid.
         """
         parent = self._live.named(request, seq)
         if n < 1:

@@ -89,9 +89,9 @@ class OneByOne:
     def _run_part(self, step: PendingStep, part: Part, sampled: dict[Sequence, int]) -> None:
         live, chunk = self._live, part.chunk
         kept = [(row, k) for row, k in step.keeping if part.row <= row < part.row + part.rows]
-        # If a sequence will be sampled from the chunk, the chunk is computed with the tokens of
-        # that sequence. The chunk's own sequence may have been spliced, but its sampled forks still
-        # have the chunk's tokens.
+        # The chunk's own sequence may have been spliced since, but its forks that will be sampled
+        # still have the chunk's tokens. So if any sequence will be sampled from the chunk, the
+        # chunk is computed with the tokens of such a sequence.
         sequence = next(iter(sampled), chunk.sequence)
         alive = live.find(sequence.request, sequence.seq) is sequence
         usable = alive and len(sequence.tokens) >= chunk.end

@@ -47,8 +47,8 @@ class PendingStep:
     """For each sequence that is deferred in this step and has a row of the forward: the row, and
     the object that receives a copy of this row."""
     decodes: tuple[list[Sequence], np.ndarray] | None = None
-    """If ``Decodes`` has packed the forward, which then computes one token of each sequence: the
-    sequences, and the position of each sequence's token. Otherwise None."""
+    """The sequences of the forward and the position of each sequence's token, if ``Decodes`` has
+    packed the forward. The forward then computes one token of each sequence. Otherwise None."""
     chunked: list[Part] = field(default_factory=list)
     """The parts of a forward that is not described by ``decodes``."""
     launched_at: float = field(default_factory=time.monotonic)

@@ -124,17 +124,18 @@ class Scheduler:
         too."""
         self.suspended: dict[Sequence, None] = {}
         self.changes = 0
-        """Number of changes to the tables or to the remaining work of a sequence. While this number
-        is unchanged, a batch of decodes is followed by a batch of the same sequences."""
+        """Number of changes to the tables or to the remaining work of a sequence. If the last batch
+        had only decodes, and this number has not changed since, the next batch has the same
+        sequences."""
         self._rescheduled: list[Sequence] = []
         """Sequences that were rescheduled since the last step was scheduled."""
         self._refused: Sequence | None = None
         """The first waiting sequence, if the last step could not admit it because no slot was free
         or because too few blocks were available."""
         self._recomputed = 0
-        """Number of tokens that were computed again after preemptions for other clients, less the
-        number that the steps since then allow (``RECOMPUTED``). While this difference is above 0,
-        no sequence is preempted for another client."""
+        """The debt of recomputation, in tokens. A preemption for another client adds the tokens
+        that are computed again. Each step subtracts the tokens that ``RECOMPUTED`` allows. While
+        the debt is above 0, no sequence is preempted for another client."""
         self.owes_room = False
         """Whether sequences could be preempted for ``_refused`` in one of the next steps. While
         this flag is set, each step is scheduled anew. ``schedule`` sets and clears it."""

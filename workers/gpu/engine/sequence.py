@@ -231,7 +231,7 @@ class Sequence:
 
     @property
     def reports_candidates(self) -> bool:
-        """Whether outputs have ``processed`` or ``kept``."""
+        """Whether outputs report ``Token.processed`` or ``Token.kept``."""
         return self.sampling.processed_logprobs or self.sampling.kept
 
     @property

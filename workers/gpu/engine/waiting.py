@@ -5,8 +5,8 @@ by arrival. In this order, a deferred sequence that was admitted counts as runni
 overdue when ``MAX_OVERTAKEN`` later arrivals have been admitted before it. Overdue sequences go
 before all others, which bounds the wait.
 
-Thousands of sequences may wait, so operations do not visit all of them: most are a few binary
-searches (``bisect``) in sorted lists.
+Thousands of sequences may wait, so operations do not visit all of them. Most operations are a few
+binary searches (``bisect``) in sorted lists.
 """
 
 from __future__ import annotations
