@@ -62,7 +62,7 @@ def check_draft_model(loaded: LoadedModel, draft: LoadedModel) -> None:
 
 @dataclass(slots=True)
 class Guessed:
-    """The draft tokens of all sequences at one position of their drafts."""
+    """The draft tokens at one position: one token for each sequence."""
 
     tokens: torch.Tensor
     """The draft token of each sequence, int64 ``[num_texts]``, on the device."""
@@ -230,7 +230,8 @@ class DraftModel:
         batch = Batch()
         for row, text in enumerate(texts):
             if place > 1:
-                # The token before the last one is still on the device; 0 is a placeholder.
+                # ``text.tokens`` has the tokens before the last drawn token. The latest of them is
+                # still on the device, and 0 stands for it.
                 text.tokens.append(0)
             text.drawn = row
             at = len(text.tokens)

@@ -24,8 +24,8 @@ from .lengths import MAX_DRAFT_TOKENS, PRIOR
 from .places import LONGEST, PLACES, SIZE, Index, Match, add_runs, followed_alike, longest
 
 NEAR = 12
-"""While the sequence generates this number of tokens after its last match, matches of one or two
-tokens are searched for. The search covers the same number of tokens of the source."""
+"""Matches of one or two tokens are accepted only near the last match: for this number of generated
+tokens, and within this number of tokens of the source."""
 
 
 class PromptLookup:

@@ -13,8 +13,8 @@ LONGEST = 32
 """Matches are compared up to this length. A longer match does not predict better."""
 
 Places = list[tuple[list[int], int]]
-"""Pairs of a text in which a run occurs and the end of the run in this text. The latest pair is
-last."""
+"""The places of a run, the latest last. Each place is a text, and the index in this text at which
+the run ends."""
 Index = dict[tuple[int, ...], Places]
 """The places of each run."""
 
