@@ -15,9 +15,9 @@ import numpy as np
 from ....protocol.errors import Code, ControllerError
 
 MAX_BIAS = 1e20
-"""A bias of a request that is larger than this number is treated as this number. Sums of biases and
-penalties then stay finite in float32, also after a division by the lowest temperature. An infinite
-logit would make the probabilities of its row NaN."""
+"""Larger biases of requests are reduced to this number. Sums of biases and penalties then stay
+finite in float32, also after a division by the lowest temperature. An infinite logit would make the
+probabilities of its row NaN."""
 
 
 @dataclass(slots=True, eq=False)

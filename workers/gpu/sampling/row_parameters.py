@@ -60,8 +60,8 @@ temperature would change the logit of a forbidden token to NaN."""
 
 
 class RowParameters:
-    """The sampling parameters of n rows, as columns. A step in which a controller overrides them
-    has an object of its own."""
+    """The sampling parameters of n rows, as columns. If controllers override parameters in a step,
+    this step has a separate object."""
 
     def __init__(
         self,
