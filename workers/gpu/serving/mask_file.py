@@ -2,7 +2,7 @@
 memory file, and the GPU worker reads them.
 
 The file has no name in a folder. The controller worker opens it under ``/proc`` while this process
-is alive, so a killed process leaves nothing behind.
+is alive, so a killed process leaves no file.
 """
 
 from __future__ import annotations

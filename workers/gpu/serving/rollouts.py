@@ -144,7 +144,7 @@ class Rollouts:
 
     def on_lease(self, link: int) -> None:
         """Called when a new lease begins at the broker of a link. Discards weights that this broker
-        has ordered but not made the current ones."""
+        has ordered but has not made current."""
         for model, reading in list(self._readings.items()):
             if reading.link == link and not reading.committed:
                 del self._readings[model]

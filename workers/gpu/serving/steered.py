@@ -26,7 +26,7 @@ class Notes(NamedTuple):
     messages: Sequence[str] = ()
     """Texts for the client."""
     waiting: int = 0
-    """``Token.waiting``."""
+    """The number of the client's input that the controller waits for (``Token.waiting``)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +42,7 @@ class Run:
     asks: bool = False
     """Whether the STEP that reports the tokens also has their ``logprobs``."""
     tokens: list[int] = field(default_factory=list)
-    """The tokens so far."""
+    """The tokens that have been sampled so far."""
     logprobs: list[float] = field(default_factory=list)
     """The log-probabilities of ``tokens``; empty unless ``asks`` is true."""
 

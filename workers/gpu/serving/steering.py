@@ -151,9 +151,9 @@ class Steering:
         self._post([b"START", encode_header(request), body], link)
 
     def note_text_ends(self, request: int) -> None:
-        """Records how the texts of a request end, before the request is cancelled. A text whose
-        constraint has sent the next mask is complete if this mask allows an end-of-sequence token.
-        Otherwise such a text is cut."""
+        """Records how the texts of a request end, before the request is cancelled. Only texts are
+        recorded whose constraint has sent the next mask. A text is complete if this mask allows an
+        end-of-sequence token, and otherwise cut."""
         steered = self._requests.get(request)
         if steered is None or not steered.constrained:
             return
