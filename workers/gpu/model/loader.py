@@ -62,8 +62,8 @@ positions are usable."""
 
 FUSED_TOLERANCE = 1e-3
 """Greatest allowed difference in float32 between the logits of a faster forward, such as the fused
-decoder, and of the forward that it replaces. The difference is relative to the standard deviation
-of the logits. Other types round more coarsely, so their limit is ``PROBE_TOLERANCE``."""
+decoder, and the logits of the forward that it replaces. The difference is relative to the standard
+deviation of the logits. Other types round more coarsely, so their limit is ``PROBE_TOLERANCE``."""
 
 
 class ModelLoadError(Exception):
@@ -185,8 +185,9 @@ def load_model(
 
 
 def _avoid_failing_attention(model: Any) -> None:
-    """Turns torch's flash attention off if it fails on this CPU. It fails for 16-bit types and 64
-    rows if oneDNN uses AMX or AVX-512, but ``ATEN_CPU_CAPABILITY`` is lower."""
+    """Turns torch's flash attention off if it fails on this CPU. It fails for 64 rows of a 16-bit
+    type if oneDNN uses AMX or AVX-512, but ``ATEN_CPU_CAPABILITY`` selects a lower instruction
+    set."""
     if model.device.type != "cpu" or model.dtype not in (torch.bfloat16, torch.float16):
         return
     rows = torch.zeros(1, 1, 64, 64, dtype=model.dtype)

@@ -33,8 +33,8 @@ count: the CUDA context, libraries, fragmentation."""
 MIN_BLOCKS = 2
 STEPS_UNTIL_AHEAD = 3
 """Number of steps that ``_sample`` runs for a batch. The second of these steps also computes random
-numbers for many later steps (``races.Ahead``). The third step, which is placed after these later
-steps, replaces the numbers by the next ones."""
+numbers for many later steps (``races.Ahead``). The third step gets a position after these later
+steps, and so computes the next random numbers."""
 _LARGEST = Sampling(temperature=1.0, top_p=0.9, presence_penalty=0.5, top_logprobs=1)
 """The sampling parameters that take the most memory: ``top_p`` needs the vocabulary sorted."""
 

@@ -3,7 +3,7 @@
 Rank 0 is the worker. It schedules, samples, and communicates with the bus. The other ranks have
 their part of the weights and of the KV cache, and run the forwards that rank 0 sends. Transformers
 shards the model by its own plan. torch.distributed computes sums over the ranks, and pipes carry
-the commands. No named file is made, so a killed worker leaves nothing behind.
+the commands. No named file is made, so a killed worker leaves no file.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ def _fastest(loaded: LoadedModel, kernels: Sequence[Kernel]) -> Kernel:
             for kernel in kernels
         }
     except RuntimeError as error:
-        # The device may be out of memory, for example. Any of these kernels may be used, because
-        # all have given right results.
+        # For example, the device is out of memory. The first kernel is then used, because all of
+        # these kernels have given right results.
         log.warning("%s: its kernels cannot be timed: %s", loaded.name, error)
         return kernels[0]
     fastest = min(times, key=lambda kernel: times[kernel])
