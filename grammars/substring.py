@@ -37,7 +37,8 @@ class SubstringError(ValueError):
 
 
 def compile_substring(text: str) -> Dfa:
-    """The automaton of every substring of a text, in whole characters and including the empty text.
+    """The automaton that matches every substring of whole characters of a text, including the empty
+    text.
 
     The automaton has about 1.5 states for each byte of prose, and at most 2. If the end of the text
     also occurs elsewhere in the text, the automaton has a few states more than the minimal
@@ -86,7 +87,7 @@ def _states(data: bytes, classes: bytes, width: int) -> tuple[array[int], bytes]
     blank = array(_WORD, bytes(4 * width))
     nexts = blank * 2
     # For each state: the length of its longest string, and its suffix link. The link leads to the
-    # state of a suffix of this string: the longest that begins at the first byte of a character and
+    # state of the longest suffix of this string that begins at the first byte of a character and
     # occurs at more places than the string.
     length = [0, 0]
     link = [_DEAD, _DEAD]

@@ -1,7 +1,7 @@
 """Numbers the terminals, nonterminals and productions of a grammar.
 
-Terminal 0 is the end of the text. Terminal 1 is SKIP, the lexemes that may stand between all others
-and that productions do not contain. A symbol is the number of a terminal, or the number of
+Terminal 0 is the end of the text. Terminal 1 is SKIP: lexemes that may stand between any two other
+lexemes. Productions do not contain SKIP. A symbol is the number of a terminal, or the number of
 terminals plus the number of a nonterminal. Nonterminal 0, the whole text, is not in the source;
 production 0 derives the start rule from this nonterminal.
 

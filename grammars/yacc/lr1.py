@@ -92,8 +92,9 @@ class Items:
 
     def leftmost(self, symbol: int) -> list[tuple[int, int, bool]]:
         """The nonterminals that can begin a derivation of ``symbol``, including ``symbol`` itself.
-        For each of them, returns its number, the terminals that can follow it within these
-        derivations, and whether terminals that follow ``symbol`` can follow it too."""
+        For each of them, returns the nonterminal's number, the terminals that can follow the
+        nonterminal within these derivations, and whether terminals that follow ``symbol`` can
+        follow it as well."""
         known = self._leftmost.get(symbol)
         if known is not None:
             return known
