@@ -40,11 +40,11 @@ ALONE_S = 10.0
 """Seconds without any request of the attacker's client, before and after all attacks."""
 ORDINARY = Attack("ordinary", "", Expected(), guest)
 NOTES = {
-    "calm_gap_ms": "how much an attack lengthens the longest gap between calm tokens: at most 50",
-    "calm_throughput": "calm tokens per second, attacks / ordinary requests: at least 0.97",
-    "calm_throughput_vs_alone": "calm tokens per second, attacks / no other requests",
-    "nothing_else_dies": "whether all other processes and streams survive all attacks: 1",
-    "wrong_outcomes": "attacks with another outcome than expected: 0",
+    "calm_gap_ms": "ms by which an attack lengthens the longest gap of calm tokens; at most 50",
+    "calm_throughput": "ratio of calm tokens/s, attacks to ordinary requests; at least 0.97",
+    "calm_throughput_vs_alone": "ratio of calm tokens/s, attacks to no other requests",
+    "nothing_else_dies": "1 if all other processes and streams survive all attacks; must be 1",
+    "wrong_outcomes": "number of attacks with an unexpected outcome; must be 0",
     "hostile_step_ratio": "ratio of the longest gaps between calm tokens, with and without attack",
     "client_import_ratio": "ratio of import times, tokenbus.clients to zmq and msgspec",
 }

@@ -50,7 +50,7 @@ def figures_of(num_workers: int, per_worker: int, seconds: float, messages: int)
 
 
 def alone(work: Callable[..., Figures], *args: float) -> Figures:
-    """Runs ``work`` in a new process, so that only its own memory is measured."""
+    """Runs ``work`` in a new process, so that only the memory of ``work`` is measured."""
     with mp.get_context("spawn").Pool(1) as pool:
         return pool.apply(work, args)
 
