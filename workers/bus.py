@@ -47,8 +47,8 @@ class Bus:
     commas.
 
     ``registration`` returns the worker's registration. It is called on a bus thread. Three
-    functions return the content of heartbeats: ``load`` the number of requests and the gauges,
-    ``metrics`` the counters, ``sandbox_ms`` the CPU time of controllers.
+    functions return the content of heartbeats. ``load`` returns the number of requests and the
+    gauges, ``metrics`` the counters, and ``sandbox_ms`` the CPU time of controllers.
 
     ``first`` receives new messages at once, on a bus thread, and handles those that must not wait
     for another thread. ``first`` returns the other messages, which ``take`` then returns. If
@@ -289,9 +289,9 @@ class Bus:
 
 
 def refused_frames(message: FromBus, elsewhere: int = 0, unknown: str = "") -> Frames:
-    """The REFUSED of a worker that does not have room for a request or a START, or does not know
-    the controller of a START. ``elsewhere``: the number of requests that this worker runs for other
-    brokers. ``unknown``: the error of an unknown controller."""
+    """The REFUSED of a worker without room for a request or a START. A worker also sends it if the
+    controller of a START is unknown. ``elsewhere``: the number of requests that this worker runs
+    for other brokers. ``unknown``: the error of an unknown controller."""
     made = Refused(type=message.type.decode(), elsewhere=elsewhere, unknown=unknown)
     body = encode_body(made, "msgpack")
     header = encode_header(message.header.request)

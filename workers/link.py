@@ -5,8 +5,8 @@ other links.
 
 After a lease has ended, results for its requests must not be delivered: the broker has given the
 requests to other workers. So when the link sends the ``REGISTER`` of a new lease, it drops the
-posted messages. It also drops messages that are posted before the worker has handled the answer
-``REGISTERED`` and has called ``registered``.
+posted messages. It drops further messages until the worker has handled the answer ``REGISTERED``
+and has called ``registered``.
 """
 
 from __future__ import annotations

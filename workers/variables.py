@@ -1,8 +1,10 @@
 """The variables and inputs of requests: the effect of each operation, without files or sockets.
 
-Source: AICI's storage commands (``ReadVar``, ``WriteVar``). Each answer is stored until its request
-ends, so that a replayed controller receives the same answers again. Requests affect each other only
-through the bound on the bytes of all requests. A refusal at this bound is not stored.
+Source: AICI's storage commands (``ReadVar``, ``WriteVar``). An operation is identified by its
+request, the *lineage* of its sequence (a hash of the sequence's forks), and its number in the
+sequence. Each answer is stored until the request ends, so that a replayed controller receives the
+same answers again. Requests affect each other only through the bound on the bytes of all requests.
+A refusal at this bound is not stored.
 
 An append extends the value in place, and a stored answer refers to a prefix of the value. So if a
 controller appends and reads at each token, the answers to its reads do not need copies of the
@@ -33,8 +35,8 @@ numbers are CPython's measured memory use, rounded up. ``ERROR_BYTES``: maximum 
 text."""
 
 ENDED = 10_000
-"""Number of ended requests that are remembered, so that an operation in transit when its request
-ends does not recreate the request. Request ids are never reused."""
+"""Number of ended requests that are remembered. An operation that arrives after the end of its
+request must not recreate the request. Request ids are never reused."""
 
 
 class StorageLimits(Struct, frozen=True, kw_only=True):
@@ -65,8 +67,9 @@ class SavedRequest(Struct, array_like=True):
     variables: list[tuple[str, int, int]]
     """For each variable: its name, its version, and the index of its value in ``values``."""
     answers: list[tuple[int, int, int, int, int, bool, str | None]]
-    """Lineage and count of each answered operation, and its answer: version, index in ``values``
-    (-1 without a value), length of the value's prefix, ``written`` and error."""
+    """The answered operations. The first two numbers are the operation's lineage and count. The
+    others are the fields of the answer: version, index in ``values`` (-1 without a value), length
+    of the value's prefix, ``written`` and error."""
     inputs: list[int] = []
     """For each input that has not been taken: the index of its text in ``values``."""
     given: int = 0
