@@ -5,8 +5,8 @@ the process is killed during an operation, the sender does not get an answer and
 operation. The operation is then applied once, whether the log already contains it or not.
 
 A change of a table is synced before the operation is answered; changes of variables are synced
-within ``SYNC_S``. After a failed sync, operations are refused until a new log with the whole state
-is on the disk, because the kernel may have dropped any part of the old log.
+within ``SYNC_S``. After a failed sync, the kernel may have dropped any part of the log. So
+operations are refused until a new log with the whole state is on the disk.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ COMPACT_FLOOR = 16 * MIB
 """A log of at most this size in bytes (the *floor*) is rewritten only when the worker starts, after
 the log was deleted, or after a failed write or sync."""
 COMPACT_FACTOR = 2
-"""The log is rewritten if it has more bytes than the floor, and more than this many times the bytes
-of the state."""
+"""A log above the floor is rewritten if its size is more than this multiple of the size of the
+state."""
 SYNC_S = 1.0
 """Seconds between two syncs of the log. A power failure can lose the operations of about this time;
 a crash of the process loses no operations."""
@@ -246,8 +246,8 @@ class DurableVariables:
     def end(self, requests: Iterable[int]) -> None:
         """Removes the variables, inputs and answers of ended requests; ignores unknown requests.
 
-        If the log cannot be written, the variables reappear after a restart, until the broker
-        reports that it does not know the requests.
+        If the log cannot be written, a restarted state worker has the variables again. It removes
+        them when the broker reports that the requests are unknown.
         """
         with self._lock:
             ended = [request for request in requests if self._storage.end(request)]

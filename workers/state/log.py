@@ -64,9 +64,9 @@ class Log:
         """Bytes of complete records."""
         self.fault: OSError | None = None
         """The reason why records may be missing on the disk although they were synced. Set if a
-        sync of the log or of its folder fails, because Linux drops pages that it cannot write, and
-        a later sync succeeds without them. Also set if the file was deleted. Never cleared, because
-        a new log has to replace this one."""
+        sync of the log or of its folder fails: Linux drops pages that it cannot write, and a later
+        sync succeeds without these pages. Also set if the file was deleted. Never cleared, because
+        a new log has to replace this log."""
         self._number = number
         self._torn = False
         self._synced = 0

@@ -165,9 +165,9 @@ class StateWorker:
         return self._bus.num_links > 1
 
     def _end(self, requests: list[int], link: int, *, elsewhere: bool = False) -> None:
-        """Drops the variables of requests that the broker of a link has ended or does not have,
-        unless another broker may have them. ``elsewhere``: whether the requests may continue at a
-        broker over whose link no operation has come yet."""
+        """Handles requests that the broker of a link has ended or does not have. Drops their
+        variables, unless another broker may have the requests. ``elsewhere``: whether the requests
+        may continue at a broker over whose link no operation has come yet."""
         over = []
         for request in requests:
             links = self._links.get(request, set())
