@@ -30,8 +30,8 @@ PADDING_BLOCK = 0
 The block contains zeros."""
 
 PINNED_PART, OWNER_PART = 2, 8
-"""All pins together may have 1 / ``PINNED_PART`` of the blocks, and the pins of each owner
-(``Pin.owner``) may have 1 / ``OWNER_PART`` of the blocks."""
+"""At most 1 / ``PINNED_PART`` of the blocks may be pinned, and at most 1 / ``OWNER_PART`` for one
+owner (``Pin.owner``)."""
 
 
 class _Pin(NamedTuple):
@@ -138,10 +138,10 @@ class BlockManager:
     def reserve(self, table: BlockTable, start: int, end: int) -> list[tuple[int, int]] | None:
         """Allocates the blocks that are needed to write the tokens ``[start, end)`` of a sequence.
 
-        From the block of token ``start`` on, each shared block is replaced by a new block, and the
-        other blocks stay but are no longer registered. Returns the copies to make before the write,
-        as pairs of block numbers (from, to). Returns None and changes nothing if too few blocks are
-        available.
+        Only the block of token ``start`` and later blocks are affected. A new block replaces each
+        shared block. The other affected blocks are no longer registered. Returns the copies to make
+        before the write, as pairs of block numbers (from, to). Returns None and changes nothing if
+        too few blocks are available.
         """
         size = self.block_size
         first = start // size
@@ -302,11 +302,11 @@ class BlockManager:
                 del self._owned[pin.owner]
 
     def _forget(self, block: int) -> None:
-        """Ends the registration of a block, if it is registered, because its content is about to
-        change or was computed with earlier weights.
+        """Ends the registration of a block, if the block is registered. The content of the block is
+        about to change, or was computed with earlier weights.
 
-        Registered blocks whose content continues this block's content cannot be matched any more,
-        but they stay registered until this method is called for them.
+        Some registered blocks may continue the content of this block. They cannot be matched any
+        more, but stay registered until this method is called for them.
         """
         self._unpin(block)
         content = self._key_of.pop(block, None)

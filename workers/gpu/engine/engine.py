@@ -86,8 +86,8 @@ class EngineConfig:
     """Run the model through torch.compile, if its logits then stay the same
     (``ForwardOptions``)."""
     overlap: bool = False
-    """Launch the forward of the next step before the tokens of this step are processed, unless one
-    of the two steps has drafts. Ignored if the model has several ranks."""
+    """Launch the forward of the next step before the tokens of this step are processed. Steps with
+    drafts do not overlap. Ignored if the model has several ranks."""
     fixed_threads: bool = False
     """On a CPU, use all of torch's threads for every forward, even if fewer are faster."""
     exact: Literal["auto", "on", "off"] = "auto"
@@ -298,8 +298,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` would do anything. Suspended and deferred sequences do not count.
-        Waiting sequences do not count either, if they can only be admitted after a deferred
-        sequence is rescheduled or has ended."""
+        Waiting sequences do not count if they can only be admitted after a deferred sequence is
+        rescheduled or has ended."""
         return self._scheduler.has_work or bool(self._live.outputs)
 
     @property
@@ -372,8 +372,8 @@ class Engine:
 
         ``keep``: sequences keep the KV cache that the old weights have computed; if False, the
         cache is computed again. Returns the requests with sequences that keep blocks. If this
-        method raises an exception, some weights may be old and some new, and the engine must not be
-        used any more.
+        method raises an exception, the engine must not be used any more, because some weights may
+        be old and some new.
         """
         self._stepper.cancel_ahead()
 
@@ -613,9 +613,8 @@ class Engine:
         bias: Bias | None = None,
         options: TokenOptions | None = None,
     ) -> bool:
-        """Does the work of ``set_mask`` and ``reschedule`` in one call, for the usual case: the
-        sequence is alive and not suspended, and the mask has the right size. Otherwise does nothing
-        and returns False."""
+        """Does the work of ``set_mask`` and ``reschedule`` in one call. Does nothing and returns
+        False if the sequence has ended or is suspended, or if the mask has the wrong size."""
         sequence = self._live.find(request, seq)
         if sequence is None or (mask is not None and len(mask) != self.mask_words):
             return False
@@ -644,8 +643,7 @@ class Engine:
 def _cache_bytes(
     loaded: LoadedModel, layout: Layout, config: EngineConfig, draft_model: LoadedModel | None
 ) -> int:
-    """The size of the KV caches of the model and of its draft model together, in bytes, if the
-    configuration does not set it."""
+    """The default size of the KV caches of the model and of its draft model together, in bytes."""
     if loaded.device.type != "cuda":
         return cpu_bytes()
     # With several ranks, the largest step is not measured, because the other ranks cannot run a

@@ -1,4 +1,7 @@
-"""Runs a failed step again, one sequence at a time, so that only sequences that fail again end."""
+"""Runs a failed step again, one sequence at a time. Only sequences that fail again end.
+
+A *look* answers a controller's query from the logits of a sequence, without sampling.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +36,11 @@ class OneByOne:
     def undo(self, ahead: PendingStep | None) -> None:
         """Marks the tokens of ``ahead`` as not computed, and makes all mirrors invalid.
 
-        ``ahead`` is a step that was launched before the previous step was processed. This method is
-        called when the weights are about to change. It is also called if the previous step has
-        failed, because the device then skips the forward of ``ahead``. In both cases the device
-        makes the block copies of ``ahead``, so block tables stay as they are.
+        ``ahead`` is a step that was launched before the previous step was processed. Mirrors are
+        copies of keys and values (``packing.py``). This method is called when the weights are about
+        to change. It is also called if the previous step has failed, because the device then skips
+        the forward of ``ahead``. In both cases the device makes the block copies of ``ahead``, so
+        block tables stay as they are.
         """
         self._runner.forget_mirrors()
         self._live.changed()

@@ -155,8 +155,8 @@ class Sequence:
     num_reported: int = 0
     """For a score: number of tokens after the prompt whose outputs have been made."""
     scoring: ScoredTexts | None = None
-    """The scored texts, if this sequence is the one that they continue, or computes one of them.
-    Otherwise None."""
+    """The scored texts, if these texts continue this sequence, or if this sequence computes one of
+    them. Otherwise None."""
     priority: int = 0
     client: int = 0
     arrival: int = 0
@@ -318,8 +318,8 @@ class TokenColumns:
         return {sequence.request for sequence in self.sequences}
 
     def without(self, requests: set[int]) -> tuple[TokenColumns | None, list[TokenOutput]]:
-        """Splits the rows. Returns the rows of all other requests as columns, or None if there are
-        no such rows, and the rows of ``requests`` as outputs."""
+        """Splits the rows. The first result has the rows of all other requests as columns, or is
+        None if there are no such rows. The second has the rows of ``requests`` as outputs."""
         outputs = [output for output in self if output.request in requests]
         rows = [i for i, s in enumerate(self.sequences) if s.request not in requests]
         return (self.of(rows) if rows else None), outputs

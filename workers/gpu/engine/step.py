@@ -8,8 +8,8 @@ The device runs its work in the order in which it was queued. If steps overlap, 
 the sampling of this step and then the forward of the next step, before it waits for the tokens. So
 the device has work while the host processes and sends tokens. The next forward reads each sampled
 token on the device; the host only needs the token's position. If a sequence ends at a stop, the
-host detects the end after the next forward has been launched, and discards the row of the ended
-sequence.
+host detects the end only after it has launched the next forward. The host then discards the row of
+the ended sequence.
 """
 
 from __future__ import annotations

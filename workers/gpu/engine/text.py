@@ -53,8 +53,8 @@ class Text(NamedTuple):
 class TextStream:
     """The text of one sequence, up to the first stop string that it contains.
 
-    Text that may be the beginning of a stop string is held back until it cannot become a stop
-    string any more, or until the end of the sequence.
+    Text that may be the beginning of a stop string is held back. It is returned when it can no
+    longer become a stop string, or at the end of the sequence.
     """
 
     def __init__(
