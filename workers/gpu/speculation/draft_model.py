@@ -1,7 +1,7 @@
 """A draft model: a small model writes draft tokens, which the large model verifies.
 
-The draft model has its own KV cache. For each sequence it first computes the accepted tokens that
-it has not computed yet, and then writes one token after another. If the large model samples, the
+The draft model has its own KV cache. For each sequence, the draft model first computes the new
+accepted tokens, and then writes one draft token after another. If the large model samples, the
 draft model samples with the same counter-based random numbers. Two similar distributions then give
 the same token most of the time, almost as in a maximal coupling. The idea of verified drafts is
 from Leviathan, Kalman and Matias (2023).
@@ -112,7 +112,8 @@ class DraftModel:
     def draft(self, sequences: Items[Sequence], count: int) -> list[list[int]]:
         """Writes ``count`` draft tokens for each of these sequences. A draft ends before a token
         that the large model does not have. A draft is empty if the draft model has not computed the
-        whole sequence yet, the sequence is too long, no blocks are free, or drafting fails."""
+        whole sequence yet, or if the sequence is too long. A draft is also empty if no blocks are
+        free or drafting fails."""
         try:
             return self._draft(sequences, count)
         except Exception:

@@ -1,12 +1,12 @@
 """Prompt lookup: drafts from earlier occurrences of the text that a sequence ends with.
 
-For each run of ``SIZE`` tokens, the index has the last places where it occurs in the texts of one
-request: prompt, generated tokens, and forks. A lookup adds only new tokens to the index, so its
-time does not depend on the length of the text. A lookup takes the places of the sequence's last
-run, and compares the texts before them with the sequence. The match is the place with the most
-equal tokens before it. If fewer than ``LONGEST`` tokens are equal, the texts of the session's
-earlier requests are searched too (``earlier.py``). The idea is Saxena's (prompt lookup decoding,
-2023).
+A *run* is ``SIZE`` consecutive tokens. For each run, the index has the last places where the run
+occurs in the texts of one request: prompt, generated tokens, and forks. A lookup adds only new
+tokens to the index, so its time does not depend on the length of the text. A lookup takes the
+places of the sequence's last run, and compares the texts before them with the sequence. The match
+is the place with the most equal tokens before it. If fewer than ``LONGEST`` tokens are equal, the
+texts of the session's earlier requests are searched too (``earlier.py``). The idea is Saxena's
+(prompt lookup decoding, 2023).
 
 A sequence may copy an earlier text (its *source*) except at one place, such as a replaced name. It
 often agrees with the source again soon after this place. So near the last match, one or two equal

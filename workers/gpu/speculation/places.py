@@ -58,9 +58,8 @@ def longest(tokens: list[int], places: Iterable[tuple[list[int], int]]) -> Match
 
 
 def followed_alike(places: Places) -> tuple[int, int]:
-    """Compares the tokens that follow the places of a run. Returns the number of places that are
-    followed by the same token as the previous place, and the number of places that were compared
-    with the previous one."""
+    """Compares the tokens that follow the places of a run, each place with the previous place.
+    Returns the number of equal results, and the number of comparisons."""
     alike, known, before = 0, -1, -1
     for text, end in places:
         if end < len(text):
