@@ -66,7 +66,7 @@ def read_bias(words: np.ndarray, vocab: int) -> Bias:
     """Decodes a bias from u32 words. A dense bias is a view of the words.
 
     Raises ControllerError if the bias is malformed or has a token outside the vocabulary. The
-    values are not checked here: the controller worker checks them, and a NaN would only end the
+    values are not checked here, because the controller worker checks them. A NaN would only end the
     sequence of this bias with an error.
     """
     pairs = int(words[0]) if len(words) else 0

@@ -55,8 +55,8 @@ float32."""
 MIN_TOP_P = np.finfo(np.float32).tiny
 """A lower ``top_p`` could be 0 in float32, and would then exclude all tokens."""
 MAX_TEMPERATURE = 1e20
-"""Rows of a higher temperature are treated as rows of this temperature, because an infinite
-temperature would change the logit of a forbidden token to NaN."""
+"""Higher temperatures are reduced to this temperature. An infinite temperature would change the
+logit of a forbidden token to NaN."""
 
 
 class RowParameters:

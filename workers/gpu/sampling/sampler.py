@@ -295,8 +295,8 @@ class Scores:
 
     def fetch(self) -> tuple[list[float], Sequence[dict[int, float] | None]]:
         """Two lists with an entry for each token. The first has the log-probability of the token.
-        The second has the log-probabilities of the most likely tokens of its row and of the token
-        itself, or None if they were not requested. The device must have finished the copy."""
+        The second has the log-probabilities of the most likely tokens and of the token itself, or
+        None if they were not requested. The device must have finished the copy."""
         values: list[float] = self.values.tolist()
         if self.likely is None:
             return values, [None] * len(values)
