@@ -2,7 +2,7 @@
 
 A stream ends either with the TOKEN message that contains the end of its last sequence, or with an
 ERROR. Every stream that is not dropped gets one of these messages, even if its tokens cannot be
-sent.
+sent. A *row* is a plain token of a step (``engine.sequence.TokenColumns``).
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ class Notes(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """The tokens that a sequence samples until the next STEP: several tokens without a decision for
-    each (``StepResult.run``), or one token whose log-probability the controller asked for."""
+    """The tokens that a sequence samples until the next STEP. A run has several tokens if one
+    decision covers them (``StepResult.run``), or one token whose log-probability the controller
+    asked for."""
 
     left: int
     """Maximum number of further tokens."""

@@ -1,8 +1,8 @@
 """Bounds the memory of the requests and the entries that live streams store.
 
-A stream stores its request and its entries until it ends, for clients that attach and for brokers
-that claim it. A plain token takes 20 bytes, and is not counted. But 256 ``top_logprobs`` take
-3 KiB, and a request may have 128 sequences that wait for an input. Clients therefore share a bound,
+Until its end, a stream stores its request and its entries for clients that attach and brokers that
+claim the stream. A plain token takes 20 bytes, and is not counted. But 256 ``top_logprobs`` take 3
+KiB, and a request may have 128 sequences that wait for an input. Clients therefore share a bound,
 and a stream that exceeds the share of its client ends.
 """
 
