@@ -357,7 +357,8 @@ def _fused(
     options: dict[int, AttentionOptions],
 ) -> FusedDecoder | None:
     """The model as a FusedDecoder. None if the structure of the model is unknown, or if the
-    decoder's logits differ from the model's at positions up to the end of the context."""
+    decoder's logits differ from the model's logits. Positions up to the end of the context are
+    compared."""
 
     def attend(
         layer: int, query: Any, key: Any, value: Any, context: Any, **given: Any

@@ -1,5 +1,5 @@
-"""Computes the size of the KV cache on a GPU, which is the memory that the weights and the largest
-step do not take.
+"""Computes the size of the KV cache on a GPU. The cache gets the memory that remains after the
+weights and the largest step.
 
 As in vLLM, the largest step runs before the cache is allocated, and its peak is measured.
 """
@@ -81,9 +81,9 @@ def largest_step_bytes(
     """The most memory that steps need, without the weights and the cache, in bytes.
 
     The result is the sum of three parts: the peak of the largest step, the memory pool of the CUDA
-    graphs, and the rows of logits that are kept for deferred sequences. The pool is counted only if
-    the attention reads blocks in place. It takes at most the peak of a forward, because all graphs
-    share the pool.
+    graphs, and the kept logits of deferred sequences. The pool is counted only if the attention
+    reads blocks in place. It takes at most the peak of a forward, because all graphs share the
+    pool.
     """
     count = min(max_num_seqs, max_num_batched_tokens)
     longest = min(max(SCORE_ROWS, -(-max_num_batched_tokens // count)), loaded.context_length)

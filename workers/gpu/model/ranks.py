@@ -88,8 +88,8 @@ class Ranks:
         self._together = threading.Lock()
         self._closing = False
         self._processes: list[subprocess.Popen[bytes]] = []
-        # The ranks connect over a file without a name, not over a port, because a port that is free
-        # now may be taken before the ranks use it.
+        # The ranks connect over a file without a name. A port would not be safe: another process
+        # could take a free port before the ranks use it.
         meeting = os.memfd_create("tokenbus-ranks")
         for rank in range(1, size):
             process = subprocess.Popen(

@@ -1,7 +1,7 @@
 """The forward of a decoder on a CPU in one call of native code (``decode.c``).
 
-The native code computes the same as a ``FusedDecoder``, with the same weights and the same KV
-cache, and reads keys and values from their blocks in place. The libraries are compiled when the
+The native code computes the results of a ``FusedDecoder``, from the same weights and the same KV
+cache. It reads keys and values from their blocks in place. The libraries are compiled when the
 package is built. If this machine has no library, or the native code does not support a part of the
 model, torch computes all steps.
 """

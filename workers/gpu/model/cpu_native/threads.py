@@ -1,10 +1,10 @@
 """Chooses the number of threads of a forward on a CPU by measuring steps.
 
 A step of few tokens has many short parallel regions. On an idle machine, two threads halve the time
-of each region. If another process uses one of the cores, each region waits for a thread that does
-not run, and a single thread is several times as fast as two. So for each step size, a trial with
-another number of threads runs from time to time. If steps get slower, a trial begins at once. A
-size without measurements starts with the number that was found for the nearest size.
+of each region. But if another process uses one of the cores, each region waits for a thread that is
+not scheduled. A single thread is then several times as fast as two. So for each step size, a trial
+with another number of threads runs from time to time. If steps get slower, a trial begins at once.
+A size without measurements starts with the number that was found for the nearest size.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ def why_not(loaded: LoadedModel, kernel: Kernel) -> str:
 
 
 def _fastest(loaded: LoadedModel, kernels: Sequence[Kernel]) -> Kernel:
-    """The fastest of several kernels: the stored choice or, if there is none, the kernel with the
-    smallest sum of times over all layer shapes."""
+    """The fastest of several kernels. Without a stored choice, this is the kernel with the smallest
+    sum of times over all layer shapes."""
     key = stored_choices.key_of(loaded, heads_per_key_head(loaded), kernels)
     found = stored_choices.load(key)
     if found is not None and found in kernels:
