@@ -145,8 +145,8 @@ class GpuWorker:
     # --- the loop -------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Serves until ``stop`` is called. Returns 0, or 1 if the worker must exit because of a
-        failure: for example, the default model could not be loaded, or the device has failed."""
+        """Serves until ``stop`` is called. Returns 0, or 1 after a failure that the worker cannot
+        survive, such as a failed device or a default model that could not be loaded."""
         if self._models.default:
             self._models.want(self._models.default)
         self._bus.start()

@@ -1,8 +1,8 @@
 """The text that the embedded model learns from: the Python standard library, and generated
 patterns.
 
-Both are free to use: the source code of the interpreter's own standard library (PSF license), and
-records that this file makes from a seed (JSON, dates, lists, arithmetic, CSV, functions, mails).
+The standard library's source code has the PSF license. This file makes the patterns from a seed:
+JSON, dates, lists, arithmetic, CSV, functions and mails.
 """
 
 from __future__ import annotations

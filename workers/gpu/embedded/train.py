@@ -1,9 +1,9 @@
 """Trains the embedded model: ``python -m tokenbus.workers.gpu.embedded.train --out DIR``.
 
 Trains first the tokenizer (byte-level BPE, 4,096 tokens), then the model (a Llama of 3 million
-parameters), on the text of ``corpus.py``, which includes Python's standard library. All random
-numbers have fixed seeds. With the same version of Python, the result is the same, except for
-rounding that depends on the machine.
+parameters). Both learn from the text of ``corpus.py``, which includes Python's standard library.
+All random numbers have fixed seeds. With the same version of Python, the result is the same, except
+for rounding that depends on the machine.
 """
 
 from __future__ import annotations
