@@ -36,7 +36,7 @@ class Compilation:
     """Conflicts that precedences do not decide. The parser prefers a shift to a reduction, and the
     earlier of two rules."""
     warnings: tuple[str, ...]
-    """Warnings about lexemes that can never match because other lexemes are always preferred, and
+    """Warnings about lexemes that can never match, because other lexemes are always preferred. Also
     the warning that each text must begin inside a lexeme (``_begun``)."""
 
 
@@ -164,8 +164,9 @@ def _after_newline(grammar: CompiledGrammar) -> CompiledGrammar:
 
 
 def _begun(grammar: CompiledGrammar) -> Iterable[str]:
-    """Yields a warning if each text of the grammar must begin inside a lexeme: the newline that
-    ``_after_newline`` assumes begins a lexeme that the text has to complete."""
+    """Yields a warning if each text of the grammar must begin inside a lexeme. ``_after_newline``
+    assumes a newline before the text. If this newline begins a lexeme, the text has to complete the
+    lexeme."""
     first = grammar.lexer_first
     viable = Parser(grammar).viable(Parser.start) | 1 << SKIP
     if first == grammar.lexer_start or (
@@ -182,8 +183,8 @@ def _begun(grammar: CompiledGrammar) -> Iterable[str]:
 
 def _with_start(lexer: LexerDfa) -> tuple[list[int], list[int], list[int], int]:
     """Returns the transitions, the matched lexeme and the reachable lexemes of each state, and the
-    start state. If necessary, a new start state is added. No transition leads to this state and no
-    lexeme is matched in it, so that an empty text is never a lexeme."""
+    start state. If necessary, a new start state is added. No transition leads to this state, and no
+    lexeme ends in it. So an empty text is never a lexeme."""
     transitions = list(lexer.transitions)
     accepted = list(lexer.accepted)
     reachable = list(lexer.reachable)

@@ -5,9 +5,9 @@ lexemes. Productions do not contain SKIP. A symbol is the number of a terminal, 
 terminals plus the number of a nonterminal. Nonterminal 0, the whole text, is not in the source;
 production 0 derives the start rule from this nonterminal.
 
-If each alternative of a rule is a single lexeme that is used nowhere else, as for CONSTANT in
-AICI's C grammar, the rule becomes one terminal with several lexemes. The grammar then matches the
-same texts, and the parser needs fewer states and reductions.
+A rule becomes one terminal with several lexemes if each of its alternatives is a single lexeme that
+is used nowhere else. CONSTANT in AICI's C grammar is an example. The grammar then matches the same
+texts, and the parser needs fewer states and reductions.
 """
 
 from __future__ import annotations

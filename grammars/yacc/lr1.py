@@ -189,9 +189,9 @@ def _expand(items: Items, state: State) -> tuple[dict[int, dict[int, int]], dict
 def _choose(
     states: list[State], others: list[int], before: int | None, lookaheads: list[int]
 ) -> int | None:
-    """The target of a transition, whose kernel items have ``lookaheads``. The target is the former
-    target ``before`` if it is compatible, else a state of ``others`` that has all lookaheads, else
-    a compatible state of ``others``. None if a new state is needed."""
+    """The target of a transition, whose kernel items have ``lookaheads``. The first choice is the
+    former target ``before``, if it is compatible. The second is a state of ``others`` that has all
+    lookaheads, and the third a compatible state of ``others``. None if a new state is needed."""
     if before is not None and _compatible(states[before].lookaheads, lookaheads):
         return before
     compatible = None
