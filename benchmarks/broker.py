@@ -397,9 +397,9 @@ def _percentile(values: list[float], part: float) -> float:
 
 
 def hop_figures(found: dict[str, list[list[float]]]) -> dict[str, float]:
-    """Figures of the latency at the median and at the 99th percentile. For each: the ratio of the
-    broker's latency to the proxy's, the microseconds that the broker adds to a direct connection,
-    and the latencies of broker and proxy. Each figure is the median over the rounds."""
+    """Figures of the latency at the median and at the 99th percentile. The figures are the ratio of
+    the broker's latency to the proxy's, the microseconds that the broker adds to a direct
+    connection, and both latencies. Each figure is the median over the rounds."""
     figures: dict[str, float] = {}
     for name, part in (("p50", 0.5), ("p99", 0.99)):
         by_way = {way: [_percentile(r, part) for r in rounds] for way, rounds in found.items()}

@@ -1,7 +1,7 @@
 """Measures the cost of reliability: the journal, moves, overload, and memory after many streams.
 
-- Journal: tokens per second through a fully loaded broker with the journal, divided by those
-  without the journal; and the journal's bytes for each token of a plain stream.
+- Journal: the ratio of tokens per second through a fully loaded broker, with the journal to
+  without. Also the journal's bytes for each token of a plain stream.
 - Move: a worker is killed (SIGKILL) during a stream with a long prompt. The figure compares the
   client's pause, from the broker's detection to the next token, with a prefill of the same number
   of tokens at the other worker.
