@@ -57,8 +57,8 @@ class Bus:
 
     ``health`` is updated with each heartbeat. ``key``: the worker's key, if the brokers have keys.
     ``link_of``: the link of a live request; None if the request is unknown. ``elsewhere``: the
-    number of requests that came over links other than the given link. Callbacks are called by one
-    thread at a time. Raises AddressError if an address is not valid.
+    number of requests that came over links other than the given link. Only one thread at a time
+    calls these functions. Raises AddressError if an address is not valid.
     """
 
     def __init__(
@@ -289,9 +289,9 @@ class Bus:
 
 
 def refused_frames(message: FromBus, elsewhere: int = 0, unknown: str = "") -> Frames:
-    """The REFUSED of a worker without room for a request or a START. A worker also sends it if the
-    controller of a START is unknown. ``elsewhere``: the number of requests that this worker runs
-    for other brokers. ``unknown``: the error of an unknown controller."""
+    """The REFUSED of a worker without room for a request or a START. A worker also sends REFUSED if
+    the controller of a START is unknown. ``elsewhere``: the number of requests that this worker
+    runs for other brokers. ``unknown``: the error of an unknown controller."""
     made = Refused(type=message.type.decode(), elsewhere=elsewhere, unknown=unknown)
     body = encode_body(made, "msgpack")
     header = encode_header(message.header.request)

@@ -40,7 +40,8 @@ class Lease:
         self._drain: Drain | None = None
         self._outdated = False
         """Whether the registration changed after REGISTER was sent. ``changed`` sets this flag.
-        ``connected`` clears the flag, and so does ``changed`` when it returns the update."""
+        ``connected`` clears the flag. ``changed`` also clears the flag when it returns the
+        update."""
         self._reported: frozenset[int] = frozenset()
         """The live requests that the last REGISTER of a new lease has reported."""
         self._registrations = 0

@@ -147,7 +147,7 @@ class VariableStorage:
         return held.bytes if held is not None else 0
 
     def num_answers(self, request: int) -> int:
-        """The number of operations of a request that were applied, not counting its inputs."""
+        """Number of applied operations of a request. Inputs of the client do not count."""
         held = self._held.get(request)
         return len(held.answers) if held is not None else 0
 
@@ -196,7 +196,7 @@ class VariableStorage:
         return None
 
     def no_room(self, op: Variable) -> str | None:
-        """The error for an input if too many inputs already wait for its program; otherwise None.
+        """The error for an input if too many inputs already wait for the program; otherwise None.
         The input may be sent again."""
         held = self._held.get(op.request) if op.op == "give" else None
         if held is None:
