@@ -50,7 +50,7 @@ class Contexts:
         """Bytes of all contexts."""
 
     def __iter__(self) -> Iterator[SavedContext]:
-        """All contexts; those of each tenant in the order in which they were saved."""
+        """All contexts. The contexts of each tenant are in the order in which they were saved."""
         for contexts in self._tenants.values():
             yield from contexts.values()
 

@@ -42,8 +42,8 @@ class Head(Struct, array_like=True):
 
 
 class Record(NamedTuple):
-    """One record. ``request`` is the request to which the record belongs; 0 if it does not belong
-    to a request."""
+    """One record. ``request`` is the request to which the record belongs; 0 if the record does not
+    belong to a request."""
 
     kind: bytes
     """``HEAD``: a ``Head``. ``OPERATION``: the body of a ``VARIABLE`` message. ``END``: the request

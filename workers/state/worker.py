@@ -40,7 +40,7 @@ from .durable import DurableVariables
 log = logging.getLogger(__name__)
 
 CAPACITY = 1_000_000
-"""Maximum number of requests. It is never reached in practice, because bytes are bounded too."""
+"""Maximum number of requests. In practice, the bound on bytes is reached first."""
 ABSENT_S = 300.0
 """Seconds for which the variables of a request are kept while no broker is known to have the
 request. The request may be moving to another broker. That broker may have to wait for a controller
