@@ -33,8 +33,8 @@ LEFT_OUT = frozenset(
 """Folders of the standard library that are not read: tests, tables, and third-party code."""
 
 HELD_OUT_PART = 32
-"""About 1 / ``HELD_OUT_PART`` of the documents are held out, chosen by the hash of their text. A
-module is held out with all its functions."""
+"""About 1 / ``HELD_OUT_PART`` of the documents are held out, chosen by the hash of their text. If a
+module is held out, all its functions are held out too."""
 
 _FIRST = [
     "Ada",

@@ -97,8 +97,8 @@ def token_row(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch
 def batches(row: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
     """``steps`` batches of random windows of the row: ``[batch, length + 1]``.
 
-    In three of four batches the windows have a length of 512 tokens. In the fourth, they are as
-    long as the context.
+    In three of four batches the windows have a length of 512 tokens. In the fourth batch, the
+    windows are as long as the context.
     """
     chance = torch.Generator().manual_seed(SEED)
     for step in range(steps):
