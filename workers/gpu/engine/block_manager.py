@@ -26,8 +26,8 @@ from ....protocol.pages import PAGE_TOKENS
 from .pages import PageLog
 
 PADDING_BLOCK = 0
-"""A block that is never allocated. Padded block tables contain its number in their unused entries.
-The block contains zeros."""
+"""A block that is never allocated. Unused entries of padded block tables contain the number of this
+block. The block contains zeros."""
 
 PINNED_PART, OWNER_PART = 2, 8
 """At most 1 / ``PINNED_PART`` of the blocks may be pinned, and at most 1 / ``OWNER_PART`` for one
@@ -263,7 +263,7 @@ class BlockManager:
 
     def discard(self, table: BlockTable) -> list[int]:
         """Removes all blocks from a table, because their content is unusable. Returns the blocks
-        that no other table contains. The caller must set them to zeros."""
+        that no other table contains. The caller must set these blocks to zeros."""
         own = [block for block in table.blocks if self._ref_counts[block] == 1]
         for block in own:
             self._forget(block)

@@ -81,7 +81,7 @@ class EngineConfig:
     ``memory_part`` is this model's fraction of that memory, for weights, steps and KV caches.
     Ignored if ``kv_cache_bytes`` is set."""
     require_fast_attention: bool = False
-    """Refuse a model if no attention kernel can read its KV cache blocks in place."""
+    """Refuse a model if no attention kernel can read the blocks of its KV cache in place."""
     compiled: bool = False
     """Run the model through torch.compile, if its logits then stay the same
     (``ForwardOptions``)."""
@@ -272,9 +272,9 @@ class Engine:
 
         ``text``: outputs contain text. ``top_logprobs``: number of most likely tokens in each
         output. ``num_scored``: number of tokens at the beginning of ``scored`` that another worker
-        has scored; the engine makes no outputs for them. ``adapter``: as in ``add``. Returns the
-        prompt's usage, which is complete when the request has been admitted. Raises RequestError if
-        the request cannot be run.
+        has scored; the engine makes no outputs for these tokens. ``adapter``: as in ``add``.
+        Returns the prompt's usage, which is complete when the request has been admitted. Raises
+        RequestError if the request cannot be run.
         """
         sequence = self._intake.scoring(
             request,
@@ -291,8 +291,8 @@ class Engine:
         return sequence.prompt_usage
 
     def abort(self, request: int, reason: FinishReason = "cancelled") -> list[TokenOutput]:
-        """Ends a request now. Returns its outputs that have not been returned yet; the last output
-        of each of its sequences has ``reason``."""
+        """Ends a request now. Returns the outputs of the request that have not been returned yet.
+        The last output of each sequence has ``reason``."""
         return self._live.abort(request, reason)
 
     @property

@@ -40,7 +40,7 @@ class TokenOutput(Token, kw_only=True, omit_defaults=True):
     """
 
     request: int = 0
-    """The number of the request. Clients do not receive it."""
+    """The number of the request. Clients do not receive this number."""
     shortened: bool = False
     """In the last output: whether the text ends before the last token that the controller has
     processed. This happens if a stop string was found, or if the sequence ended before the last of
@@ -105,7 +105,7 @@ class Continued(NamedTuple):
 
 @dataclass(slots=True)
 class KeptRow:
-    """The logits of a deferred sequence; its forks share them."""
+    """The logits of a deferred sequence. Forks of the sequence share this object."""
 
     logits: torch.Tensor | None = None
     """``[vocab]``; None until the device has copied them."""
@@ -116,7 +116,7 @@ class ScoredTexts:
     """The texts that are scored as continuations of a sequence. Each text is computed by an
     additional sequence of the request, which shares the blocks of the first sequence. These
     additional sequences have negative numbers and no outputs. A request has at most ``max_forks``
-    of them at once."""
+    additional sequences at once."""
 
     sequence: Sequence
     """The sequence that the texts continue. It is suspended while the texts are scored."""

@@ -472,9 +472,9 @@ class LiveSequences:
         return output
 
     def fail(self, sequence: Sequence, error: str, code: str | None = None) -> None:
-        """Ends a sequence and its pending forks with an error. Frees the sequence's blocks. Fills
-        the blocks that other sequences do not share with zeros, because they may contain NaN. If a
-        scored text fails, the sequence that it continues fails."""
+        """Ends a sequence and its pending forks with an error. Frees the sequence's blocks. Blocks
+        that no other sequence uses are filled with zeros, because they may contain NaN. If a scored
+        text fails, the sequence that it continues fails."""
         self._runner.clear_blocks(self._blocks.discard(sequence.block_table))
         sequence.block_table = BlockTable()
         sequence.num_computed_tokens = 0

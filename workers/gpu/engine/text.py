@@ -117,7 +117,7 @@ class TextStream:
 
 
 def detokenizers(tokenizer: Any) -> Callable[[Sequence[int]], Detokenizer]:
-    """A function that makes a sequence's detokenizer from its prompt."""
+    """A function that makes a sequence's detokenizer from the prompt."""
     found = _byte_table(tokenizer)
     if found is not None:
         table = ByteTable.of(found)

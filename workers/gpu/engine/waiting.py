@@ -89,8 +89,8 @@ class WaitingQueue:
         order.remove(sequence, tick)
 
     def admit(self, sequence: Sequence) -> None:
-        """Removes a sequence when it is admitted. It thus overtakes each earlier arrival that still
-        waits."""
+        """Removes a sequence when it is admitted. The sequence thus overtakes each earlier arrival
+        that still waits."""
         self.remove(sequence)
         insort(self._latest, sequence.arrival)
         if len(self._latest) > MAX_OVERTAKEN:
