@@ -116,7 +116,8 @@ class Numbers:
 
 @dataclass(slots=True)
 class Drawn:
-    """The token chosen from each row, while it is copied to the host (see ``fetch``)."""
+    """The token chosen from each row. Before ``fetch``, the device may still copy the tensors to
+    the host."""
 
     rows: Rows
     vocab: int
@@ -284,7 +285,8 @@ def guess(logits: torch.Tensor, indices: Sequence[int], rows: Rows) -> torch.Ten
 
 @dataclass(slots=True)
 class Scores:
-    """The log-probabilities of scored tokens, while they are copied to the host (see ``fetch``)."""
+    """The log-probabilities of scored tokens. Before ``fetch``, the device may still copy the
+    tensors to the host."""
 
     tokens: Sequence[int]
     values: torch.Tensor
