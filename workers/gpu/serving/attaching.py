@@ -31,8 +31,7 @@ msgpack."""
 CANDIDATES_PER_ENTRY = 20
 """Number of reported candidates (``Token.kept``) that count as one entry."""
 ANSWER_ENTRIES = 4
-"""Fixed cost of an answer, counted as a number of entries, in addition to the entries that it
-sends."""
+"""Fixed cost of an answer, as a number of entries. The sent entries count in addition."""
 JOURNAL_BYTES_PER_ENTRY = 1024
 """In the parts of a JOURNAL that are copied without encoding them again, this number of bytes
 counts as one entry."""

@@ -73,7 +73,7 @@ class Steered:
     worker: int = 0
     """The id of the controller worker that runs the controller; 0 until its first decision."""
     same_machine: bool = False
-    """Whether the controller worker is on this machine, so that the request uses its mask file."""
+    """Whether the controller worker is on this machine, so that the request can use a mask file."""
     file: MaskFile | None = None
     """The mask file; None if the controller worker is on another machine, or if the system could
     not make a file."""
@@ -153,7 +153,8 @@ class Steered:
             if output.is_report:
                 output.waiting = notes.waiting
             elif notes.waiting and output.logprob is None and output.finish_reason is None:
-                # The number is sent with the report that follows the last appended token.
+                # The number of the awaited input is sent with the report after the last appended
+                # token.
                 self.notes[output.seq] = Notes(waiting=notes.waiting)
             if output.is_input:
                 output.wakes = self.wakes.pop(output.seq, 0)
