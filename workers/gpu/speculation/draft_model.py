@@ -106,7 +106,7 @@ class DraftModel:
         """The assumed cost of the draft model's forward, relative to a forward of the large
         model."""
         self._texts: dict[Sequence, Sequence] = {}
-        """By sequence: its *text*, which is the draft model's own sequence with the same tokens, in
+        """The *text* of each sequence: the draft model's own sequence with the same tokens, in
         blocks of the draft model's cache. The least recently used text is first."""
 
     def draft(self, sequences: Items[Sequence], count: int) -> list[list[int]]:

@@ -8,11 +8,11 @@ is the place with the most equal tokens before it. If fewer than ``LONGEST`` tok
 texts of the session's earlier requests are searched too (``earlier.py``). The idea is Saxena's
 (prompt lookup decoding, 2023).
 
-A sequence may copy an earlier text (its *source*) except at one place, such as a replaced name. It
-often agrees with the source again soon after this place. So near the last match, one or two equal
-tokens are enough for a new match. To estimate the acceptance probability of a draft token, the
-places of the run before the token are compared. The probability is high if consecutive places are
-often followed by the same token.
+A sequence may copy an earlier text (its *source*) except at one place, such as a replaced name. The
+sequence often agrees with the source again soon after this place. So near the last match, one or
+two equal tokens are enough for a new match. To estimate the acceptance probability of a draft
+token, the places of the run before the token are compared. The probability is high if consecutive
+places are often followed by the same token.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class PromptLookup:
         return followed_alike(places)
 
     def _near(self) -> Match | None:
-        """A match of the last two tokens at a place near the last match. If they do not occur
-        there, a match of the last token only, or None."""
+        """A match of the last two tokens at a place near the last match. If both tokens do not
+        occur there, a match of the last token only, or None."""
         last, tokens = self._last, self._tokens
         if last is None or not self._size < len(tokens) <= self._size + NEAR:
             return None
