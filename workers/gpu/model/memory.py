@@ -82,8 +82,8 @@ def largest_step_bytes(
 
     The result is the sum of three parts: the peak of the largest step, the memory pool of the CUDA
     graphs, and the kept logits of deferred sequences. The pool is counted only if the attention
-    reads blocks in place. It takes at most the peak of a forward, because all graphs share the
-    pool.
+    reads blocks in place. The pool takes at most the peak of a forward, because all graphs share
+    it.
     """
     count = min(max_num_seqs, max_num_batched_tokens)
     longest = min(max(SCORE_ROWS, -(-max_num_batched_tokens // count)), loaded.context_length)

@@ -214,8 +214,8 @@ class _Rotations:
         self._compute(torch.arange(self._computed), by_position=True)
 
     def compute(self, positions: np.ndarray) -> None:
-        """Computes the cosines and sines of the tokens of one step. Called in each step if they
-        depend on more than the position."""
+        """Computes the cosines and sines of the tokens of one step. Called in each step if cosines
+        and sines depend on more than the position."""
         self._compute(torch.from_numpy(positions), by_position=False)
 
     @torch.inference_mode()

@@ -119,7 +119,7 @@ class ThreadChooser:
         size.decided = True
 
     def _suggest(self, found: _Size) -> None:
-        """Makes the other sizes try the new number of threads of ``found`` soon. A size that has
+        """Makes the other sizes soon try the new number of threads of ``found``. A size that has
         not completed a trial adopts the number at once."""
         for size in self._sizes.values():
             if size.threads == found.threads:

@@ -5,7 +5,7 @@ A model is recognized by its parts, not by its name: decoder layers with ``self_
 3, Phi-3, OLMo 2, SmolLM3 and Granite. A model with an unknown module cannot be fused. Properties
 that a module's name does not show (the gain of a norm, the scale of the embeddings) are measured on
 the module. A model may have the same parts but compute something else. The caller detects such a
-model, because it compares logits.
+model by comparing logits.
 
 The original model still works after the fusion. The weights of layers that become one product are
 placed next to each other in memory. The model's parameters become views of this memory, so that no
