@@ -3,7 +3,8 @@
 A part that is repeated has several copies. A place is a state of the automaton of one copy. It is
 encoded as a number: the copy's number times ``stride``, plus the state. A state of the combination
 is a set of places: all places to which a text may lead. If a place in the set accepts, the set also
-has the start of each copy that may follow. It has ``END`` if the text may end at this place.
+has the start of each copy that may follow. The set also has ``END`` if the text may end at this
+place.
 """
 
 from __future__ import annotations

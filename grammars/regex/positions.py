@@ -6,7 +6,7 @@ expanded to its copies. A state of the automaton is the set of positions that ma
 character. Source: V. M. Glushkov, The abstract theory of automata, 1961.
 
 Position ~i is the end of the syntax tree of pattern i. This position does not match a character. A
-state that contains it accepts pattern i.
+state that contains this position accepts pattern i.
 """
 
 from __future__ import annotations
