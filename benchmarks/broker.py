@@ -85,7 +85,8 @@ def broker(folder: Path, **more: str) -> Iterator[tuple[str, str, Callable[[], f
     front, back = f"ipc://{folder}/front.sock", f"ipc://{folder}/back.sock"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
     settings = {"FRONT": front, "BACK": back, "MAX_PENDING_BYTES": str(2**31), "EXPIRY_S": "600"}
-    # The streams never end. With the default, the broker would wait 30 s for them when it stops.
+    # The streams never end. With the default, the broker would wait 30 s for the streams when it
+    # stops.
     settings["DRAIN_S"] = "0.1"
     settings |= more
     process = subprocess.Popen(
