@@ -185,7 +185,7 @@ class VariableStorage:
             return (
                 f"the request's variables and the stored answers take {held.bytes} "
                 f"bytes; at most {limits.request_bytes} are allowed, "
-                "so it can do no more operations"
+                "so the request cannot do more operations"
             )
         if self.bytes + ahead + self.cost(op) > limits.total_bytes:
             return (
@@ -246,8 +246,8 @@ class VariableStorage:
             return VariableAnswer(*_name(op), error=error)
         if op.place is not None and (before := self.num_answers(op.request)) != op.place:
             text = (
-                f"the operation follows {op.place} operations of its request, but {before} were "
-                "applied"
+                f"the operation expects {op.place} earlier operations of its request, but {before} "
+                "were applied"
             )
             return VariableAnswer(*_name(op), error=text, again=before < op.place)
         if held is None:

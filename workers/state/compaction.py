@@ -43,8 +43,8 @@ class Compaction:
         self.pending = set(requests)
         """Requests that are not in the new log yet."""
         self._unsaved: deque[SavedTable | SavedContext | Record] = deque((*tables, *contexts))
-        """Tables and contexts that are not in the new log yet, and the records of those that have
-        changed since the start."""
+        """Tables and contexts that are not in the new log yet, and the records of tables and
+        contexts that have changed since the start."""
 
     @property
     def complete(self) -> bool:

@@ -70,9 +70,9 @@ class Contexts:
         left = self._total_bytes - self._tables.bytes
         if context.size > left:
             return (
-                f"the state worker is full: the context has {context.size} bytes, and the tables "
-                f"of all tenants' modules and tags leave {max(0, left)}; delete some modules or "
-                "tags"
+                f"the state worker is full: the context has {context.size} bytes; next to the "
+                f"tables of all tenants' modules and tags, {max(0, left)} bytes remain for "
+                "contexts; delete some modules or tags"
             )
         return None
 
