@@ -146,9 +146,8 @@ class LiveSequences:
         if min(numbers) < 0 or max(numbers) > MAX_SEQ or len({*numbers, *live}) < n + len(live):
             raise RequestError(
                 Code.INVALID_FIELD,
-                f"forks of request {request} cannot be numbered {list(numbers)}: expected "
-                f"different numbers from 0 to {MAX_SEQ} that live sequences of the request do not "
-                "have",
+                f"forks of request {request} cannot be numbered {list(numbers)}: expected distinct "
+                f"numbers from 0 to {MAX_SEQ} that no live sequence of the request has",
             )
         total = first + n
         if total > self._max_forks:
