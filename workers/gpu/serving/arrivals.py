@@ -522,7 +522,7 @@ def _take_transcript(waiting: Waiting) -> None:
     if not waiting.attachments:
         raise RequestError(
             Code.BAD_MESSAGE,
-            "the moved request has no transcript; expected one as its last attachment",
+            "the moved request has no transcript; expected a transcript as the last attachment",
         )
     *waiting.attachments, last = waiting.attachments
     del waiting.stream.frames[-1]

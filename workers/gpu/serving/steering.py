@@ -538,8 +538,7 @@ class Steering:
         if known or len(set(children)) < len(children):
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"the fork numbers the new sequences {children}; expected unused, different "
-                "numbers",
+                f"the fork numbers the new sequences {children}; expected unused, distinct numbers",
             )
 
     # --- failures -------------------------------------------------------------------------------

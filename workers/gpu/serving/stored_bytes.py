@@ -56,8 +56,8 @@ class StoredBytes:
         return RequestError(
             Code.TOO_LARGE,
             "the requests, log-probabilities, candidates, logs and writes of your running streams "
-            f"take {own + size} bytes at this worker, and those of all clients {self._total} of at "
-            f"most {self._most}; ask for fewer top_logprobs, or run fewer sequences at a time",
+            f"take {own + size} bytes at this worker; all clients together take {self._total} of "
+            f"{self._most} bytes; ask for fewer top_logprobs, or run fewer sequences at a time",
         )
 
     def drop(self, stream: Stream) -> None:
