@@ -472,7 +472,7 @@ class GpuWorker:
             claimed = 2
             stream.moves += claimed
         try:
-            self._go_on(stream, "its client has come to another broker", claimed)
+            self._go_on(stream, "the client has connected to another broker", claimed)
         except Exception as error:
             doing = "reporting it to another broker"
             if self._streams.get(stream.request) is stream:

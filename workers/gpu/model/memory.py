@@ -62,10 +62,10 @@ def cache_bytes(
     least = MIN_BLOCKS * layout.block_size * token_bytes(loaded.layers, loaded.dtype)
     if found < least:
         raise ModelLoadError(
-            f"{loaded.name} leaves {_mib(found)} for its KV cache, which needs {_mib(least)}: "
-            f"{part:.0%} of a device of {_mib(total)} with {_mib(free)} free; weights "
-            f"{_mib(weights)}, largest step {_mib(step_bytes)}. Use a smaller max_models or "
-            "max_running, a larger device, or set kv_cache_bytes"
+            f"{loaded.name} leaves {_mib(found)} for its KV cache; at least {_mib(least)} are "
+            f"needed. The model may use {part:.0%} of a device of {_mib(total)} with {_mib(free)} "
+            f"free; its weights take {_mib(weights)}, its largest step {_mib(step_bytes)}. Use a "
+            "smaller max_models or max_running, a larger device, or set kv_cache_bytes"
         )
     log.info(
         "%s: weights %s, largest step %s, KV cache %s of a device of %s with %s free",
