@@ -176,8 +176,8 @@ def _begun(grammar: CompiledGrammar) -> Iterable[str]:
     names = " or ".join(grammar.terminals[t] for t in set_bits(grammar.reachable[first] & viable))
     yield (
         f"a text can only begin with the rest of {names} after a newline: the lexer begins as if "
-        "it had just read a newline, and a newline alone is not a lexeme that a text can begin "
-        "with; add the newline to SKIP, or write '%lexer declared'"
+        "it had just read a newline, and no text can begin with a newline alone; add the newline "
+        "to SKIP, or write '%lexer declared'"
     )
 
 
