@@ -308,7 +308,7 @@ class DurableVariables:
 
     def _write_anew(self) -> None:
         """Creates the deleted folder again, with a log of the whole state."""
-        log.error("%s was deleted while it was in use; it is written anew", self._path)
+        log.error("%s was deleted while it was in use; it is written again", self._path)
         with self._lock:
             if self._compaction is not None:
                 self._compaction.abandon()
@@ -323,7 +323,7 @@ class DurableVariables:
             except (OSError, FolderError) as error:
                 # The next call tries again; until then the deleted log still records the
                 # operations.
-                log.error("cannot write %s anew: %s", self._path, error)
+                log.error("cannot write %s again: %s", self._path, error)
                 return
             self._log.close()
             self._folder.close()

@@ -1,7 +1,8 @@
 """The log file: appended records, which are read back up to the first incomplete record.
 
-A record is a length and a CRC-32 (u32 each, little-endian), and as many bytes as the length says:
-one byte for the kind, and the body. The first record is a header with the format of the file.
+A record begins with a length and a CRC-32 (u32 each, little-endian). The length is the number of
+bytes that follow: one byte for the kind, and the body. The first record is a header with the format
+of the file.
 """
 
 from __future__ import annotations
