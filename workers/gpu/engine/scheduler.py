@@ -138,7 +138,8 @@ class Scheduler:
         the debt is above 0, no sequence is preempted for another client."""
         self.owes_room = False
         """Whether sequences could be preempted for ``_refused`` in one of the next steps. While
-        this flag is set, each step is scheduled anew. ``schedule`` sets and clears it."""
+        this flag is set, each step is scheduled, and not derived from the previous step.
+        ``schedule`` sets and clears it."""
         self._stalled = False
         """Whether no sequence runs, and the first waiting sequence cannot be admitted because of
         deferred sequences: they are too many, or leave too few blocks. ``schedule`` sets this flag;

@@ -99,8 +99,8 @@ class LoadedModel:
     soft_caps: bool = False
     """Whether the attention caps scores before the softmax (Gemma 2)."""
     decoder: FusedDecoder | None = None
-    """The model's forward in few operations. If it is None, the engine runs the model's own
-    modules."""
+    """The model's forward with few operations. If this field is None, the engine runs the model's
+    own modules."""
     ranks: Ranks | None = None
     """The other ranks, if the model is spread over several devices."""
     weights: str = ""

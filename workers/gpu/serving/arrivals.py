@@ -104,7 +104,7 @@ class Arrivals:
         """The models whose new streams wait because the model is paused or gets new weights.
         ``Rollouts`` adds models, and removes them before it calls ``release``."""
         self._logged = ("", 0)
-        """The last logged stage of loading, and the last logged tenth of that stage."""
+        """The stage of loading that was logged last, and its logged progress in tenths."""
 
     @property
     def num_waiting(self) -> int:

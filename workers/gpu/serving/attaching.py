@@ -26,8 +26,8 @@ MAX_ENTRIES = 2048
 """The budget of one pass of the loop: the number of entries that the pass may send. The last answer
 of a pass may exceed the budget. Later passes then send less."""
 ROWS_PER_ENTRY = 4
-"""Number of rows in columns that count as one entry. These rows have as many bytes as one entry in
-msgpack."""
+"""Number of rows in columns that count as one entry. These rows together have about the size of one
+entry in msgpack."""
 CANDIDATES_PER_ENTRY = 20
 """Number of reported candidates (``Token.kept``) that count as one entry."""
 ANSWER_ENTRIES = 4
