@@ -94,7 +94,7 @@ def number_grammar(source: Source) -> Grammar:
 
 
 def lexeme_name(symbol: Symbol) -> str:
-    """The name, in messages, of a lexeme that does not have a rule of its own."""
+    """The name, in messages, of a lexeme without a separate rule."""
     if symbol.kind == "regex":
         return f"/{symbol.text}/"
     return '"' + symbol.text.encode("unicode_escape").decode().replace('"', '\\"') + '"'
@@ -239,7 +239,7 @@ class _Numbering:
                 return levels[key][0]
             # A rule whose alternatives are all lexemes is a terminal here, but a nonterminal in
             # yacc. In yacc, a nonterminal does not set the precedence of a production. So such a
-            # terminal is skipped here, unless it has a precedence of its own.
+            # terminal is skipped here, unless the terminal itself has a precedence.
             terminals = [symbol for symbol in rhs if symbol < len(names) and symbol not in unranked]
             return precedence[terminals[-1]] if terminals else 0
 
