@@ -3,12 +3,12 @@
 The attacks are those of ``tests/hostile``: hostile modules, hostile arguments, and guest processes
 that an attacker controls. Another tenant's streams, the *calm streams*, run all the time in the
 same workers. An attack is compared with the period before it. In this period, the attacker's client
-uploads a harmless module and sends as many ordinary requests with it as the attack sends. So the
-comparison excludes the load that each tenant is allowed to cause. ``calm_gap_ms`` compares the
-largest times between two calm tokens, and ``calm_throughput`` compares the numbers of calm tokens
-per second. ``calm_throughput_vs_alone`` compares with periods in which the attacker's client does
-nothing. ``client_import_ratio`` is the ratio of the client's import time to the import time of its
-two required libraries.
+uploads a harmless module. With this module, the client sends the number of requests that the attack
+sends. So the comparison excludes the load that each tenant is allowed to cause. ``calm_gap_ms``
+compares the largest times between two calm tokens, and ``calm_throughput`` compares the numbers of
+calm tokens per second. ``calm_throughput_vs_alone`` compares with periods in which the attacker's
+client does nothing. ``client_import_ratio`` is the ratio of the client's import time to the import
+time of its two required libraries.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ OTHERS = (
     ("-m", f"{WORKERS}.tool", str(HERE / "_programs_tools.py")),
     ("-m", "tokenbus.clients.gateway"),
 )
-"""The processes of the system besides broker, GPU worker and controller worker."""
+"""The processes of the system in addition to broker, GPU worker and controller worker."""
 TURNS, THOUGHT = 5, 16
 CITY = {"city": {"type": "string", "maxLength": 24}}
 CALLS = {tool.__name__: tool for tool in CITY_TOOLS}

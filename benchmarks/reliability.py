@@ -362,8 +362,8 @@ def short_streams(front: str, count: int) -> None:
 
 
 def memory(folder: Path, count: int) -> dict[str, float]:
-    """The growth of the memory of broker and worker over ``count`` streams, after a tenth as many
-    warm-up streams."""
+    """The growth of the memory of broker and worker over ``count`` streams. A tenth of this number
+    of streams runs first, to warm up."""
     with standin(folder, 0.0005, capacity=str(WINDOW)) as (system, worker):
         short_streams(system.front, count // 10)
         before, began = resident_mb(system.broker.pid, worker), time.monotonic()
