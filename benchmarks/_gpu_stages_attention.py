@@ -63,7 +63,7 @@ def run(world: World) -> None:
 
 
 def _cases(world: World, backend: Backend) -> list[Case]:
-    """All cases. A dry run has only some of them, in which each value of each field occurs at least
+    """All cases. A dry run has only some cases, in which each value of each field occurs at least
     once."""
     table = [
         Case(size, heads, kv_heads, dim, window, cap, chunks)

@@ -1,8 +1,8 @@
 """Stage 6 of ``gpu_check.py``: times decode steps of models of 8B and 1B, by batch and context.
 
 A step must read the weights, the keys and the values. ``of_bandwidth`` is the rate at which a step
-reads these bytes, divided by the rate at which a copy within the device's memory reads and writes
-bytes.
+reads these bytes, divided by the device's bandwidth. The bandwidth is measured as the rate at which
+a copy within the device's memory reads and writes bytes.
 """
 
 from __future__ import annotations

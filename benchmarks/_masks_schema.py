@@ -80,8 +80,8 @@ class Schemas:
         """Ratio of our time to llguidance's time for a round. A round accepts the appended tokens
         and fills a mask. ``schema_overhead`` is measured over the rounds that end in a mask.
         ``schema_overhead_forced`` is measured over all rounds, and includes the time in which our
-        controller computes forced tokens. The first pass fills caches; the median over the passes
-        removes its effect."""
+        controller computes forced tokens. The first pass fills caches. The median over the passes
+        removes the effect of this pass."""
         texts = [self._rounds(text) for text in self._texts]
         masked = [one.masked for rounds in texts for one in rounds]
         ours: list[list[float]] = []

@@ -81,8 +81,8 @@ class _Line:
         self.sum = 0.0
 
     def promise(self) -> float:
-        """The priority of the line in the search: the mean rating of the texts that contain it,
-        plus a bonus that shrinks with the number of tries."""
+        """The priority of the line in the search. It is the mean rating of the texts that contain
+        the line, plus a bonus that shrinks with the number of tries."""
         return (self.sum + (self.parent.tries if self.parent else 0) ** 0.5) / self.tries
 
     def path(self) -> list[_Line]:

@@ -1,5 +1,5 @@
-"""Compares our controller ``json_schema``, which uses llguidance, with llguidance alone: which
-texts each of them accepts under a schema, and the times of their masks."""
+"""Compares our controller ``json_schema``, which uses llguidance, with llguidance alone. The
+texts that each accepts under a schema are compared, and the times of the masks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tokenbus.workers.controller.interface import Action, Controller
 FIRSTS = 3
 """Number of times that the first mask of each schema is computed."""
 MAX_TOKENS = 1024
-"""``max_tokens`` of the sequences whose first masks are timed. If the schema does not show that its
-shortest value has at most this number of tokens, our controller searches for this value before the
-first mask."""
+"""``max_tokens`` of the sequences whose first masks are timed. The shortest value of a schema must
+have at most this number of tokens. If the schema does not show this directly, our controller
+searches for the shortest value before the first mask."""
 
 _clock = time.perf_counter
 _cpu_clock = time.thread_time

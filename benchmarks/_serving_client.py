@@ -1,10 +1,11 @@
 """A client process that reads streams as fast as their tokens arrive.
 
 ``python _serving_client.py KIND ADDRESS MODEL`` receives runs from a ``Loader`` (``_served.py``). A
-run has ``prompts``, a list of token ids for each stream; ``tokens``, the number of tokens of each
-stream; and ``options``, further fields of the requests. All streams begin together. The answer has
-two rates in tokens per second. ``whole`` is measured from the first request to the last token.
-``middle`` is measured from the arrival of a tenth of the tokens to the arrival of eight tenths.
+run has three fields. ``prompts`` has a list of token ids for each stream, ``tokens`` is the number
+of tokens of each stream, and ``options`` has further fields of the requests. All streams begin
+together. The answer has two rates in tokens per second. ``whole`` is measured from the first
+request to the last token. ``middle`` is measured from the arrival of a tenth of the tokens to the
+arrival of eight tenths.
 
 - ``count`` has one connection, receives tokens in columns, and only counts tokens and ends of
   streams;

@@ -1,8 +1,8 @@
 """A GPU worker whose forward is a sleep. The CPU is free during the forward, as it is with a GPU.
 
 ``python benchmarks/_standin_gpu.py SECONDS FILE`` runs the normal worker with a simulated device.
-The device works in order, like a CUDA stream: a forward begins when the previous forward has ended,
-takes SECONDS, and includes the sampling of the step's tokens. The host's work delays the device
+The device works in order, like a CUDA stream. A forward begins when the previous forward has ended.
+It takes SECONDS, including the sampling of the step's tokens. The host's work delays the device
 only if the queue is empty. Steps overlap unless ``TOKENBUS_OVERLAP`` is ``off``.
 
 At its end, the worker writes a JSON list to FILE, ``[[sequences, seconds], …]``. Each pair has the

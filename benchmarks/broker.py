@@ -85,7 +85,8 @@ def broker(folder: Path, **more: str) -> Iterator[tuple[str, str, Callable[[], f
     front, back = f"ipc://{folder}/front.sock", f"ipc://{folder}/back.sock"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
     settings = {"FRONT": front, "BACK": back, "MAX_PENDING_BYTES": str(2**31), "EXPIRY_S": "600"}
-    # The streams never end. With the default, the broker would wait 30 s for them when it stops.
+    # The streams never end. With the default, the broker would wait 30 s for the streams when it
+    # stops.
     settings["DRAIN_S"] = "0.1"
     settings |= more
     process = subprocess.Popen(
@@ -397,9 +398,9 @@ def _percentile(values: list[float], part: float) -> float:
 
 
 def hop_figures(found: dict[str, list[list[float]]]) -> dict[str, float]:
-    """Figures of the latency at the median and at the 99th percentile. For each: the ratio of the
-    broker's latency to the proxy's, the microseconds that the broker adds to a direct connection,
-    and the latencies of broker and proxy. Each figure is the median over the rounds."""
+    """Figures of the latency at the median and at the 99th percentile. The figures are the ratio of
+    the broker's latency to the proxy's, the microseconds that the broker adds to a direct
+    connection, and both latencies. Each figure is the median over the rounds."""
     figures: dict[str, float] = {}
     for name, part in (("p50", 0.5), ("p99", 0.99)):
         by_way = {way: [_percentile(r, part) for r in rounds] for way, rounds in found.items()}

@@ -228,8 +228,8 @@ def client_figures(rounds: int = ROUNDS, steps: int = 600) -> dict[str, float]:
 
 
 def _send_us(columns: bool, steps: int) -> float:
-    """Microseconds of CPU time to encode the message of a step of 64 plain tokens of one session,
-    and to store the entries for clients that attach."""
+    """Microseconds of CPU time to send a step of 64 plain tokens of one session. This time includes
+    encoding the message, and storing the entries for clients that attach."""
     streams = LiveStreams(lambda frames, link: None, lambda stream: None)
     sequences = []
     for request in range(1, STREAMS + 1):

@@ -2,10 +2,11 @@
 log-probabilities of each stream alone. Also compares the throughput with the setting ``exact`` on
 and off.
 
-The model is the embedded model. Batches of 1 to 64 requests run with shared prefixes, chunks of
-several sizes, drafts, forks, a small KV cache, moves to another engine, and one or two threads.
-Each batch also runs on two worker processes, one of which is killed, and the tokens of all streams
-are scored together. The tokens of all these runs count towards ``compared_tokens``.
+The model is the embedded model. Batches of 1 to 64 requests run in several ways: with shared
+prefixes, chunks of several sizes, drafts, forks or a small KV cache. Requests also move to another
+engine, and engines have one or two threads. Each batch also runs on two worker processes, one of
+which is killed. At the end, the tokens of all streams are scored together. The tokens of all these
+runs count towards ``compared_tokens``.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 The attacks are those of ``tests/hostile``: hostile modules, hostile arguments, and guest processes
 that an attacker controls. Another tenant's streams, the *calm streams*, run all the time in the
 same workers. An attack is compared with the period before it. In this period, the attacker's client
-uploads a harmless module and sends as many ordinary requests with it as the attack sends. So the
-comparison excludes the load that each tenant is allowed to cause. ``calm_gap_ms`` compares the
-largest times between two calm tokens, and ``calm_throughput`` compares the numbers of calm tokens
-per second. ``calm_throughput_vs_alone`` compares with periods in which the attacker's client does
-nothing. ``client_import_ratio`` is the ratio of the client's import time to the import time of its
-two required libraries.
+uploads a harmless module. With this module, the client sends the number of requests that the attack
+sends. So the comparison excludes the load that each tenant is allowed to cause. ``calm_gap_ms``
+compares the largest times between two calm tokens, and ``calm_throughput`` compares the numbers of
+calm tokens per second. ``calm_throughput_vs_alone`` compares with periods in which the attacker's
+client does nothing. ``client_import_ratio`` is the ratio of the client's import time to the import
+time of its two required libraries.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ ALONE_S = 10.0
 """Seconds without any request of the attacker's client, before and after all attacks."""
 ORDINARY = Attack("ordinary", "", Expected(), guest)
 NOTES = {
-    "calm_gap_ms": "how much an attack lengthens the longest gap between calm tokens: at most 50",
-    "calm_throughput": "calm tokens per second, attacks / ordinary requests: at least 0.97",
-    "calm_throughput_vs_alone": "calm tokens per second, attacks / no other requests",
-    "nothing_else_dies": "whether all other processes and streams survive all attacks: 1",
-    "wrong_outcomes": "attacks with another outcome than expected: 0",
+    "calm_gap_ms": "ms by which an attack lengthens the longest gap of calm tokens; at most 50",
+    "calm_throughput": "ratio of calm tokens/s, attacks to ordinary requests; at least 0.97",
+    "calm_throughput_vs_alone": "ratio of calm tokens/s, attacks to no other requests",
+    "nothing_else_dies": "1 if all other processes and streams survive all attacks; must be 1",
+    "wrong_outcomes": "number of attacks with an unexpected outcome; must be 0",
     "hostile_step_ratio": "ratio of the longest gaps between calm tokens, with and without attack",
     "client_import_ratio": "ratio of import times, tokenbus.clients to zmq and msgspec",
 }

@@ -29,8 +29,8 @@ arguments as JSON. Runs of ``react`` in which the model answers before the fifth
 counted.
 
 In a round, the program and the clients run one after another. A figure is the median of the ratios
-of all rounds. ``tree_tokens_saved`` is the share of tokens that the program saves: those that the
-worker computes for the client of ``tree``, but not for the program. Prompts are included.
+of all rounds. ``tree_tokens_saved`` compares the tokens that the worker computes for the client of
+``tree`` and for the program. The figure is the share that the program saves. Prompts are included.
 Speculation is off.
 """
 
@@ -80,7 +80,7 @@ OTHERS = (
     ("-m", f"{WORKERS}.tool", str(HERE / "_programs_tools.py")),
     ("-m", "tokenbus.clients.gateway"),
 )
-"""The processes of the system besides broker, GPU worker and controller worker."""
+"""The processes of the system in addition to broker, GPU worker and controller worker."""
 TURNS, THOUGHT = 5, 16
 CITY = {"city": {"type": "string", "maxLength": 24}}
 CALLS = {tool.__name__: tool for tool in CITY_TOOLS}

@@ -1,7 +1,7 @@
 """Measures the cost of reliability: the journal, moves, overload, and memory after many streams.
 
-- Journal: tokens per second through a fully loaded broker with the journal, divided by those
-  without the journal; and the journal's bytes for each token of a plain stream.
+- Journal: the ratio of tokens per second through a fully loaded broker, with the journal to
+  without. Also the journal's bytes for each token of a plain stream.
 - Move: a worker is killed (SIGKILL) during a stream with a long prompt. The figure compares the
   client's pause, from the broker's detection to the next token, with a prefill of the same number
   of tokens at the other worker.
@@ -362,8 +362,8 @@ def short_streams(front: str, count: int) -> None:
 
 
 def memory(folder: Path, count: int) -> dict[str, float]:
-    """The growth of the memory of broker and worker over ``count`` streams, after a tenth as many
-    warm-up streams."""
+    """The growth of the memory of broker and worker over ``count`` streams. A tenth of this number
+    of streams runs first, to warm up."""
     with standin(folder, 0.0005, capacity=str(WINDOW)) as (system, worker):
         short_streams(system.front, count // 10)
         before, began = resident_mb(system.broker.pid, worker), time.monotonic()

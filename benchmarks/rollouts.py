@@ -1,5 +1,5 @@
 """Trains the embedded model by GRPO with rollouts from three GPU workers. Every ten seconds, one of
-them is killed.
+the workers is killed.
 
 64 rollouts are always live: eight groups, each of which forks one prompt into eight samples. The
 benchmark has two parts:

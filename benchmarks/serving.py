@@ -8,8 +8,8 @@
   per second of the same engine without a bus. The model is a Llama with 21 million parameters, and
   prompts have 32 tokens. A run has one stream of 192 tokens or 32 streams of 64 tokens.
 - ``vs_llamacpp_*``: ratio to llama.cpp's server for the same requests. Like our worker, this server
-  samples greedily and computes in float32. Its streams are read over HTTP. The figures are missing
-  without the server, which ``make bench-peers`` builds.
+  samples greedily and computes in float32. The server's streams are read over HTTP. The figures are
+  missing without the server, which ``make bench-peers`` builds.
 - ``slowest_second_vs_median``: number of tokens in the slowest second, divided by the number in the
   median second. For a minute, streams of 1,000 tokens run one after another.
 

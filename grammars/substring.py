@@ -8,8 +8,8 @@ automaton has at most two states for each byte of text.
 In UTF-8, the first byte of a character differs from its other bytes. Strings that begin inside a
 character are left out: in the state of the empty string, only first bytes of characters have
 transitions. A state accepts if its strings end between two characters.
-All strings of a state end at the same places, so either all of them end between two characters, or
-none of them does.
+All strings of a state end at the same places, so either all or none of them end between two
+characters.
 
 Sources: A. Blumer et al., The smallest automaton recognizing the subwords of a text, Theoretical
 Computer Science 40, 1985; S. Inenaga and M. Takeda, On-line linear-time construction of word suffix
@@ -37,7 +37,8 @@ class SubstringError(ValueError):
 
 
 def compile_substring(text: str) -> Dfa:
-    """The automaton of every substring of a text, in whole characters and including the empty text.
+    """The automaton that matches every substring of whole characters of a text, including the empty
+    text.
 
     The automaton has about 1.5 states for each byte of prose, and at most 2. If the end of the text
     also occurs elsewhere in the text, the automaton has a few states more than the minimal
@@ -86,8 +87,8 @@ def _states(data: bytes, classes: bytes, width: int) -> tuple[array[int], bytes]
     blank = array(_WORD, bytes(4 * width))
     nexts = blank * 2
     # For each state: the length of its longest string, and its suffix link. The link leads to the
-    # state of a suffix of this string: the longest that begins at the first byte of a character and
-    # occurs at more places than the string.
+    # state of a shorter string: the longest suffix that begins at the first byte of a character and
+    # occurs at more places.
     length = [0, 0]
     link = [_DEAD, _DEAD]
     accepting = bytearray((0, 1))

@@ -24,7 +24,7 @@ class Connection:
 
     def __init__(self, address: str) -> None:
         self._arrivals: SimpleQueue[None] = SimpleQueue()
-        """Wakes ``receive``: the queue gets an item for each message of the broker, for each
+        """Wakes ``receive``. The queue gets an item for each message of the broker, for each
         refused message of the client, and for the end of the link."""
         self._refusals: SimpleQueue[str] = SimpleQueue()
         self._link = Link(address, lambda: self._arrivals.put(None))

@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 
 
 LEASE_ENDED = b"LEASE_ENDED"
-"""The type of a message that comes from this module, not from a broker. If a worker has several
-brokers, ``take`` returns such a message when the lease at one of the brokers has ended, possibly
-for good."""
+"""The type of a message that ``take`` returns when the worker's lease at one of several brokers has
+ended. This module makes the message; brokers do not send it. The worker may never register with
+this broker again."""
 
 
 class BusEndedError(RuntimeError):
@@ -46,9 +46,9 @@ class Bus:
     """The connection of one worker to the brokers at ``endpoint``: addresses that are separated by
     commas.
 
-    ``registration`` returns the registration (called on a bus thread). For the heartbeat, ``load``
-    returns the number of requests and the gauges, ``metrics`` the counters, and ``sandbox_ms`` the
-    CPU time of controllers.
+    ``registration`` returns the worker's registration. It is called on a bus thread. Three
+    functions return the content of heartbeats. ``load`` returns the number of requests and the
+    gauges, ``metrics`` the counters, and ``sandbox_ms`` the CPU time of controllers.
 
     ``first`` receives new messages at once, on a bus thread, and handles those that must not wait
     for another thread. ``first`` returns the other messages, which ``take`` then returns. If
@@ -57,8 +57,8 @@ class Bus:
 
     ``health`` is updated with each heartbeat. ``key``: the worker's key, if the brokers have keys.
     ``link_of``: the link of a live request; None if the request is unknown. ``elsewhere``: the
-    number of requests that came over other links than the given one. Callbacks are called by one
-    thread at a time. Raises AddressError if an address is not valid.
+    number of requests that came over links other than the given link. Only one thread at a time
+    calls these functions. Raises AddressError if an address is not valid.
     """
 
     def __init__(
@@ -146,9 +146,9 @@ class Bus:
             link.post(frames, True)
 
     def post_to_any(self, frames: Frames, turn: int) -> None:
-        """Sends a message to one of the brokers that have registered this worker. If the message is
-        sent again with the next ``turn``, it goes to another broker: a failure of the first broker
-        is detected only after some silence."""
+        """Sends a message to one of the brokers that have registered this worker; ``turn`` selects
+        the broker. To repeat a message, call this method with the next ``turn``. The message then
+        goes to another broker, because the first broker may have failed."""
         there = [link for link in self._links if link.lease.registered] or self._links
         there[turn % len(there)].post(frames, True)
 
@@ -161,9 +161,9 @@ class Bus:
                 return
 
     def kept(self, answer: Registered, link: int = 0) -> frozenset[int] | None:
-        """The requests of a link that continue after this ``REGISTERED``; the worker drops the
-        link's other requests. None means that all requests continue, because the message answers a
-        change of the registration."""
+        """The requests of a link that continue after this ``REGISTERED``. The worker drops the
+        link's other requests. None if all requests continue: the message then confirms an update of
+        the registration, and no new lease."""
         return self._links[link].kept(answer)
 
     def registered(self, answer: Registered, link: int = 0) -> None:
@@ -199,8 +199,8 @@ class Bus:
 
     def drain(self, reason: str, successor: bool | None = False) -> None:
         """Stops the brokers from sending further requests. ``successor``: whether another process
-        replaces this process; its streams may then move at once. None means that the whole system
-        on this machine ends."""
+        will replace this worker. If so, the worker's streams may move at once. None means that all
+        processes on this machine end."""
         for link in self._links:
             link.post_own(link.lease.drain(reason, successor))
 
@@ -289,9 +289,9 @@ class Bus:
 
 
 def refused_frames(message: FromBus, elsewhere: int = 0, unknown: str = "") -> Frames:
-    """The REFUSED of a worker that does not have room for a request or a START, or does not know
-    the controller of a START. ``elsewhere``: the number of requests of other brokers. ``unknown``:
-    the error of an unknown controller."""
+    """The REFUSED of a worker without room for a request or a START. A worker also sends REFUSED if
+    the controller of a START is unknown. ``elsewhere``: the number of requests that this worker
+    runs for other brokers. ``unknown``: the error of an unknown controller."""
     made = Refused(type=message.type.decode(), elsewhere=elsewhere, unknown=unknown)
     body = encode_body(made, "msgpack")
     header = encode_header(message.header.request)

@@ -40,7 +40,8 @@ class Lease:
         self._drain: Drain | None = None
         self._outdated = False
         """Whether the registration changed after REGISTER was sent. ``changed`` sets this flag.
-        ``connected`` clears the flag, and so does ``changed`` when it returns the update."""
+        ``connected`` clears the flag. ``changed`` also clears the flag when it returns the
+        update."""
         self._reported: frozenset[int] = frozenset()
         """The live requests that the last REGISTER of a new lease has reported."""
         self._registrations = 0
@@ -59,8 +60,8 @@ class Lease:
         return [self._frames(b"REGISTER", registration)]
 
     def kept(self, answer: Registered) -> frozenset[int]:
-        """The requests that continue under the new lease: those that REGISTER reported and the
-        broker's answer does not list as ``unknown``."""
+        """The requests that continue under the new lease: those that REGISTER reported, except
+        those that the broker's answer lists as ``unknown``."""
         return self._reported - frozenset(answer.unknown)
 
     def on_frames(self, frames: Frames, now: float) -> tuple[bool, list[Frames]]:
@@ -109,9 +110,9 @@ class Lease:
 
     def changed(self) -> list[Frames]:
         """The messages that report a changed registration. Before the lease is granted, the result
-        is empty, and ``on_frames`` returns the update when REGISTERED arrives. The broker accepts
-        an update only from a registered worker, and a second complete REGISTER would begin another
-        lease."""
+        is empty, and ``on_frames`` returns the update when REGISTERED arrives. The update has to
+        wait, because the broker accepts updates only from registered workers. A second complete
+        REGISTER would begin another lease."""
         # The flag is set before ``registered`` is checked, because another thread may set
         # ``registered`` in between.
         self._outdated = True

@@ -5,8 +5,8 @@ other links.
 
 After a lease has ended, results for its requests must not be delivered: the broker has given the
 requests to other workers. So when the link sends the ``REGISTER`` of a new lease, it drops the
-posted messages. It also drops messages that are posted before the worker has handled the answer
-``REGISTERED`` and has called ``registered``.
+posted messages. It drops further messages until the worker has handled the answer ``REGISTERED``
+and has called ``registered``.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Link:
         flag."""
         self._handled = 0
         """``Registered.worker`` of the last answer that the worker has handled. The broker assigns
-        another number for each lease."""
+        a new number to each lease."""
 
         def registration() -> Register:
             return worker.registration(number)
@@ -169,8 +169,8 @@ class _WorkerPeer:
         self.ended = worker.link_ended
 
     def connected(self, now: float) -> None:
-        """Registers. Drops messages that have arrived for requests of an earlier lease, and
-        messages that are posted for these requests."""
+        """Registers. Drops received messages and posted messages that belong to requests of an
+        earlier lease."""
         self._mute()
         self._worker.lease_ended(self._number)
         self._answers.clear()

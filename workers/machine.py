@@ -1,5 +1,5 @@
-"""The id of this machine, by which processes detect whether they can share memory, and the size of
-the machine's memory."""
+"""The id of this machine, and the size of its memory. Two processes can share memory if they have
+the same machine id."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
 """The variables and inputs of requests: the effect of each operation, without files or sockets.
 
-Source: AICI's storage commands (``ReadVar``, ``WriteVar``). Each answer is stored until its request
-ends, so that a replayed controller receives the same answers again. Requests affect each other only
-through the bound on the bytes of all requests. A refusal at this bound is not stored.
+Source: AICI's storage commands (``ReadVar``, ``WriteVar``). An operation is identified by its
+request, the *lineage* of its sequence (a hash of the sequence's forks), and its number in the
+sequence. Each answer is stored until the request ends, so that a replayed controller receives the
+same answers again. Requests affect each other only through the bound on the bytes of all requests.
+A refusal at this bound is not stored.
 
 An append extends the value in place, and a stored answer refers to a prefix of the value. So if a
 controller appends and reads at each token, the answers to its reads do not need copies of the
@@ -27,20 +29,21 @@ REQUEST_BYTES = 512
 VARIABLE_BYTES = 256
 ANSWER_BYTES = 256
 ERROR_BYTES = 512
-"""``REQUEST_BYTES`` are counted for a request, ``VARIABLE_BYTES`` for a variable in addition to its
-name and value, and ``ANSWER_BYTES`` for a stored answer. These numbers are CPython's measured
-memory use, rounded up. ``ERROR_BYTES``: maximum bytes of an error text."""
+"""Overheads that count towards the limits: ``REQUEST_BYTES`` for each request, ``VARIABLE_BYTES``
+for each variable in addition to its name and value, ``ANSWER_BYTES`` for each stored answer. The
+numbers are CPython's measured memory use, rounded up. ``ERROR_BYTES``: maximum bytes of an error
+text."""
 
 ENDED = 10_000
-"""Number of ended requests that are remembered, so that an operation in transit when its request
-ends does not recreate the request. Request ids are never reused."""
+"""Number of ended requests that are remembered. An operation that arrives after the end of its
+request must not recreate the request. Request ids are never reused."""
 
 
 class StorageLimits(Struct, frozen=True, kw_only=True):
-    """Operations beyond these limits are refused. A request counts 512 bytes; each variable 256
-    plus its name and value; each input 256 plus its text; each stored answer 256 plus its error
-    text. While stored answers refer to a replaced value, the value still counts, with 256 bytes
-    more. If several answers refer to the value, it counts once."""
+    """Operations beyond these limits are refused. A request counts as 512 bytes. Each variable adds
+    256 bytes, its name and its value. Each input adds 256 bytes and its text. Each stored answer
+    adds 256 bytes and its error text. A replaced value still counts, plus 256 bytes, while any
+    stored answers refer to it."""
 
     value_bytes: int = MIB
     """Maximum bytes of one value."""
@@ -64,8 +67,9 @@ class SavedRequest(Struct, array_like=True):
     variables: list[tuple[str, int, int]]
     """For each variable: its name, its version, and the index of its value in ``values``."""
     answers: list[tuple[int, int, int, int, int, bool, str | None]]
-    """Lineage and count of each answered operation, and its answer: version, index in ``values``
-    (-1 without a value), length of the value's prefix, ``written`` and error."""
+    """The answered operations. The first two numbers are the operation's lineage and count. The
+    others are the fields of the answer: version, index in ``values`` (-1 without a value), length
+    of the value's prefix, ``written`` and error."""
     inputs: list[int] = []
     """For each input that has not been taken: the index of its text in ``values``."""
     given: int = 0
@@ -143,7 +147,7 @@ class VariableStorage:
         return held.bytes if held is not None else 0
 
     def num_answers(self, request: int) -> int:
-        """The number of operations of a request that were applied, not counting its inputs."""
+        """Number of applied operations of a request. Inputs of the client do not count."""
         held = self._held.get(request)
         return len(held.answers) if held is not None else 0
 
@@ -155,13 +159,13 @@ class VariableStorage:
         return held is not None and (op.lineage, op.count) in held.answers
 
     def refusal(self, op: Variable, ahead: int = 0) -> str | None:
-        """The error for a new operation that is refused without a stored answer; None if the
-        operation is not refused.
+        """The error for a new operation that is refused before it is applied; None if the operation
+        can be applied. The error is not stored.
 
-        An operation that is refused because all requests together exceed their limit may succeed if
-        it is repeated. All other refusals are final: the name is not valid, the value is too long,
-        the request has ended, or the request does not have room for another answer. ``ahead``: the
-        ``cost`` of the operations that will be applied before ``op``.
+        If the bytes of all requests would exceed ``total_bytes``, the operation may succeed later.
+        All other refusals are final: the name is not valid, the value is too long, the request has
+        ended, or the request does not have room for another answer. ``ahead``: the ``cost`` of the
+        operations that will be applied before ``op``.
         """
         limits = self.limits
         size = len(op.name.encode())
@@ -181,7 +185,7 @@ class VariableStorage:
             return (
                 f"the request's variables and the stored answers take {held.bytes} "
                 f"bytes; at most {limits.request_bytes} are allowed, "
-                "so it can do no more operations"
+                "so the request cannot do more operations"
             )
         if self.bytes + ahead + self.cost(op) > limits.total_bytes:
             return (
@@ -192,7 +196,7 @@ class VariableStorage:
         return None
 
     def no_room(self, op: Variable) -> str | None:
-        """The error for an input if too many inputs already wait for its program; otherwise None.
+        """The error for an input if too many inputs already wait for the program; otherwise None.
         The input may be sent again."""
         held = self._held.get(op.request) if op.op == "give" else None
         if held is None:
@@ -206,10 +210,11 @@ class VariableStorage:
         )
 
     def opening(self, op: Variable, content: bytes, used: int) -> Variable:
-        """An operation that opens a context, in the form in which it is logged and applied. Its
-        value is the content of the context. If the request does not have room for the content,
-        ``when_version_is`` has the number of its bytes instead, so that refused contexts do not
-        fill the log. ``used``: an upper bound on the bytes of the request before the operation."""
+        """An operation that opens a context, in the form in which it is logged and applied. The
+        field ``value`` of the result has the content of the context. If the request does not have
+        room for the content, ``when_version_is`` has only the content's size in bytes. So contexts
+        that are refused do not fill the log. ``used``: an upper bound on the bytes of the request
+        before the operation."""
         size = len(content)
         if max(used, REQUEST_BYTES) + VARIABLE_BYTES + size <= self.limits.request_bytes:
             return structs.replace(op, value=content, when_version_is=None)
@@ -241,8 +246,8 @@ class VariableStorage:
             return VariableAnswer(*_name(op), error=error)
         if op.place is not None and (before := self.num_answers(op.request)) != op.place:
             text = (
-                f"the operation follows {op.place} operations of its request, but {before} were "
-                "applied"
+                f"the operation expects {op.place} earlier operations of its request, but {before} "
+                "were applied"
             )
             return VariableAnswer(*_name(op), error=text, again=before < op.place)
         if held is None:
@@ -432,8 +437,8 @@ def _as_it_is(stored: _Stored | None) -> _Result:
 
 
 def _freed(value: _Value) -> int:
-    """The bytes that become free if a value is replaced, without the bytes that stored answers
-    refer to."""
+    """The bytes that become free if a value is replaced. Bytes that stored answers refer to are not
+    free."""
     if value.answered:
         return len(value.data) - value.answered
     return VARIABLE_BYTES + len(value.data)

@@ -48,7 +48,7 @@ def _begun(folder: Path) -> tuple[int, str]:
     """Creates, opens and locks a new file of mode 0600; returns its descriptor and its name."""
     while True:
         number, name = tempfile.mkstemp(prefix=_NEW, dir=folder)
-        # The lock shows that the file was not left by a process that died.
+        # ``clear_left`` removes files without a lock, because their processes have ended.
         fcntl.flock(number, fcntl.LOCK_EX)
         if os.fstat(number).st_nlink:
             return number, name

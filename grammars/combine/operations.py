@@ -74,7 +74,7 @@ def repetition(
     counts = f"{least:,} to {most:,} times" if most is not None else f"{least:,} times or more"
     if least < 0 or (most is not None and most < least):
         raise CombinationError(
-            f"cannot repeat a part {counts}: the counts must be 0 or more, and in order"
+            f"cannot repeat a part {counts}: the counts must be 0 or more, the lower one first"
         )
     if max(least, most or 0) > max_states:
         raise CombinationError(
@@ -107,9 +107,9 @@ def stop_at(
     """The automaton of the texts of a part that end with ``stop`` and do not contain an earlier
     ``stop``.
 
-    The stop belongs to the text, and the whole text must match the part. The stop may not occur
-    earlier, even in an occurrence that overlaps the one at the end. If ``part`` is None, any text
-    may precede the stop.
+    The stop belongs to the text, and the whole text must match the part. The stop must not occur
+    earlier in the text, not even overlapping the stop at the end. If ``part`` is None, any text may
+    precede the stop.
 
     Limits and errors are those of ``sequence``. Also raises CombinationError if the stop is empty,
     has more than ``MAX_STOP_BYTES`` bytes or contains a lone surrogate. The same error is raised if

@@ -2,8 +2,9 @@
 
 A part that is repeated has several copies. A place is a state of the automaton of one copy. It is
 encoded as a number: the copy's number times ``stride``, plus the state. A state of the combination
-is a set of places: all places to which a text may lead. If a set has a place that accepts, the set
-also has the start of each copy that may follow, and ``END`` if the text may end there.
+is a set of places: all places to which a text may lead. If a place in the set accepts, the set also
+has the start of each copy that may follow. The set also has ``END`` if the text may end at this
+place.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ class Places:
         """Removes redundant places. If several copies from ``counted_to`` on are in the same state,
         only the place in the earliest copy is kept.
 
-        The other places are redundant, because the text may end after any of these copies, and the
-        earliest copy allows the most further repetitions.
+        The other places are redundant: the text may end after any of these copies, and the earliest
+        copy leaves the most repetitions.
         """
         ordered = sorted(places, reverse=True)
         bound = counted_to * self.stride

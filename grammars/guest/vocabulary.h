@@ -1,8 +1,8 @@
 // The vocabulary of a grammar: a tree of tokens by the classes of their bytes.
 //
 // Two bytes of one class lead to the same state from every lexer state, so tokens whose bytes have
-// the same classes are always allowed together: they share a node. The tree does not contain tokens
-// with a byte for which all lexer states lack a transition.
+// the same classes are always allowed together: they share a node. The tree leaves out tokens with
+// a byte for which no lexer state has a transition.
 #ifndef GRAMMAR_VOCABULARY_H
 #define GRAMMAR_VOCABULARY_H
 

@@ -1,9 +1,9 @@
 """Finds the part of a pattern that makes the pattern too large.
 
 The search begins with the whole pattern as the part. It compiles the longest items of the part,
-each alone and for a short time, and continues with an item that is too large by itself. If each
-item of a concatenation is small enough but the items together are too large, the result is the
-shortest sequence of neighbouring items that is too large.
+each alone and for a short time, and continues with an item that is too large by itself. The items
+of a concatenation may be too large only together. The result is then the shortest sequence of
+neighbouring items that is too large.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _TRIAL_SHARE = 0.15
 _TRIED = 20
 """Maximum number of items of one part that are tried, the longest first."""
 _MANY_RANGES = 50
-"""If a set of characters has more ranges than this, an error calls it a Unicode category, because a
-class that is written in a pattern rarely has as many ranges."""
+"""An error calls a set of characters with more ranges than this a Unicode category. A class that is
+written in a pattern rarely has as many ranges."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,8 +100,9 @@ def _characters(end: int) -> str:
 def any_case(chars: CharSet, ascii_only: bool) -> CharSet:
     """The set of all characters that match a character of ``chars`` under ``(?i)``, as in ``re``.
 
-    Two characters match if their lower cases are equal, or if their lower cases have the same upper
-    case, for example s and the long s. With ``ascii_only``, only the letters A to Z have cases.
+    Two characters match if their lower cases are equal. They also match if their lower cases have
+    the same upper case, as s and the long s do. With ``ascii_only``, only the letters A to Z have
+    cases.
     """
     if ascii_only:
         more = list(chars)

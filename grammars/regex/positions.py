@@ -6,7 +6,7 @@ expanded to its copies. A state of the automaton is the set of positions that ma
 character. Source: V. M. Glushkov, The abstract theory of automata, 1961.
 
 Position ~i is the end of the syntax tree of pattern i. This position does not match a character. A
-state that contains it accepts pattern i.
+state that contains this position accepts pattern i.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .charsets import CharSet
 from .tree import Alternation, Chars, Concatenation, Repeat, Tree
 
 Open = tuple[bool, list[frozenset[int]], list[int]]
-"""Three values about a part of a pattern: whether it matches the empty text; sets whose union has
-the positions that may match its first character; the positions that may match its last
-character."""
+"""Three values about a part of a pattern. The first says whether the part matches the empty text.
+The second is a list of sets, whose union has the positions that may match the first character. The
+third has the positions that may match the last character."""
 
 
 @dataclass(slots=True)

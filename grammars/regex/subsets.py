@@ -1,7 +1,7 @@
 """The subset construction, over classes of characters.
 
-Characters that occur in exactly the same sets of the pattern form one class, so that large Unicode
-sets do not slow this step down. The states are sets of positions.
+Two characters are in one class if each set of the pattern has both or neither of them. So large
+Unicode sets do not slow this step down. A state is a set of positions (``positions.py``).
 """
 
 from __future__ import annotations

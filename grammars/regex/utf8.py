@@ -6,11 +6,11 @@ characters. Equal nodes are merged. For each state, the leaves of this graph are
 next states, and classes that lead to the same state are merged.
 
 If the automaton over characters is minimal, the automaton over bytes is minimal too. Two different
-states inside a character are not equivalent, because some bytes lead from them to two different
-states between characters, which are not equivalent. A state inside a character is never
-equivalent to a state between two characters, because only a state inside a character reads
-continuation bytes. Overlong forms and surrogates have no path in the graph, so they never match.
-Sources: R. Cox, Regular expression matching in the wild, 2010, and the Rust crate ``utf8-ranges``.
+states inside a character are not equivalent: some bytes lead from them to two states between
+characters that are not equivalent. A state inside a character is never equivalent to a state
+between two characters, because only a state inside a character reads continuation bytes. Overlong
+forms and surrogates have no path in the graph, so they never match. Sources: R. Cox, Regular
+expression matching in the wild, 2010, and the Rust crate ``utf8-ranges``.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Compilation:
     """Conflicts that precedences do not decide. The parser prefers a shift to a reduction, and the
     earlier of two rules."""
     warnings: tuple[str, ...]
-    """Warnings about lexemes that can never match because other lexemes are always preferred, and
+    """Warnings about lexemes that can never match, because other lexemes are always preferred. Also
     the warning that each text must begin inside a lexeme (``_begun``)."""
 
 
@@ -164,8 +164,9 @@ def _after_newline(grammar: CompiledGrammar) -> CompiledGrammar:
 
 
 def _begun(grammar: CompiledGrammar) -> Iterable[str]:
-    """Yields a warning if each text of the grammar must begin inside a lexeme: the newline that
-    ``_after_newline`` assumes begins a lexeme that the text has to complete."""
+    """Yields a warning if each text of the grammar must begin inside a lexeme. ``_after_newline``
+    assumes a newline before the text. If this newline begins a lexeme, the text has to complete the
+    lexeme."""
     first = grammar.lexer_first
     viable = Parser(grammar).viable(Parser.start) | 1 << SKIP
     if first == grammar.lexer_start or (
@@ -175,15 +176,15 @@ def _begun(grammar: CompiledGrammar) -> Iterable[str]:
     names = " or ".join(grammar.terminals[t] for t in set_bits(grammar.reachable[first] & viable))
     yield (
         f"a text can only begin with the rest of {names} after a newline: the lexer begins as if "
-        "it had just read a newline, and a newline alone is not a lexeme that a text can begin "
-        "with; add the newline to SKIP, or write '%lexer declared'"
+        "it had just read a newline, and no text can begin with a newline alone; add the newline "
+        "to SKIP, or write '%lexer declared'"
     )
 
 
 def _with_start(lexer: LexerDfa) -> tuple[list[int], list[int], list[int], int]:
     """Returns the transitions, the matched lexeme and the reachable lexemes of each state, and the
-    start state. If necessary, a new start state is added. No transition leads to this state and no
-    lexeme is matched in it, so that an empty text is never a lexeme."""
+    start state. If necessary, a new start state is added. No transition leads to this state, and no
+    lexeme ends in it. So an empty text is never a lexeme."""
     transitions = list(lexer.transitions)
     accepted = list(lexer.accepted)
     reachable = list(lexer.reachable)

@@ -18,7 +18,7 @@ form is little-endian throughout. A header of 64 bytes:
     44  u32  words W of a set of terminals, ceil(T / 32): terminal t is bit t % 32 of word t / 32
     48  u32  num_reductions R
     52  u32  bytes of the names
-    56  u32  num_rests Q
+    56  u32  num_rests Q: a rest completes a rule (closing.py)
     60  u32  terminals of all rests together Y
 
 then these arrays, each at the next multiple of 8 bytes, padded with zeros:

@@ -92,8 +92,9 @@ class Items:
 
     def leftmost(self, symbol: int) -> list[tuple[int, int, bool]]:
         """The nonterminals that can begin a derivation of ``symbol``, including ``symbol`` itself.
-        For each of them, returns its number, the terminals that can follow it within these
-        derivations, and whether terminals that follow ``symbol`` can follow it too."""
+        For each of them, returns the nonterminal's number, the terminals that can follow the
+        nonterminal within these derivations, and whether terminals that follow ``symbol`` can
+        follow it as well."""
         known = self._leftmost.get(symbol)
         if known is not None:
             return known
@@ -188,9 +189,9 @@ def _expand(items: Items, state: State) -> tuple[dict[int, dict[int, int]], dict
 def _choose(
     states: list[State], others: list[int], before: int | None, lookaheads: list[int]
 ) -> int | None:
-    """The target of a transition, whose kernel items have ``lookaheads``. The target is the former
-    target ``before`` if it is compatible, else a state of ``others`` that has all lookaheads, else
-    a compatible state of ``others``. None if a new state is needed."""
+    """The target of a transition, whose kernel items have ``lookaheads``. The first choice is the
+    former target ``before``, if it is compatible. The second is a state of ``others`` that has all
+    lookaheads, and the third a compatible state of ``others``. None if a new state is needed."""
     if before is not None and _compatible(states[before].lookaheads, lookaheads):
         return before
     compatible = None

@@ -103,9 +103,9 @@ class Recognizer:
         return stack is not None and bool(self._parser.viable(stack) >> END & 1)
 
     def expected(self) -> tuple[str, ...]:
-        """The names of the expected lexemes: the lexemes that the unfinished lexeme can still
-        become and, if it can end here, the lexemes that can follow it. SKIP is included only if it
-        is unfinished."""
+        """The names of the expected lexemes. These are the lexemes that the unfinished lexeme can
+        still become. If the unfinished lexeme can end here, the lexemes that can follow are also
+        expected. SKIP is included only if it is unfinished."""
         place = self.place
         wanted = 0
         if place.lexer != self.grammar.lexer_start:

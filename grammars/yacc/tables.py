@@ -161,5 +161,5 @@ def _check_reductions_end(grammar: Grammar, tables: ParseTables) -> None:
                     grammar.productions[production].offset,
                     f"'{grammar.production_text(production)}' would be reduced forever before "
                     f"{grammar.terminals[terminal]}; "
-                    "a rule must not begin with an empty rule and then itself",
+                    "a rule must not begin with an empty rule that the rule itself follows",
                 )

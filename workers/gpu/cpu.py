@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 SPIN_COUNT = "10000"
-"""Number of iterations for which an OpenMP thread that waits for the other threads spins before it
-sleeps. They take about 0.1 ms.
+"""Number of iterations that a waiting OpenMP thread spins before it sleeps. The iterations take
+about 0.1 ms.
 
 The default is 300,000 iterations or more. If another process uses one of two cores, two threads of
 a parallel region share the other core. The waiting thread then occupies this core until its time

@@ -145,8 +145,8 @@ class GpuWorker:
     # --- the loop -------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Serves until ``stop`` is called. Returns 0, or 1 if the worker must exit because of a
-        failure: for example, the default model could not be loaded, or the device has failed."""
+        """Serves until ``stop`` is called. Returns 0, or 1 after a failure that the worker cannot
+        survive, such as a failed device or a default model that could not be loaded."""
         if self._models.default:
             self._models.want(self._models.default)
         self._bus.start()
@@ -301,8 +301,8 @@ class GpuWorker:
         """Reports the changed pages of the KV caches to all brokers."""
         logs = {name: engine.pages for name, engine in self._models.engines.items()}
         if logs.keys() != self._paged:
-            # The removed pages of an evicted model are not in any log, so the next report replaces
-            # all pages.
+            # If a model was evicted, no ``PageLog`` has its removed pages, so the next report
+            # replaces all pages.
             self._all_pages, self._paged = True, set(logs)
         now = time.monotonic()
         if now - self._pages_at < PAGES_EVERY_S:
@@ -325,9 +325,9 @@ class GpuWorker:
     def _computed(self, engine: Engine) -> StepOutputs:
         """Runs one step of an engine and returns the outputs for clients.
 
-        If steps overlap, ``finish`` of the previous step has launched this step's forward, unless
-        one of the two steps has drafts. The forward then ran while the previous tokens were sent,
-        and the next forward is running when this method returns.
+        If steps overlap, the previous call of ``finish`` has already launched this step's forward,
+        so the forward ran while the previous tokens were sent. Likewise, the next forward already
+        runs when this method returns. A step with drafts does not overlap with other steps.
         """
         with self._bus.stepping():
             step = engine.begin()
@@ -426,8 +426,8 @@ class GpuWorker:
         if known is not None and not _is_of(known, message.link):
             moves = moves_of(message.header, message.attachments)
             if known.claimed_by in (None, message.link) and moves > known.moves:
-                # Another broker has a stale copy: the client has left that broker, which then moved
-                # its copy to this worker.
+                # Another broker has sent a stale copy. The client has left that broker, and the
+                # broker then moved its copy to this worker.
                 self._leave_to_another([known.request], known.link)
                 self._arrivals.request(message, kind)
                 return
@@ -440,10 +440,10 @@ class GpuWorker:
             self._arrivals.request(message, kind)
 
     def _claim(self, session: int, owner: int, link: int) -> None:
-        """Handles a CLAIM of a session of ``owner``: a client has connected to the broker of
-        ``link``, at which the requests of the client's session now continue. If this pass of the
-        loop has sent the maximum number of entries, the remaining requests are continued at that
-        broker in later passes."""
+        """Handles a CLAIM. The client of ``session`` has connected to the broker of ``link``, so
+        the session's requests continue at this broker. ``owner``: the owner of the session
+        (``ReportQueue``). If this pass of the loop has sent the maximum number of entries, later
+        passes handle the remaining requests."""
         if not session:
             self._claimed(session, link)
             return
@@ -472,7 +472,7 @@ class GpuWorker:
             claimed = 2
             stream.moves += claimed
         try:
-            self._go_on(stream, "its client has come to another broker", claimed)
+            self._go_on(stream, "the client has connected to another broker", claimed)
         except Exception as error:
             doing = "reporting it to another broker"
             if self._streams.get(stream.request) is stream:

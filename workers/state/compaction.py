@@ -43,8 +43,8 @@ class Compaction:
         self.pending = set(requests)
         """Requests that are not in the new log yet."""
         self._unsaved: deque[SavedTable | SavedContext | Record] = deque((*tables, *contexts))
-        """Tables and contexts that are not in the new log yet, and the records of those that have
-        changed since the start."""
+        """Tables and contexts that are not in the new log yet, and the records of tables and
+        contexts that have changed since the start."""
 
     @property
     def complete(self) -> bool:
@@ -67,9 +67,9 @@ class Compaction:
     def also(self, records: Iterable[Record]) -> None:
         """Adds records that were written to the current log. Records of pending requests are left
         out, because ``save`` will write the state of these requests. Records of tables and contexts
-        wait in a queue until the earlier records are saved. Whenever records are added to this
-        queue, at least the same number of bytes is saved from its front, so that the queue does not
-        grow. Raises OSError if the new log cannot be written."""
+        wait in a queue until the earlier records are saved. When records are added to this queue,
+        at least the same number of bytes at its front is saved, so that the queue does not grow.
+        Raises OSError if the new log cannot be written."""
         new = [record for record in records if record.request not in self.pending]
         if self._unsaved:
             waiting = [record for record in new if record.kind in (TABLE, CONTEXT)]

@@ -50,7 +50,7 @@ class Contexts:
         """Bytes of all contexts."""
 
     def __iter__(self) -> Iterator[SavedContext]:
-        """All contexts; those of each tenant in the order in which they were saved."""
+        """All contexts. The contexts of each tenant are in the order in which they were saved."""
         for contexts in self._tenants.values():
             yield from contexts.values()
 
@@ -61,18 +61,18 @@ class Contexts:
         return None if found is None else found.content
 
     def refusal(self, context: SavedContext, quota: int | None) -> str | None:
-        """The error if a context has more bytes than its tenant may have, or more bytes than the
-        tables leave for contexts; otherwise None. ``quota``: the tenant's quota of bytes, if it has
-        one."""
+        """The error if a context has more bytes than its tenant may use, or more than remain for
+        contexts next to the tables; otherwise None. ``quota``: the tenant's quota of bytes, if it
+        has one."""
         most = self._max_bytes(context.tenant, quota)
         if context.size > most:
             return f"the context has {context.size} bytes; at most {most} are allowed"
         left = self._total_bytes - self._tables.bytes
         if context.size > left:
             return (
-                f"the state worker is full: the context has {context.size} bytes, and the tables "
-                f"of all tenants' modules and tags leave {max(0, left)}; delete some modules or "
-                "tags"
+                f"the state worker is full: the context has {context.size} bytes; next to the "
+                f"tables of all tenants' modules and tags, {max(0, left)} bytes remain for "
+                "contexts; delete some modules or tags"
             )
         return None
 

@@ -5,8 +5,8 @@ the process is killed during an operation, the sender does not get an answer and
 operation. The operation is then applied once, whether the log already contains it or not.
 
 A change of a table is synced before the operation is answered; changes of variables are synced
-within ``SYNC_S``. After a failed sync, operations are refused until a new log with the whole state
-is on the disk, because the kernel may have dropped any part of the old log.
+within ``SYNC_S``. After a failed sync, the kernel may have dropped any part of the log. So
+operations are refused until a new log with the whole state is on the disk.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from .shares import Shares
 log = logging.getLogger(__name__)
 
 COMPACT_FLOOR = 16 * MIB
-"""A log of at most this many bytes is rewritten only when the worker starts, after the log was
-deleted, or after a failed write or sync."""
+"""A log of at most this size in bytes (the *floor*) is rewritten only when the worker starts, after
+the log was deleted, or after a failed write or sync."""
 COMPACT_FACTOR = 2
-"""The log is rewritten if it has more bytes than the floor, and more than this many times the bytes
-of the state."""
+"""A log above the floor is rewritten if its size is more than this multiple of the size of the
+state."""
 SYNC_S = 1.0
 """Seconds between two syncs of the log. A power failure can lose the operations of about this time;
 a crash of the process loses no operations."""
@@ -122,12 +122,13 @@ class DurableVariables:
     def apply(
         self, ops: Sequence[tuple[Variable, bytes]], tenants: Sequence[Tenant | None] | None = None
     ) -> list[VariableAnswer]:
-        """Applies operations in order; returns their answers. ``ops`` has each operation decoded,
-        and its body as it was received.
+        """Applies operations in order; returns their answers. ``ops``: the decoded operations, each
+        with the body that was received.
 
         ``tenants`` has the tenant of each operation, or None if the broker did not name the tenant.
         All operations are logged with one write. If the write fails, or a sync of the log has
-        failed, new operations are not applied. Their answers then have an ``error`` and ``again``.
+        failed, new operations are not applied. Their answers then have an ``error`` and the flag
+        ``again``.
         """
         storage = self._storage
         refusals: list[str | None] = []
@@ -245,8 +246,8 @@ class DurableVariables:
     def end(self, requests: Iterable[int]) -> None:
         """Removes the variables, inputs and answers of ended requests; ignores unknown requests.
 
-        If the log cannot be written, the variables reappear after a restart, until the broker
-        reports that it does not know the requests.
+        If the log cannot be written, a restarted state worker has the variables again. It removes
+        them when the broker reports that the requests are unknown.
         """
         with self._lock:
             ended = [request for request in requests if self._storage.end(request)]
@@ -307,7 +308,7 @@ class DurableVariables:
 
     def _write_anew(self) -> None:
         """Creates the deleted folder again, with a log of the whole state."""
-        log.error("%s was deleted while it was in use; it is written anew", self._path)
+        log.error("%s was deleted while it was in use; it is written again", self._path)
         with self._lock:
             if self._compaction is not None:
                 self._compaction.abandon()
@@ -322,7 +323,7 @@ class DurableVariables:
             except (OSError, FolderError) as error:
                 # The next call tries again; until then the deleted log still records the
                 # operations.
-                log.error("cannot write %s anew: %s", self._path, error)
+                log.error("cannot write %s again: %s", self._path, error)
                 return
             self._log.close()
             self._folder.close()

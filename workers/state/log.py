@@ -1,7 +1,8 @@
 """The log file: appended records, which are read back up to the first incomplete record.
 
-A record is a length and a CRC-32 (u32 each, little-endian), and as many bytes as the length says:
-one byte for the kind, and the body. The first record is a header with the format of the file.
+A record begins with a length and a CRC-32 (u32 each, little-endian). The length is the number of
+bytes that follow: one byte for the kind, and the body. The first record is a header with the format
+of the file.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Head(Struct, array_like=True):
 
 
 class Record(NamedTuple):
-    """One record. ``request`` is the request to which the record belongs; 0 if it does not belong
-    to a request."""
+    """One record. ``request`` is the request to which the record belongs; 0 if the record does not
+    belong to a request."""
 
     kind: bytes
     """``HEAD``: a ``Head``. ``OPERATION``: the body of a ``VARIABLE`` message. ``END``: the request
@@ -64,9 +65,9 @@ class Log:
         """Bytes of complete records."""
         self.fault: OSError | None = None
         """The reason why records may be missing on the disk although they were synced. Set if a
-        sync of the log or of its folder fails, because Linux drops pages that it cannot write, and
-        a later sync succeeds without them. Also set if the file was deleted. Never cleared, because
-        a new log has to replace this one."""
+        sync of the log or of its folder fails: Linux drops pages that it cannot write, and a later
+        sync succeeds without these pages. Also set if the file was deleted. Never cleared, because
+        a new log has to replace this log."""
         self._number = number
         self._torn = False
         self._synced = 0

@@ -56,15 +56,15 @@ class Shares:
         if used + cost > free:
             return (
                 f"the state worker is full: the variables of this key's live requests take {used} "
-                f"bytes, this operation takes up to {cost}, and a key may have at most the {free} "
-                "bytes that are free; try again when other requests have ended"
+                f"bytes, and this operation takes up to {cost}; a key may use at most as many "
+                f"bytes as are free, now {free}; try again when other requests have ended"
             )
         own = self.size(request)
         if own + cost > free - used:
             return (
-                f"the state worker is full: the variables of this request take {own} bytes, this "
-                f"operation takes up to {cost}, and a request may have at most the {free - used} "
-                "bytes that its key may still take; try again when other requests have ended"
+                f"the state worker is full: the variables of this request take {own} bytes, and "
+                f"this operation takes up to {cost}; a request may use at most the bytes that "
+                f"remain for its key, now {free - used}; try again when other requests have ended"
             )
         return None
 

@@ -40,7 +40,7 @@ from .durable import DurableVariables
 log = logging.getLogger(__name__)
 
 CAPACITY = 1_000_000
-"""Maximum number of requests. It is never reached in practice, because bytes are bounded too."""
+"""Maximum number of requests. In practice, the bound on bytes is reached first."""
 ABSENT_S = 300.0
 """Seconds for which the variables of a request are kept while no broker is known to have the
 request. The request may be moving to another broker. That broker may have to wait for a controller
@@ -84,12 +84,12 @@ class StateWorker:
             request: set(every) for request in self._variables.requests
         }
         """By request: the links to the brokers that may have the request. These are the links over
-        which its operations came, or all links for a request that was restored from the log. If a
-        request moves to another broker, its first broker also reports it as ended."""
+        which its operations came, or all links for a request that was restored from the log. A
+        broker reports a request as ended also if the request has moved to another broker."""
         self._absent: dict[int, float] = {}
-        """Requests that no broker is known to have, each with the time at which its last broker
-        dropped it, in seconds of the monotonic clock. The earliest time is first. An operation of
-        such a request may still come over another link."""
+        """Requests that no broker is known to have. The values are the times at which the last
+        broker dropped each request, in seconds of the monotonic clock, the earliest first.
+        Operations of such a request may still arrive over another link."""
         self._ops = 0
         self._stop_reason = ""
 
@@ -165,9 +165,9 @@ class StateWorker:
         return self._bus.num_links > 1
 
     def _end(self, requests: list[int], link: int, *, elsewhere: bool = False) -> None:
-        """Drops the variables of requests that the broker of a link has ended or does not have,
-        unless another broker may have them. ``elsewhere``: whether the requests may continue at a
-        broker over whose link no operation has come yet."""
+        """Handles requests that the broker of a link has ended or does not have. Drops their
+        variables, unless another broker may have the requests. ``elsewhere``: whether the requests
+        may continue at a broker over whose link no operation has come yet."""
         over = []
         for request in requests:
             links = self._links.get(request, set())

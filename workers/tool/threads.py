@@ -14,7 +14,7 @@ from ...protocol.shares import fits_share, max_share
 
 
 class CallOwner(NamedTuple):
-    """The client whose share includes a call, and the client's user, as CALL names them."""
+    """The client and the user whose shares of the threads include a call. CALL names both."""
 
     client: str
     user: str
@@ -31,8 +31,8 @@ class Threads:
         self._num_busy = 0
         self._waiting: OrderedDict[str, OrderedDict[str, deque[asyncio.Future[None]]]]
         self._waiting = OrderedDict()
-        """The waiting calls by client and user. The first client has the next turn, and so has its
-        first user. No call waits whose owner may have another thread."""
+        """The waiting calls by client and user. The first client has the next turn, and within this
+        client the first user. A call waits only while its owner may not have another thread."""
 
     async def acquire(self, owner: CallOwner) -> None:
         """Waits until ``owner`` may have another thread, and counts the thread."""
@@ -78,7 +78,7 @@ class Threads:
         return next((owner for owner in owners if self._fits(owner)), None)
 
     def _fits(self, owner: CallOwner) -> bool:
-        """Whether the client may have another thread, and its user too (``fits_share``)."""
+        """Whether both the client and its user may have another thread (``fits_share``)."""
         own, of_user = (self._busy[place] for place in _places(owner))
         if not fits_share(own, self._num_busy, self._num_threads):
             return False

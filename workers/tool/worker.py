@@ -152,7 +152,7 @@ class ToolWorker:
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
-    """A new event loop, which runs on a thread of its own until the process ends."""
+    """A new event loop, which runs on a separate thread until the process ends."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="tools", daemon=True).start()
     return loop

@@ -1,8 +1,8 @@
 """The text that the embedded model learns from: the Python standard library, and generated
 patterns.
 
-Both are free to use: the source code of the interpreter's own standard library (PSF license), and
-records that this file makes from a seed (JSON, dates, lists, arithmetic, CSV, functions, mails).
+The standard library's source code has the PSF license. This file makes the patterns from a seed:
+JSON, dates, lists, arithmetic, CSV, functions and mails.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ LEFT_OUT = frozenset(
 """Folders of the standard library that are not read: tests, tables, and third-party code."""
 
 HELD_OUT_PART = 32
-"""About 1 / ``HELD_OUT_PART`` of the documents are held out, chosen by the hash of their text. A
-module is held out with all its functions."""
+"""About 1 / ``HELD_OUT_PART`` of the documents are held out, chosen by the hash of their text. If a
+module is held out, all its functions are held out too."""
 
 _FIRST = [
     "Ada",

@@ -1,9 +1,9 @@
 """Trains the embedded model: ``python -m tokenbus.workers.gpu.embedded.train --out DIR``.
 
 Trains first the tokenizer (byte-level BPE, 4,096 tokens), then the model (a Llama of 3 million
-parameters), on the text of ``corpus.py``, which includes Python's standard library. All random
-numbers have fixed seeds. With the same version of Python, the result is the same, except for
-rounding that depends on the machine.
+parameters). Both learn from the text of ``corpus.py``, which includes Python's standard library.
+All random numbers have fixed seeds. With the same version of Python, the result is the same, except
+for rounding that depends on the machine.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def token_row(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch
 def batches(row: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
     """``steps`` batches of random windows of the row: ``[batch, length + 1]``.
 
-    In three of four batches the windows have a length of 512 tokens. In the fourth, they are as
-    long as the context.
+    In three of four batches the windows have a length of 512 tokens. In the fourth batch, the
+    windows are as long as the context.
     """
     chance = torch.Generator().manual_seed(SEED)
     for step in range(steps):

@@ -26,12 +26,12 @@ from ....protocol.pages import PAGE_TOKENS
 from .pages import PageLog
 
 PADDING_BLOCK = 0
-"""A block that is never allocated. Padded block tables contain its number in their unused entries.
-The block contains zeros."""
+"""A block that is never allocated. Unused entries of padded block tables contain the number of this
+block. The block contains zeros."""
 
 PINNED_PART, OWNER_PART = 2, 8
-"""All pins together may have 1 / ``PINNED_PART`` of the blocks, and the pins of each owner
-(``Pin.owner``) may have 1 / ``OWNER_PART`` of the blocks."""
+"""At most 1 / ``PINNED_PART`` of the blocks may be pinned, and at most 1 / ``OWNER_PART`` for one
+owner (``Pin.owner``)."""
 
 
 class _Pin(NamedTuple):
@@ -56,8 +56,9 @@ class BlockTable:
     """The number of the LoRA adapter that computes the blocks; 0 without an adapter."""
 
     def before(self, index: int) -> int:
-        """The id of the content before the block at ``index``. Ids of content are positive, and the
-        ids that stand for adapters are not."""
+        """The id of the content before the block at ``index``. Before the first block, the result
+        is minus the adapter's number. This never equals a content id, because content ids are
+        positive."""
         return self.keys[index - 1] if index else -self.adapter
 
 
@@ -81,7 +82,7 @@ class BlockManager:
         self._owned: Counter[int] = Counter()
         """Number of pinned blocks of each owner."""
         self._next_expiry = inf
-        """A time before which no pin ends."""
+        """A lower bound on the times at which pins end."""
         self._registered: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         """Maps (id of the content before a block, the block's tokens) to (the block, id of the
         content up to the end of the block)."""
@@ -112,8 +113,8 @@ class BlockManager:
         return sum(self._ref_counts[block] == 1 for block in table.blocks)
 
     def num_reserved(self, table: BlockTable, num_tokens: int) -> int:
-        """Number of blocks to keep free for a running sequence with ``num_tokens`` known tokens: at
-        least one block, and enough blocks for one more token."""
+        """Number of blocks to keep free so that a running sequence with ``num_tokens`` known tokens
+        can grow by one token; at least one block."""
         return max(1, self.blocks_for(num_tokens + 1) - len(table.blocks))
 
     def match(self, table: BlockTable, tokens: Tokens[int], limit: int) -> int:
@@ -137,9 +138,10 @@ class BlockManager:
     def reserve(self, table: BlockTable, start: int, end: int) -> list[tuple[int, int]] | None:
         """Allocates the blocks that are needed to write the tokens ``[start, end)`` of a sequence.
 
-        From the block of token ``start`` on, each shared block is replaced by a new block, and the
-        other blocks stay but are no longer registered. Returns the copies to make before the write,
-        as (from, to). Returns None and changes nothing if too few blocks are available.
+        Only the block of token ``start`` and later blocks are affected. A new block replaces each
+        shared block. The other affected blocks are no longer registered. Returns the copies to make
+        before the write, as pairs of block numbers (from, to). Returns None and changes nothing if
+        too few blocks are available.
         """
         size = self.block_size
         first = start // size
@@ -261,7 +263,7 @@ class BlockManager:
 
     def discard(self, table: BlockTable) -> list[int]:
         """Removes all blocks from a table, because their content is unusable. Returns the blocks
-        that no other table contains. The caller must set them to zeros."""
+        that no other table contains. The caller must set these blocks to zeros."""
         own = [block for block in table.blocks if self._ref_counts[block] == 1]
         for block in own:
             self._forget(block)
@@ -300,11 +302,11 @@ class BlockManager:
                 del self._owned[pin.owner]
 
     def _forget(self, block: int) -> None:
-        """Ends the registration of a block, if it is registered, because its content is about to
-        change or was computed with earlier weights.
+        """Ends the registration of a block, if the block is registered. The content of the block is
+        about to change, or was computed with earlier weights.
 
-        Registered blocks whose content continues this block's content cannot be matched any more,
-        but they stay registered until this method is called for them.
+        Some registered blocks may continue the content of this block. They cannot be matched any
+        more, but stay registered until this method is called for them.
         """
         self._unpin(block)
         content = self._key_of.pop(block, None)

@@ -2,8 +2,8 @@
 arrays instead of building new ones.
 
 Most steps compute one more token of each sequence of the previous step. In such a step, sequences
-are not scheduled and packed one by one: each position increases by one, and each sequence whose
-last block is full gets another block.
+are not scheduled and packed one by one. Each position increases by one. A sequence whose last block
+is full gets another block.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .packing import Mirrors, Packed, PackedGroup, PackedSpans, ints
 from .scheduler import Chunk
 
 SPARE_COLUMNS = 8
-"""Number of unused columns of a new ``Decodes._table``, and number of columns by which the table is
-enlarged. The longest row can get this number of blocks before the table is enlarged."""
+"""Number of unused columns of a new ``Decodes._table``. If all columns are used, the table is
+enlarged by the same number of columns."""
 
 
 class Decodes:

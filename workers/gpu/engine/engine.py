@@ -70,9 +70,9 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     """Maximum number of tokens of one forward: decodes, drafts and prefill chunks together."""
     max_forks: int = 128
-    """Bound on forks: a sequence is not forked if its request would then have had more than this
-    number of sequences, including ended ones. Also the maximum number of texts that a request
-    scores at once; further texts wait."""
+    """Maximum number of sequences of a request, including ended sequences. A fork that exceeds this
+    number fails. Also the maximum number of texts that a request scores at once; further texts
+    wait."""
     kv_cache_bytes: int | None = None
     """Size of the KV caches of the model and of its draft model together, in bytes. If None, the
     size depends on the free memory, and on a GPU also on ``memory_part``."""
@@ -81,19 +81,19 @@ class EngineConfig:
     ``memory_part`` is this model's fraction of that memory, for weights, steps and KV caches.
     Ignored if ``kv_cache_bytes`` is set."""
     require_fast_attention: bool = False
-    """Refuse a model if no attention kernel can read its KV cache blocks in place."""
+    """Refuse a model if no attention kernel can read the blocks of its KV cache in place."""
     compiled: bool = False
     """Run the model through torch.compile, if its logits then stay the same
     (``ForwardOptions``)."""
     overlap: bool = False
-    """Launch the forward of the next step before the tokens of this step are processed, unless one
-    of the two steps has drafts. Ignored if the model has several ranks."""
+    """Launch the forward of the next step before the tokens of this step are processed. Steps with
+    drafts do not overlap. Ignored if the model has several ranks."""
     fixed_threads: bool = False
     """On a CPU, use all of torch's threads for every forward, even if fewer are faster."""
     exact: Literal["auto", "on", "off"] = "auto"
     """Whether the logits of a sequence must have the same bits in every batch. ``auto``: only if
     the model has kernels that can do this. ``on``: always; a model without such kernels is refused.
-    ``off``: no."""
+    ``off``: never."""
     speculation: bool = False
     """Speculative decoding: draft tokens are verified, so that a step can yield several tokens of
     a sequence."""
@@ -272,9 +272,9 @@ class Engine:
 
         ``text``: outputs contain text. ``top_logprobs``: number of most likely tokens in each
         output. ``num_scored``: number of tokens at the beginning of ``scored`` that another worker
-        has scored; the engine makes no outputs for them. ``adapter``: as in ``add``. Returns the
-        prompt's usage, which is complete when the request has been admitted. Raises RequestError if
-        the request cannot be run.
+        has scored; the engine makes no outputs for these tokens. ``adapter``: as in ``add``.
+        Returns the prompt's usage, which is complete when the request has been admitted. Raises
+        RequestError if the request cannot be run.
         """
         sequence = self._intake.scoring(
             request,
@@ -291,15 +291,15 @@ class Engine:
         return sequence.prompt_usage
 
     def abort(self, request: int, reason: FinishReason = "cancelled") -> list[TokenOutput]:
-        """Ends a request now. Returns its outputs that have not been returned yet; the last output
-        of each of its sequences has ``reason``."""
+        """Ends a request now. Returns the outputs of the request that have not been returned yet.
+        The last output of each sequence has ``reason``."""
         return self._live.abort(request, reason)
 
     @property
     def has_work(self) -> bool:
         """Whether ``step`` would do anything. Suspended and deferred sequences do not count.
-        Waiting sequences do not count either, if they can only be admitted after a deferred
-        sequence is rescheduled or has ended."""
+        Waiting sequences do not count if they can only be admitted after a deferred sequence is
+        rescheduled or has ended."""
         return self._scheduler.has_work or bool(self._live.outputs)
 
     @property
@@ -372,8 +372,8 @@ class Engine:
 
         ``keep``: sequences keep the KV cache that the old weights have computed; if False, the
         cache is computed again. Returns the requests with sequences that keep blocks. If this
-        method raises an exception, some weights may be old and some new, and the engine must not be
-        used any more.
+        method raises an exception, the engine must not be used any more, because some weights may
+        be old and some new.
         """
         self._stepper.cancel_ahead()
 
@@ -414,8 +414,8 @@ class Engine:
         parent's blocks, and a shared block is copied before a sequence writes to it. If the parent
         is ready, new sequences sample from its logits, so they need no forward. Each new sequence
         draws its own token, because the random numbers depend on the sequence number. If the
-        request would have had more than ``max_forks`` sequences, the parent is not forked and ends
-        with an error. Raises RequestError if ``n`` or ``numbers`` is not valid.
+        request would exceed ``max_forks`` sequences, including ended sequences, the parent is not
+        forked and ends with an error. Raises RequestError if ``n`` or ``numbers`` is not valid.
         """
         parent = self._live.named(request, seq)
         if n < 1:
@@ -613,9 +613,8 @@ class Engine:
         bias: Bias | None = None,
         options: TokenOptions | None = None,
     ) -> bool:
-        """Does the work of ``set_mask`` and ``reschedule`` in one call, for the usual case: the
-        sequence is alive and not suspended, and the mask has the right size. Otherwise does nothing
-        and returns False."""
+        """Does the work of ``set_mask`` and ``reschedule`` in one call. Does nothing and returns
+        False if the sequence has ended or is suspended, or if the mask has the wrong size."""
         sequence = self._live.find(request, seq)
         if sequence is None or (mask is not None and len(mask) != self.mask_words):
             return False
@@ -644,8 +643,7 @@ class Engine:
 def _cache_bytes(
     loaded: LoadedModel, layout: Layout, config: EngineConfig, draft_model: LoadedModel | None
 ) -> int:
-    """The size of the KV caches of the model and of its draft model together, in bytes, if the
-    configuration does not set it."""
+    """The default size of the KV caches of the model and of its draft model together, in bytes."""
     if loaded.device.type != "cuda":
         return cpu_bytes()
     # With several ranks, the largest step is not measured, because the other ranks cannot run a

@@ -1,4 +1,7 @@
-"""Runs a failed step again, one sequence at a time, so that only sequences that fail again end."""
+"""Runs a failed step again, one sequence at a time. Only sequences that fail again end.
+
+A *look* answers a controller's query from the logits of a sequence, without sampling.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +36,11 @@ class OneByOne:
     def undo(self, ahead: PendingStep | None) -> None:
         """Marks the tokens of ``ahead`` as not computed, and makes all mirrors invalid.
 
-        ``ahead`` is a step that was launched before the previous step was processed. This method is
-        called when the weights are about to change. It is also called if the previous step has
-        failed, because the device then skips the forward of ``ahead``. In both cases the device
-        makes the block copies of ``ahead``, so block tables stay as they are.
+        ``ahead`` is a step that was launched before the previous step was processed. Mirrors are
+        copies of keys and values (``packing.py``). This method is called when the weights are about
+        to change. It is also called if the previous step has failed, because the device then skips
+        the forward of ``ahead``. In both cases the device makes the block copies of ``ahead``, so
+        block tables stay as they are.
         """
         self._runner.forget_mirrors()
         self._live.changed()
@@ -89,9 +93,9 @@ class OneByOne:
     def _run_part(self, step: PendingStep, part: Part, sampled: dict[Sequence, int]) -> None:
         live, chunk = self._live, part.chunk
         kept = [(row, k) for row, k in step.keeping if part.row <= row < part.row + part.rows]
-        # If a sequence will be sampled from the chunk, the chunk is computed with the tokens of
-        # that sequence. The chunk's own sequence may have been spliced, but its sampled forks still
-        # have the chunk's tokens.
+        # The chunk's own sequence may have been spliced since, but its forks that will be sampled
+        # still have the chunk's tokens. So if any sequence will be sampled from the chunk, the
+        # chunk is computed with the tokens of such a sequence.
         sequence = next(iter(sampled), chunk.sequence)
         alive = live.find(sequence.request, sequence.seq) is sequence
         usable = alive and len(sequence.tokens) >= chunk.end

@@ -1,4 +1,5 @@
-"""Packs a step's chunks into the inputs of its forward, without torch.
+"""Packs the chunks of a step into the inputs of its forward, without torch. A *chunk* is the tokens
+of one sequence in a step.
 
 The tokens of all chunks are concatenated. If the attention does not read the blocks in place,
 chunks of similar size are padded to rectangles, so that a few calls compute all chunks. The packed
@@ -22,7 +23,7 @@ add more begins a new group. The attention is called once for each group."""
 MIRROR_BYTES = 512 * 2**20
 """Maximum size of a *mirror* in bytes. A mirror is a contiguous copy of the keys and values of a
 group of decodes (``Mirrors``). If the mirror of a group would be larger, the group has no mirror,
-and each step gathers its keys and values from the blocks."""
+and each step gathers the keys and values from the blocks."""
 
 
 class PackedGroup(Struct, array_like=True):
@@ -84,8 +85,8 @@ class Packed(Struct, array_like=True):
     spans: PackedSpans | None = None
     """The metadata for kernels that read blocks in place, instead of ``groups``."""
     fed: np.ndarray | None = None
-    """The indices of the packed tokens whose ids are only on the device, where the previous step
-    has sampled them; None if the host has all ids."""
+    """The indices of the packed tokens whose ids are not on the host yet, because the previous step
+    has just sampled them on the device. None if the host has all ids."""
     drawn: np.ndarray | None = None
     """For each entry of ``fed``: the row of the token in the previous step's sampled tokens. None
     if entry i of ``fed`` has row i."""
@@ -178,9 +179,9 @@ class Mirrors:
 
     Gathering blocks takes as long as attending over them. If the same sequences decode step after
     step, the gathered copy stays and only the new tokens are added. A mirror is valid if it has
-    room for the new tokens, and if every sequence continues at or before the end of its chunk in
-    the previous step. The new tokens then overwrite rejected drafts and dropped tokens. A mirror
-    that a step does not use becomes invalid.
+    room for the new tokens, and the new tokens of each sequence begin at or before the end of the
+    mirrored tokens. The new tokens then overwrite rejected drafts and dropped tokens. A mirror that
+    a step does not use becomes invalid.
     """
 
     def __init__(self, bytes_per_token: int, block_size: int) -> None:

@@ -1,4 +1,8 @@
-"""A step between its forward and its sampling: rows of logits, and the sequences to sample."""
+"""A step between its forward and its sampling: rows of logits, and the sequences to sample.
+
+A row of logits belongs to one token of a sequence. The row of a deferred sequence is *kept*: it is
+copied, and the sequence is sampled from the copy in a later step.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +48,11 @@ class PendingStep:
     rows: dict[Sequence, int] = field(default_factory=dict)
     """The sequences that will be sampled, each with its row number."""
     keeping: list[tuple[int, KeptRow]] = field(default_factory=list)
-    """For each sequence that is deferred in this step and has a row of the forward: the row, and
-    the object that receives a copy of this row."""
+    """The rows of the forward whose sequences are deferred in this step. Each row is paired with
+    the object that receives a copy of the row."""
     decodes: tuple[list[Sequence], np.ndarray] | None = None
-    """If ``Decodes`` has packed the forward, which then computes one token of each sequence: the
-    sequences, and the position of each sequence's token. Otherwise None."""
+    """The sequences of the forward and the position of each sequence's token, if ``Decodes`` has
+    packed the forward. The forward then computes one token of each sequence. Otherwise None."""
     chunked: list[Part] = field(default_factory=list)
     """The parts of a forward that is not described by ``decodes``."""
     launched_at: float = field(default_factory=time.monotonic)

@@ -28,8 +28,7 @@ def rank(sequence: Sequence) -> tuple[int, int, int]:
 
 
 def num_blocks(sequences: Iterable[Sequence]) -> int:
-    """The number of blocks of sequences. A block that several sequences share counts several
-    times."""
+    """The number of blocks of sequences. A shared block counts once for each of its sequences."""
     return sum(len(sequence.block_table.blocks) for sequence in sequences)
 
 

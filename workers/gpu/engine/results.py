@@ -1,4 +1,8 @@
-"""Appends the tokens of a step to their sequences, and makes the step's outputs."""
+"""Appends the tokens of a step to their sequences, and makes the step's outputs.
+
+A *plain* token is reported as a row of ``TokenColumns``. Other results, such as the last token of a
+sequence, are separate outputs.
+"""
 
 from __future__ import annotations
 

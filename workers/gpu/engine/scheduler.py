@@ -6,9 +6,9 @@ a draft. They are scheduled first, so that a long prompt does not delay them. Pr
 running sequences follow, and then waiting sequences are admitted. If blocks run out, a sequence is
 preempted: its blocks are freed, and it is computed again later. The last sequence in order (lowest
 priority, then latest arrival) is preempted first. A *slot* is one of the ``max_num_seqs`` places
-for running sequences. If the first waiting sequence lacks a slot or blocks, and its client has no
-running sequence, sequences of the clients with the most running sequences are preempted
-(``preemption.py``).
+for running sequences. Clients share the slots: if the first waiting sequence lacks a slot or
+blocks, and its client has no running sequence, other sequences are preempted (``preemption.py``).
+They belong to the clients with the most running sequences.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SCORE_ROWS = 256
 MAX_ADMITTED = 4
 """Bound on running and deferred sequences, as a multiple of ``max_num_seqs``. At the bound,
 sequences without logits are not admitted. A deferred sequence has no slot but keeps its row of
-logits (``vocab`` * 4 bytes). Without the bound, a controller worker that does not respond would
-cause the whole queue to be admitted and deferred, and the device would run out of memory."""
+logits (``vocab`` * 4 bytes). Without the bound, the whole queue would be admitted and deferred
+while a controller worker does not respond. The device would then run out of memory."""
 RECOMPUTED = 8
 """Bound on recomputation. A sequence that is preempted for another client must be computed again.
 On average, tokens that are computed again for this reason may take at most 1 / ``RECOMPUTED`` of
@@ -41,8 +41,8 @@ the engine compute a long text again for each request."""
 MAX_DISPLACED = 8
 """Bound on the waiting sequences that were preempted for other clients: 1 / ``MAX_DISPLACED`` of
 ``max_num_seqs``. If no such sequence is waiting, the next preemption may exceed the bound. A client
-is usually one session. Without this bound, many sessions of one user could therefore preempt all
-but one of another user's sequences."""
+is usually one session. So without this bound, a user with many sessions could preempt all but one
+of another user's sequences."""
 
 
 class Chunk(NamedTuple):
@@ -124,24 +124,26 @@ class Scheduler:
         too."""
         self.suspended: dict[Sequence, None] = {}
         self.changes = 0
-        """Number of changes to the tables or to the remaining work of a sequence. While this number
-        is unchanged, a batch of decodes is followed by a batch of the same sequences."""
+        """Number of changes to the tables or to the remaining work of a sequence. If the last batch
+        had only decodes, and this number has not changed since, the next batch has the same
+        sequences."""
         self._rescheduled: list[Sequence] = []
         """Sequences that were rescheduled since the last step was scheduled."""
         self._refused: Sequence | None = None
         """The first waiting sequence, if the last step could not admit it because no slot was free
         or because too few blocks were available."""
         self._recomputed = 0
-        """Number of tokens that were computed again after preemptions for other clients, less the
-        number that the steps since then allow (``RECOMPUTED``). While this difference is above 0,
-        no sequence is preempted for another client."""
+        """The debt of recomputation, in tokens. A preemption for another client adds the tokens
+        that are computed again. Each step subtracts the tokens that ``RECOMPUTED`` allows. While
+        the debt is above 0, no sequence is preempted for another client."""
         self.owes_room = False
         """Whether sequences could be preempted for ``_refused`` in one of the next steps. While
-        this flag is set, each step is scheduled anew. ``schedule`` sets and clears it."""
+        this flag is set, each step is scheduled, and not derived from the previous step.
+        ``schedule`` sets and clears it."""
         self._stalled = False
-        """Whether the running table is empty and the first waiting sequence cannot be admitted,
-        because deferred sequences leave too few blocks or are too many. ``schedule`` sets this
-        flag; a change to the tables clears it."""
+        """Whether no sequence runs, and the first waiting sequence cannot be admitted because of
+        deferred sequences: they are too many, or leave too few blocks. ``schedule`` sets this flag;
+        a change to the tables clears it."""
         self.preemptions = 0
         self.deferrals = 0
         self.prefix_query_tokens = 0
@@ -252,9 +254,9 @@ class Scheduler:
         self._stalled = False
 
     def take_rescheduled(self) -> list[Sequence]:
-        """Removes and returns the sequences with kept rows that were rescheduled since the current
-        step was scheduled, so that this step can still sample them. The result is empty while more
-        than ``max_num_seqs`` sequences run."""
+        """Removes and returns the sequences with kept rows that were rescheduled after the current
+        step was scheduled. This step can still sample them. The result is empty while more than
+        ``max_num_seqs`` sequences run."""
         found, self._rescheduled = self._rescheduled, []
         if len(self.running) > self._max_num_seqs:
             return []

@@ -40,7 +40,7 @@ class TokenOutput(Token, kw_only=True, omit_defaults=True):
     """
 
     request: int = 0
-    """The number of the request. Clients do not receive it."""
+    """The number of the request. Clients do not receive this number."""
     shortened: bool = False
     """In the last output: whether the text ends before the last token that the controller has
     processed. This happens if a stop string was found, or if the sequence ended before the last of
@@ -105,7 +105,7 @@ class Continued(NamedTuple):
 
 @dataclass(slots=True)
 class KeptRow:
-    """The logits of a deferred sequence; its forks share them."""
+    """The logits of a deferred sequence. Forks of the sequence share this object."""
 
     logits: torch.Tensor | None = None
     """``[vocab]``; None until the device has copied them."""
@@ -116,7 +116,7 @@ class ScoredTexts:
     """The texts that are scored as continuations of a sequence. Each text is computed by an
     additional sequence of the request, which shares the blocks of the first sequence. These
     additional sequences have negative numbers and no outputs. A request has at most ``max_forks``
-    of them at once."""
+    additional sequences at once."""
 
     sequence: Sequence
     """The sequence that the texts continue. It is suspended while the texts are scored."""
@@ -155,8 +155,8 @@ class Sequence:
     num_reported: int = 0
     """For a score: number of tokens after the prompt whose outputs have been made."""
     scoring: ScoredTexts | None = None
-    """The scored texts, if this sequence is the one that they continue, or computes one of them.
-    Otherwise None."""
+    """The scored texts, if these texts continue this sequence, or if this sequence computes one of
+    them. Otherwise None."""
     priority: int = 0
     client: int = 0
     arrival: int = 0
@@ -231,7 +231,7 @@ class Sequence:
 
     @property
     def reports_candidates(self) -> bool:
-        """Whether outputs have ``processed`` or ``kept``."""
+        """Whether outputs report ``Token.processed`` or ``Token.kept``."""
         return self.sampling.processed_logprobs or self.sampling.kept
 
     @property
@@ -318,8 +318,8 @@ class TokenColumns:
         return {sequence.request for sequence in self.sequences}
 
     def without(self, requests: set[int]) -> tuple[TokenColumns | None, list[TokenOutput]]:
-        """Splits the rows. Returns the rows of all other requests as columns, or None if there are
-        no such rows, and the rows of ``requests`` as outputs."""
+        """Splits the rows. The first result has the rows of all other requests as columns, or is
+        None if there are no such rows. The second has the rows of ``requests`` as outputs."""
         outputs = [output for output in self if output.request in requests]
         rows = [i for i, s in enumerate(self.sequences) if s.request not in requests]
         return (self.of(rows) if rows else None), outputs

@@ -146,9 +146,8 @@ class LiveSequences:
         if min(numbers) < 0 or max(numbers) > MAX_SEQ or len({*numbers, *live}) < n + len(live):
             raise RequestError(
                 Code.INVALID_FIELD,
-                f"forks of request {request} cannot be numbered {list(numbers)}: expected "
-                f"different numbers from 0 to {MAX_SEQ} that live sequences of the request do not "
-                "have",
+                f"forks of request {request} cannot be numbered {list(numbers)}: expected distinct "
+                f"numbers from 0 to {MAX_SEQ} that no live sequence of the request has",
             )
         total = first + n
         if total > self._max_forks:
@@ -472,9 +471,9 @@ class LiveSequences:
         return output
 
     def fail(self, sequence: Sequence, error: str, code: str | None = None) -> None:
-        """Ends a sequence and its pending forks with an error. Frees the sequence's blocks. Fills
-        the blocks that other sequences do not share with zeros, because they may contain NaN. If a
-        scored text fails, the sequence that it continues fails."""
+        """Ends a sequence and its pending forks with an error. Frees the sequence's blocks. Blocks
+        that no other sequence uses are filled with zeros, because they may contain NaN. If a scored
+        text fails, the sequence that it continues fails."""
         self._runner.clear_blocks(self._blocks.discard(sequence.block_table))
         sequence.block_table = BlockTable()
         sequence.num_computed_tokens = 0

@@ -8,8 +8,8 @@ The device runs its work in the order in which it was queued. If steps overlap, 
 the sampling of this step and then the forward of the next step, before it waits for the tokens. So
 the device has work while the host processes and sends tokens. The next forward reads each sampled
 token on the device; the host only needs the token's position. If a sequence ends at a stop, the
-host detects the end after the next forward has been launched, and discards the row of the ended
-sequence.
+host detects the end only after it has launched the next forward. The host then discards the row of
+the ended sequence.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class Stepper:
         return self._results.sampled_tokens + self._verifier.sampled_tokens
 
     def begin(self) -> PendingStep:
-        """The first half: schedules a forward and launches it, unless ``finish`` has done so."""
+        """The first half of a step: schedules a forward and launches it, unless ``finish`` has done
+        so."""
         step, self._ahead = self._ahead, None
         if step is None or not self._live.has_any_of(step):
             step = self._launch(None) or PendingStep()
@@ -124,7 +125,7 @@ class Stepper:
         return step
 
     def finish(self, step: PendingStep) -> StepOutputs:
-        """The second half: samples the next token of each sequence that is ready."""
+        """The second half of a step: samples the next token of each sequence that is ready."""
         self._live.step = None
         step.add_kept(self._scheduler.take_rescheduled())
         looks = self._take_looks(step) if self._live.looks else []
@@ -202,8 +203,8 @@ class Stepper:
         """Queues the sampling of a step after its forward, and the computation of the answers to
         ``looks``."""
         sequences = list(step.rows)
-        # After tokens were dropped, a new batch is also needed, because the seeds of sequences have
-        # changed.
+        # A new batch is also needed after tokens were dropped, because the seeds of sequences have
+        # then changed.
         if sequences != self._batch.sequences or self._drops != self._live.dropped_tokens:
             self._batch, self._drops = SampledBatch(sequences), self._live.dropped_tokens
         batch, which = self._batch, None

@@ -53,8 +53,8 @@ class Text(NamedTuple):
 class TextStream:
     """The text of one sequence, up to the first stop string that it contains.
 
-    Text that may be the beginning of a stop string is held back until it cannot become a stop
-    string any more, or until the end of the sequence.
+    Text that may be the beginning of a stop string is held back. It is returned when it can no
+    longer become a stop string, or at the end of the sequence.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class TextStream:
 
 
 def detokenizers(tokenizer: Any) -> Callable[[Sequence[int]], Detokenizer]:
-    """A function that makes a sequence's detokenizer from its prompt."""
+    """A function that makes a sequence's detokenizer from the prompt."""
     found = _byte_table(tokenizer)
     if found is not None:
         table = ByteTable.of(found)
@@ -253,7 +253,7 @@ class WindowDetokenizer:
         return text
 
     def _advance(self, count: int, sent: int, text: str, incomplete: int = 0) -> str:
-        # ``text``: that of the context and the first ``count`` pending tokens.
+        # ``text``: the text of the context and of the first ``count`` pending tokens.
         self._context, self._pending = self._pending[:count], self._pending[count:]
         self._incomplete = incomplete
         return text[sent : len(text) - incomplete]
@@ -268,7 +268,7 @@ class WindowDetokenizer:
             if shorter.count(REPLACEMENT) < text.count(REPLACEMENT):
                 count, text = fewer, shorter
         if len(text) > sent:
-            # A last character that was held back before is final, so that the window advances.
+            # A last character is held back only once, so that the window advances.
             final = self._incomplete and len(text) == sent + self._incomplete
             incomplete = 0 if final else int(text.endswith(REPLACEMENT))
             return self._advance(count, sent, text, incomplete)

@@ -5,8 +5,8 @@ by arrival. In this order, a deferred sequence that was admitted counts as runni
 overdue when ``MAX_OVERTAKEN`` later arrivals have been admitted before it. Overdue sequences go
 before all others, which bounds the wait.
 
-Thousands of sequences may wait, so operations do not visit all of them: most are a few binary
-searches (``bisect``) in sorted lists.
+Thousands of sequences may wait, so operations do not visit all of them. Most operations are a few
+binary searches (``bisect``) in sorted lists.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class WaitingQueue:
         order.remove(sequence, tick)
 
     def admit(self, sequence: Sequence) -> None:
-        """Removes a sequence when it is admitted. It thus overtakes each earlier arrival that still
-        waits."""
+        """Removes a sequence when it is admitted. The sequence thus overtakes each earlier arrival
+        that still waits."""
         self.remove(sequence)
         insort(self._latest, sequence.arrival)
         if len(self._latest) > MAX_OVERTAKEN:

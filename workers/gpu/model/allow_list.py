@@ -16,8 +16,8 @@ GLOB = "*?["
 def is_allowed(name: str, patterns: Iterable[str]) -> bool:
     """Whether a model or a folder that a client names matches one of the patterns.
 
-    If the name is a path on this machine, its ``..`` and its symbolic links are resolved first, so
-    that the path cannot lead out of an allowed folder. The folders of a pattern before its first
+    If the name is a path on this machine, ``..`` and symbolic links in the path are resolved first.
+    So the path cannot lead out of an allowed folder. The folders of a pattern before its first
     character of ``GLOB`` are resolved too. Other names, such as ids of a hub, are compared
     unchanged.
     """

@@ -33,9 +33,9 @@ class ForwardOptions(NamedTuple):
     """The settings of a model's forwards."""
 
     compiled: bool = False
-    """Whether forwards may run through torch.compile. They do so only if the compiled logits equal
-    the model's own and the model has one rank. The first step that needs a new compiled form is
-    slow."""
+    """Whether forwards may run through torch.compile. torch.compile is used only if the compiled
+    logits equal the model's own logits, and the model has one rank. The first step that needs a new
+    compiled form is slow."""
     fixed_threads: bool = False
     """Whether all forwards on a CPU use all threads of torch, even if fewer threads are faster."""
     exact: bool = True

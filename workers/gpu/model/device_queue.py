@@ -2,8 +2,8 @@
 
 On CUDA the queue is the current stream. ``submit`` calls the submitted function at once, and the
 function only enqueues kernels. An event is recorded after these kernels, and the result is complete
-when the device has reached this event. On other devices, the queue is one thread that runs the work
-in order, or ``submit`` itself runs the work if steps do not overlap with the host's work.
+when the device has reached this event. On other devices, one thread runs the work in order. If
+steps do not overlap with the host's work, ``submit`` itself runs the work.
 """
 
 from __future__ import annotations

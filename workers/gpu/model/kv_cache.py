@@ -12,8 +12,8 @@ import torch
 from .device_queue import on_device
 
 BLOCK_SIZE = 16
-"""Number of tokens of a block if the attention gathers the blocks of a sequence into one tensor, or
-if native code reads them on a CPU."""
+"""Number of tokens of a block, if no GPU kernel reads blocks in place. The attention then gathers
+the blocks of a sequence into one tensor, or native code on a CPU reads the blocks."""
 FLASH_BLOCK_SIZE = 256
 """Number of tokens of a block that FlashAttention reads in place. FlashAttention 2 requires at
 least 256."""

@@ -62,8 +62,8 @@ positions are usable."""
 
 FUSED_TOLERANCE = 1e-3
 """Greatest allowed difference in float32 between the logits of a faster forward, such as the fused
-decoder, and of the forward that it replaces. The difference is relative to the standard deviation
-of the logits. Other types round more coarsely, so their limit is ``PROBE_TOLERANCE``."""
+decoder, and the logits of the forward that it replaces. The difference is relative to the standard
+deviation of the logits. Other types round more coarsely, so their limit is ``PROBE_TOLERANCE``."""
 
 
 class ModelLoadError(Exception):
@@ -99,8 +99,8 @@ class LoadedModel:
     soft_caps: bool = False
     """Whether the attention caps scores before the softmax (Gemma 2)."""
     decoder: FusedDecoder | None = None
-    """The model's forward in few operations. If it is None, the engine runs the model's own
-    modules."""
+    """The model's forward with few operations. If this field is None, the engine runs the model's
+    own modules."""
     ranks: Ranks | None = None
     """The other ranks, if the model is spread over several devices."""
     weights: str = ""
@@ -185,8 +185,9 @@ def load_model(
 
 
 def _avoid_failing_attention(model: Any) -> None:
-    """Turns torch's flash attention off if it fails on this CPU. It fails for 16-bit types and 64
-    rows if oneDNN uses AMX or AVX-512, but ``ATEN_CPU_CAPABILITY`` is lower."""
+    """Turns torch's flash attention off if it fails on this CPU. It fails for 64 rows of a 16-bit
+    type if oneDNN uses AMX or AVX-512, but ``ATEN_CPU_CAPABILITY`` selects a lower instruction
+    set."""
     if model.device.type != "cpu" or model.dtype not in (torch.bfloat16, torch.float16):
         return
     rows = torch.zeros(1, 1, 64, 64, dtype=model.dtype)
@@ -356,7 +357,8 @@ def _fused(
     options: dict[int, AttentionOptions],
 ) -> FusedDecoder | None:
     """The model as a FusedDecoder. None if the structure of the model is unknown, or if the
-    decoder's logits differ from the model's at positions up to the end of the context."""
+    decoder's logits differ from the model's logits. Positions up to the end of the context are
+    compared."""
 
     def attend(
         layer: int, query: Any, key: Any, value: Any, context: Any, **given: Any

@@ -146,8 +146,8 @@ class Models:
 
     @property
     def excess(self) -> int:
-        """Number of loaded models above ``max_models``. They were in use when another model was
-        loaded, so they were not evicted."""
+        """Number of loaded models above ``max_models``. Such models were in use when another model
+        was loaded, so they were not evicted."""
         return max(0, len(self._engines) - self._settings.max_models)
 
     def evict(self, used: Container[str]) -> list[str]:

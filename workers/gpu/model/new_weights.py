@@ -113,7 +113,8 @@ def _read_files(
 
 
 def own_tensors(loaded: LoadedModel) -> dict[str, torch.Tensor]:
-    """The weights of the loaded model, by name. Raises WeightsError if they cannot be replaced."""
+    """The weights of the loaded model, by name. Raises WeightsError if the weights cannot be
+    replaced."""
     if loaded.ranks is not None:
         raise WeightsError(
             f"{loaded.name} is spread over several devices (tp), and its weights cannot be "

@@ -1,7 +1,7 @@
 """The special tokens of a model by role. A controller requests a token by the name of its role.
 
 The tokenizer names most of these tokens. The turn markers are found in the text of the chat
-template, which is searched but not run: a template is code from the publisher of the model.
+template. The template is not run, because it is code from the publisher of the model.
 """
 
 from __future__ import annotations

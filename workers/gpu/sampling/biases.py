@@ -15,9 +15,9 @@ import numpy as np
 from ....protocol.errors import Code, ControllerError
 
 MAX_BIAS = 1e20
-"""A bias of a request that is larger than this number is treated as this number. Sums of biases and
-penalties then stay finite in float32, also after a division by the lowest temperature. An infinite
-logit would make the probabilities of its row NaN."""
+"""Larger biases of requests are reduced to this number. Sums of biases and penalties then stay
+finite in float32, also after a division by the lowest temperature. An infinite logit would make the
+probabilities of its row NaN."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +66,7 @@ def read_bias(words: np.ndarray, vocab: int) -> Bias:
     """Decodes a bias from u32 words. A dense bias is a view of the words.
 
     Raises ControllerError if the bias is malformed or has a token outside the vocabulary. The
-    values are not checked here: the controller worker checks them, and a NaN would only end the
+    values are not checked here, because the controller worker checks them. A NaN would only end the
     sequence of this bias with an error.
     """
     pairs = int(words[0]) if len(words) else 0

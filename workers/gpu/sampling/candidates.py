@@ -35,8 +35,8 @@ class Candidate(NamedTuple):
 
 @dataclass(slots=True)
 class Candidates:
-    """Reports about the tokens of some rows, while they are copied to the host. The parts of a
-    column are joined when they are read, because a copy to the host may arrive late."""
+    """Reports about the tokens of some rows. The device may still copy the tensors to the host. So
+    the parts of a column are joined only when the column is read."""
 
     processed_rows: Sequence[int]
     """The rows that report ``Token.processed``."""
@@ -109,7 +109,7 @@ def _selected(rows: Sequence[int], which: np.ndarray) -> list[int]:
 
 
 def _which(wanted: np.ndarray, like: torch.Tensor) -> slice | torch.Tensor:
-    """The index of the wanted rows. If all rows are wanted, the index does not copy them."""
+    """The index of the wanted rows. If all rows are wanted, the index does not copy the rows."""
     if wanted.all():
         return slice(None)
     return on_device(np.flatnonzero(wanted), like.device)

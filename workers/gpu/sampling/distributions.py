@@ -26,8 +26,8 @@ class TokenOptions(NamedTuple):
 
 @dataclass(slots=True)
 class Answers:
-    """The answers to the queries of some rows, while they are copied to the host (see
-    ``fetch``)."""
+    """The answers to the queries of some rows. Before ``fetch``, the device may still copy the
+    tensors to the host."""
 
     queries: Mapping[int, Query]
     """The queries, by row of the step."""
@@ -98,7 +98,7 @@ def _answered(own: torch.Tensor, ranks: torch.Tensor, queries: Mapping[int, Quer
     ``[num_queries]``: the ranks of the sampled tokens."""
     device = own.device
     every = torch.log_softmax(own, -1).clamp_(min=LOWEST)
-    # Infinite log-probabilities are clamped, so that a probability of 0 adds 0.
+    # Infinite log-probabilities are clamped, so that a probability of 0 adds 0 to the entropy.
     entropies = -row_sums(torch.softmax(own, -1).mul_(every)).squeeze(-1)
     numbers = torch.stack([ranks.double(), entropies.double()]).to("cpu", non_blocking=True)
     most = min(max(query.top for query in queries.values()), own.shape[-1])

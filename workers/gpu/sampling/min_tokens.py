@@ -28,8 +28,8 @@ class Least(NamedTuple):
 
 
 class MinTokens:
-    """The minimum lengths of the rows whose requests have ``min_tokens``. They do not change from
-    token to token."""
+    """The minimum lengths of the rows whose requests have ``min_tokens``. Minimum lengths do not
+    change from token to token."""
 
     def __init__(self, rows: Mapping[int, Least]) -> None:
         self._rows = np.array([*rows], dtype=np.int64)

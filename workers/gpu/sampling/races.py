@@ -8,10 +8,10 @@ earliest arrivals are nearly equal.
 Inverting the cumulative distribution would be far more sensitive: a change of one weight moves the
 boundaries of all later tokens.
 
-If all tokens of the vocabulary are candidates, parts of a few hundred tokens race first, each with
-the sum of its tokens' weights. Then the tokens of the winning part race. The probabilities are the
-same, and a vocabulary of 131,072 tokens takes 768 random numbers. With ``top_k``, only the
-remaining tokens race.
+If all tokens of the vocabulary are candidates, the vocabulary is divided into parts of a few
+hundred tokens. The parts race first, each with the sum of its tokens' weights. Then the tokens of
+the winning part race. The probabilities are the same, and a vocabulary of 131,072 tokens takes 768
+random numbers. With ``top_k``, only the remaining tokens race.
 
 The random numbers are counter-based: SplitMix64 (Steele, Lea, Flood 2014) of the row's key and the
 candidate's number, in 64-bit integers, so that all devices compute equal numbers. The key is
@@ -332,7 +332,7 @@ def _without_equals(
 
 def row_sums(values: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The sum of each row of ``values`` ``[rows, n]``; returns ``[rows, 1]``. On a CPU, NumPy
-    computes the sums, so that a row's sum does not depend on the other rows: torch would divide a
+    computes the sums, so that a row's sum does not depend on the other rows. torch would divide a
     single long row among threads."""
     if costs_launches(values) or dtype not in _NUMPY_TYPES or values.device.type != "cpu":
         return values.sum(-1, keepdim=True, dtype=dtype)

@@ -55,13 +55,13 @@ float32."""
 MIN_TOP_P = np.finfo(np.float32).tiny
 """A lower ``top_p`` could be 0 in float32, and would then exclude all tokens."""
 MAX_TEMPERATURE = 1e20
-"""Rows of a higher temperature are treated as rows of this temperature, because an infinite
-temperature would change the logit of a forbidden token to NaN."""
+"""Higher temperatures are reduced to this temperature. An infinite temperature would change the
+logit of a forbidden token to NaN."""
 
 
 class RowParameters:
-    """The sampling parameters of n rows, as columns. A step in which a controller overrides them
-    has an object of its own."""
+    """The sampling parameters of n rows, as columns. If controllers override parameters in a step,
+    this step has a separate object."""
 
     def __init__(
         self,

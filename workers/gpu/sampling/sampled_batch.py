@@ -70,8 +70,9 @@ class SampledBatch:
         )
 
     def others(self, rows: Rows, tokens: list[int]) -> list[int]:
-        """The rows whose tokens of this step are not plain (``TokenColumns``): the first and the
-        last token of a sequence, and tokens with more fields than columns contain."""
+        """The rows whose tokens are not plain in this step (``TokenColumns``). The first and the
+        last token of a sequence are not plain, and neither are tokens with more fields than columns
+        contain."""
         positions = rows.positions
         others = np.flatnonzero((positions == 0) | (positions + 1 >= self._limits)).tolist()
         stops = compress(count(), map(contains, self._stop_ids, tokens))

@@ -116,7 +116,8 @@ class Numbers:
 
 @dataclass(slots=True)
 class Drawn:
-    """The token chosen from each row, while it is copied to the host (see ``fetch``)."""
+    """The token chosen from each row. Before ``fetch``, the device may still copy the tensors to
+    the host."""
 
     rows: Rows
     vocab: int
@@ -284,7 +285,8 @@ def guess(logits: torch.Tensor, indices: Sequence[int], rows: Rows) -> torch.Ten
 
 @dataclass(slots=True)
 class Scores:
-    """The log-probabilities of scored tokens, while they are copied to the host (see ``fetch``)."""
+    """The log-probabilities of scored tokens. Before ``fetch``, the device may still copy the
+    tensors to the host."""
 
     tokens: Sequence[int]
     values: torch.Tensor
@@ -295,8 +297,8 @@ class Scores:
 
     def fetch(self) -> tuple[list[float], Sequence[dict[int, float] | None]]:
         """Two lists with an entry for each token. The first has the log-probability of the token.
-        The second has the log-probabilities of the most likely tokens of its row and of the token
-        itself, or None if they were not requested. The device must have finished the copy."""
+        The second has the log-probabilities of the most likely tokens and of the token itself, or
+        None if they were not requested. The device must have finished the copy."""
         values: list[float] = self.values.tolist()
         if self.likely is None:
             return values, [None] * len(values)

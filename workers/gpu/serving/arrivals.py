@@ -104,7 +104,7 @@ class Arrivals:
         """The models whose new streams wait because the model is paused or gets new weights.
         ``Rollouts`` adds models, and removes them before it calls ``release``."""
         self._logged = ("", 0)
-        """The last logged stage of loading, and the last logged tenth of that stage."""
+        """The stage of loading that was logged last, and its logged progress in tenths."""
 
     @property
     def num_waiting(self) -> int:
@@ -522,7 +522,7 @@ def _take_transcript(waiting: Waiting) -> None:
     if not waiting.attachments:
         raise RequestError(
             Code.BAD_MESSAGE,
-            "the moved request has no transcript; expected one as its last attachment",
+            "the moved request has no transcript; expected a transcript as the last attachment",
         )
     *waiting.attachments, last = waiting.attachments
     del waiting.stream.frames[-1]

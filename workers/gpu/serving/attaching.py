@@ -1,8 +1,8 @@
 """The queue of unanswered ATTACH and CLAIM messages, and the columns of tokens in the answers.
 
 An answer can contain all entries of a stream, up to 100,000, and a client may send many ATTACHes or
-cause many CLAIMs. So each pass of the worker's loop sends a bounded number of entries, and keys,
-and the sessions of each key, take turns. A CLAIM is answered with a JOURNAL for each stream of its
+cause many CLAIMs. So each pass of the worker's loop sends a bounded number of entries. Keys take
+turns, and so do the sessions of each key. A CLAIM is answered with a JOURNAL for each stream of its
 session, and with CLAIMED. Entries that are rows (``streams.ROW``) are sent in columns, without an
 object for each token. If a pass answers several streams of a session, one message has the rows of
 all these streams.
@@ -26,13 +26,12 @@ MAX_ENTRIES = 2048
 """The budget of one pass of the loop: the number of entries that the pass may send. The last answer
 of a pass may exceed the budget. Later passes then send less."""
 ROWS_PER_ENTRY = 4
-"""Number of rows in columns that count as one entry. These rows have as many bytes as one entry in
-msgpack."""
+"""Number of rows in columns that count as one entry. These rows together have about the size of one
+entry in msgpack."""
 CANDIDATES_PER_ENTRY = 20
 """Number of reported candidates (``Token.kept``) that count as one entry."""
 ANSWER_ENTRIES = 4
-"""Number of entries that each answer takes from the budget in addition to the entries that it
-sends."""
+"""Fixed cost of an answer, as a number of entries. The sent entries count in addition."""
 JOURNAL_BYTES_PER_ENTRY = 1024
 """In the parts of a JOURNAL that are copied without encoding them again, this number of bytes
 counts as one entry."""
@@ -109,8 +108,8 @@ class ReportQueue:
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[int, OrderedDict[int, _Waiting]] = OrderedDict()
-        """By owner, and then by session: the messages of the session in order. The owner whose turn
-        is next comes first, and so does the session of an owner. An owner is a client's key or,
+        """By owner, and then by session: the messages of the session in order. The first owner has
+        the next turn, and within this owner the first session. An owner is a client's key or,
         without a key, a session."""
         self._left = MAX_ENTRIES
         """Number of entries that this pass may still send; negative after a large answer."""

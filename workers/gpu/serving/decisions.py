@@ -40,7 +40,7 @@ class Decisions(NamedTuple):
     valid: list[StepResult]
     invalid: list[Invalid]
     usual: list[int]
-    """``Result.usual``."""
+    """The most frequent results in a short form (``Result.usual``)."""
     host: str
     """The machine id of the controller worker."""
     attempts: dict[int, int]

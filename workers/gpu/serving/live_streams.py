@@ -2,7 +2,7 @@
 
 A stream ends either with the TOKEN message that contains the end of its last sequence, or with an
 ERROR. Every stream that is not dropped gets one of these messages, even if its tokens cannot be
-sent.
+sent. A *row* is a plain token of a step (``engine.sequence.TokenColumns``).
 """
 
 from __future__ import annotations
@@ -231,8 +231,8 @@ class LiveStreams:
         self._bound(*new, *(recipients.reporting if recipients is not None else ()))
 
     def _bound(self, *streams: Stream) -> None:
-        """Ends those of ``streams`` that are live and whose client exceeds its share of the bound
-        on stored bytes."""
+        """Ends each live stream of ``streams`` whose client exceeds its share of the bound on
+        stored bytes."""
         for stream in streams:
             if self._streams.get(stream.request) is stream:
                 error = self._stored.count(stream)
@@ -307,8 +307,8 @@ class LiveStreams:
                     self.fail(stream, error, "answering an ATTACH")
 
     def _attach(self, stream: Stream, received: int) -> int:
-        """Sends the answer to an ATTACH, and the missed entries without the rows at their end.
-        Returns the number of rows that were left out."""
+        """Sends the answer to an ATTACH, and the missed entries. Leaves out the last entries that
+        can be sent as rows in columns, and returns the number of these rows."""
         self._settle(stream)
         # If this copy of the stream has fewer entries than the client, the client discards the
         # entries that this copy repeats.

@@ -2,7 +2,7 @@
 memory file, and the GPU worker reads them.
 
 The file has no name in a folder. The controller worker opens it under ``/proc`` while this process
-is alive, so a killed process leaves nothing behind.
+is alive, so a killed process leaves no file.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class MaskFiles:
     """The memory files for controller workers that steer requests of this worker: one file for each
     controller worker and mask size.
 
-    A file is open while a request that uses it is live. A controller worker that registers again
+    A file is open while any live request uses the file. A controller worker that registers again
     has a new id, and its earlier requests end, so the old file is closed.
     """
 

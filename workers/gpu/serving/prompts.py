@@ -88,7 +88,7 @@ def request_texts(
 
     The last attachments are the buffers that the request names. The first attachment is the prompt
     if the body has no prompt. Raises RequestError if the attachments do not fit the body, or if the
-    prompt is too long. Nothing is decoded if the token ids alone are too many.
+    prompt is too long. If the token ids alone exceed ``max_tokens``, nothing is decoded.
     """
     own = len(attachments) - len(message.buffers)
     if own < 0:

@@ -44,7 +44,8 @@ class Reading:
     incoming: Incoming | None = None
     """The transfer over the bus; None if no transfer runs."""
     attempts: int = 0
-    """Number of times that the worker has begun to receive the weights after an error."""
+    """Number of errors after which the worker has begun to receive the weights from another
+    worker."""
     received: ReceivedFile | None = None
     """The file that has arrived over the bus."""
 

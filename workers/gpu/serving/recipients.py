@@ -1,5 +1,5 @@
-"""The clients that receive the rows of a batch, computed once per batch instead of once per
-step."""
+"""The clients that receive the rows of a batch, computed once per batch instead of once per step. A
+row is a plain token of a step (``engine.sequence.TokenColumns``)."""
 
 from __future__ import annotations
 

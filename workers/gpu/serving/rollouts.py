@@ -1,6 +1,7 @@
 """PAUSE, RESUME and UPDATE_WEIGHTS at a GPU worker.
 
-The broker sends each of these requests as ORDERs. New weights are read on a thread, while streams
+The broker sends each of these requests as ORDERs. UPDATE_WEIGHTS has two ORDERs: ``prepare`` reads
+the new weights, and ``commit`` makes them current. New weights are read on a thread, while streams
 run, and replace the old ones between two steps. A new stream of a model waits until the worker has
 the model's current weights and the model is not paused. If the worker cannot read the current
 weights from their folder, it receives them from another worker.
@@ -128,8 +129,8 @@ class Rollouts:
         try:
             if part.error and not sender and (reading.folder or self._streams_of(part.model)):
                 raise WeightsError(part.error)
-            # If the weights have no folder and the model has no streams, the worker waits until
-            # another worker registers with the weights, or until the next update.
+            # If the weights are not in a folder and the model has no streams, the worker waits. It
+            # can continue when another worker registers with the weights, or at the next update.
             if not incoming.take(part, content):
                 return
         except WeightsError as error:
@@ -144,7 +145,7 @@ class Rollouts:
 
     def on_lease(self, link: int) -> None:
         """Called when a new lease begins at the broker of a link. Discards weights that this broker
-        has ordered but not made the current ones."""
+        has ordered but has not made current."""
         for model, reading in list(self._readings.items()):
             if reading.link == link and not reading.committed:
                 del self._readings[model]

@@ -26,13 +26,14 @@ class Notes(NamedTuple):
     messages: Sequence[str] = ()
     """Texts for the client."""
     waiting: int = 0
-    """``Token.waiting``."""
+    """The number of the client's input that the controller waits for (``Token.waiting``)."""
 
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """The tokens that a sequence samples until the next STEP: several tokens without a decision for
-    each (``StepResult.run``), or one token whose log-probability the controller asked for."""
+    """The tokens that a sequence samples until the next STEP. A run has several tokens if one
+    decision covers them (``StepResult.run``), or one token whose log-probability the controller
+    asked for."""
 
     left: int
     """Maximum number of further tokens."""
@@ -42,7 +43,7 @@ class Run:
     asks: bool = False
     """Whether the STEP that reports the tokens also has their ``logprobs``."""
     tokens: list[int] = field(default_factory=list)
-    """The tokens so far."""
+    """The tokens that have been sampled so far."""
     logprobs: list[float] = field(default_factory=list)
     """The log-probabilities of ``tokens``; empty unless ``asks`` is true."""
 
@@ -72,7 +73,7 @@ class Steered:
     worker: int = 0
     """The id of the controller worker that runs the controller; 0 until its first decision."""
     same_machine: bool = False
-    """Whether the controller worker is on this machine, so that the request uses its mask file."""
+    """Whether the controller worker is on this machine, so that the request can use a mask file."""
     file: MaskFile | None = None
     """The mask file; None if the controller worker is on another machine, or if the system could
     not make a file."""
@@ -152,7 +153,8 @@ class Steered:
             if output.is_report:
                 output.waiting = notes.waiting
             elif notes.waiting and output.logprob is None and output.finish_reason is None:
-                # The number is sent with the report that follows the last appended token.
+                # The number of the awaited input is sent with the report after the last appended
+                # token.
                 self.notes[output.seq] = Notes(waiting=notes.waiting)
             if output.is_input:
                 output.wakes = self.wakes.pop(output.seq, 0)

@@ -4,6 +4,10 @@ A sequence with a controller is sampled when its decision for this round has arr
 arrive while the forward runs. After the forward, the batch waits a moment for missing decisions.
 Sequences without a decision are then deferred, and the step continues with the others. If a
 decision never arrives, its sequence ends with an error.
+
+An *update* is the part of a STEP about one sequence. A *run* is the tokens that a sequence samples
+until the next STEP (``steered.Run``). The *notes* of a sequence are the controller's logs, writes
+of variables and texts for the client (``steered.Notes``).
 """
 
 from __future__ import annotations
@@ -98,8 +102,8 @@ class Steering:
         is overdue. The time is ``inf`` for suspended sequences, for sequences that wait for scores,
         and for forks that wait for logits."""
         self._forks: dict[Key, list[tuple[StepResult, Under]]] = {}
-        """For each sequence that will fork when it has logits: the decision to fork, and then the
-        decisions that are applied after the fork."""
+        """For each sequence that will fork when it has logits: its decision to fork, followed by
+        the decisions that are applied after the fork."""
         self._behind: dict[Key, Key] = {}
         """For each sequence whose decision waits in ``_forks``: the sequence that must fork
         first."""
@@ -151,9 +155,9 @@ class Steering:
         self._post([b"START", encode_header(request), body], link)
 
     def note_text_ends(self, request: int) -> None:
-        """Records how the texts of a request end, before the request is cancelled. A text whose
-        constraint has sent the next mask is complete if this mask allows an end-of-sequence token.
-        Otherwise such a text is cut."""
+        """Records how the texts of a request end, before the request is cancelled. Only texts are
+        recorded whose constraint has sent the next mask. A text is complete if this mask allows an
+        end-of-sequence token, and otherwise cut."""
         steered = self._requests.get(request)
         if steered is None or not steered.constrained:
             return
@@ -337,9 +341,9 @@ class Steering:
     def _steered_by(
         self, worker: int, request: int, host: str, link: int, attempts: Mapping[int, int]
     ) -> Steered | None:
-        """The request of a decision from ``worker``. None if the request has ended or is now at
-        another broker, if another worker runs its controller, or if the controller was restarted
-        after the decision."""
+        """The request of a decision from ``worker``. None if the decision is outdated: the request
+        has ended or is at another broker, another worker runs its controller, or the controller was
+        restarted after the decision."""
         steered = self._requests.get(request)
         if steered is None or steered.link != link:
             return None
@@ -455,8 +459,9 @@ class Steering:
         self._runs[one.request, one.seq] = Run(one.run, ends, one.logprobs)
 
     def _forks_early(self, engine: Engine, key: Key) -> bool:
-        """Whether a sequence can fork before it has logits. It can if the resulting sequences then
-        drop or append tokens, and if at most one token that they share has not been computed."""
+        """Whether a sequence can fork before it has logits. Two conditions must hold: the resulting
+        sequences then drop or append tokens, and at most one of their common tokens has not been
+        computed."""
         return key in self._early_forks and engine.num_missing(*key) <= 1
 
     def _void(self, steered: Steered, key: Key, action: str) -> None:
@@ -533,8 +538,7 @@ class Steering:
         if known or len(set(children)) < len(children):
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"the fork numbers the new sequences {children}; expected unused, different "
-                "numbers",
+                f"the fork numbers the new sequences {children}; expected unused, distinct numbers",
             )
 
     # --- failures -------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Bounds the memory of the requests and the entries that live streams store.
 
-A stream stores its request and its entries until it ends, for clients that attach and for brokers
-that claim it. A plain token takes 20 bytes, and is not counted. But 256 ``top_logprobs`` take
-3 KiB, and a request may have 128 sequences that wait for an input. Clients therefore share a bound,
+Until its end, a stream stores its request and its entries for clients that attach and brokers that
+claim the stream. A plain token takes 20 bytes, and is not counted. But 256 ``top_logprobs`` take 3
+KiB, and a request may have 128 sequences that wait for an input. Clients therefore share a bound,
 and a stream that exceeds the share of its client ends.
 """
 
@@ -56,8 +56,8 @@ class StoredBytes:
         return RequestError(
             Code.TOO_LARGE,
             "the requests, log-probabilities, candidates, logs and writes of your running streams "
-            f"take {own + size} bytes at this worker, and those of all clients {self._total} of at "
-            f"most {self._most}; ask for fewer top_logprobs, or run fewer sequences at a time",
+            f"take {own + size} bytes at this worker; all clients together take {self._total} of "
+            f"{self._most} bytes; ask for fewer top_logprobs, or run fewer sequences at a time",
         )
 
     def drop(self, stream: Stream) -> None:

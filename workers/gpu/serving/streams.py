@@ -272,8 +272,8 @@ class Stream:
         return found + plain[taken:]
 
     def missed(self, received: int) -> tuple[int, int]:
-        """The number of entries after the first ``received`` entries, and the number of rows at
-        their end that can be sent in columns."""
+        """Returns two numbers: the number of entries after the first ``received`` entries, and the
+        number of the last entries that can be sent as rows in columns."""
         num_rows = len(self.rows) // ROW.size
         missed = max(0, num_rows + len(self.entries) - received)
         if not self.takes_rows:

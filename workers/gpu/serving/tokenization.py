@@ -1,10 +1,11 @@
 """Tokenizes longer texts on separate threads, so that a long prompt does not delay the steps of
 other requests.
 
-Each request waits in one of two lanes, depending on the size of its texts, so that some kilobytes
-of text do not wait for some megabytes. In a lane, clients take turns: a request of one client is
-followed by a request of the next client. A lane runs a thread while it has work. Tokenizers of the
-library ``tokenizers`` do not stop the steps, because this library releases the interpreter's lock.
+There are two lanes, one for small texts and one for large texts. So a text of kilobytes does not
+wait for a text of megabytes. In a lane, clients take turns: a request of one client is followed by
+a request of the next client. While a lane has requests, a thread tokenizes their texts. Tokenizers
+of the library ``tokenizers`` do not stop the steps, because this library releases the interpreter's
+lock.
 """
 
 from __future__ import annotations

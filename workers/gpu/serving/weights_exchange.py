@@ -24,7 +24,8 @@ from .streams import Frames
 log = logging.getLogger(__name__)
 
 AGAIN_S = 2.0
-"""Seconds after which a part is requested again, from another worker if there are several."""
+"""Seconds after which a part is requested again. If several workers have the weights, the part is
+requested from another worker."""
 KEPT_S = 30.0
 """The description of a sent file is dropped this number of seconds after the last part was sent."""
 

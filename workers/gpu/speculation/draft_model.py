@@ -1,7 +1,7 @@
 """A draft model: a small model writes draft tokens, which the large model verifies.
 
-The draft model has its own KV cache. For each sequence it first computes the accepted tokens that
-it has not computed yet, and then writes one token after another. If the large model samples, the
+The draft model has its own KV cache. For each sequence, the draft model first computes the new
+accepted tokens, and then writes one draft token after another. If the large model samples, the
 draft model samples with the same counter-based random numbers. Two similar distributions then give
 the same token most of the time, almost as in a maximal coupling. The idea of verified drafts is
 from Leviathan, Kalman and Matias (2023).
@@ -62,7 +62,7 @@ def check_draft_model(loaded: LoadedModel, draft: LoadedModel) -> None:
 
 @dataclass(slots=True)
 class Guessed:
-    """The draft tokens of all sequences at one position of their drafts."""
+    """The draft tokens at one position: one token for each sequence."""
 
     tokens: torch.Tensor
     """The draft token of each sequence, int64 ``[num_texts]``, on the device."""
@@ -106,13 +106,14 @@ class DraftModel:
         """The assumed cost of the draft model's forward, relative to a forward of the large
         model."""
         self._texts: dict[Sequence, Sequence] = {}
-        """By sequence: its *text*, which is the draft model's own sequence with the same tokens, in
+        """The *text* of each sequence: the draft model's own sequence with the same tokens, in
         blocks of the draft model's cache. The least recently used text is first."""
 
     def draft(self, sequences: Items[Sequence], count: int) -> list[list[int]]:
         """Writes ``count`` draft tokens for each of these sequences. A draft ends before a token
         that the large model does not have. A draft is empty if the draft model has not computed the
-        whole sequence yet, the sequence is too long, no blocks are free, or drafting fails."""
+        whole sequence yet, or if the sequence is too long. A draft is also empty if no blocks are
+        free or drafting fails."""
         try:
             return self._draft(sequences, count)
         except Exception:
@@ -230,7 +231,8 @@ class DraftModel:
         batch = Batch()
         for row, text in enumerate(texts):
             if place > 1:
-                # The token before the last one is still on the device; 0 is a placeholder.
+                # ``text.tokens`` has the tokens before the last drawn token. The latest of them is
+                # still on the device, and 0 stands for it.
                 text.tokens.append(0)
             text.drawn = row
             at = len(text.tokens)

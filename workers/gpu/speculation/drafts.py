@@ -19,7 +19,7 @@ MIN_PROBABILITY = 0.2
 """Minimum probability that a sequence accepts a token of the draft model. Below this probability,
 the sequence only gets trial drafts from the draft model."""
 RETRY_STEPS = 32
-"""Number of steps without a draft from the draft model, after which a sequence gets a trial draft,
+"""A sequence gets a trial draft after this number of steps without a draft from the draft model,
 because its new text may be easier to predict. Trial drafts are written only in steps without other
 drafts from the draft model."""
 RETRY_TOKENS = 3
@@ -153,7 +153,7 @@ class Speculation:
         self, model: DraftModel, sequences: Iterable[Sequence], rows: int
     ) -> tuple[list[Sequence], int]:
         """The sequences for which the draft model writes drafts in a step of ``rows`` rows, and the
-        number of tokens of each draft; 0 if it writes no drafts."""
+        number of tokens of each draft. This number is 0 if no drafts are written."""
         if self._costs is None or not 0 < rows <= self._costs.max_sequences:
             return [], 0
         foreseen: list[Sequence] = []
@@ -179,6 +179,6 @@ def _steered(sequence: Sequence) -> bool:
 
 
 def _room(sequence: Sequence) -> int:
-    """The greatest useful length of a draft. The step samples one more token after the draft, so
-    this length is one less than the number of tokens that the sequence may still get."""
+    """The greatest useful length of a draft. The step also samples the token after the draft. So
+    the length is the number of tokens that the sequence may still get, minus one."""
     return sequence.max_length - len(sequence.tokens) - 1

@@ -2,9 +2,9 @@
 
 A session that edits several files, or extracts records from several pages, repeats text that its
 earlier requests generated. Texts are stored separately for each client of the engine (a session or
-a user, ``arrivals.client_of``). In this file, such a client is called session. Drafts never come
-from the texts of another client. The index (``places.py``) maps each *run* of ``SIZE`` tokens to
-its places in these texts.
+a user, ``arrivals.client_of``). In this file, such a client is called a *session*. Drafts never
+come from the texts of another client. The index (``places.py``) maps each *run* of ``SIZE`` tokens
+to its places in these texts.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 With few rows, a forward takes the time of reading the weights from memory, and another row costs
 little. With more rows, arithmetic bounds the time, and each row costs as much as the previous row
 (``Costs.of``). If any sequence of a step has a draft, the step costs ``draft_cost`` more for each
-sequence. If the tokens of a draft are accepted with conditional probabilities p, q, r, ..., the
-draft yields p + pq + pqr + ... more tokens. Draft lengths maximize the number of tokens of a step
-divided by its cost. So a single sequence gets long drafts, and in a large batch only likely drafts
-are made.
+sequence. Let p, q, r, ... be the probabilities that a draft token is accepted if the tokens before
+it were accepted. The draft then yields p + pq + pqr + ... more tokens on average. Draft lengths
+maximize the number of tokens of a step divided by its cost. So a single sequence gets long drafts,
+and in a large batch only likely drafts are made.
 """
 
 from __future__ import annotations

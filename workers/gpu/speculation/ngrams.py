@@ -1,18 +1,18 @@
 """Prompt lookup: drafts from earlier occurrences of the text that a sequence ends with.
 
-For each run of ``SIZE`` tokens, the index has the last places where it occurs in the texts of one
-request: prompt, generated tokens, and forks. A lookup adds only new tokens to the index, so its
-time does not depend on the length of the text. A lookup takes the places of the sequence's last
-run, and compares the texts before them with the sequence. The match is the place with the most
-equal tokens before it. If fewer than ``LONGEST`` tokens are equal, the texts of the session's
-earlier requests are searched too (``earlier.py``). The idea is Saxena's (prompt lookup decoding,
-2023).
+A *run* is ``SIZE`` consecutive tokens. For each run, the index has the last places where the run
+occurs in the texts of one request: prompt, generated tokens, and forks. A lookup adds only new
+tokens to the index, so its time does not depend on the length of the text. A lookup takes the
+places of the sequence's last run, and compares the texts before them with the sequence. The match
+is the place with the most equal tokens before it. If fewer than ``LONGEST`` tokens are equal, the
+texts of the session's earlier requests are searched too (``earlier.py``). The idea is Saxena's
+(prompt lookup decoding, 2023).
 
-A sequence may copy an earlier text (its *source*) except at one place, such as a replaced name. It
-often agrees with the source again soon after this place. So near the last match, one or two equal
-tokens are enough for a new match. To estimate the acceptance probability of a draft token, the
-places of the run before the token are compared. The probability is high if consecutive places are
-often followed by the same token.
+A sequence may copy an earlier text (its *source*) except at one place, such as a replaced name. The
+sequence often agrees with the source again soon after this place. So near the last match, one or
+two equal tokens are enough for a new match. To estimate the acceptance probability of a draft
+token, the places of the run before the token are compared. The probability is high if consecutive
+places are often followed by the same token.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .lengths import MAX_DRAFT_TOKENS, PRIOR
 from .places import LONGEST, PLACES, SIZE, Index, Match, add_runs, followed_alike, longest
 
 NEAR = 12
-"""While the sequence generates this number of tokens after its last match, matches of one or two
-tokens are searched for. The search covers the same number of tokens of the source."""
+"""Matches of one or two tokens are accepted only near the last match: for this number of generated
+tokens, and within this number of tokens of the source."""
 
 
 class PromptLookup:
@@ -112,8 +112,8 @@ class PromptLookup:
         return followed_alike(places)
 
     def _near(self) -> Match | None:
-        """A match of the last two tokens at a place near the last match. If they do not occur
-        there, a match of the last token only, or None."""
+        """A match of the last two tokens at a place near the last match. If both tokens do not
+        occur there, a match of the last token only, or None."""
         last, tokens = self._last, self._tokens
         if last is None or not self._size < len(tokens) <= self._size + NEAR:
             return None

@@ -13,8 +13,8 @@ LONGEST = 32
 """Matches are compared up to this length. A longer match does not predict better."""
 
 Places = list[tuple[list[int], int]]
-"""Pairs of a text in which a run occurs and the end of the run in this text. The latest pair is
-last."""
+"""The places of a run, the latest last. Each place is a text, and the index in this text at which
+the run ends."""
 Index = dict[tuple[int, ...], Places]
 """The places of each run."""
 
@@ -58,9 +58,8 @@ def longest(tokens: list[int], places: Iterable[tuple[list[int], int]]) -> Match
 
 
 def followed_alike(places: Places) -> tuple[int, int]:
-    """Compares the tokens that follow the places of a run. Returns the number of places that are
-    followed by the same token as the previous place, and the number of places that were compared
-    with the previous one."""
+    """Compares the tokens that follow the places of a run, each place with the previous place.
+    Returns the number of equal results, and the number of comparisons."""
     alike, known, before = 0, -1, -1
     for text, end in places:
         if end < len(text):

@@ -15,8 +15,8 @@
 enum {
     RUN = 8,    /* Maximum number of tokens of one sequence that are computed together. */
     SCORED = 4, /* Number of queries whose scores are computed together. */
-    MAX_QUERIES = LANES == 8 ? 4 : 8, /* One call of attend takes at most this number of query heads
-                                       * of a token, one call of weigh this number of queries. */
+    MAX_QUERIES = LANES == 8 ? 4 : 8, /* Maximum number of query heads of a token in a call of
+                                       * attend, and of queries in a call of weigh. */
 };
 
 typedef struct {

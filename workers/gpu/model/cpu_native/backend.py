@@ -94,9 +94,10 @@ class CpuBackend(ForwardBackend):
 def native_decoder(
     name: str, plain: FusedBackend, layout: Layout
 ) -> tuple[NativeDecoder | None, str]:
-    """The native decoder of a model, and the reason why its logits may depend on the batch; the
-    reason is empty if they do not. If the native code does not support the model, or if its logits
-    differ from torch's, the decoder is None, and the reason says why."""
+    """The native decoder of a model, and the reason why the decoder's logits may depend on the
+    batch. The reason is empty if the logits do not depend on the batch. The decoder is None if the
+    native code does not support the model, or if the logits differ from torch's. The reason then
+    says why there is no decoder."""
     probes = Probes(plain.tensors, layout)
     try:
         native = NativeDecoder(plain.decoder, plain.tensors.cache, layout.block_size)

@@ -1,7 +1,7 @@
 """The forward of a decoder on a CPU in one call of native code (``decode.c``).
 
-The native code computes the same as a ``FusedDecoder``, with the same weights and the same KV
-cache, and reads keys and values from their blocks in place. The libraries are compiled when the
+The native code computes the results of a ``FusedDecoder``, from the same weights and the same KV
+cache. It reads keys and values from their blocks in place. The libraries are compiled when the
 package is built. If this machine has no library, or the native code does not support a part of the
 model, torch computes all steps.
 """
@@ -214,8 +214,8 @@ class _Rotations:
         self._compute(torch.arange(self._computed), by_position=True)
 
     def compute(self, positions: np.ndarray) -> None:
-        """Computes the cosines and sines of the tokens of one step. Called in each step if they
-        depend on more than the position."""
+        """Computes the cosines and sines of the tokens of one step. Called in each step if cosines
+        and sines depend on more than the position."""
         self._compute(torch.from_numpy(positions), by_position=False)
 
     @torch.inference_mode()

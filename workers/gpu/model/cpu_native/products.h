@@ -44,7 +44,7 @@ typedef struct {
  * for each pair of a row of x and a row of weights, ordered by rows of x. */
 INLINE void tile(const float *w, const float *x, int64_t in, Vector *found, int outs, int rows,
                  Ahead ahead) {
-    /* The compiler would store `found` in each round, but keeps a local array in registers. */
+    /* A local array stays in registers. `found` would be written to memory in each iteration. */
     Vector sums[MAX_SUMS];
     int64_t at = 0;
     for (int i = 0; i < outs * rows; i++)
@@ -182,8 +182,8 @@ static void multiply_part(const void *given, int64_t thread, int64_t first, int6
     multiply(m->product, m->x, m->rows, m->y, first, end);
 }
 
-/* Number of outputs of a part. Parts are few, because no weights have been prefetched when a part
- * begins. */
+/* Number of outputs of a part. There are few parts, because each part begins without prefetched
+ * weights. */
 static int64_t part_of(int64_t out, int64_t in) {
     int64_t outs = PART_FLOATS / in > out / MANY_PARTS ? PART_FLOATS / in : out / MANY_PARTS;
     outs = outs / BLOCK_OUTS * BLOCK_OUTS;

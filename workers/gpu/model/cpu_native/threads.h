@@ -1,5 +1,5 @@
-/* Threads that compute parts of a loop, for loops of some ten microseconds on cores that other
- * processes share.
+/* Threads that compute parts of a loop. The loops take tens of microseconds, and other processes
+ * may use the same cores.
  *
  * A loop is divided into parts, which threads take one by one. A thread that is not scheduled takes
  * no parts, and the others wait for it only if it has begun a part. If only the caller runs, it

@@ -1,10 +1,10 @@
 """Chooses the number of threads of a forward on a CPU by measuring steps.
 
 A step of few tokens has many short parallel regions. On an idle machine, two threads halve the time
-of each region. If another process uses one of the cores, each region waits for a thread that does
-not run, and a single thread is several times as fast as two. So for each step size, another number
-of threads is tried from time to time, and at once when steps get slower. A size without
-measurements starts with the number that was found for the nearest size.
+of each region. But if another process uses one of the cores, each region waits for a thread that is
+not scheduled. A single thread is then several times as fast as two. So for each step size, a trial
+with another number of threads runs from time to time. If steps get slower, a trial begins at once.
+A size without measurements starts with the number that was found for the nearest size.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ TRIAL = 4
 """Number of steps of a trial, in which another number of threads is used. A step that takes more
 than ``SLOWER`` times the usual time ends the trial."""
 FIRST_TRIAL, LAST_TRIAL = 32, 1024
-"""The initial and the greatest number of steps until the next trial. The number doubles with each
-trial that does not change the number of threads."""
+"""Initial and maximum number of steps between two trials. After a trial that does not change the
+number of threads, the next trial comes after twice as many steps as before."""
 BETTER = 0.93
 """The number of threads of a trial is adopted if a step takes at most this fraction of the usual
 time."""
@@ -119,7 +119,7 @@ class ThreadChooser:
         size.decided = True
 
     def _suggest(self, found: _Size) -> None:
-        """Makes the other sizes try the new number of threads of ``found`` soon. A size that has
+        """Makes the other sizes soon try the new number of threads of ``found``. A size that has
         not completed a trial adopts the number at once."""
         for size in self._sizes.values():
             if size.threads == found.threads:

@@ -64,8 +64,8 @@ def why_not(loaded: LoadedModel, kernel: Kernel) -> str:
 
 
 def _fastest(loaded: LoadedModel, kernels: Sequence[Kernel]) -> Kernel:
-    """The fastest of several kernels: the stored choice or, if there is none, the kernel with the
-    smallest sum of times over all layer shapes."""
+    """The fastest of several kernels. Without a stored choice, this is the kernel with the smallest
+    sum of times over all layer shapes."""
     key = stored_choices.key_of(loaded, heads_per_key_head(loaded), kernels)
     found = stored_choices.load(key)
     if found is not None and found in kernels:
@@ -84,8 +84,8 @@ def _fastest(loaded: LoadedModel, kernels: Sequence[Kernel]) -> Kernel:
             for kernel in kernels
         }
     except RuntimeError as error:
-        # The device may be out of memory, for example. Any of these kernels may be used, because
-        # all have given right results.
+        # For example, the device is out of memory. The first kernel is then used, because all of
+        # these kernels have given right results.
         log.warning("%s: its kernels cannot be timed: %s", loaded.name, error)
         return kernels[0]
     fastest = min(times, key=lambda kernel: times[kernel])

@@ -1,8 +1,8 @@
 """The chosen attention kernels of this machine, in a file in the user's cache folder.
 
-A choice is valid for one card, driver, set of library versions, set of kernels, and type and shapes
-of a model's keys. If any of these differs, the kernels are timed again. A file that cannot be read
-is ignored.
+A choice depends on the card, the driver, the versions of libraries, the available kernels, and the
+type and shapes of a model's keys. If any of these differs, the kernels are timed again. A file that
+cannot be read is ignored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A decoder's forward in few operations, over the weights of a transformers model.
+"""Computes a decoder's forward with few operations, from the weights of a transformers model.
 
 For one token of a small model, small operations take longer than matrix products: transformers'
 modules run about a hundred small operations for each token. ``FusedDecoder`` computes the same

@@ -4,12 +4,12 @@ A model is recognized by its parts, not by its name: decoder layers with ``self_
 ``mlp``, and norms around them. Llama has these parts, and so do Mistral, Qwen 2 and 3, Gemma 1 to
 3, Phi-3, OLMo 2, SmolLM3 and Granite. A model with an unknown module cannot be fused. Properties
 that a module's name does not show (the gain of a norm, the scale of the embeddings) are measured on
-the module. The caller compares logits, which detects a model that computes something else with the
-same parts.
+the module. A model may have the same parts but compute something else. The caller detects such a
+model by comparing logits.
 
-The model still works afterwards. The weights of layers that become one product are placed next to
-each other in memory. The model's parameters become views of this memory, so that no weight is
-stored twice.
+The original model still works after the fusion. The weights of layers that become one product are
+placed next to each other in memory. The model's parameters become views of this memory, so that no
+weight is stored twice.
 """
 
 from __future__ import annotations

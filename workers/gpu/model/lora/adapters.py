@@ -40,8 +40,8 @@ class Adapters:
         self._hashes = {adapter.name: adapter.hash for adapter in adapters}
         self._numbers = {adapter.name: number for number, adapter in enumerate(adapters, 1)}
         self._active: tuple[_Rows, _Rows] | None = None
-        """The rows of the running forward: first those of the modules before the output layer,
-        then those of the output layer. None if the forward has no adapters."""
+        """The rows of the running forward: first the rows of the modules before the output layer,
+        then the rows of the output layer. None if the forward has no adapters."""
         self.num_bytes = 0
         """Size of all updates in memory, in bytes."""
         modules = dict(model.named_modules())

@@ -238,7 +238,7 @@ def _attend_decodes(
     """The attention of one token of each sequence ``[batch, heads, dim]`` over the mirror ``[batch
     * kv_heads, room, dim]``.
 
-    For one token of a sequence, two products and a softmax take a third of the time of SDPA, whose
+    For one token of a sequence, two products and a softmax take a third of the time of SDPA. SDPA's
     tiles are made for many tokens.
     """
     batch, heads, _ = q.shape

@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 
 MAX_COMPILED_VARIANTS = 64
 """Maximum number of compiled forms of one function; torch's default is 8. torch compiles a separate
-form for zero, one and several rows of logits, and for one and several tokens. Methods that have the
-same decorator share the code of the decorator's wrapper, so torch counts the forms of all their
-classes as forms of one function."""
+form for zero, one and several rows of logits, and for one and several tokens. Methods of several
+classes can share a decorator, and so the code of the decorator's wrapper. torch then counts the
+forms of all these methods as forms of one function."""
 
 
 class TransformersBackend(ForwardBackend):

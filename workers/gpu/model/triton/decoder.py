@@ -1,4 +1,4 @@
-"""A ``FusedDecoder`` whose small operations are Triton kernels: nine kernels a layer.
+"""A ``FusedDecoder`` whose small operations are Triton kernels: nine kernels per layer.
 
 Four are products. The others are two norms with the residual, the rotary embedding with the store
 to the cache, the attention, and the activation. A norm that the model has between a product and the
