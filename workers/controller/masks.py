@@ -11,15 +11,16 @@ from weakref import WeakValueDictionary
 log = logging.getLogger(__name__)
 
 MAX_REFUSED = 64
-"""Maximum number of remembered paths of files that cannot be mapped."""
+"""Number of files that cannot be mapped whose paths are remembered, so that they are not tried
+again."""
 
 
 class MaskRows:
-    """The rows of one shared file, which sequences allocate. The file stays mapped as long as this
-    object or one of its views exists, so that a mask is never written to an unmapped file.
+    """The rows of one shared file. A sequence allocates a row. The file stays mapped as long as
+    this object or one of its views exists, so that a mask is never written to an unmapped file.
 
-    The file has the masks of all rows, then the biases of all rows. Row i consists of ``row_bytes``
-    for a mask and ``bias_bytes`` for a bias.
+    The file has the masks of all rows, then the biases of all rows. Row i consists of
+    ``row_bytes`` bytes for a mask and ``bias_bytes`` bytes for a bias.
     """
 
     def __init__(self, path: str, rows: int, row_bytes: int, bias_bytes: int = 0) -> None:
@@ -71,8 +72,9 @@ class MaskRows:
 class MaskFiles:
     """The shared files that requests of this worker use, by their paths.
 
-    A GPU worker opens a new file whenever its last file has become unused. This table has only weak
-    references to the rows, so that a file is unmapped when no request uses it.
+    When no stream uses the file of a GPU worker any more, the GPU worker creates another file for
+    later streams. This table has only weak references to the rows, so that a file is unmapped when
+    no request uses it.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """The priorities of processes that run or compile clients' code.
 
-The kernel divides busy cores among processes by their nice values. If it groups processes by
-session (autogroup), it divides the cores among sessions, by the nice values of the sessions.
-So each such process becomes a session of its own, and both values are set.
+The kernel divides busy cores among processes by their nice values. A kernel with autogroup groups
+processes by session, and divides the cores among sessions by the nice values of the sessions. So
+each of these processes becomes a separate session, and both values are set.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ a thirtieth of the CPU time that a process of the system gets."""
 LONG_S = 0.05
 """Seconds after which a call counts as long."""
 STARVED_S = 5.0
-"""Seconds after which a long call has the usual priority again. Otherwise, on a machine without
-free cores, the call could be too slow for the time limits of its request."""
+"""Seconds after which a long call gets the usual priority back. With a low priority on a machine
+without free cores, the call could exceed the time limits of its request."""
 MIN_SHARE = 0.1
-"""A call that waits is not long: it counts as long only if its process uses at least this share of
-a core's time."""
+"""A call counts as long only if its process uses at least this share of a core's time. A call that
+mostly waits does not."""
 _CAP_SYS_NICE = 1 << 23
 
 
 def lower_priority() -> None:
-    """Makes this process a session of its own with the nice value ``CLIENT_NICENESS``."""
+    """Makes this process a separate session with the nice value ``CLIENT_NICENESS``."""
     with contextlib.suppress(PermissionError):  # The process leads a session already.
         os.setsid()
     os.nice(CLIENT_NICENESS)
@@ -57,19 +57,19 @@ class Priority:
     def _set(self, niceness: int) -> None:
         if niceness == self._niceness:
             return
-        # A process that may not raise priorities cannot lower nice values of processes again, but
-        # it can lower those of sessions.
+        # A process without the right to raise priorities cannot lower the nice value of a process.
+        # But it can lower the nice value of a session.
         if _MAY_RAISE:
             with contextlib.suppress(ProcessLookupError):
-                # The values of all threads of the process are set.
+                # This sets the nice values of all threads of the process.
                 os.setpriority(os.PRIO_PGRP, self._pid, niceness)
         if _set_autogroup(self._pid, niceness) or _MAY_RAISE:
             self._niceness = niceness
 
 
 def _set_autogroup(pid: int, niceness: int) -> bool:
-    """Sets the nice value of a session; returns whether the kernel has accepted the value. It may
-    refuse it, for example if another process has just set one."""
+    """Sets the nice value of a session; returns whether the kernel has accepted the value. The
+    kernel may refuse a value, for example if another process has just set one."""
     try:
         Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
     except OSError:

@@ -37,8 +37,8 @@ def copy_tables(source: Guest, target: Guest) -> None:
     if sum(sizes) > MAX_TABLE_ELEMENTS:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            f"it forks with {sum(sizes)} elements in tables that its code changes; at most "
-            f"{MAX_TABLE_ELEMENTS} can be copied",
+            f"the controller forks with {sum(sizes)} elements in tables that its code changes; at "
+            f"most {MAX_TABLE_ELEMENTS} can be copied",
         )
     functions: dict[int, ffi.wasmtime_val_t] = {}
     for (of, to), size in zip(tables, sizes, strict=True):

@@ -461,8 +461,8 @@ class Guest:
         if size > limits.memory_bytes:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"it forks with a memory of {size} bytes; with this number of sequences in the "
-                f"request, each may have at most {limits.memory_bytes}",
+                f"the controller forks with a memory of {size} bytes; with this number of "
+                f"sequences in the request, each may have at most {limits.memory_bytes}",
             )
         other = SPARES.take(self.template, size)
         if other is not None:

@@ -286,7 +286,7 @@ class NativeController:
         if pairs > size:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"its bias has {pairs} pairs; the vocabulary has {size} tokens",
+                f"the bias has {pairs} pairs; the vocabulary has {size} tokens",
             )
         count = 2 * pairs or size
         guest.check(address, 4 * count)
@@ -310,7 +310,7 @@ class NativeController:
         if count > most:
             raise ControllerError(
                 Code.CONTROLLER_FAILED,
-                f"it appended {count} tokens at once; at most {most} are allowed",
+                f"the controller appended {count} tokens at once; at most {most} are allowed",
             )
         return array.array("I", self._guest.read(self._block[_LIST], 4 * count)).tolist()
 
@@ -531,7 +531,7 @@ def _query(state: NativeState, top: int, tokens: int, count: int) -> None:
     if count > MAX_QUERY_TOKENS:
         raise ControllerError(
             Code.CONTROLLER_FAILED,
-            f"its query has {count} tokens; at most {MAX_QUERY_TOKENS} are allowed",
+            f"the query has {count} tokens; at most {MAX_QUERY_TOKENS} are allowed",
         )
     named = array.array("I", state.guest.read(tokens, 4 * count)).tolist() if count else []
     state.next_query = checked_query(Query(top, named), state.host.vocabulary.size)
