@@ -48,7 +48,7 @@ class Vocabulary(Protocol):
 
     @property
     def trie(self) -> bytes:
-        """The token trie, in the binary format that AICI's guests read."""
+        """The token trie (``tokens/trie.py``), in the binary format that AICI's guests read."""
 
 
 class Stored(NamedTuple):

@@ -1,4 +1,5 @@
-"""The token trie that controllers walk, in the binary format that AICI's guests read.
+"""The token trie: a prefix tree of the bytes of all tokens. Controllers walk it to compute masks.
+Its binary format is that of AICI's guests.
 
 Source: AICI's ``toktree`` (crate ``aici_abi``). The format is little-endian u32 words:
 

@@ -1,9 +1,9 @@
 """A model's vocabulary as controllers use it: token bytes, tokenization, and the token trie.
 
 A vocabulary is built from a tokenizer's JSON or from raw tokens. This module requires
-``tokenizers``, but neither transformers nor torch. The text of tokens is the concatenation of their
-bytes. The tokens that ``tokenize`` returns always have exactly the given text, so a controller
-appends exactly the text that it requested.
+``tokenizers``, but neither transformers nor torch. The text of several tokens is the concatenation
+of their bytes. The tokens that ``tokenize`` returns always have exactly the given text. So a
+controller appends exactly the text that it requested.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def copy_tables(source: Guest, target: Guest) -> None:
 
 
 def names_by_address(guest: Guest) -> dict[int, str]:
-    """Maps addresses of functions, as references contain them, to the names under which the guest
-    exports the functions. Empty if the guest's tables are not copied."""
+    """Maps the address of each exported function to the function's name. A reference to a function
+    contains this address. Empty if the guest's tables are not copied."""
     template = guest.template
     return {_to_raw(guest.context, guest.function(name)): name for name in template.functions}
 

@@ -54,8 +54,8 @@ _set_fuel.restype = ctypes.c_void_p
 _get_fuel = _held.wasmtime_context_get_fuel
 _get_fuel.restype = ctypes.c_void_p
 KILL_S = 1.0
-"""If instructions are counted, the number of instructions limits a call. Such a call also ends when
-its CPU time exceeds its time limit by ``KILL_S`` seconds."""
+"""If instructions are counted, a call ends when it has executed its maximum number of instructions.
+It also ends when its CPU time exceeds its time limit by this number of seconds."""
 WORK_S = 3e-6
 """CPU time that is charged for a unit of host work (``Guest.host_work``), in seconds. If
 instructions are counted, a unit counts as the number of instructions that a guest may execute in
@@ -284,8 +284,8 @@ class Guest:
         return number
 
     def function_names(self) -> dict[int, str]:
-        """Maps addresses of functions, as references contain them, to the names under which the
-        guest exports the functions. Empty if the guest's tables are not copied."""
+        """Maps the address of each exported function to the function's name. A reference to a
+        function contains this address. Empty if the guest's tables are not copied."""
         if self._function_names is None:
             self._function_names = names_by_address(self)
         return self._function_names
@@ -340,8 +340,9 @@ class Guest:
     def check_time(self) -> None:
         """Raises ControllerError if the current call has used up its CPU time.
 
-        Ticks alone do not stop a guest that calls one host function after another, because they
-        take effect only in loops and at calls of the guest's own functions.
+        Host functions call this method. A guest checks the epoch only in its loops and when it
+        calls its own functions, so an epoch tick does not stop a guest that calls one host function
+        after another.
         """
         if self._fuel_per_s:
             self._burn(int(self.host_work * WORK_S * self._fuel_per_s))

@@ -1,4 +1,4 @@
-"""Stores this machine's copies of tenants' tables as files. If the store of
+"""Stores this machine's copies of tenants' tables (``module_table.py``) as files. If the store of
 modules runs without a state worker, these files are the only tables.
 
 The copies show which modules on this machine are still used. When the state worker does not answer,

@@ -63,7 +63,9 @@ def test_a_tenant_has_half_and_leaves_the_other_half_to_those_that_come_later(
     worker: Worker,
 ) -> None:
     groups = [worker.begin(guest())[0] for _ in range(6)]
-    with pytest.raises(ControllerError, match="a client may not have more than the remaining free memory"):
+    with pytest.raises(
+        ControllerError, match="a client may not have more than the remaining free memory"
+    ):
         worker.begin(guest())
     others = [worker.begin(guest(), "bert")[0] for _ in range(3)]
     with pytest.raises(ControllerError, match=f"would have {4 * SMALL} bytes of memory, and all"):
