@@ -114,8 +114,8 @@ class ScriptController:
         """A controller for the forked sequence, whose script is replayed up to the operation that
         this controller's script awaits.
 
-        Raises ControllerError if the replayed script makes other calls on its context than the
-        first time.
+        Raises ControllerError if the replayed script does not repeat the recorded calls on its
+        context.
         """
         if self._operation is None:
             return type(self)(self._name, self._function, host, Transcript())

@@ -1,8 +1,8 @@
 """Runs a script in MicroPython on a separate thread. On this thread, the script waits for the
 answers to its calls.
 
-The interpreter is a WASI command: its only exported function runs the whole script, and the script
-calls the host. The script must keep its stack while it waits for an answer, so it needs a thread.
+The interpreter is a WASI command: its only exported function runs the whole script. The script
+calls the host, and must keep its stack while it waits for an answer. So each script needs a thread.
 This thread passes the script's calls to the thread of the controller, which answers them.
 
 A fork copies the interpreter's memory. WebAssembly's stack cannot be copied, but all interpreters
