@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 IDLE_S = 30.0
 """Seconds without controllers and without requests after which a process is ended."""
 KEEP_S = 1.0
-"""A process with controllers may be ended to make room for another process if its last call ended
-at least this number of seconds ago."""
+"""A process with controllers may be ended to make room for another process when this number of
+seconds have passed since its last call."""
 TURN_S = 10.0
 """If all processes were used recently, the oldest process that is not in a call may be ended to
 make room, once it has run for this number of seconds. So the tenants take turns."""
@@ -72,7 +72,7 @@ class Deaths:
         raise ControllerError(
             Code.QUARANTINED,
             f"calls of this module ended their process {MAX_DEATHS} times within {DEATHS_S:g} s, "
-            f"so it is refused for {left_s:.0f} s; look at the errors of its last requests",
+            f"so the module is refused for {left_s:.0f} s; look at the errors of its last requests",
             retry_after_s=left_s,
         )
 
@@ -101,10 +101,11 @@ class ProcessTable:
     """The guest processes of a worker. Thread-safe.
 
     At most ``max_processes`` processes run. To make room for another process, the table ends a
-    process that is not in a call: first processes without controllers, then the least recently used
-    process. If all these processes have controllers and were used less than ``KEEP_S`` ago, the
-    table ends the oldest of them, but only if this process has run for ``TURN_S``. The controllers
-    of the ended process are replayed in a new process at their next calls.
+    process that is not in a call. It prefers processes without controllers, and then the least
+    recently used process. If all these processes have controllers and were used less than
+    ``KEEP_S`` ago, the table ends the oldest of them, but only if this process has run for
+    ``TURN_S``. The controllers of the ended process are replayed in a new process at their next
+    calls.
     """
 
     def __init__(self, setup: Setup, max_processes: int) -> None:
@@ -126,7 +127,7 @@ class ProcessTable:
         return self._launcher.names()
 
     def missing_layers(self) -> list[str]:
-        """The layers of isolation that the processes lack, with the reasons."""
+        """The layers of isolation that the processes do not have, with the reasons."""
         return self._launcher.missing_layers()
 
     def take(self, tenant: str, host: Host) -> GuestProcess:

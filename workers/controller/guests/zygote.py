@@ -1,5 +1,5 @@
-"""The zygote: the parent process from which guest processes are forked, with everything that they
-need already loaded.
+"""The zygote: the process from which guest processes are forked. It has already loaded everything
+that they need.
 
 ``python -m tokenbus.workers.controller.guests.zygote DESCRIPTOR SETUP`` reads commands from the
 socket DESCRIPTOR. SETUP is a ``Setup`` as JSON. The process has one thread, because a fork copies
