@@ -148,9 +148,9 @@ class Closing:
                     self.check_at = 0
 
     def ahead(self, draft: Sequence[int]) -> list[Words | None]:
-        """Returns a list with an element for each token of a draft: the set of tokens to which the
-        mask after this token is restricted, or None if this mask is not restricted. The list ends
-        before the first token after which the completion must be computed."""
+        """Returns a list with an element for each token of a draft. The element is the set of
+        tokens that the mask after this token may allow, or None if this mask is not restricted. The
+        list ends before the first token after which the completion must be computed."""
         if self._item is None:
             return [None] * len(draft)
         restricted: list[Words | None] = []
@@ -164,8 +164,8 @@ class Closing:
         return restricted
 
     def _room_for(self, credit: int) -> Words | None:
-        """The tokens that begin so few items that these items can be completed within ``credit``
-        tokens. None if all tokens are allowed."""
+        """The tokens that are allowed if the completion may grow by at most ``credit`` tokens:
+        those that begin only a few items. None if all tokens are allowed."""
         assert self._item is not None
         if credit > self._low:
             return None
