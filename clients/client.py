@@ -51,9 +51,9 @@ class Client(BaseClient):
     ``patience_s``: time in seconds that calls wait for a broker that does not answer. ``key``: the
     client's key, as ``OwnKey.read`` returns it. The default is the key of the setting ``key``,
     otherwise this machine's key if it exists. ``keep_s``: time in seconds for which the broker
-    keeps this client's streams without a connection. ``patience_s`` is then at least as long,
-    unless it is given. Raises KeyFault if the key cannot be read, and AddressError if ``front`` is
-    not a valid address.
+    keeps this client's streams without a connection. If ``patience_s`` is not given, it is at least
+    ``keep_s``. Raises KeyFault if the key cannot be read, and AddressError if ``front`` is not a
+    valid address.
 
         with Client() as client:
             for token in client.generate("def add(a, b):", max_tokens=20):

@@ -48,7 +48,8 @@ class _Reader:
         self._on_system = on_system
         self._unread = call.unread
         self._to_end = False
-        """Whether the reader waits for the end of the stream, and is not woken for each token."""
+        """Whether the reader waits for the end of the stream. It is then not woken for each
+        token."""
         self._collected = collected or Sequences()
         self._add_row = self._collected.add_row
         self._collecting = threading.Lock()
