@@ -1,5 +1,5 @@
-"""A guest: an instance in its own Wasmtime store, with fast ways to call it, to read and write its
-memory, and to clone it.
+"""A guest: a Wasm instance in its own Wasmtime store. This module has fast ways to call the
+instance, to read and write its memory, and to clone it.
 
 Most of the cost of a call is the transition from Python to Wasmtime. A call through
 ``wasmtime_func_call_unchecked`` takes 1.3 us. ``Func.__call__`` takes 13 us, because it looks up
@@ -81,8 +81,8 @@ def _on_epoch(context: Any, data: Any, delta: Any, kind: Any) -> int:
     """Called at each epoch tick (every ``sandbox.TICK_S``) while a guest runs. Stops the guest if
     it has used up its CPU time.
 
-    The time of a call counts from the call's first tick, so that a call that ends before a tick
-    does not read the clock.
+    The time of a call counts from its first tick. So a call that ends before a tick does not read
+    the clock.
     """
     guest = running.guest
     now = call_cpu_s()
@@ -341,8 +341,8 @@ class Guest:
         """Raises ControllerError if the current call has used up its CPU time.
 
         Host functions call this method. A guest checks the epoch only in its loops and when it
-        calls its own functions, so an epoch tick does not stop a guest that calls one host function
-        after another.
+        calls one of its own functions. So ticks of the epoch do not stop a guest that only calls
+        host functions.
         """
         if self._fuel_per_s:
             self._burn(int(self.host_work * WORK_S * self._fuel_per_s))

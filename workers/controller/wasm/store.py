@@ -130,10 +130,10 @@ class ModuleStore:
     ) -> StoredModule:
         """Stores a module for a tenant, unless it is already stored, and assigns ``tag`` to it.
 
-        Raises RequestError if the module is too large, is not valid, is not a controller of a
-        supported ABI, or does not fit into the tenant's remaining room. Raises UnavailableError if
-        too many modules are being compiled, or if the tenant would exceed its quota
-        ``upload_bytes``.
+        Raises RequestError if the module is too large, is not valid, or is not a controller of a
+        supported ABI. Also raises RequestError if the tenant does not have room for the module.
+        Raises UnavailableError if too many modules are being compiled, or if the tenant would
+        exceed its quota ``upload_bytes``.
         """
         if tag is not None:
             check_tag(tag)
@@ -219,8 +219,8 @@ class ModuleStore:
         """The id of the module that a tenant denotes by a tag, an id or the beginning of an id.
 
         Raises ``unknown_controller``, whose message lists the existing names. Raises
-        UnavailableError if the state worker does not answer, unless ``name`` is a tag or a whole id
-        that the local copy has.
+        UnavailableError if the state worker does not answer and the local copy does not have
+        ``name`` as a tag or as a whole id.
 
         If the state worker does not answer, the name is looked up in the local copy. An id always
         denotes the same module, so a stream that names an id waits only for ``SHORT_S``. The first

@@ -1,5 +1,5 @@
-"""Finds the instructions of a Wasm module that prevent copying an instance of the module, because
-they change state that a copy does not get.
+"""Decides whether an instance of a Wasm module can be copied. It cannot be copied if the code has
+instructions that change state which a copy would not get.
 
 A copy gets the memory and the globals. It also gets the tables of functions if the code changes
 them. The host cannot read which passive segments an instance has dropped, so an instance of a
