@@ -66,7 +66,7 @@ thread."""
 class _ThisThread(threading.local):
     channel: Channel
     handle: int
-    """The handle of the controller whose call this thread runs."""
+    """The handle (number) of the controller whose call this thread runs."""
 
 
 _this_thread = _ThisThread()
@@ -196,7 +196,7 @@ def _granted(missing: int) -> int:
 
 @dataclass(slots=True)
 class _Seated:
-    """A controller with its host and its log."""
+    """A controller of this process, with its host and its log."""
 
     controller: Controller
     host: Host

@@ -49,7 +49,7 @@ class Message(Struct, array_like=True, tag=str.lower):
 
 
 class OfController(Message):
-    """A message about the controller ``handle``."""
+    """A message about a controller. ``handle`` is the number of the controller in its process."""
 
     handle: int
 
@@ -66,7 +66,7 @@ class Load(Message):
 
 
 class Begin(OfController):
-    """Creates the controller ``handle`` of a module."""
+    """Creates a controller of a module, with the number ``handle``."""
 
     module: str
     host: HostSpec
@@ -188,8 +188,8 @@ class MidAnswer(Struct, array_like=True):
     generate: bytes = b""
     texts: Annotated[list[Tokens], Meta(max_length=MAX_SCORED_TEXTS)] = []
     name: str = ""
-    """The name of a context. Its length is not checked here but by the worker, so that the script
-    receives an error if the name is too long."""
+    """The name of a context. Only the worker checks its length. So if the name is too long, the
+    script receives an error."""
     pin_s: float = 0.0
     logprobs: bool = False
 
@@ -237,11 +237,11 @@ Question = Literal[
 class Asked(Message):
     """A question of a guest to its worker during a call.
 
-    ``get``, ``await_write``, ``set`` and ``append`` concern the variable ``name``; ``number`` is
-    the awaited version, or the version that a write expects. ``receive`` requests the next input,
-    and ``send`` sends the text ``value`` to the client. ``call`` calls the tool ``name``.
-    ``memory`` requests ``number`` bytes. ``next_tokens`` concerns the constraint ``name``;
-    ``value`` is a ``ConstrainedText``.
+    ``get``, ``await_write``, ``set`` and ``append`` read or write the variable ``name``. ``number``
+    is the awaited version, or the version that a write expects. ``receive`` requests the next
+    input. ``send`` sends the text ``value`` to the client. ``call`` calls the tool ``name``.
+    ``memory`` requests ``number`` bytes. ``next_tokens`` requests the tokens that the constraint
+    ``name`` allows after a text, and ``value`` is a ``ConstrainedText``.
     """
 
     handle: int

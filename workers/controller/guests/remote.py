@@ -78,8 +78,8 @@ class Place(NamedTuple):
     def blamed(self, arg: bytes) -> str:
         """The id under which deaths of guest processes during calls of this module are counted
         (``table.Deaths``). After several deaths, the module is refused. If the request's argument
-        is a script, the script is counted and not its interpreter, because the tenant's other
-        requests run other scripts in the same interpreter."""
+        is a script, the id of the script is used and not the id of its interpreter. The reason is
+        that the tenant's other requests run other scripts in the same interpreter."""
         if not self.module.startswith(INTERPRETER):
             return self.module
         return self.module + hashlib.sha256(arg).hexdigest()
@@ -322,9 +322,9 @@ class RemoteController:
         )
 
     def _note(self, died: GuestDied) -> None:
-        """Counts the end of a process during a call of this controller. If this end is the
-        ``MAX_LOSSES``-th in a row, or if the watchdog killed the process because of this call, sets
-        the error with which the sequence ends."""
+        """Counts the end of a process during a call of this controller. The sequence ends with an
+        error if ``MAX_LOSSES`` processes in a row have ended, or if the watchdog killed the process
+        because of this call."""
         if died.cause is Cause.OTHER:
             return
         self._losses += 1

@@ -27,17 +27,18 @@ KEEP_S = 1.0
 seconds have passed since its last call."""
 TURN_S = 10.0
 """If all processes were used recently, the oldest process that is not in a call may be ended to
-make room, once it has run for this number of seconds. So the tenants take turns."""
+make room. It must have run for this number of seconds. So the tenants take turns."""
 MAX_WAIT_S = 15.0
 """Maximum seconds for which a call waits until another process can be ended to make room."""
 LOOK_S = 0.1
 """Seconds between two attempts of a waiting call to make room."""
 MAX_LAUNCHES = 3
-"""Maximum number of zygotes (parents of guest processes) that are tried for one guest process, if
-each zygote ends before it has forked the process."""
+"""A zygote is the parent of guest processes. If a zygote ends before it has forked a process,
+another zygote is tried. This is the maximum number of zygotes that are tried for one process."""
 MAX_DEATHS = 3
-"""A module is refused to a tenant when this number of the tenant's sequences have ended within
-``DEATHS_S`` seconds, each because guest processes had died during its calls of the module."""
+"""A sequence ends if several guest processes have died during its calls. When this number of a
+tenant's sequences have ended in this way within ``DEATHS_S`` seconds, all with the same module,
+this module is refused to the tenant."""
 DEATHS_S = 60.0
 
 _Key = tuple[str, int]
@@ -103,9 +104,8 @@ class ProcessTable:
     At most ``max_processes`` processes run. To make room for another process, the table ends a
     process that is not in a call. It prefers processes without controllers, and then the least
     recently used process. If all these processes have controllers and were used less than
-    ``KEEP_S`` ago, the table ends the oldest of them, but only if this process has run for
-    ``TURN_S``. The controllers of the ended process are replayed in a new process at their next
-    calls.
+    ``KEEP_S`` ago, the table may end only the oldest process, once it has run for ``TURN_S``. The
+    controllers of the ended process are replayed in a new process at their next calls.
     """
 
     def __init__(self, setup: Setup, max_processes: int) -> None:
