@@ -60,8 +60,8 @@ class Controller:
     def mid_process(self, fork_group: list[int]) -> Decision:
         """Called while the model computes: returns the mask for sampling, a splice, or stop.
 
-        ``fork_group``: if this round's pre_process forked, the ids of the resulting sequences,
-        including this one; otherwise only the id of this sequence.
+        ``fork_group``: the ids of the sequences that this round's pre_process forked into,
+        including this one. Without a fork, it has only the id of this sequence.
         """
         return sample()
 

@@ -37,8 +37,8 @@ class Entry(NamedTuple):
 class Transcript:
     """The tokens of a script's sequence, and its questions and answers.
 
-    A copy for a forked sequence starts at the beginning. It replays the recorded answers up to
-    ``until``, which is the last question of the original script and has no answer yet. Later
+    A copy for a forked sequence starts at the beginning. It replays the recorded answers up to the
+    question ``until``: the last question of the original script, which has no answer yet. Later
     questions get new answers.
     """
 
