@@ -48,7 +48,7 @@ class ConstraintQuestions:
         self._spent_s = 0.0
 
     def next_tokens(self, kind: str, argument: str, text: Sequence[int]) -> NextTokens:
-        """The tokens that may follow ``text``; raises TokenbusError if the argument is not valid,
+        """The tokens that may follow ``text``. Raises TokenbusError if the argument is not valid,
         if the constraint does not allow the text, or if there are too many questions."""
         self._questions += 1
         if self._questions > MAX_QUESTIONS or self._spent_s > MAX_MASKS_S:

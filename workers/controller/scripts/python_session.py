@@ -41,8 +41,9 @@ HEAP = b"heapsize=8m"
 MIN_BYTES = 9 * 1024 * 1024
 """Minimum bytes of memory of an interpreter whose heap has the size in ``HEAP``. With less memory,
 MicroPython would write outside its memory."""
-# MicroPython's garbage collector does not see references in WebAssembly's locals. So the collector
-# is disabled, and the loop calls it only when no function of the script is being executed.
+# MicroPython's garbage collector does not see references in WebAssembly's locals. So automatic
+# collection is disabled. The loop calls the collector only when no function of the script is being
+# executed.
 _MAIN = b"""\
 import gc, host
 gc.disable()
