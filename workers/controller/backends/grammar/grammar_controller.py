@@ -180,8 +180,8 @@ class GrammarController:
     def _closing(self, mask: memoryview) -> Answer | None:
         """The answer that closes the text. None if a later round can certainly close the text. If
         several tokens lead to an equally short end, the answer is a mask of these tokens."""
-        # The text and its closing may have one token fewer than ``max_tokens``, because token
-        # number ``max_tokens`` ends a sequence even if its text is not complete.
+        # The text and its closing may have at most ``max_tokens`` - 1 tokens. A sequence always
+        # ends at token number ``max_tokens``, even if its text is not complete.
         length, most = len(self._text), self._host.max_tokens
         room = most - length - 1
         text = self._guest.closing(self._place)

@@ -29,23 +29,23 @@ LOOK_EVERY = 32
 ``NEAR`` spare tokens are left, it is computed again after at most ``LOOK_EVERY`` tokens."""
 NEAR = 512
 BYTES_OF_TOKEN = 2
-"""Assumed number of bytes of a token. If a completion certainly fits, it is not tokenized, and its
-number of tokens is estimated with this number."""
+"""Assumed bytes for each token of a completion. If a completion certainly fits, it is not
+tokenized. Its number of tokens is then estimated from its number of bytes."""
 AMPLE = 256
 """``Grammar.growth`` takes long to compute, so it is usually computed after the first sampled
 token. It is computed earlier only if few tokens are spare at the beginning: at most ``AMPLE``, and
 at most ``Grammar.max_growth``."""
 SHARED = 32
-"""If two completions end with the same bytes, the tokens of these bytes are reused, if there are at
-least this number of bytes."""
+"""If two completions have the same last bytes, at least this number of bytes, the tokens of these
+bytes are reused."""
 NEVER = 1 << 62
 
 
 class Closing:
     """Closes one text before ``max_tokens`` are used up.
 
-    If the text may end now, and may also continue with nearly any text, it is not closed, and may
-    continue up to ``max_tokens``.
+    If the text may end now, and may also continue with nearly any text, it is not closed. It may
+    then continue up to ``max_tokens``.
 
     Under a schema, a token may begin *items*: elements of arrays, or properties of objects. Each
     item extends the completion by at most the number of tokens that ``Grammar.growth`` gives. While
@@ -200,8 +200,8 @@ class Closing:
             self.check_at = len(text) + spare - more - (0 if ending else self._spare)
 
     def closes_instead(self, forced: Sequence[int], length: int) -> Answer | None:
-        """The answer that closes the text if the text could not be closed any more after the forced
-        tokens; else None."""
+        """The answer that closes the text now. None if there will be room for closing the text
+        after the forced tokens."""
         found, tokens = self._tokenized
         room = self._most - length
         if not self._restricts or room - len(tokens) > len(forced):
@@ -301,7 +301,7 @@ class Closing:
 
     def _goes_back_to_start(self) -> bool:
         """Uses the shortest text of the grammar, at length 0, as the last completion. Returns False
-        if a search does not find this text, or if it does not fit in ``max_tokens``."""
+        if a search does not find this text, or if the text does not fit in ``max_tokens``."""
         tokens, text = self._grammar.shortest_tokens, self._grammar.shortest_text
         if tokens is None or text is None or len(tokens) > self._host.max_tokens:
             return False

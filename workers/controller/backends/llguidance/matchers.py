@@ -100,8 +100,8 @@ class Tokens:
         size = vocabulary.size
         ends = vocabulary.eos_ids or (size,)
         wrapper = _Wrapper(vocabulary, ends)
-        # The wrapper must not refer to ``self``. llguidance refers to the wrapper, but the garbage
-        # collector does not see this reference, so it could not free the cycle.
+        # The wrapper must not refer to ``self``, because the garbage collector could not free the
+        # cycle. It does not see llguidance's reference to the wrapper.
         self.tokenizer = LLTokenizer(wrapper, eos_token=list(ends))  # type: ignore[arg-type]
         wrapper.tokens = []
         self.endless = not vocabulary.eos_ids
@@ -186,9 +186,9 @@ class Grammar:
 
     @property
     def max_growth(self) -> int:
-        """An estimate of the maximum number of tokens by which one item of an array, or one
-        property, extends the completion of a text. It is computed from the length of the schema,
-        which takes less time than computing ``growth``."""
+        """An estimate of the maximum number of tokens by which one item extends the completion of a
+        text. An item is an element of an array, or a property. It is computed from the length of
+        the schema, which takes less time than computing ``growth``."""
         return math.ceil(len(self.text) * self.tokens.sets.per_byte)
 
     @property

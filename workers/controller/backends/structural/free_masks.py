@@ -209,8 +209,8 @@ class FreeMasks:
         return self.follow(state, data).mode != "dead"
 
     def _suspects(self, state: State) -> Iterator[tuple[int, bytes]]:
-        """Tokens that contain a watched text, or that may continue a watched text that has begun,
-        with their bytes."""
+        """The tokens that contain a watched text, or that may continue a watched text that has
+        begun. Each token comes with its bytes."""
         table = self.table
         places: set[int] = set()
         for text in self.automaton.watched(state):

@@ -147,9 +147,9 @@ class StructuralController:
         return CONTINUE
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """``cut`` if the answer may not end here, ``closed`` if a value was completed early because
-        few tokens were left, otherwise ``complete``. If ``stop`` is given, only the text before
-        this stop string counts."""
+        """Returns ``cut`` if the answer may not end here, and ``closed`` if a value was completed
+        early because few tokens were left. Otherwise returns ``complete``. If ``stop`` is given,
+        only the text before this stop string counts."""
         if stop:
             text = b"".join(map(self._masks.bytes_of, self._tokens))
             state = self._automaton.walk(self._automaton.start(), text.partition(stop)[0])

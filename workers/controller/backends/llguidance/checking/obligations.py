@@ -7,8 +7,8 @@ content. They are reached through ``properties``, ``patternProperties``, ``addit
 
 A part is *weakened* if one of its own keywords was left out of the grammar. A part is *obligated*
 if masks do not enforce the part completely. This is the case if the part is weakened. It is also
-the case if a weakened part can be reached from it through ``anyOf``, ``oneOf``, ``not`` or another
-keyword whose effect depends on the content. An *obligation* of a value is an obligated part.
+the case if ``anyOf``, ``oneOf``, ``not`` or another keyword whose effect depends on the content
+leads from the part to a weakened part. An *obligation* of a value is an obligated part.
 """
 
 from __future__ import annotations
