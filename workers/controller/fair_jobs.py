@@ -165,7 +165,8 @@ class FairJobs:
 
     def resumed(self, taken: Taken) -> None:
         """Called when ``take`` has returned ``taken``, a job from ``add_resumed``. Subtracts the
-        CPU time that ``take`` has counted for this job, because the job only passes its slot on."""
+        CPU time that ``take`` has counted for this job. The job uses no CPU time, because it only
+        passes its slot on."""
         with self._lock:
             taken.turn.used_s -= taken.expected_s
             taken.turn.waiting -= 1

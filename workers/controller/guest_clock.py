@@ -1,5 +1,5 @@
-"""Measures the CPU time of a thread and of the guest processes that work for the thread, and the
-part of this time that counts towards the limit of a call."""
+"""Measures the CPU time of a thread, including the guest processes that work for the thread. Also
+computes the part of this time that counts towards the limit of a call."""
 
 from __future__ import annotations
 

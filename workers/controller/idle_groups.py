@@ -1,8 +1,8 @@
-"""Wakes groups in which every sequence is suspended, some time after the group's last round. A
-group has the sequences of one request.
+"""Wakes idle groups. A group has the sequences of one request. It is *idle* if all of its sequences
+are suspended, and is woken some time after its last round.
 
-If a tenant has many suspended sequences, its groups are woken one after another and less often, so
-that their rounds leave time for other tenants.
+If a tenant has many suspended sequences, its groups are woken less often. So their rounds leave
+time for other tenants.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ MAX_IDLE_ROUNDS = 16
 
 
 class IdleQueue:
-    """Idle groups in the order in which they are woken; a plain object, whose clock is passed in.
+    """Idle groups in the order in which they are woken. The queue does not read a clock; callers
+    pass the time.
 
     A tenant may have a burst of ``MAX_IDLE_ROUNDS`` rounds, and then on average this number of
     rounds in each ``IDLE_WAKE_S``. Source: the generic cell rate algorithm (ITU-T I.371).
@@ -43,9 +44,9 @@ class IdleQueue:
         element for each tenant that has groups."""
         self._numbers = itertools.count()
         self._spent: dict[str, float] = {}
-        """For each tenant, the time at which its rounds so far would have ended if they had run one
-        after another at the allowed rate (the algorithm's theoretical arrival time). A time in the
-        past does not delay the tenant."""
+        """For each tenant, the algorithm's theoretical arrival time: the time at which the tenant's
+        rounds so far would have ended at the allowed rate. A time in the past does not delay the
+        tenant."""
 
     def add(self, group: SequenceGroup, now: float) -> None:
         """Adds a group that has been idle since ``now``."""
@@ -95,8 +96,7 @@ def _first_due(groups: deque[tuple[float, SequenceGroup]], now: float) -> Sequen
 
 class IdleGroups:
     """Wakes idle groups when they are due. The first group starts a thread, which calls ``wake``
-    for each group. No lock of this object is held during the call.
-    """
+    for each group. No lock of this object is held during the call."""
 
     def __init__(self, wake: Callable[[SequenceGroup], None]) -> None:
         self._wake = wake

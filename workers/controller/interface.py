@@ -124,10 +124,11 @@ class Controller(Protocol):
     def mid_process(self, fork_group: Sequence[int], mask: memoryview) -> Answer:
         """May stop, sample, look, splice, score or begin anew. Time limit: ``Limits.mid_s``.
 
-        ``fork_group``: if pre_process of this round forked, the numbers of the resulting sequences,
-        including this one; otherwise only the number of this sequence. ``mask``: a buffer of
-        ``[4 * ceil(vocab / 32)]`` bytes for the mask. Bit i of its little-endian u32 words is set
-        if token i is allowed. Before the call, ``mask`` has the bytes of an earlier round.
+        ``fork_group``: the numbers of the sequences that pre_process of this round forked into,
+        including this one. Without a fork, it has only the number of this sequence. ``mask``: a
+        buffer of ``[4 * ceil(vocab / 32)]`` bytes for the mask. Bit i of its little-endian u32
+        words is set if token i is allowed. Before the call, ``mask`` has the bytes of an earlier
+        round.
         """
 
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:

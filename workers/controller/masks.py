@@ -1,4 +1,4 @@
-"""Rows for masks and biases, in a file that the GPU worker maps too."""
+"""Rows for masks and biases, in a memory file that the GPU worker of the same machine maps too."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from weakref import WeakValueDictionary
 log = logging.getLogger(__name__)
 
 MAX_REFUSED = 64
-"""Number of files that cannot be mapped whose paths are remembered, so that they are not tried
-again."""
+"""Maximum number of paths that are remembered because their files cannot be mapped. These files are
+not tried again."""
 
 
 class MaskRows:
@@ -24,9 +24,9 @@ class MaskRows:
     """
 
     def __init__(self, path: str, rows: int, row_bytes: int, bias_bytes: int = 0) -> None:
-        """Maps the file ``NAME#NUMBER``. Raises OSError or ValueError if this process cannot map
-        the file, or if the inode number of the local file NAME is not NUMBER. The second case
-        occurs if the GPU worker runs on another machine."""
+        """Maps the file ``path``, which is ``NAME#NUMBER``. Raises OSError or ValueError if this
+        process cannot map the file NAME, or if the inode number of NAME is not NUMBER. The second
+        case occurs if the GPU worker runs on another machine."""
         self.row_bytes = row_bytes
         self.bias_bytes = bias_bytes
         self._rows = rows
@@ -73,8 +73,8 @@ class MaskFiles:
     """The shared files that requests of this worker use, by their paths.
 
     When no stream uses the file of a GPU worker any more, the GPU worker creates another file for
-    later streams. This table has only weak references to the rows, so that a file is unmapped when
-    no request uses it.
+    later streams. This table has only weak references to the rows. So a file is unmapped when no
+    request uses it any more.
     """
 
     def __init__(self) -> None:

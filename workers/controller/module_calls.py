@@ -37,8 +37,8 @@ from .pool import freeing_slot
 log = logging.getLogger(__name__)
 
 AGAIN_S = 0.5
-"""Seconds after which a message is sent again if it has no answer: an operation on a table, or a
-query for the workers that have a module."""
+"""Seconds after which an unanswered message is sent again. The message is an operation on a table,
+or asks which workers have a module."""
 SEND_S = 10.0
 """Seconds that a worker may take to send a module. After this time, another worker is chosen."""
 TABLE_S = 30.0
@@ -49,8 +49,8 @@ meanwhile."""
 
 
 class _Sent(NamedTuple):
-    """A worker's answer about a module: the module's bytes, or None if the worker only reports that
-    it has the module."""
+    """A worker's answer about a module. It has the module's bytes, or None if the worker only
+    reports that it has the module."""
 
     worker: int
     wasm: bytes | None

@@ -38,8 +38,8 @@ def lower_priority() -> None:
 
 
 class Priority:
-    """The priority of a guest process. It is lowered during long calls, so that other processes
-    lose little CPU time to a guest that computes until its limit."""
+    """The priority of a guest process. It is lowered during long calls. So a guest that computes
+    until its limit takes little CPU time from other processes."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -47,8 +47,8 @@ class Priority:
 
     def watch(self, share: float, call_s: float | None) -> None:
         """Sets the priority. ``share``: the share of a core's time that the process has used since
-        the last call of this method. ``call_s``: seconds since the oldest call in the process
-        began, without the time in which the call waited for an answer; None if no call runs."""
+        the last call of this method. ``call_s``: seconds for which the oldest call in the process
+        has run, not counting its waits for answers; None if no call runs."""
         if call_s is None or call_s > STARVED_S:
             self._set(CLIENT_NICENESS)
         elif call_s > LONG_S and share > MIN_SHARE:

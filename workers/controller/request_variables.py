@@ -49,8 +49,8 @@ MAX_UNCONFIRMED = 64
 """Maximum operations of a request that the state worker has not confirmed."""
 UNCONFIRMED_BYTES = 4 * 1024 * 1024
 """Maximum bytes of the unconfirmed operations of all requests of a worker. Each tenant has a share
-of this number. A tenant that exceeds its share waits for the confirmation of each operation, so
-that its operations do not delay those of other tenants at the state worker."""
+of this number. A tenant that exceeds its share waits for the confirmation of each operation. So it
+does not delay other tenants' operations at the state worker."""
 OPERATION_BYTES = 4096
 """The bytes that are counted for an unconfirmed operation, in addition to its value."""
 
@@ -135,9 +135,9 @@ class RequestVariables:
         refused, or if the copy cannot answer it and the state worker does not answer."""
         sent = self._at_once(operation)
         if sent is None and self._mode is not _Mode.WAITS:
-            # This thread gives up its slot of the thread pool before it takes the lock ``_turn``,
-            # and takes a slot again after it has released the lock. So it does not hold the lock
-            # while it waits for a slot.
+            # This thread frees its slot of the thread pool before it takes the lock ``_turn``. It
+            # takes a slot again after it has released the lock. So it never holds the lock while it
+            # waits for a slot.
             with waiting(), self._in_turn():
                 if self._mode is _Mode.FIRST:
                     return self._first(operation)

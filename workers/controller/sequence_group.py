@@ -86,14 +86,14 @@ class SequenceGroup:
         attempt: int = 0,
     ) -> None:
         """``gpu``: the id of the request's GPU worker. ``perform`` does an operation on a variable.
-        ``inspect``: whether results have the durations of their rounds. ``attempt``:
-        ``Start.attempt``."""
+        ``inspect``: whether results have the durations of their rounds. ``attempt``: the number
+        that the GPU worker gave to the START (``Start.attempt``)."""
         self.request = request
         self.gpu = gpu
         self.inspect = inspect
         self.attempt = attempt
-        """``Start.attempt``, which the first RESULT of the group contains. After this RESULT was
-        sent, ``PendingResult`` sets this field to 0."""
+        """The number that the GPU worker gave to the START. The first RESULT of the group repeats
+        this number, and ``PendingResult`` then sets this field to 0."""
         self._limits = limits
         self._arg = arg
         self._max_tokens = max_tokens
@@ -107,7 +107,9 @@ class SequenceGroup:
         self.memory: TenantMemory | None = None
         """The memory share of the owner. The worker sets this field before the first round."""
         self.reads_usual = False
-        """``Start.reads_usual``. The worker sets it and ``takes_runs`` before the first round."""
+        """Whether the GPU worker reads the short form of results, ``Result.usual``
+        (``Start.reads_usual``). The worker sets this field and ``takes_runs`` before the first
+        round."""
         self.events: RoundEvents | None = None
         """The events of the rounds; None if the request is not traced."""
         self.tools: GroupTools | None = None
@@ -145,7 +147,8 @@ class SequenceGroup:
 
     @property
     def takes_runs(self) -> bool:
-        """``Start.takes_runs``; False if the request inspects each round."""
+        """Whether results may allow several tokens before the next round (``Start.takes_runs``).
+        False if the request inspects each round."""
         return self._rounds.takes_runs
 
     @takes_runs.setter
@@ -578,9 +581,8 @@ class SequenceGroup:
         return self._perform(operation)
 
     def _count_bytes(self, size: int) -> None:
-        """Counts bytes that the request writes to variables, and the bytes of its new prompts,
-        scored texts, dropped tokens and distributions without a token. Raises ControllerError if
-        they exceed ``Limits.used_bytes``."""
+        """Counts bytes towards ``Limits.used_bytes``, for example bytes that the request writes to
+        variables. Raises ControllerError if the request exceeds this limit."""
         most = self._limits.used_bytes
         with self._lock:
             used = self._used_bytes + size
@@ -621,9 +623,9 @@ class SequenceGroup:
 
     def _give_along(self, sequence: ControlledSequence, count: int) -> None:
         """Allocates memory for the decisions after ``count`` tokens of a draft. If the sequence's
-        mask is in a row of the shared file, the decisions get more rows of this file, but only
-        while more than half of all rows are free. If the mask is not in a row, the decisions get
-        buffers of this process."""
+        mask is in a row of the shared file, the decisions get further rows of this file, as long as
+        more than half of all rows are free. If the mask is not in a row, the decisions get buffers
+        of this process."""
         rows = self._rows
         while len(sequence.along) < count:
             if sequence.row is None:

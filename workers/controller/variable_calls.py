@@ -282,9 +282,9 @@ class SequenceVariables:
         repeat: Callable[[Variable], VariableAnswer] | None = None,
         shared: RequestState | None = None,
     ) -> None:
-        """``lineage`` identifies the operations of this sequence (``Variable.lineage``);
-        ``perform`` does an operation; ``repeat`` does the operations of a replayed guest
-        (``again``), which are not counted towards the quota again. ``written`` is called after each
+        """``lineage`` identifies the operations of this sequence (``Variable.lineage``).
+        ``perform`` does an operation. ``repeat`` does an operation of a replayed guest (``again``),
+        without counting it towards the quota a second time. ``written`` is called after each
         successful write."""
         self.lineage = lineage
         self._request = request
@@ -329,8 +329,8 @@ class SequenceVariables:
 
     @property
     def awaits_write(self) -> bool:
-        """Whether the last ``await_write`` of this round did not find its version, and no sequence
-        has written this version."""
+        """Whether the last ``await_write`` of this round waits for a version that no sequence has
+        written yet."""
         if self._awaited_variable is None:
             return False
         name, version = self._awaited_variable

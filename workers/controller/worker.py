@@ -159,7 +159,7 @@ class ControllerWorker:
         self._pool = Pool(settings.controller_threads or max(4, 2 * cpus))
         self._starts = Pool(max(8, cpus // 2), "starts")
         """Threads that handle START messages. Handling a START may take a second, or longer if a
-        grammar must be compiled, so the threads of rounds do not handle START messages."""
+        grammar must be compiled. So the threads of rounds do not handle START messages."""
         self._flushes = Pool(1, "results")
         """A separate thread for sending the results that are ready while slower rounds of the same
         step run. Sending may wait for other results that are being sent."""
@@ -454,9 +454,9 @@ class ControllerWorker:
     def _step_groups(
         self, gpu: int, rows: MaskRows | None, found: Sequence[_Stepped], wait: bool = False
     ) -> None:
-        """Runs a round of each sequence. Without ``wait``, sequences of a group that another thread
-        has locked are passed to a thread of the pool, because the main loop must not wait for a
-        group."""
+        """Runs a round of each sequence. Without ``wait``, this method does not wait for a group
+        that another thread has locked, because it runs on the main loop. It passes the group's
+        sequences to a thread of the pool."""
         begun: list[Begun] = []
         unknown: list[StepSequence] = []
         busy: list[_Stepped] = []
@@ -504,8 +504,8 @@ class ControllerWorker:
         self._post_results(message.header.address, [_error_result(request, text)], attempts)
 
     def _refuse_steps(self, gpu: int, sequences: list[StepSequence]) -> None:
-        """Sends a RESULT with an error for sequences of a STEP that this worker does not have, or
-        that do not wait for the model."""
+        """Sends a RESULT with an error for each of these sequences of a STEP, because this worker
+        does not have the sequence, or the sequence does not wait for the model."""
         results = []
         for stepped in sequences:
             text = f"the controller worker does not have sequence {stepped.seq} of this request"
