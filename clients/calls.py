@@ -103,8 +103,8 @@ class Unread(deque[Event]):
         self.watched = False
         """Whether ``wake`` is called when a row is added. The reader sets and clears this flag."""
         self.wake: Callable[[], None] = _sleep_on
-        """Wakes the reader. The function must not keep the stream alive, because a stream cancels
-        its request when no reference to the stream is left."""
+        """Wakes the reader. The function must not keep a reference to the stream, because a stream
+        cancels its request when its last reference is dropped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -188,8 +188,9 @@ class Call:
     @property
     def resends_unknown(self) -> bool:
         """Whether the client sends the request again if no worker has reported the stream, even if
-        ``retry_s`` is 0. A stream that no worker has reported was lost: the broker was restarted
-        before it read the request, or the broker and the workers of the request were lost."""
+        ``retry_s`` is 0. A stream that no worker has reported was lost. Either the broker was
+        restarted before it read the request, or both the broker and the workers of the request were
+        lost."""
         if self.base is not None and not self.tries:
             return True
         return isinstance(self.message, Generate | Score) and self.received == 0
@@ -214,8 +215,9 @@ class Call:
         self.ends_again.clear()
 
     def is_new(self, entry: Token) -> bool:
-        """Counts an entry. Returns False if an earlier attempt has already delivered the entry, or
-        if the entry is a report (``Token.is_report``) with neither a new message nor ``waiting``.
+        """Counts an entry. Returns False if an earlier attempt has already delivered the entry.
+        Also returns False for a report (``Token.is_report``) without a new message, unless the
+        program waits.
         """
         if entry.finish_reason is not None:
             self.ends_again.add(entry.seq)

@@ -45,8 +45,9 @@ class Client(BaseClient):
     """A connection to a Tokenbus broker, for any number of streams from any number of threads.
 
     ``front`` is the broker's address. The default is the setting ``front`` (``TOKENBUS_FRONT`` or
-    ``tokenbus.toml``), otherwise ``tcp://127.0.0.1:5555``. If there are several addresses,
-    separated by commas, the client connects to one of them, and to the next one if a broker fails.
+    ``tokenbus.toml``), otherwise ``tcp://127.0.0.1:5555``. If ``front`` has several addresses,
+    separated by commas, the client connects to one of them. If this broker fails, the client
+    connects to the next one.
 
     ``patience_s``: time in seconds that calls wait for a broker that does not answer. ``key``: the
     client's key, as ``OwnKey.read`` returns it. The default is the key of the setting ``key``,

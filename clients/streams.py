@@ -169,9 +169,9 @@ class Stream(_Reader):
     continues where the first loop stopped. ``text``, ``tokens`` and ``wait`` read the rest of the
     stream. ``sequences`` contains the entries that have been read.
 
-    The request is cancelled if, before the end of the stream, the stream is closed, its ``with``
-    block ends, or the last reference to the stream is dropped. A failed stream raises TokenbusError
-    at its end; reading after ``close`` raises RuntimeError.
+    Before the end of the stream, three events cancel the request: the stream is closed, its
+    ``with`` block ends, or the last reference to the stream is dropped. A failed stream raises
+    TokenbusError at its end. Reading after ``close`` raises RuntimeError.
     """
 
     def __init__(

@@ -23,8 +23,8 @@ def end_system(settings: Settings) -> int:
 
     If supervisord does not answer at its socket, this function ends it with signals. If supervisord
     has already ended, this function ends the remaining processes with signals. Raises SystemFault
-    if no system runs, or if the system does not stop in time: within the ``drain_s`` of its own
-    settings, plus a margin.
+    if no system runs, or if the system does not stop in time. The time is ``drain_s`` in the
+    settings of that system, plus a margin.
     """
     run_dir = RunDir.of(settings)
     control = Control(run_dir)
