@@ -1,9 +1,9 @@
 """Orders a request's operations on variables, and answers them from a copy of the variables.
 
-An *operation* reads or writes a variable. All controllers of a request run in one worker. The first
-worker that runs a request has a copy of the request's variables. The copy answers operations
-without a wait. Each operation is then sent to the state worker with its place in the order
-(``Variable.place``), and the state worker confirms the operation.
+An *operation* reads or writes a variable, an input or a context. All controllers of a request run
+in one worker. The first worker that runs a request has a copy of the request's variables. The copy
+answers operations without a wait. Each operation is then sent to the state worker with its place in
+the order (``Variable.place``), and the state worker confirms the operation.
 
 A RESULT or a tool call that depends on an operation is sent only after the state worker has
 confirmed this operation and all earlier ones (``when_confirmed``). So if the worker dies, a replay

@@ -80,7 +80,7 @@ class ControlledSequence:
     woken: bool = False
     """Whether the last round began with a wake-up."""
     awaits: int = 0
-    """The number of the input that the sequence awaits since its last result
+    """The number of the input that the sequence has awaited since its last result
     (``StepResult.awaits``). 0 if the sequence does not wait for an input."""
     forks: int = 0
     """Number of forks that the sequence has made."""

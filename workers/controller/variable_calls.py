@@ -306,8 +306,8 @@ class SequenceVariables:
         self.own_changes = 0
         """Number of changes to variables that this sequence has made."""
         self.repeated = False
-        """Whether an operation of the current round was executed before, by a replayed controller.
-        Its answer is then a recorded answer."""
+        """Whether the state worker had already executed an operation of the current round before
+        this round. The answer is then the recorded answer."""
 
     def get(self, name: str) -> Stored | None:
         """See ``host.Variables``."""

@@ -2,8 +2,8 @@
 guest returns results in its memory, without calling the host.
 
 The host writes a call's argument into the guest's *inbox*, a buffer in the guest's memory. It then
-calls the guest, and reads the result and the mask from the guest's memory. The addresses of the
-inbox and of the results are in the *call block*, which also is in the guest's memory.
+calls the guest, and reads the result and the mask from the guest's memory. The *call block* is
+another buffer in the guest's memory. It has the addresses of the inbox and of the results.
 ``docs/controllers-reference.md`` describes the layout.
 """
 

@@ -187,8 +187,8 @@ class Grammar:
     @property
     def max_growth(self) -> int:
         """An estimate of the maximum number of tokens by which one item extends the completion of a
-        text. An item is an element of an array, or a property. It is computed from the length of
-        the schema, which takes less time than computing ``growth``."""
+        text. An item is an element of an array, or a property. The estimate is computed from the
+        length of the schema, which takes less time than computing ``growth``."""
         return math.ceil(len(self.text) * self.tokens.sets.per_byte)
 
     @property
