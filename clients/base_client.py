@@ -41,7 +41,7 @@ class BaseClient:
         )
         self._close = weakref.finalize(self, self._connection.close)
         self._sent_buffers: dict[str, Prompt] = {}
-        """The contents of the buffers that this client has sent, by name, for recordings."""
+        """The contents of the buffers that this client has sent, by name. Recordings need them."""
 
     @property
     def broker(self) -> str:

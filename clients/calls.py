@@ -56,8 +56,8 @@ Request = (
 
 @dataclass(slots=True, eq=False)
 class SentInput:
-    """An input for the program of a stream. The input is kept until the stream ends, because a
-    repeated request needs all inputs again."""
+    """An input for the program of a stream. The input is kept until the stream ends, because all
+    inputs are sent again if the request is sent again."""
 
     number: int
     text: str
@@ -103,14 +103,14 @@ class Unread(deque[Event]):
         self.watched = False
         """Whether ``wake`` is called when a row is added. The reader sets and clears this flag."""
         self.wake: Callable[[], None] = _sleep_on
-        """Wakes the reader. The function must not keep the stream alive, because a stream cancels
-        its request when no reference to the stream is left."""
+        """Wakes the reader. The function must not keep a reference to the stream, because a stream
+        cancels its request when its last reference is dropped."""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One request, across all connections and attempts. Each time the client sends the request is
-    an attempt, with its own ``stream_id``. Times are in seconds."""
+    """One request, across all connections and attempts. If an *attempt* fails, the client may send
+    the request again, with another ``stream_id``. Times are in seconds."""
 
     type: bytes
     message: Request
@@ -120,7 +120,8 @@ class Call:
     stall_s: float | None = None
     """Time after which the request is sent again if no message for the call arrives."""
     retry_s: float = 0.0
-    """Time after the first retryable failure during which the request is sent again."""
+    """After the first retryable failure, the request may be sent again until this time has
+    passed."""
     waits_for_room: bool = True
     """Whether ``queue_full`` and ``client_limit`` count as retryable."""
     span: ClientSpan | None = None
@@ -132,11 +133,11 @@ class Call:
     """The events that the reader has not read."""
 
     base: int | None = None
-    """The first ``stream_id`` of the call if the session is named; None in other sessions. In a
-    named session, another client may have begun the stream, and the lowest 8 bits of a
-    ``stream_id`` count the attempts."""
+    """The first ``stream_id`` of the call if the session is named; None in other sessions. A
+    *named* session is a session whose token was given to the client. There, an earlier client may
+    have begun the stream, and the lowest 8 bits of a ``stream_id`` count the attempts."""
     repeated: bool = False
-    """Whether an earlier client began the stream, so that a worker may still report it to a
+    """Whether an earlier client began the stream. A worker may then still report the stream to a
     restarted broker. The creator of the call sets this flag."""
     number: int = 0
     """The ``stream_id`` of this attempt, unique in its session."""
@@ -153,8 +154,8 @@ class Call:
     received: int = 0
     """Number of entries that arrived in this attempt."""
     repeats: int = 0
-    """Number of further entries that will arrive, in the same order, although the client has
-    already received them. The answer to ATTACH determines this number."""
+    """Number of entries that the client has already received and that the broker will now send
+    again, in the same order. The answer to ATTACH determines this number."""
     moves: int = 0
     """Last known number of times that the stream of this attempt has moved to another worker."""
     inputs: list[SentInput] = field(default_factory=list)
@@ -163,11 +164,11 @@ class Call:
     """The time at which the client sends the first unconfirmed input again; None if this input was
     not sent."""
     seen_messages: dict[int, int] = field(default_factory=dict)
-    """Number of messages of the program that all attempts together have delivered, by sequence."""
+    """Number of the program's messages that were delivered in any attempt, by sequence."""
     counted_messages: dict[int, int] = field(default_factory=dict)
-    """Number of messages of the program that arrived in this attempt, by sequence."""
+    """Number of the program's messages that arrived in this attempt, by sequence."""
     seen: dict[int, int] = field(default_factory=dict)
-    """Number of entries that all attempts together have delivered, by sequence."""
+    """Number of entries that were delivered in any attempt, by sequence."""
     counted: dict[int, int] = field(default_factory=dict)
     """Number of entries that arrived in this attempt, by sequence. An entry is a duplicate if this
     number is not above ``seen``."""
@@ -187,8 +188,9 @@ class Call:
     @property
     def resends_unknown(self) -> bool:
         """Whether the client sends the request again if no worker has reported the stream, even if
-        ``retry_s`` is 0. A stream that no worker has reported was lost: the broker was restarted
-        before it read the request, or the broker and the workers of the request were lost."""
+        ``retry_s`` is 0. A stream that no worker has reported was lost. Either the broker was
+        restarted before it read the request, or both the broker and the workers of the request were
+        lost."""
         if self.base is not None and not self.tries:
             return True
         return isinstance(self.message, Generate | Score) and self.received == 0
@@ -213,8 +215,9 @@ class Call:
         self.ends_again.clear()
 
     def is_new(self, entry: Token) -> bool:
-        """Counts an entry. Returns False if an earlier attempt has already delivered the entry, or
-        if the entry is a report (``Token.is_report``) with neither a new message nor ``waiting``.
+        """Counts an entry. Returns False if an earlier attempt has already delivered the entry.
+        Also returns False for a report (``Token.is_report``) without a new message, unless the
+        program waits.
         """
         if entry.finish_reason is not None:
             self.ends_again.add(entry.seq)
@@ -249,8 +252,8 @@ class Call:
         return sum(seq < n or seq in self.counted for seq in again)
 
     def all_new(self, seq: int) -> bool:
-        """Whether all further entries of a sequence are new: this attempt has already repeated all
-        entries that earlier attempts delivered."""
+        """Whether all further entries of a sequence are new, because this attempt has already
+        repeated all entries that earlier attempts delivered."""
         return self.counted.get(seq, 0) >= self.seen.get(seq, 0)
 
     def count(self, seq: int, entries: int) -> None:

@@ -1,7 +1,7 @@
 """Conversations of a client with a model: ``Client.chat`` and ``AsyncClient.chat``.
 
-The messages are OpenAI's. The client renders the model's chat template, and reads thinking and
-calls of tools from the answer, with the code of the gateway.
+Messages have OpenAI's form. The client renders the model's chat template, and reads thinking and
+calls of tools from the answer. It uses the gateway's code for both.
 """
 
 from __future__ import annotations

@@ -45,15 +45,16 @@ class Client(BaseClient):
     """A connection to a Tokenbus broker, for any number of streams from any number of threads.
 
     ``front`` is the broker's address. The default is the setting ``front`` (``TOKENBUS_FRONT`` or
-    ``tokenbus.toml``), otherwise ``tcp://127.0.0.1:5555``. If there are several addresses,
-    separated by commas, the client connects to one of them, and to the next one if a broker fails.
+    ``tokenbus.toml``), otherwise ``tcp://127.0.0.1:5555``. If ``front`` has several addresses,
+    separated by commas, the client connects to one of them. If this broker fails, the client
+    connects to the next one.
 
     ``patience_s``: time in seconds that calls wait for a broker that does not answer. ``key``: the
     client's key, as ``OwnKey.read`` returns it. The default is the key of the setting ``key``,
     otherwise this machine's key if it exists. ``keep_s``: time in seconds for which the broker
-    keeps this client's streams without a connection. ``patience_s`` is then at least as long,
-    unless it is given. Raises KeyFault if the key cannot be read, and AddressError if ``front`` is
-    not a valid address.
+    keeps this client's streams without a connection. If ``patience_s`` is not given, it is at least
+    ``keep_s``. Raises KeyFault if the key cannot be read, and AddressError if ``front`` is not a
+    valid address.
 
         with Client() as client:
             for token in client.generate("def add(a, b):", max_tokens=20):

@@ -44,8 +44,8 @@ class Connection:
         ``Client``."""
         self._commands: deque[Callable[[ClientSession, float], None]] = deque()
         self._lock = threading.RLock()
-        """Reentrant, because the garbage collector may close the client in a thread that has the
-        lock."""
+        """This lock is reentrant, because the garbage collector may close the client in a thread
+        that has the lock."""
         self._closed: str | None = None
         """The reason why further calls are refused; None while calls are accepted."""
         own = self._session = ClientSession(front, patience_s, time.monotonic(), session)

@@ -103,8 +103,9 @@ class Recorder(Sequences):
         self._recorded: list[Token | Row] = []
         self._recording: Recording | None = None
         self.served_by: Callable[[], ModelInfo | None] | None = None
-        """Returns the stream's model, or None if it is not known. Only AsyncClient sets this
-        function, because it sends the request without waiting for the answer to its MODEL_INFO."""
+        """Returns the stream's model, or None if the model is not known yet. Only AsyncClient sets
+        this function, because it does not wait for the answer to MODEL_INFO before it sends the
+        request."""
         rows, received = self.add_row, self._recorded
 
         def add_row(row: Row) -> None:

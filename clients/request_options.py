@@ -80,8 +80,8 @@ class RequestOptions(TypedDict, total=False):
     stall_s: float
     """Time after which the request is sent again if no message for it arrives."""
     retry_s: float
-    """Time during which the request is sent again if the queue is full or a worker is lost.
-    Default: 30."""
+    """If the queue is full or a worker is lost, the request is sent again until this time has
+    passed. Default: 30."""
     on_system: OnSystem
     """Called with each notice (loading, queued, retrying) by the thread that reads the stream."""
     trace: str
@@ -105,7 +105,8 @@ class EmbedOptions(RequestOptions, total=False):
     """The options of ``embed``."""
 
     pooling: Pooling
-    """How the states of a text's tokens become one vector. Default: the pooling of the model."""
+    """How the hidden states of a text's tokens are pooled to one vector. Default: the pooling of
+    the model."""
 
 
 class GenerateOptions(RequestOptions, total=False):

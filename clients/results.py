@@ -68,8 +68,8 @@ class GeneratedSequence:
     """With the option ``kept``: the candidates that each token was drawn from, as in
     ``Token.kept``. None for an appended token, or without the option."""
     spans: list[tuple[int, Span]] = field(default_factory=list)
-    """How the tokens were computed. Each span comes with the index of its first token, and ends
-    where the next span begins."""
+    """How the tokens were computed: spans of tokens that were computed in the same way. Each span
+    comes with the index of its first token, and ends where the next span begins."""
     exact: bool | None = None
     """Whether all steps of the stream until the end of this sequence were exact with the same
     arithmetic (``Token.exact``). The bits of the sequence's logits and log-probabilities then do

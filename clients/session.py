@@ -1,4 +1,4 @@
-"""The client's side of the protocol, without sockets and clocks, like the broker's core.
+"""The client's side of the protocol. The code uses neither sockets nor a clock.
 
 The caller passes received frames and the time. ``outgoing`` contains the messages to send, and
 ``ready`` contains the events of calls. A session outlives its connection: on a new connection, the
@@ -55,15 +55,15 @@ log = logging.getLogger(__name__)
 HELLO_AGAIN_S = 5.0
 """Seconds without an answer to HELLO after which a new connection is opened."""
 BACK_OFF_S = (0.1, 2.0)
-"""The shortest and the longest pause before another attempt, in seconds, if the broker does not set
-the pause. The pause doubles with each attempt."""
+"""The shortest and the longest pause before another attempt, in seconds. The pause doubles with
+each attempt. If the broker gives a pause, that pause is used instead."""
 LOOK_S = 0.25
 """Interval between checks of the deadlines, in seconds."""
 HINT_S = 3.0
 """If calls wait, a warning is logged after this number of seconds without a broker."""
 GRACE_S = 1.0
-"""Seconds after the timeout of a request until the client ends the request itself. Normally the
-broker has already ended the request."""
+"""Seconds after the timeout of a request after which the client ends the request itself. Normally,
+the broker has already ended the request."""
 
 INPUT_AGAIN_S = 1.0
 """Seconds after which an input without an answer is sent again."""
@@ -93,16 +93,16 @@ class ClientSession:
 
     def __init__(self, front: str, patience_s: float, now: float, token: str | None = None) -> None:
         """``token``: the token that the session should have. A session with a given token is
-        *named*: this client opens the session, or takes it over, with its streams, from another
-        client that has the token."""
+        *named*. This client opens the session. If another client with the same token has opened the
+        session before, this client takes over the session and its streams."""
         self._front = front
         self._several = len(separate(front)) > 1
         self._patience_s = patience_s
         self.outgoing: list[Frames] = []
         self.ready: Delivery = []
         self._lanes: Lanes | None = None
-        """Delivers messages in columns that have the same sequences as the last such message. None
-        if one of the calls of these sequences has changed since, or without such a message."""
+        """Delivers a message in columns if it has the same sequences as the last such message. None
+        if no such message has arrived, or if a call of these sequences has changed since."""
         self._calls: dict[int, Call] = {}
         self._waiting: dict[int, Call] = {}
         """Calls that wait for WELCOME or for their ``resend_at`` before they are sent."""
@@ -519,8 +519,8 @@ class ClientSession:
                 error = _ended_offline()
             self._failed(call, error, now, tell_broker=False)
         elif body.code == Code.SESSION_TAKEN and self._named:
-            # Another client has taken the session over. If this client kept the session's token, it
-            # would take the session back.
+            # Another client has taken over the session. With the session's token, this client would
+            # take it back.
             self._named, self._token = False, None
             self.end_all(error)
         elif body.type == "BUFFER" and self._barriers:
@@ -548,15 +548,15 @@ class ClientSession:
             return
         call.received_at = now
         if msg.attached is not UNSET:
-            # Entries after ``attached`` follow. Some of them may have been received already, after
-            # the answer to an ATTACH of an earlier connection. From the beginning, the entries may
-            # also be those of another copy of the stream, in another order.
+            # The entries after entry number ``attached`` follow. The client may already have some
+            # of them, from the answer to an earlier ATTACH. If ``attached`` is 0, all entries
+            # follow, possibly from another copy of the stream and in another order.
             if msg.attached:
                 call.repeats = max(0, call.received - msg.attached)
             else:
                 call.begin_copy()
             call.attaching = False
-            # Lanes deliver every row, so they must not read entries that are repeated.
+            # Lanes deliver every row, so they must not receive rows of repeated entries.
             self._lanes = None
             call.moves = msg.moves
             call.input_at = None

@@ -48,7 +48,8 @@ class _Reader:
         self._on_system = on_system
         self._unread = call.unread
         self._to_end = False
-        """Whether the reader waits for the end of the stream, and is not woken for each token."""
+        """Whether the reader waits for the end of the stream. It is then not woken for each
+        token."""
         self._collected = collected or Sequences()
         self._add_row = self._collected.add_row
         self._collecting = threading.Lock()
@@ -168,9 +169,9 @@ class Stream(_Reader):
     continues where the first loop stopped. ``text``, ``tokens`` and ``wait`` read the rest of the
     stream. ``sequences`` contains the entries that have been read.
 
-    The request is cancelled if, before the end of the stream, the stream is closed, its ``with``
-    block ends, or the last reference to the stream is dropped. A failed stream raises TokenbusError
-    at its end; reading after ``close`` raises RuntimeError.
+    Before the end of the stream, three events cancel the request: the stream is closed, its
+    ``with`` block ends, or the last reference to the stream is dropped. A failed stream raises
+    TokenbusError at its end. Reading after ``close`` raises RuntimeError.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Origin(NamedTuple):
-    """The HTTP request for which a task of the gateway sends requests to the bus."""
+    """The HTTP request that causes the current task of the gateway to send requests to the bus."""
 
     request_id: str
     trace: str

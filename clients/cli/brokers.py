@@ -1,5 +1,5 @@
-"""The combined state of all brokers of a system. Each broker has its own sessions and streams;
-every worker registers with all brokers."""
+"""The combined state of all brokers of a system. Each broker has separate sessions and streams.
+Every worker registers with all brokers."""
 
 from __future__ import annotations
 

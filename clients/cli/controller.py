@@ -190,8 +190,8 @@ def _show(module: StoredModule, as_json: bool) -> int:
 
 
 def wait_notice(settings: Settings) -> None:
-    """Prints a notice if nothing listens at the broker's address for workers, so that a worker that
-    starts now has to wait for a broker."""
+    """Prints a notice if nothing listens at the broker's address for workers. A worker that starts
+    now then has to wait for a broker."""
     back = settings.back_endpoint
     if not any(map(_listens, separate(back))):
         where = f"--back {back}" if settings.back else f"--run-dir {settings.run_folder}"

@@ -132,7 +132,7 @@ def _lent(client: Client, wasm: bytes) -> Iterator[str]:
     lease = f"run-{secrets.token_hex(8)}"
     with interrupted():
         # An upload cannot be cancelled. If the run is interrupted during the upload, the upload
-        # continues on its thread, and the stored module is then deleted.
+        # continues on its thread. The stored module is deleted afterwards.
         stored: Future[StoredModule] = Future()
 
         def upload() -> None:

@@ -34,13 +34,14 @@ class Dialogue:
         self._without_more = not with_inputs
         """Whether no further input will be sent. The thread that sends the inputs sets this flag,
         and then reads ``_awaited``. The thread that reads the stream sets ``_awaited``, and then
-        reads this flag. So at least one of them notices that the program waits in vain."""
+        reads this flag. So at least one of the threads detects that the program waits for an input
+        that will never be sent."""
         self._refused: deque[TokenbusError] = deque(maxlen=1)
         """The error of the last input that was refused, until the error is reported. If standard
         input ends and the program still waits for an input, ``entries`` raises this error."""
         self._awaited = 0
-        """The lowest of the numbers of the inputs that the running sequences wait for; 0 if at
-        least one running sequence does not wait for an input."""
+        """The lowest number of an input that a running sequence waits for; 0 if any running
+        sequence does not wait for an input."""
         self._with_inputs = with_inputs
 
     def entries(self) -> Iterator[Token]:

@@ -134,8 +134,8 @@ SIGN = "a sign"
 BEYOND = "a letter beyond ASCII"
 BYTES = "another byte"
 AFTER_WHITE = "  after white space"
-"""Label of a row of tokens that begin with white space. The first character after the white space
-is of the kind that the row above shows."""
+"""Label of a row of tokens that begin with white space. After the white space, they continue with a
+character of the kind that the row above shows."""
 
 _Kind = tuple[str, bool]
 """The kind of a token's first character that is not white space, and whether white space precedes
@@ -208,9 +208,9 @@ def _examples(vocabulary: TokenizerVocabulary, tokens: Sequence[int], cells: int
 
 
 def _varied(vocabulary: TokenizerVocabulary, tokens: Sequence[int]) -> Iterable[int]:
-    """Yields ``tokens`` in an order in which the first ones differ: first one token for each
-    initial character (after white space), then all others. Both parts keep the order of ``tokens``,
-    which are sorted by id. In most tokenizers, low ids belong to frequent tokens."""
+    """Yields ``tokens`` in an order in which the first tokens differ. First comes one token for
+    each initial character (after white space), then all other tokens. Both parts keep the order of
+    ``tokens``, which are sorted by id. In most tokenizers, low ids belong to frequent tokens."""
     seen = set()
     later: list[int] = []
     for token in tokens:

@@ -128,8 +128,8 @@ def _checked(source: Path, diagnostics: str) -> str:
     that the SDK does not declare.
 
     The SDK declares the four functions in ``CALLS``. If a controller defines another function
-    ``tb_…``, its name is probably misspelt, and clang warns that the function is not declared.
-    clang's warnings about functions with other names and without a declaration are left out.
+    ``tb_…``, its name is probably misspelt, and clang warns that the function is not declared. The
+    same warnings about functions with other names are left out.
     """
     shown, kept = "", True
     for line in diagnostics.splitlines(keepends=True):

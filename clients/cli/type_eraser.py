@@ -1,8 +1,8 @@
 """Erases the types of a script in TypeScript, so that the rest is JavaScript.
 
-Types are replaced with spaces and line breaks are kept. So the rest of the script keeps its lines
-and columns, and errors need no source map. Source: Bloomberg's ts-blank-space. The parser is
-tree-sitter's grammar of TypeScript.
+Types are replaced with spaces, and line breaks are kept. So the rest of the script keeps its lines
+and columns, and the positions in errors are right without a source map. Source: Bloomberg's
+ts-blank-space. The parser is tree-sitter's grammar of TypeScript.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _TYPES = frozenset(
         "override_modifier",
     }
 )
-"""Nodes of the syntax tree with these node types are erased as parts of a construct."""
+"""Node types of the syntax tree. Nodes of these types are erased from the construct that contains
+them."""
 _DECLARATIONS = frozenset(
     {
         "ambient_declaration",
@@ -39,7 +40,8 @@ _DECLARATIONS = frozenset(
         "index_signature",
     }
 )
-"""Nodes with these node types are erased as whole statements or as whole members of a class."""
+"""Node types of the syntax tree. Nodes of these types are erased as whole statements or as whole
+members of a class."""
 _TOKENS = {
     "optional_parameter": ("?",),
     "method_definition": ("?",),
@@ -47,7 +49,7 @@ _TOKENS = {
     "abstract_class_declaration": ("abstract",),
     "non_null_expression": ("!",),
 }
-"""Tokens that TypeScript adds to constructs of JavaScript, by the type of the construct's node."""
+"""For each node type of a JavaScript construct: the tokens that TypeScript adds to it."""
 _STATEMENTS = frozenset(
     {
         "expression_statement",

@@ -1,7 +1,7 @@
 """``python -m tokenbus.clients.cluster``: adapts the number of workers in a Ray cluster to the
 load.
 
-SIGTERM, which supervisord sends before a restart, ends only this process. The successor of this
+SIGTERM alone ends only this process. supervisord sends it before a restart. The successor of this
 process finds the workers by their names. On SIGINT, or on SIGTERM after SIGUSR1, this process first
 drains all workers.
 """

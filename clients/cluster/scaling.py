@@ -1,7 +1,7 @@
 """Computes the target number of workers of a kind from their load and the waiting requests, with
 hysteresis.
 
-The code uses neither a clock nor a cluster: the caller passes the load and the time.
+The code uses neither a clock nor a cluster. The caller passes the load and the time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Bounds(NamedTuple):
 class Scaling:
     """The number of workers of one kind. Times are seconds of a monotonic clock.
 
-    If more workers are needed for ``up_after_s`` without a break, the number grows to the needed
-    number. Each time fewer workers are needed for ``down_after_s`` without a break, the number
+    If more workers are needed continuously for ``up_after_s``, the number grows to the needed
+    number. Each time that fewer workers are needed continuously for ``down_after_s``, the number
     falls by one.
     """
 

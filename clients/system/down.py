@@ -21,9 +21,10 @@ def end_system(settings: Settings) -> int:
     """Stops the system in the run directory of these settings, in supervisord's stop order; returns
     the exit code.
 
-    If supervisord does not answer at its socket, signals to its process id end it. If supervisord
-    has ended, signals end its processes. Raises SystemFault if no system runs, or if the system
-    does not stop in time: within the ``drain_s`` of its own settings, plus a margin.
+    If supervisord does not answer at its socket, this function ends it with signals. If supervisord
+    has already ended, this function ends the remaining processes with signals. Raises SystemFault
+    if no system runs, or if the system does not stop in time. The time is ``drain_s`` in the
+    settings of that system, plus a margin.
     """
     run_dir = RunDir.of(settings)
     control = Control(run_dir)

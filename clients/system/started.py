@@ -20,8 +20,8 @@ def started_settings(pid: int) -> Settings | None:
     """The settings of a process, from its environment and its ``tokenbus.toml``. The paths that a
     client needs are absolute.
 
-    The result is None if the process has ended, if it belongs to another user, if its settings are
-    not valid, or if ``/proc`` does not exist.
+    The result is None if the process has ended or belongs to another user. It is also None if the
+    settings are not valid, or if ``/proc`` does not exist.
     """
     process = Path("/proc") / str(pid)
     try:

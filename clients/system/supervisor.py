@@ -55,8 +55,8 @@ class ProcessState:
 
     @property
     def failed(self) -> bool:
-        """Whether supervisord has given up the process after several early exits. The state EXITED
-        does not count: supervisord restarts such a process, unless its exit code is 2.
+        """Whether supervisord has given up the process after several early exits. A process in the
+        state EXITED has not failed, because supervisord restarts it, unless its exit code is 2.
         """
         return self.state == "FATAL"
 

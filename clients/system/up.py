@@ -251,11 +251,11 @@ def _fault(
 ) -> SystemFault | None:
     """The fault that prevents the system from continuing, or None.
 
-    Until all processes have been ready once (``was_ready``), a process that exits is a fault,
-    whatever its exit code. Later, only the exit code 2 is a fault, because supervisord restarts
-    processes with other codes. A process that was killed by a signal is not a fault. A process that
-    supervisord has given up is always a fault. A tool worker causes a fault only if it exits before
-    all processes have been ready.
+    Until all processes have been ready once (``was_ready``), any exit of a process is a fault.
+    Later, only an exit with code 2 is a fault, because supervisord restarts processes with other
+    codes. The end of a process by a signal is not a fault. A process that supervisord has given up
+    is always a fault. A tool worker causes a fault only if it exits before all processes have been
+    ready.
     """
     for exited in exits:
         name, code = exited.name, exited.code

@@ -78,8 +78,7 @@ class Watcher:
         self._has_answered = False
         """Whether a broker has answered since this object was created. ``look`` sets this flag."""
         self._registered: set[int] = set()
-        """The process ids of all workers that have been registered at some time, according to the
-        broker's status."""
+        """The process ids of all workers that the broker's status has ever listed."""
         self.ending = False
         """Whether the system is stopping. The owner of this object sets this flag. The load is then
         ``ending``, even if the broker does not answer."""

@@ -1,13 +1,15 @@
-"""The decisions of a controller along a draft (the tokens that the GPU worker expects next): masks
-and biases for several tokens at once.
+"""Decides *along a draft*: computes the mask and the bias after each token of a draft in advance. A
+draft is a list of tokens that the GPU worker expects next.
 
-A built-in constraint computes its masks along a draft in one call. Any other controller that takes
-drafts is copied, and the copy runs the rounds that the controller would run if the draft's tokens
-were sampled. The copy stops before a decision that does more than sample. It also stops if it uses
-a variable, an input or a tool, sends a text to the client, or writes to the log. The copy is then
-dropped. When tokens of the draft have been sampled, the controller itself runs the round of each
-token. So the controller receives the same calls as without drafts, but only after all of these
-tokens were sampled.
+A built-in constraint computes its masks along a draft in one call. Any other controller must allow
+drafts with ``takes_drafts``. It is copied, and the copy runs the rounds that the controller would
+run if the draft's tokens were sampled. The copy stops before a decision that does more than sample.
+It also stops if it uses a variable, an input or a tool, sends a text to the client, or writes to
+the log. The copy is then dropped.
+
+When tokens of the draft have been sampled, the controller itself runs the round of each token. So
+the controller receives the same calls as without drafts, but only after all of these tokens were
+sampled.
 """
 
 from __future__ import annotations
@@ -75,8 +77,8 @@ def decide_along(
     controller: Controller, host: Host, draft: Sequence[int], places: Sequence[Place]
 ) -> int:
     """Writes the decision after each token of a draft into ``places``; returns the number of
-    decisions that were written. Stops before the first token after which the controller would do
-    more than sample. Also stops if the shared file has no room for a bias."""
+    written decisions. Stops at the first token after which the controller would do more than
+    sample. Also stops if the shared file has no room for a bias."""
     if isinstance(controller, TakesDrafts):
         return controller.masks_along(draft, [place.mask for place in places])
     written = 0
@@ -126,7 +128,7 @@ def _answers(
 
 
 def goes_on(answer: Answer) -> bool:
-    """Whether an answer of pre_process requests nothing but the call of mid_process."""
+    """Whether an answer of pre_process only continues with mid_process."""
     alone = answer.action is Action.FORK and answer.count == 1
     return alone or answer.action is Action.CONTINUE
 

@@ -23,9 +23,9 @@ WEIGHT = 0.1
 class Meter:
     """The rounds of one controller. Thread-safe.
 
-    For rounds that are not measured, the CPU time is estimated as their duration times the CPU
-    share of measured rounds. This share is below 1, because rounds also wait for the GIL and for
-    variables.
+    The CPU time of other rounds is estimated: their duration is multiplied by the CPU share of
+    measured rounds. This share is CPU time divided by duration. It is below 1, because rounds also
+    wait for the GIL and for variables.
     """
 
     def __init__(self) -> None:

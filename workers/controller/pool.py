@@ -39,8 +39,8 @@ SURPLUS_S = 10.0
 are not counted."""
 
 _starting = threading.Lock()
-"""Held while a thread is started, because the stack size of new threads is a setting of the whole
-process."""
+"""This lock is held while a thread is started, because the stack size of new threads is a setting
+of the whole process."""
 
 
 class Pool:
@@ -48,8 +48,8 @@ class Pool:
     arrival."""
 
     def __init__(self, slots: int, name: str = "rounds", max_waiting: int = MAX_WAITING) -> None:
-        """``name`` is the name of the threads; ``max_waiting`` is the maximum number of jobs in
-        ``waiting``. If ``max_waiting`` is 0, jobs keep their slots while they wait."""
+        """``name``: the name of the threads. ``max_waiting``: the maximum number of jobs that wait
+        at the same time. If ``max_waiting`` is 0, jobs keep their slots while they wait."""
         self._slots = slots
         self._name = name
         self._max_waiting = max_waiting
@@ -90,8 +90,8 @@ class Pool:
         return self._waiting
 
     def submit(self, jobs: Iterable[Job], hands: int = 1, tenant: str = "") -> None:
-        """Queues jobs of a tenant, and wakes up to ``hands`` threads for them, at most one for each
-        slot."""
+        """Queues jobs of a tenant, and wakes up to ``hands`` threads for them, but not more threads
+        than there are slots."""
         self._jobs.add(tenant, jobs)
         self._wake.release(min(hands, self._slots))
         if self._waiting:
@@ -156,8 +156,7 @@ class Pool:
             if self._run_jobs():
                 with self._lock:
                     self._active -= 1
-                # While this slot was in use, a job may have been submitted that did not get a
-                # thread.
+                # A job that was submitted while this slot was in use may not have a thread yet.
                 self.help()
 
     def _run_jobs(self) -> bool:

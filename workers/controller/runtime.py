@@ -1,4 +1,5 @@
-"""The runtime of guests, which determines where they run and how they are stopped.
+"""The runtimes of guests. A runtime determines in which process guests run, and how they are
+stopped.
 
 The worker's rounds need four things from a runtime: programs whose controllers follow
 ``interface.Controller``, a tick that enforces time limits, metrics, and ``close``. Tokens and masks
@@ -45,9 +46,9 @@ class GuestRuntime(Protocol):
         the name is not in ``names``."""
 
     def missing_layers(self) -> list[str]:
-        """The layers of isolation that guests lack, with the reasons. May wait until a guest
+        """The layers of isolation that guests do not have, with the reasons. May wait until a guest
         process has reported its layers. Empty for the controllers that the operator serves, because
-        they are trusted."""
+        these are trusted."""
 
     def program(self, owner: str, module: str, load: Callable[[], Loaded]) -> Program:
         """The program of a module, for guests of ``owner``. ``module`` is the module's id; ``load``
@@ -100,7 +101,7 @@ class ThreadRuntime:
         return program
 
     def tick(self) -> None:
-        """Does nothing. The worker itself increments the epoch of its engine, which enforces the
+        """Does nothing. The worker increments the epoch of its Wasm engine, which enforces the
         limits."""
 
     def series(self) -> list[Series]:

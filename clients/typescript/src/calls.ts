@@ -1,6 +1,6 @@
 /**
- * A call: a request of this client, with its state across all connections and attempts. Each
- * attempt sends the request with another `stream_id`.
+ * A call: a request of this client, with its state across all connections and attempts. If an
+ * attempt fails, the client may send the request again, with another `stream_id`.
  */
 
 import { Row } from "./columns.js";
@@ -50,7 +50,7 @@ export interface SentInput {
   readonly text: string;
   /** Whether the broker has confirmed the input in the present attempt. */
   stored: boolean;
-  /** Called once, with null when the input is stored, or with the error. Null after this call. */
+  /** Called once: with null when the input is stored, or with the error. Null after the call. */
   report: ((error: TokenbusError | null) => void) | null;
 }
 
@@ -60,7 +60,7 @@ export interface Timing {
   readonly timeoutS?: number | undefined;
   /** Time without a message after which the request is sent again. */
   readonly stallS?: number | undefined;
-  /** Time after the first retryable failure during which the request is sent again. */
+  /** After the first retryable failure, the request may be sent again until this time has passed. */
   readonly retryS?: number | undefined;
 }
 
@@ -86,21 +86,21 @@ export class Call {
   /** Number of entries that arrived in this attempt. */
   received = 0;
   /**
-   * Number of next entries that the client already has, in the same order. The answer to ATTACH
-   * sets this number.
+   * Number of entries that the client already has and that the broker will now send again, in the
+   * same order. The answer to ATTACH determines this number.
    */
   repeats = 0;
   /** Last known number of times that the stream of this attempt has moved. */
   moves = 0;
   /** All inputs of the stream, in order. */
   readonly inputs: SentInput[] = [];
-  /** When the oldest input that is not stored is sent again; null before it is sent once. */
+  /** The time at which the oldest input that is not stored is sent again; null if it was not sent. */
   inputAt: number | null = null;
-  /** Number of messages of the program that all attempts together have delivered, by sequence. */
+  /** Number of the program's messages that were delivered in any attempt, by sequence. */
   readonly #seenMessages = new Map<number, number>();
-  /** Number of messages of the program that arrived in this attempt, by sequence. */
+  /** Number of the program's messages that arrived in this attempt, by sequence. */
   readonly #cameMessages = new Map<number, number>();
-  /** Number of entries that all attempts together have delivered, by sequence. */
+  /** Number of entries that were delivered in any attempt, by sequence. */
   readonly #seen = new Map<number, number>();
   /**
    * Number of entries that arrived in this attempt, by sequence. An entry is a duplicate if this
@@ -122,9 +122,9 @@ export class Call {
   }
 
   /**
-   * Whether the client, after a restart of the broker, waits until a worker reports the stream.
-   * Otherwise the client sends the request again. The client waits only if it has received an
-   * entry of the stream, or if `retryS` is 0.
+   * Whether the client waits for a worker to report the stream after a restart of the broker. If
+   * not, the client sends the request again. The client waits only if it has received an entry of
+   * the stream, or if `retryS` is 0.
    */
   get mayBeLive(): boolean {
     const { type } = this.request;
@@ -198,9 +198,9 @@ export class Call {
   }
 
   /**
-   * Counts the end of a sequence, and returns the entry with a corrected `live`. Sequences may end
-   * in another order than in an earlier attempt. So `live` must not count sequences whose end an
-   * earlier attempt has delivered, even if they are still live in this attempt.
+   * Counts the end of a sequence, and returns the entry with a corrected `live`. In this attempt,
+   * sequences may end in another order than in an earlier attempt. `live` must not count a sequence
+   * whose end an earlier attempt has delivered, even if the sequence is still live in this attempt.
    */
   ended(entry: Token, isNew: boolean): Token {
     this.#endsAgain.add(entry.seq);

@@ -39,8 +39,8 @@ export interface ClientOptions {
   /** Time that calls wait for a broker that does not answer, in seconds. Default: 30. */
   readonly patience_s?: number | undefined;
   /**
-   * Time for which the broker keeps this client's streams without a connection, in seconds.
-   * `patience_s` is then at least as long, unless it is given. Default: 0.
+   * Time for which the broker keeps this client's streams without a connection, in seconds. If
+   * `patience_s` is not given, it is at least `keep_s`. Default: 0.
    */
   readonly keep_s?: number | undefined;
   /** The API key, if the gateway needs one. Only for WebSockets. */

@@ -6,8 +6,8 @@ import { Session } from "./session.js";
 import type { Link, Received, Transport } from "./transport.js";
 
 /**
- * The first and the longest pause after consecutive failures, in seconds. Each pause is twice the
- * previous pause, up to the longest.
+ * The first and the longest pause before a new connection, in seconds. After each further failure,
+ * the pause is twice as long, up to the longest pause.
  */
 const PAUSES_S = [0.05, 1] as const;
 /** The longest pause if the next connection may be to another broker, in seconds. */

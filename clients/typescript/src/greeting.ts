@@ -1,7 +1,8 @@
 /**
- * Reads the security mechanism of a broker from the greeting of ZMTP (RFC 37). If a client without
- * a key connects to a broker that requires keys, the broker usually closes the connection before it
- * sends its mechanism. ZeroMQ then reports no reason.
+ * Reads the security mechanism of a broker from the greeting of ZMTP (RFC 37), the protocol of
+ * ZeroMQ connections. ZeroMQ itself does not report this mechanism to a client: a broker that
+ * requires keys usually closes the connection of a client without a key before it sends the
+ * mechanism.
  */
 
 import { connect } from "node:net";

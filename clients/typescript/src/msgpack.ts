@@ -1,6 +1,6 @@
 /**
- * Decodes MessagePack. The decoder is part of this package, because a page imports the package without
- * a bundler and without other packages.
+ * Decodes MessagePack. This package has its own decoder, so that a web page can import the package
+ * without a bundler and without other packages.
  *
  * Bytes become a `Uint8Array` that shares the message's memory, and integers of 64 bits become
  * numbers. Extension types are refused. Source: the specification of MessagePack.

@@ -40,8 +40,8 @@ export const RUN_OPTIONS: ReadonlySet<string> = new Set([
 ]);
 
 /**
- * Throws TypeError if an option is not in `known`. The error names the nearest known option, or all
- * of them.
+ * Throws TypeError if an option is not in `known`. The error names the known option with the most
+ * similar name, or all known options.
  */
 export function checkOptions(options: object, known: ReadonlySet<string>): void {
   for (const name of Object.keys(options)) {

@@ -27,7 +27,7 @@ export interface AskOptions {
 export interface StreamOptions extends AskOptions {
   /** Time without a message after which the request is sent again. */
   readonly stall_s?: number | undefined;
-  /** Seconds for which the request is repeated if a queue is full or a worker is lost; default 30. */
+  /** If a queue is full or a worker is lost, the request is repeated for this time; default: 30. */
   readonly retry_s?: number | undefined;
   /** Called with each notice: loading, queued, retrying. */
   readonly on_system?: ((notice: System) => void) | undefined;
@@ -126,7 +126,7 @@ export function uploadCall(wasm: Uint8Array, options: UploadOptions): Call {
   return checkedCall({ type: "UPLOAD", body, data: wasm }, storing(options, UPLOAD_S));
 }
 
-/** The call of a request to the store of modules, except uploads. These calls are idempotent. */
+/** The call of a request to the store of modules, except an upload. It may be repeated safely. */
 export function storeCall(request: Request, options: AskOptions): Call {
   checkOptions(options, ASK_OPTIONS);
   return checkedCall(request, storing(options, ASK_S));

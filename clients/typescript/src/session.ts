@@ -1,10 +1,10 @@
 /**
- * The client's side of the protocol, without sockets and clocks, like `clients/session.py`.
+ * The client's side of the protocol. Like `clients/session.py`, it uses neither sockets nor a clock.
  *
- * The caller passes messages and times (seconds). `outgoing` has the messages to send, and `ready`
- * the events for the callers of requests. A session outlives its connection: on a new connection,
- * it sends HELLO with its token, and ATTACH for each stream. Lost requests are sent again, each
- * entry is delivered once, and calls end when their time limits have passed.
+ * The caller passes messages and times (in seconds). `outgoing` has the messages to send, and `ready`
+ * has the events of calls. A session outlives its connection: on a new connection, it sends HELLO
+ * with its token, and ATTACH for each stream. Lost requests are sent again, each entry is delivered
+ * once, and calls end when their time limits have passed.
  */
 
 import type { Call, Event, Outgoing, SentInput } from "./calls.js";
@@ -31,8 +31,8 @@ import type { Received } from "./transport.js";
 /** Seconds without an answer to HELLO after which a new connection is opened. */
 const HELLO_AGAIN_S = 5;
 /**
- * The pause before another attempt, in seconds, if the broker does not name a pause: the first
- * value, doubled for each earlier attempt, and at most the second value.
+ * The shortest and the longest pause before another attempt, in seconds. The pause doubles with each
+ * attempt. If the broker gives a pause, that pause is used instead.
  */
 const BACK_OFF_S = [0.1, 2] as const;
 /** Interval between checks of the deadlines, in seconds. */
@@ -43,7 +43,7 @@ const HINT_S = 3;
 const DEFAULT_FRONT = "tcp://127.0.0.1:5555";
 /** Seconds after which an input without an answer is sent again. */
 const INPUT_AGAIN_S = 1;
-/** Seconds after the timeout of a request until the client ends the request itself. */
+/** Seconds after the timeout of a request after which the client ends the request itself. */
 const GRACE_S = 1;
 
 export class Session {
@@ -218,7 +218,7 @@ export class Session {
     }
   }
 
-  /** Removes a refused input, and numbers the later inputs again. They were not sent yet. */
+  /** Removes a refused input, and renumbers the later inputs, which were not sent yet. */
   #dropInput(call: Call, sent: SentInput, error: TokenbusError, now: number): void {
     call.inputs.splice(call.inputs.indexOf(sent), 1);
     call.inputs.forEach((later, place) => (later.number = place + 1));
@@ -457,9 +457,9 @@ export class Session {
     if (call === undefined) return;
     call.heard = now;
     if (msg.attached !== undefined) {
-      // The answer to an ATTACH that an earlier connection sent may arrive first. So `repeats` is
-      // computed from each answer. From the beginning, the entries may also be those of another
-      // copy of the stream, in another order.
+      // The entries after entry number `attached` follow. The client may already have some of them,
+      // from the answer to an earlier ATTACH. If `attached` is 0, all entries follow, possibly from
+      // another copy of the stream and in another order.
       if (msg.attached > 0) call.repeats = Math.max(0, call.received - msg.attached);
       else call.beginCopy();
       call.attaching = false;

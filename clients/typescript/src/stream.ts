@@ -75,7 +75,7 @@ export class TokenStream implements AsyncIterableIterator<Token> {
     return this.sequences;
   }
 
-  /** Reads to the end; returns the text of the first sequence. Rejected if there is no text. */
+  /** Reads to the end; returns the text of the first sequence. Rejected if the stream has no text. */
   async text(): Promise<string> {
     const { type, body } = this.#call.request;
     if (type !== "GENERATE" || body.text !== true) {
@@ -93,9 +93,9 @@ export class TokenStream implements AsyncIterableIterator<Token> {
   }
 
   /**
-   * Sends an input to the program of this stream, where `ctx.receive()` returns it. Resolved when
-   * the input is stored: the program receives it once, even if processes die. Rejected if too many
-   * inputs wait for the program, or if the stream has ended or has no program.
+   * Sends an input to the program of this stream. The program receives the input from
+   * `ctx.receive()` exactly once, even if processes die. Resolved when the input is stored. Rejected
+   * if too many inputs wait for the program, or if the stream has ended or has no program.
    */
   async send(text: string): Promise<void> {
     this.#inputs++;

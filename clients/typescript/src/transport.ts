@@ -66,9 +66,10 @@ export function oneOf(transports: readonly Transport[]): Transport {
 }
 
 /**
- * Decodes messages of one type. A text is one body in JSON; bytes are one or several bodies in
- * MessagePack. Messages of unknown types are left out. If the bytes are not valid MessagePack, all
- * bodies are left out. If a body is invalid for another reason, it and all later bodies are left out.
+ * Decodes messages of one type. If `bodies` is a text, it is one body in JSON. If it is bytes, they
+ * are one or several bodies in MessagePack. Messages of unknown types are left out. If the bytes are
+ * not valid MessagePack, all bodies are left out. If a body is invalid for another reason, this body
+ * and all later bodies are left out.
  */
 export function decodeMessages(type: string, bodies: string | Uint8Array): Received[] {
   const messages: Received[] = [];

@@ -8,8 +8,8 @@ import { RequestError } from "./errors.js";
 import { type Link, type Listener, type Received, type Transport, decodeMessages } from "./transport.js";
 
 /**
- * The part of a WebSocket that this package uses. The WebSocket is the browser's, Node's, or that
- * of the package `ws`.
+ * The part of a WebSocket that this package uses. The browser, Node and the package `ws` have such
+ * WebSockets.
  */
 export interface WebSocketLike {
   binaryType: string;
@@ -76,8 +76,8 @@ function received(data: unknown): Received[] {
 }
 
 /**
- * The error of calls if the gateway has refused the connection with an HTTP status of 4xx. A page
- * cannot read the status, so the calls of a page wait for the broker for `patienceS`.
+ * The error of calls if the gateway has refused the connection with an HTTP status of 4xx. A web
+ * page cannot read the status. So there, calls wait for `patienceS`.
  */
 function refusal(reason: string): RequestError | undefined {
   const [, status] = /Unexpected server response: (4\d\d)/.exec(reason) ?? [];

@@ -106,7 +106,7 @@ def test_biases_reach_the_model_and_inspect_says_what_they_did(system: System) -
     assert entries[2].allowed == 2
     assert entries[2].bias[42] == 42 * 31 % 8 * 50.0
     assert entries[4].bias == {}
-    with pytest.raises(ControllerError, match="its bias has token 99999; token ids of this model"):
+    with pytest.raises(ControllerError, match="the bias has token 99999; token ids of this model"):
         system.script(["sample", None, {"99999": 1.0}])
 
 

@@ -81,7 +81,8 @@ class CombinationProgram:
             host = replace(host, max_tokens=min(host.max_tokens, made.root.max_tokens))
         if made.root.regular:
             return self._part(made, made.root, host)
-        # A part that is not valid is refused now, before the sequence reaches it.
+        # An invalid part is refused when the request starts, and not when the sequence reaches this
+        # part.
         for part in {part.place: part for part in made.plan.parts}.values():
             self._part(made, part, host).close()
         return PartsController(made.plan, partial(self._part, made), host)

@@ -1,10 +1,10 @@
 """Token healing: the last token of a prompt is removed, and the first sampled token must begin with
 the removed token's text.
 
-A prompt that ends in the middle of a word ends in tokens that a tokenizer would not produce for the
-whole word. After healing, the model can sample the token that a tokenizer would produce. The
-constrained text begins with that part of the sampled token's text that follows the removed text.
-Source: guidance's token healing; here exactly one token is removed.
+If a prompt ends in the middle of a word, its last tokens are not the tokens of the whole word.
+After healing, the model can sample the token of the whole word. The first part of this token's text
+is the removed text, which belongs to the prompt. The constrained text begins after it. Source:
+guidance's token healing; here exactly one token is removed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KEPT_TABLES = 4
 MAX_TRIED = 256
 """Maximum number of candidates for the first token that are tried in a copy of the constraint's
 controller. A candidate has to be tried only if its text after the removed text is not a single
-token. After this number of candidates, further candidates of this kind are forbidden."""
+token. Further candidates of this kind are forbidden."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -119,8 +119,8 @@ class HealingController:
             return self._inner.post_process(given.tokens, given.backtrack)
         if self._rest is None and tokens:
             self._rest = self._rest_of(tokens[0])
-            # The sequence has used one token of ``max_tokens``, but the constraint will count the
-            # tokens of the rest, so its own ``max_tokens`` is adapted.
+            # The sequence has used one token of ``max_tokens``. The constraint will count the
+            # tokens of ``_rest`` instead, so it gets another ``max_tokens``.
             left = max(1, self._host.max_tokens - 1 + len(self._rest))
             self._inner.close()
             self._inner = self._program.begin(self._host, left)
@@ -183,7 +183,7 @@ class HealingController:
         table = _table(self._host.vocabulary)  # type: ignore[arg-type]
         every = int.from_bytes(table.all_text, "little")
         if answer.masked and int.from_bytes(mask, "little") & every == every:
-            # If every token may begin the constrained text, any text may begin it.
+            # The constrained text may begin with any token, and so with any text.
             answer = CONTINUE
         tried = 0
         for place in table.beginning_with(self._prefix):

@@ -1,4 +1,4 @@
-"""Gives up rights of a guest process before the process runs code of clients.
+"""Functions with which a guest process gives up its rights before it runs code of clients.
 
 Isolation consists of several independent layers. If the system does not support a layer, this layer
 is reported as missing, and the other layers still apply. System calls are refused by
@@ -85,7 +85,7 @@ def _empty_mounts() -> int:
 
 
 def bound_memory(memory_bytes: int) -> None:
-    """Limits the private writable memory of this process. Shared memory does not count."""
+    """Limits the private writable memory of this process. Shared memory is not limited."""
     # A limit on addresses (RLIMIT_AS) is not possible, because wasmtime reserves 4 GiB of addresses
     # for each Wasm memory.
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))

@@ -68,8 +68,8 @@ CLONE3 = (435, 435)
 """clone3 is refused, because seccomp cannot read its arguments. The error is ENOSYS, after which
 libc uses ``clone``."""
 MEMFD_CREATE = (319, 279)
-"""memfd_create is refused, because no limit counts files in memory. The error is ENOSYS, after
-which wasmtime copies the initial memory of a module into each instance."""
+"""memfd_create is refused, because files in memory do not count towards any limit. The error is
+ENOSYS, after which wasmtime copies the initial memory of a module into each instance."""
 TGKILL = (234, 131)
 """tgkill may send signals only to the process itself, as abort() does, and not those in
 ``OTHERS_SIGNALS``."""

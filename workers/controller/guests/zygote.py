@@ -1,5 +1,5 @@
-"""The zygote: the parent process from which guest processes are forked, with everything that they
-need already loaded.
+"""The zygote: the process from which guest processes are forked. It has already loaded everything
+that they need.
 
 ``python -m tokenbus.workers.controller.guests.zygote DESCRIPTOR SETUP`` reads commands from the
 socket DESCRIPTOR. SETUP is a ``Setup`` as JSON. The process has one thread, because a fork copies
@@ -51,7 +51,7 @@ MAX_TEXT = 16 * 1024
 """Maximum characters of a reported error."""
 MEMORY_PART = 2
 """A guest process may have 1 / MEMORY_PART of the machine's memory. The share of a tenant is
-smaller, but only this limit, which the kernel enforces, also holds for a compromised process."""
+smaller, but a compromised process can ignore it. The kernel enforces this limit."""
 _FIRST_TO_END = 1000
 """The highest OOM score: if the machine runs out of memory, the kernel ends guest processes before
 all others."""

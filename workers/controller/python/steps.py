@@ -1,10 +1,10 @@
-"""The operations of scripts that decide each step themselves. These scripts are classes with the
-four calls, or they use AICI's ``NextToken``.
+"""The operations of scripts that make the decision of each step themselves. Such a script defines a
+class with the four calls, or uses AICI's ``NextToken``.
 
 A script awaits ``AtPre`` or ``AtMid`` until its controller's pre_process or mid_process is called.
 The next operation that the script awaits answers this call. When the tokens of a step have arrived,
-the script immediately runs its own post_process. It then awaits ``Posted``, which passes the
-decision to the controller.
+the script runs the post_process of its class. It then awaits ``Posted``, which passes the decision
+of this post_process to the controller.
 """
 
 from __future__ import annotations

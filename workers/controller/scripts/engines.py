@@ -33,7 +33,8 @@ BOOT_S = 30.0
 """Maximum CPU time of ``tokenbus_boot``, in seconds."""
 
 INBOX, INBOX_SIZE, COUNT, BACKTRACK = 1, 2, 3, 4
-"""Indices of words in the call block (``docs/controllers-reference.md``)."""
+"""Indices of words in the call block, which has the addresses of arguments and results
+(``docs/controllers-reference.md``)."""
 
 _FOLDER = Path(__file__).parent
 _LIBRARIES = ("driver.js", "context.js", "aici.js")

@@ -100,8 +100,8 @@ class Generation:
             answer = answer._replace(logprobs=True)
         if self._bias is None:
             return answer
-        # A mask with a single token forces this token, as if it were appended. No bias applies to
-        # appended tokens.
+        # If the mask allows a single token, the text continues as if this token were appended. No
+        # bias applies to appended tokens.
         single = answer.masked and int.from_bytes(mask, "little").bit_count() == 1
         return answer if single else answer._replace(bias=self._bias)
 

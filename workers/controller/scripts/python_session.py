@@ -1,8 +1,8 @@
 """Runs a script in MicroPython on a separate thread. On this thread, the script waits for the
 answers to its calls.
 
-The interpreter is a WASI command: its only exported function runs the whole script, and the script
-calls the host. The script must keep its stack while it waits for an answer, so it needs a thread.
+The interpreter is a WASI command: its only exported function runs the whole script. The script
+calls the host, and must keep its stack while it waits for an answer. So each script needs a thread.
 This thread passes the script's calls to the thread of the controller, which answers them.
 
 A fork copies the interpreter's memory. WebAssembly's stack cannot be copied, but all interpreters
@@ -41,8 +41,9 @@ HEAP = b"heapsize=8m"
 MIN_BYTES = 9 * 1024 * 1024
 """Minimum bytes of memory of an interpreter whose heap has the size in ``HEAP``. With less memory,
 MicroPython would write outside its memory."""
-# MicroPython's garbage collector does not see references in WebAssembly's locals. So the collector
-# is disabled, and the loop calls it only when no function of the script is being executed.
+# MicroPython's garbage collector does not see references in WebAssembly's locals. So automatic
+# collection is disabled. The loop calls the collector only when no function of the script is being
+# executed.
 _MAIN = b"""\
 import gc, host
 gc.disable()

@@ -1,7 +1,7 @@
 """The text of an uploaded script.
 
-The first line names the language, so that the id of a script, the SHA-256 of its bytes, covers the
-language too:
+The first line names the language. So the id of a script, which is the SHA-256 of its bytes, depends
+on the language too:
 
     #!tokenbus javascript
     async function main(ctx) { ... }

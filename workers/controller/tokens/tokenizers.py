@@ -13,7 +13,7 @@ from ....protocol.worker_messages import VocabularyName
 from .vocabulary import TokenizerVocabulary
 
 Ready = Callable[[TokenizerVocabulary | None, str], None]
-"""A function that is called with the vocabulary and "", or with None and the reason of the
+"""A function that is called with the vocabulary and "", or with None and the reason for the
 failure."""
 
 RETRY_S = 2.0

@@ -1,4 +1,4 @@
-"""Stores this machine's copies of tenants' tables as files. If the store of
+"""Stores this machine's copies of tenants' tables (``module_table.py``) as files. If the store of
 modules runs without a state worker, these files are the only tables.
 
 The copies show which modules on this machine are still used. When the state worker does not answer,
@@ -76,8 +76,8 @@ class TableCopies:
 
     def _table(self, tenant: str, content: bytes) -> Table:
         """The table in the content of a file, which the caller may change. The content is decoded
-        only if it has changed, because each stream that names a module reads the table, and
-        decoding occupies the interpreter for up to 10 ms."""
+        only if it has changed. Each stream that names a module reads the table, and decoding would
+        occupy the interpreter for up to 10 ms each time."""
         with self._lock:
             before, table = self._decoded.get(tenant, (b"", None))
         if table is None or content != before:

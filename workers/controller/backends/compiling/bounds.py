@@ -9,8 +9,8 @@ TURN_S = 30.0
 client has to send the request again."""
 WALL_S = 120.0
 """Maximum wall-clock time of a task, in seconds. If a task takes longer, the client has to send the
-request again. The grammar itself is not refused, because a task takes so long only if a busy
-machine gives its process hardly any CPU time."""
+request again. The grammar itself is not refused. A task takes so long only on a busy machine, which
+gives the task's process hardly any CPU time."""
 STACK_BYTES = 3 * 1024 * 1024
 """Stack size of the thread that compiles in a separate process, in bytes. The stacks of the
 worker's threads (``sandbox.HOST_STACK_BYTES``) are larger, so that each grammar that compiles in

@@ -2,10 +2,9 @@
 
 Compiling a grammar can take hours or all memory, for example if the grammar intersects a few
 expressions. Compiling a chain of 10,000 rules overflows the stack of llguidance, a native library,
-and so ends the process that compiles. A process of ``python -m
-tokenbus.workers.controller.backends.compiling.process`` has bounded time, memory and stack.
-Processes are reused, because starting one takes 0.1 s, and a usual grammar compiles in about a
-millisecond.
+and so ends the process that compiles. So grammars are compiled in separate processes with bounded
+time, memory and stack (``process.py``). Processes are reused, because starting a process takes 0.1
+s, and a usual grammar compiles in about a millisecond.
 """
 
 from __future__ import annotations

@@ -32,8 +32,9 @@ class _Flight(Generic[T]):
 
 class Shared(Generic[T]):
     """Runs at most one compilation for each key and tenant at a time. The tenant's other requests
-    with this key wait for the result. Tenants do not share a compilation, because it may wait for
-    its tenant's turn (``turns.py``), and the requests of other tenants must not wait for this turn.
+    with this key wait for the result. Tenants do not share a compilation. A compilation may wait
+    for its tenant's turn (``turns.py``), and the requests of other tenants must not wait for this
+    turn.
 
     Thread-safe. Results are not cached. A refusal is cached for ``REFUSED_S``: during this time,
     the same grammar is refused without compiling it again.
@@ -48,8 +49,8 @@ class Shared(Generic[T]):
         self._refused: OrderedDict[object, tuple[float, BaseException]] = OrderedDict()
 
     def get(self, key: object, make: Callable[[], T]) -> T:
-        """The result of ``make``, which this caller or another caller with the same tenant and key
-        has called.
+        """The result of ``make``. If another caller with the same tenant and key has already called
+        its ``make``, returns the result of that call.
 
         Raises the errors of ``make``, and UnavailableError if the other caller's compilation takes
         too long.

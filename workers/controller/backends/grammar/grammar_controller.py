@@ -19,16 +19,17 @@ from .shared_instances import Shared
 SHOWN = 200
 """Maximum characters of the text so far in an error message."""
 SPARE = 8
-"""Number of spare tokens at which the controller *closes* the text, or a sixteenth of
-``max_tokens`` if that is less. To close the text means to append its *closing*, a short text that
-completes it. Tokens are *spare* if ``max_tokens`` allows them in addition to the closing. If
-several tokens lead to an equally short end, the model samples one of these tokens instead."""
+"""To *close* a text means to append its *closing*, a short text that completes it. Tokens are
+*spare* if ``max_tokens`` allows them in addition to the closing. The controller closes the text
+when this number of spare tokens is left, or a sixteenth of ``max_tokens`` if that is less. If
+several tokens lead to an equally short end, it lets the model sample one of these tokens
+instead."""
 MAX_TRIED = 64
 """Maximum number of allowed tokens for which the controller computes a closing. If the grammar
 allows more tokens, the controller appends the closing at once."""
 MAX_SHORT_WAY = 32
 """If a closing has more tokens than this, the controller appends the closing at once. Otherwise it
-first computes a closing for each allowed token, which takes longer for long closings."""
+first computes the closing after each allowed token. This takes longer for long closings."""
 LOOK_EVERY = 32
 """Maximum number of tokens between two computations of the closing. Near the end of the text the
 interval is shorter (``_look_after``)."""
@@ -53,7 +54,7 @@ class GrammarController:
         """The last length of the text, in tokens, at which the closing fitted in ``max_tokens``,
         and this closing."""
         self._bytewise = False
-        """Whether the last tokenized closing had more than one token for every two bytes."""
+        """Whether the last tokenized closing had more tokens than half of its bytes."""
         self._too_few = False
         """Whether the text cannot be closed, because no closing has ever fitted in
         ``max_tokens``."""
@@ -177,11 +178,10 @@ class GrammarController:
             self._guest.end(place)
 
     def _closing(self, mask: memoryview) -> Answer | None:
-        """The answer that closes the text, if a later round might not be able to close it; else
-        None. If several tokens lead to an equally short end, the answer is a mask of these
-        tokens."""
-        # The text and its closing may have one token fewer than ``max_tokens``, because token
-        # number ``max_tokens`` ends a sequence even if its text is not complete.
+        """The answer that closes the text. None if a later round can certainly close the text. If
+        several tokens lead to an equally short end, the answer is a mask of these tokens."""
+        # The text and its closing may have at most ``max_tokens`` - 1 tokens. A sequence always
+        # ends at token number ``max_tokens``, even if its text is not complete.
         length, most = len(self._text), self._host.max_tokens
         room = most - length - 1
         text = self._guest.closing(self._place)
@@ -228,8 +228,8 @@ class GrammarController:
         """Allows only tokens after which the closing has fewer than ``takes`` tokens.
 
         Returns None, with an empty mask, if the closing is to be appended at once. This is the case
-        if the grammar allows more than ``MAX_TRIED`` tokens, or if it allows several tokens, but
-        fewer than two have such a closing."""
+        if the grammar allows more than ``MAX_TRIED`` tokens. It is also the case if the grammar
+        allows several tokens, but at most one of them has such a closing."""
         flags = self._guest.mask(self._place, mask)
         bits = int.from_bytes(mask, "little")
         number = bits.bit_count()
@@ -274,15 +274,15 @@ class GrammarController:
             self._log(f"the text is not closed: max_tokens is {most}, too few to complete the text")
 
     def _look_after(self, tokens: int) -> None:
-        """Schedules the next computation of the closing after an eighth of ``tokens``, but after at
-        least 1 token and at most ``LOOK_EVERY`` tokens. ``tokens``: the estimated number of tokens
-        during which the decision does not change."""
+        """Schedules the next computation of the closing, after an eighth of ``tokens``, at least 1
+        token and at most ``LOOK_EVERY`` tokens. ``tokens``: an estimate of the number of tokens
+        before the controller's decision can change."""
         self._check_at = len(self._text) + max(1, min(LOOK_EVERY, tokens // 8))
 
     def _most_tokens(self, text: bytes, room: int) -> int | None:
         """An upper bound of the number of tokens of the closing ``text``; None if the vocabulary
-        cannot write the closing. If one token for each byte certainly fits in ``room``, the number
-        of bytes is returned, because a long text takes long to tokenize."""
+        cannot write the closing. A long text takes long to tokenize. So if one token for each byte
+        certainly fits in ``room``, returns the number of bytes."""
         vocabulary = self._host.vocabulary
         spare = room - len(text)
         bounded = spare > self._spare if self._bytewise else spare >= 8 * LOOK_EVERY

@@ -1,9 +1,8 @@
 """Runs a grammar over a vocabulary in a Wasm guest, for all sequences of a worker that have this
 grammar and this vocabulary.
 
-All these sequences share the guest's cache of masks. A mask's key in the cache is the lexer state
-and that part of the parser's stack on which the mask depends. The guest's source is in
-``grammars/guest``.
+All these sequences share the guest's cache of masks. The key of a mask is the lexer state and the
+part of the parser's stack on which the mask depends. The guest's source is in ``grammars/guest``.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ ANY: Final = 1
 """Flag of ``GrammarInstance.mask``: at least one token other than the end of the sequence is
 allowed."""
 FORCED: Final = 2
-"""Flag: only one byte can come next, the text is not complete, and every allowed token is a prefix
-of the longest allowed token."""
+"""Flag: the next byte is forced. Only one byte can come next, the text is not complete, and every
+allowed token is a prefix of the longest allowed token."""
 COMPLETE: Final = 4
 """Flag: the text may end here."""
 SINGLE: Final = 8
@@ -84,7 +83,7 @@ class GrammarInstance:
     """A running instance of a grammar. Thread-safe: a lock serializes its calls.
 
     ``place`` is the number of a sequence in the instance. Every failure raises ControllerError. If
-    the guest itself has failed (``dead``), all sequences of the instance have failed.
+    ``dead`` is true, the guest has failed, and all sequences of the instance with it.
     """
 
     def __init__(
@@ -193,9 +192,9 @@ class GrammarInstance:
         """Appends one token to each of several sequences and writes the masks of the next tokens,
         in one call. ``turns``: pairs of a sequence and its token, one for each of ``masks``.
 
-        A sequence takes part only if its token can follow and its next mask is cached, allows a
-        token, and does not force a text of several tokens. Returns which sequences took part; the
-        others are unchanged.
+        A sequence takes part only if its token can follow. Also, its next mask must be cached,
+        allow a token, and not force a text of several tokens. Returns which sequences took part.
+        The others are unchanged.
         """
         with self._lock:
             block, pairs = self._alive(), self._pairs

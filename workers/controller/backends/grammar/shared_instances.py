@@ -31,8 +31,8 @@ from .snapshots import SnapshotFiles
 log = logging.getLogger(__name__)
 
 KEPT_BYTES = 1024**3
-"""If all guests together take more memory than this, idle guests are evicted, the least recently
-used first."""
+"""If the guests of all instances together take more bytes than this, idle guests are evicted, the
+least recently used first."""
 USED_PART = 4
 """All guests in use together may take 1 / ``USED_PART`` of the machine's memory."""
 SAVE_AGAIN_S = 60.0
@@ -195,8 +195,8 @@ class SharedInstances:
             self._save(shared)
 
     def _save(self, shared: Shared) -> None:
-        """Lets another thread write a snapshot of an instance if masks were computed since its last
-        snapshot."""
+        """Schedules a snapshot of an instance, which another thread writes, if masks were computed
+        since the last snapshot."""
         now = time.monotonic()
         if (
             self._snapshots is None

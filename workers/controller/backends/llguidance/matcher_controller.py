@@ -50,7 +50,8 @@ class MatcherController:
         self._name = name
         self._text = list(text)
         self._checked = grammar.checked_text() if checked is None else checked
-        """The text, if masks do not enforce all of its schema; otherwise None."""
+        """The text, as ``checked_text`` checks it, if masks do not enforce the whole schema;
+        otherwise None."""
         self._forced = False
         """Whether the next appended tokens were forced."""
         self._mask: memoryview | None = None
@@ -91,9 +92,10 @@ class MatcherController:
         """Writes the token mask, or returns a splice of forced tokens or of tokens that close the
         text. Stops if only the end of the sequence may follow.
 
-        compute_ff_tokens keeps Python's lock, and computing a mask does not. If a token is forced,
-        the mask allows only this token. So compute_ff_tokens is called at the beginning of a text,
-        and later only if the mask has few nonzero words (u32).
+        llguidance's compute_ff_tokens, which computes forced tokens, keeps Python's lock. Computing
+        a mask does not. If a token is forced, the mask allows only this token. So compute_ff_tokens
+        is called at the beginning of a text, and later only if the mask has few nonzero words
+        (u32).
         """
         if self.closing.end is not None:
             return COMPLETE
@@ -126,8 +128,8 @@ class MatcherController:
             if closed is not None:
                 return closed
             self._forced = True
-            # One token of ``max_tokens`` is left, so that another round follows. That round closes
-            # the text if ``max_tokens`` would otherwise cut it off.
+            # At least one token of ``max_tokens`` is left, so that another round follows. If
+            # necessary, that round closes the text.
             return Answer(Action.SPLICE, tokens=forced[: max(1, left - 1)])
         if bytes(mask) != self._grammar.tokens.only_end:
             return _MASKED

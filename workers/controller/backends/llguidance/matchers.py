@@ -1,7 +1,8 @@
 """Caches compiled llguidance grammars and tokenizers, which the sequences of a worker share.
 
-Source: llguidance (an Earley parser over a lexer of regular-expression derivatives; masks by a walk
-of the token trie, with precomputed slices of the vocabulary).
+Source: llguidance. It parses with Earley's algorithm, matches lexemes with derivatives of regular
+expressions, and walks the token trie to compute masks. It has precomputed masks for slices of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Weakened(NamedTuple):
     schema: str
     """The schema as JSON."""
     places: list[Path]
-    """The weakened places (``protocol.json_schema.relaxing``)."""
+    """The places in the schema where keywords were left out (``protocol.json_schema.relaxing``)."""
 
 
 Found = tuple[bytes | None, list[int] | None]
@@ -90,17 +91,17 @@ class _Wrapper:
 
 
 class Tokens:
-    """A vocabulary for llguidance. End-of-sequence tokens are allowed when a text is complete. If a
-    vocabulary does not have such a token, an additional token after its last token ends the text.
-    The bit of the additional token is cleared in each mask."""
+    """A vocabulary for llguidance. End-of-sequence tokens are allowed when a text is complete. If
+    the vocabulary does not have such a token, llguidance gets one additional token, which ends the
+    text. The bit of the additional token is cleared in each mask."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         """Takes about 0.4 s for 131,072 tokens, and keeps Python's lock during this time."""
         size = vocabulary.size
         ends = vocabulary.eos_ids or (size,)
         wrapper = _Wrapper(vocabulary, ends)
-        # The wrapper must not refer to ``self``. llguidance refers to the wrapper, and the garbage
-        # collector could not free such a cycle, because it does not see llguidance's references.
+        # The wrapper must not refer to ``self``, because the garbage collector could not free the
+        # cycle. It does not see llguidance's reference to the wrapper.
         self.tokenizer = LLTokenizer(wrapper, eos_token=list(ends))  # type: ignore[arg-type]
         wrapper.tokens = []
         self.endless = not vocabulary.eos_ids
@@ -110,8 +111,8 @@ class Tokens:
         )
         """The mask that allows only the end of the sequence."""
         self.end_words = len({end // 32 for end in ends})
-        """Number of nonzero words of ``only_end``, but at least 1. A mask that allows at most one
-        token, or only the end of the sequence, has at most this number of nonzero words."""
+        """Number of nonzero words of ``only_end``, but at least 1. If a mask forces a single token,
+        or allows only the end of the sequence, it has at most this number of nonzero words."""
         self.vocabulary = vocabulary
         self._sets: TokenSets | None = None
         self._ending: EndingTokens | None = None
@@ -185,9 +186,9 @@ class Grammar:
 
     @property
     def max_growth(self) -> int:
-        """An estimate of the maximum number of tokens by which one item of an array, or one
-        property, extends the completion of a text. It is computed from the length of the schema,
-        which takes less time than computing ``growth``."""
+        """An estimate of the maximum number of tokens by which one item extends the completion of a
+        text. An item is an element of an array, or a property. The estimate is computed from the
+        length of the schema, which takes less time than computing ``growth``."""
         return math.ceil(len(self.text) * self.tokens.sets.per_byte)
 
     @property
@@ -223,8 +224,8 @@ class Grammar:
             return self._all_completions().shortest(time.thread_time() + SEARCH_S)
 
     def obeying(self, found: bytes | None) -> bytes | None:
-        """The whole text ``found`` if its values pass the checks, or else a similar text whose
-        values pass them; None if no such text is found."""
+        """Returns the whole text ``found`` if its values pass the checks. Otherwise returns a
+        similar text whose values pass the checks; None if no such text is found."""
         with self.lock:
             return self._all_completions().start().obeying(found)
 
@@ -317,7 +318,8 @@ class Matchers:
     ) -> Grammar:
         tokens = self._tokens_of(vocabulary)
         schema = _schema_of(grammar)
-        # A relaxed schema does not have this bound, because its shortest value may fail the checks.
+        # This bound is not used for a relaxed schema, because its shortest value may fail the
+        # checks.
         least = None if schema is None or weakened is not None else least_bytes(schema)
         plain = schema is not None and is_plain(grammar, schema)
         if plain:
@@ -348,8 +350,8 @@ class Matchers:
         """The shortest text of a compiled grammar, and its tokens; both are None if a search does
         not find a text that the vocabulary can write.
 
-        Simultaneous requests share one search; the requests that wait for it free their threads'
-        slots (``pool.waiting``).
+        Simultaneous requests share one search. A request that waits for the search frees its
+        thread's slot (``pool.waiting``).
         """
         return self._searched.get(grammar.key, lambda: self._search(grammar, vocabulary))
 

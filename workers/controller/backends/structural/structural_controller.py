@@ -44,8 +44,8 @@ class StructuralController:
         self._state = self._automaton.start()
         self._inner: Constraint | None = None
         self._inner_mask = b""
-        """The mask of the value alone, if either the value or a tag may begin at the end of the
-        text so far; otherwise empty."""
+        """The mask of the value without the tags, if the text may continue with either the value or
+        a tag; otherwise empty."""
         self._spent = 0
         """Number of tokens of the current part."""
         self._before: list[State] = []
@@ -131,8 +131,8 @@ class StructuralController:
     def post_process(self, tokens: Sequence[int], backtrack: int) -> Answer:
         """Advances by the appended tokens; stops at an end-of-sequence token."""
         if backtrack:
-            # Only the controller of a value drops tokens, in order to complete the value's text. So
-            # all appended tokens belong to the value.
+            # Only the controller of a value drops tokens, in order to complete the value. So all
+            # appended tokens belong to the value.
             self._take_back(backtrack)
             assert self._inner is not None
             self._inner.post_process(tokens, backtrack)
@@ -147,9 +147,9 @@ class StructuralController:
         return CONTINUE
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """``cut`` if the answer may not end here, ``closed`` if a value was completed early because
-        few tokens were left, otherwise ``complete``. If ``stop`` is given, only the text before
-        this stop string counts."""
+        """Returns ``cut`` if the answer may not end here, and ``closed`` if a value was completed
+        early because few tokens were left. Otherwise returns ``complete``. If ``stop`` is given,
+        only the text before this stop string counts."""
         if stop:
             text = b"".join(map(self._masks.bytes_of, self._tokens))
             state = self._automaton.walk(self._automaton.start(), text.partition(stop)[0])
@@ -196,8 +196,8 @@ class StructuralController:
         self._marked = self._masks.marks(state).search
 
     def _is_spent(self, state: State, spent: int) -> bool:
-        """Whether a part must be closed, because it is the content of a tag and its number of
-        tokens, ``spent``, has reached the tag's ``max_tokens``."""
+        """Whether a part must be closed. This is the case if it is the content of a tag and its
+        number of tokens, ``spent``, has reached the tag's ``max_tokens``."""
         if state.mode != "content":
             return False
         most = self._automaton.structure.tags[state.tags[0]].max_tokens
@@ -364,7 +364,8 @@ class StructuralController:
             inner.post_process([token], 0)
             return after
         self.close()
-        # The value does not allow this token, so the rest of the ``begin`` of a tag must follow.
+        # The value does not allow this token. So the token is part of the ``begin`` of a tag, whose
+        # rest must follow.
         return after._replace(mode="begin") if after.mode == "value" else after
 
     def _enter(self) -> None:

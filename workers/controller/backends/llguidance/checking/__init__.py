@@ -1,1 +1,2 @@
-"""Checks the values of a text under a schema of which masks enforce only a relaxed form."""
+"""Checks the values of a text if masks do not enforce the whole schema, but only a relaxed form of
+the schema."""

@@ -1,5 +1,5 @@
-"""Checks the text of one sequence, and removes from its masks the tokens that would end a value
-that violates the schema (``walks``)."""
+"""Checks the text of one sequence. Removes a token from a mask if the token would end a value that
+violates the schema (``walks``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_STEPS = 5_000
 """Maximum steps of the checks for one mask. A step takes up to 10 us. If the steps are used up, all
 tokens that have not been checked and may end a value are removed from the mask."""
 MAX_BRACKETS = 3
-"""``EndingTokens`` distinguishes tokens by their number of closing brackets, up to this number."""
+"""``EndingTokens`` groups tokens by their number of closing brackets, up to this number."""
 
 
 class EndingTokens:

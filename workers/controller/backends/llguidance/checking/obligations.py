@@ -3,10 +3,12 @@ keywords of the schema there.
 
 Each value of a text has *parts*: the parts of the schema that apply to the value regardless of its
 content. They are reached through ``properties``, ``patternProperties``, ``additionalProperties``,
-``items``, ``prefixItems``, ``additionalItems``, ``allOf`` and ``$ref``. A part is *obligated* if
-masks do not enforce the part completely. This is the case if one of its own keywords was left out
-of the grammar (the part is *weakened*). It is also the case if a weakened part can be reached
-through ``anyOf``, ``oneOf``, ``not`` or another keyword whose effect depends on the content.
+``items``, ``prefixItems``, ``additionalItems``, ``allOf`` and ``$ref``.
+
+A part is *weakened* if one of its own keywords was left out of the grammar. A part is *obligated*
+if masks do not enforce the part completely. This is the case if the part is weakened. It is also
+the case if ``anyOf``, ``oneOf``, ``not`` or another keyword whose effect depends on the content
+leads from the part to a weakened part. An *obligation* of a value is an obligated part.
 """
 
 from __future__ import annotations

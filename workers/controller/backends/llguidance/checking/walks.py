@@ -1,4 +1,5 @@
-"""Follows a JSON text byte by byte, and checks each value with obligations when the value ends.
+"""Follows a JSON text byte by byte. When a value with obligations (``obligations.py``) ends, checks
+the value.
 
 A ``Walk`` is an immutable state, so that many continuations of a text can be tried from one walk.
 The grammar already ensures that the text is JSON.
