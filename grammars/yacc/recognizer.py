@@ -105,7 +105,7 @@ class Recognizer:
     def expected(self) -> tuple[str, ...]:
         """The names of the expected lexemes. These are the lexemes that the unfinished lexeme can
         still become. If the unfinished lexeme can end here, the lexemes that can follow are also
-        expected. SKIP is included only if it is unfinished."""
+        expected. SKIP is included only if the unfinished lexeme can still become SKIP."""
         place = self.place
         wanted = 0
         if place.lexer != self.grammar.lexer_start:

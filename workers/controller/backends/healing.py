@@ -22,8 +22,9 @@ from .structural.free_masks import TokenTable
 KEPT_TABLES = 4
 MAX_TRIED = 256
 """Maximum number of candidates for the first token that are tried in a copy of the constraint's
-controller. A candidate has to be tried only if its text after the removed text is not a single
-token. Further candidates of this kind are forbidden."""
+controller, if the constraint has returned a mask. The *rest* of a candidate is its text after the
+removed text. If the rest is a single token, the mask decides, and the candidate is not tried. When
+the maximum is reached, further candidates that would have to be tried are forbidden."""
 
 _MASKED = Answer(Action.CONTINUE, masked=True)
 
@@ -119,8 +120,8 @@ class HealingController:
             return self._inner.post_process(given.tokens, given.backtrack)
         if self._rest is None and tokens:
             self._rest = self._rest_of(tokens[0])
-            # The sequence has used one token of ``max_tokens``. The constraint will count the
-            # tokens of ``_rest`` instead, so it gets another ``max_tokens``.
+            # The sequence has used one token of ``max_tokens``. The constraint counts the tokens of
+            # ``_rest`` instead of this token, so it gets a different ``max_tokens``.
             left = max(1, self._host.max_tokens - 1 + len(self._rest))
             self._inner.close()
             self._inner = self._program.begin(self._host, left)

@@ -8,12 +8,13 @@ A part is a literal text or an object of one of these forms:
     {"repetition": PART, "least": N, "most": N}   defaults: 0, and no upper bound
     {"stop_at": TEXT, "of": PART}                 default: of any text
 
-A text of ``stop_at`` is a text of the part ``of`` that ends with the first occurrence of TEXT.
+``stop_at`` allows the texts of the part ``of`` that end with TEXT and do not contain an earlier
+TEXT.
 
 Each object may have the field ``max_tokens``. Literal texts, ``regex``, ``choice`` and
 ``substring`` are *regular*. A part with inner parts is regular if all of them are regular and have
 no ``max_tokens``. A regular part is compiled to one automaton. If a part with inner parts is not
-regular, ``parts.py`` runs its inner parts one after another.
+regular, ``parts.py`` starts a controller for each inner part that the text reaches.
 """
 
 from __future__ import annotations

@@ -192,9 +192,10 @@ class GrammarInstance:
         """Appends one token to each of several sequences and writes the masks of the next tokens,
         in one call. ``turns``: pairs of a sequence and its token, one for each of ``masks``.
 
-        A sequence takes part only if its token can follow. Also, its next mask must be cached,
-        allow a token, and not force a text of several tokens. Returns which sequences took part.
-        The others are unchanged.
+        A sequence takes part only if its token can follow, and if its next mask is cached and has
+        the flag ``ANY``. If this mask also has ``FORCED``, it must have ``SINGLE``, and the text
+        after the single token must not be forced. Returns which sequences took part; the others
+        are unchanged.
         """
         with self._lock:
             block, pairs = self._alive(), self._pairs
@@ -234,8 +235,8 @@ class GrammarInstance:
 
     def forced(self, place: int) -> list[int]:
         """The forced tokens, for jump-forward: the tokenization of the text that must come next.
-        Tokens at the end of this text are left out if the model may also sample a longer token that
-        begins with their text."""
+        If a longer token that begins with the text of the last tokens may also be allowed, the last
+        tokens are left out. The model can then sample the longer token."""
         with self._lock:
             self._alive()[_ARG] = place
             count = self._call("forced")
