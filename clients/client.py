@@ -49,12 +49,12 @@ class Client(BaseClient):
     separated by commas, the client connects to one of them. If this broker fails, the client
     connects to the next one.
 
-    ``patience_s``: time in seconds that calls wait for a broker that does not answer. ``key``: the
+    ``patience_s``: time in seconds that calls wait for a broker that does not answer. The default
+    is the setting ``session_timeout_s``, or ``keep_s`` if ``keep_s`` is longer. ``key``: the
     client's key, as ``OwnKey.read`` returns it. The default is the key of the setting ``key``,
     otherwise this machine's key if it exists. ``keep_s``: time in seconds for which the broker
-    keeps this client's streams without a connection. If ``patience_s`` is not given, it is at least
-    ``keep_s``. Raises KeyFault if the key cannot be read, and AddressError if ``front`` is not a
-    valid address.
+    keeps this client's streams while the client is not connected. Raises KeyFault if the key cannot
+    be read, and AddressError if ``front`` is not a valid address.
 
         with Client() as client:
             for token in client.generate("def add(a, b):", max_tokens=20):

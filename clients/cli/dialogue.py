@@ -40,8 +40,9 @@ class Dialogue:
         """The error of the last input that was refused, until the error is reported. If standard
         input ends and the program still waits for an input, ``entries`` raises this error."""
         self._awaited = 0
-        """The lowest number of an input that a running sequence waits for; 0 if any running
-        sequence does not wait for an input."""
+        """The number of the input that the program waits for. If the running sequences wait for
+        different inputs, this is the lowest number. It is 0 if at least one running sequence does
+        not wait for an input, or if no sequence is running."""
         self._with_inputs = with_inputs
 
     def entries(self) -> Iterator[Token]:

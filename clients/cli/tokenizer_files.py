@@ -23,8 +23,8 @@ from .module_files import FileFault
 FILES = ("tokenizer.json", "tekken.json")
 """The tokenizer files of a checkpoint; the first that exists is used."""
 _WANTED = (
-    "expected a tokenizer.json, a tekken.json, or a folder with one of them; transformers writes "
-    "such a folder B with AutoTokenizer.from_pretrained(A).save_pretrained(B)"
+    "expected a tokenizer.json, a tekken.json, or a folder with one of them; transformers' "
+    "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER) writes such a folder"
 )
 
 
@@ -160,7 +160,7 @@ def _byte_level_bpe(tokens: Sequence[bytes], first: int, pattern: str) -> Tokeni
 
 def _letters() -> dict[int, str]:
     """A table for ``str.translate`` that maps bytes to the characters by which GPT-2's vocabulary
-    represents them. A byte is left out if its character has the byte's own number."""
+    represents them. A byte is left out if it equals the code point of its character."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in shown]
     return {byte: chr(0x100 + place) for place, byte in enumerate(others)}

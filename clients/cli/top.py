@@ -29,7 +29,7 @@ MAX_STREAMS = 20
 """Maximum number of streams in a picture. The number of further streams is printed below."""
 
 MAX_CELL = 40
-"""Maximum width, in characters, of the cells of a column that a narrow terminal may drop."""
+"""Maximum width, in characters, of the cells in columns whose ``Column.drop`` is above 0."""
 
 FILE_WIDTH = 200
 """Width of a picture, in characters, if stdout is not a terminal."""

@@ -165,7 +165,8 @@ class _Eraser:
         keyword, parent = node.children[1], node.parent
         erased = self._text[keyword.start_byte : node.end_byte]
         if b"[" in (line.strip()[:1] for line in erased.splitlines()[1:]):
-            raise _fault(node, "a type before a line with [; expected a semicolon")
+            what = "a type with a line that begins with '['; expected a semicolon before '[', or "
+            raise _fault(node, f"{what}the type on one line")
         self._blank(keyword.start_byte, node.end_byte)
         # If the next line begins with a parenthesis, tree-sitter parses a call, but TypeScript
         # parses a new statement.

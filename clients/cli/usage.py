@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
         if name == "--front" and "--back" in self._option_string_actions:
             self.error(
                 "unknown flag '--front'; a worker connects to the broker's address for workers: "
-                "use --back ADDRESS, or --run-dir with the folder of tokenbus up"
+                "use --back ADDRESS or --run-dir DIR, where DIR is the run directory of the system"
             )
         self.error(f"unknown flag {name!r}{suggestion(name, list(self._option_string_actions))}")
 

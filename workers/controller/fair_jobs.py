@@ -1,7 +1,7 @@
 """The queue of a pool of threads. Tenants have equal shares of the pool's CPU time, and a single
 tenant cannot use all threads of the pool.
 
-If jobs began in order of arrival, a tenant's thousand slow guests would precede the first round of
+If jobs began in order of arrival, a thousand slow jobs of one tenant could precede the first job of
 another tenant. Instead, each tenant has a *virtual time*, which advances by the CPU time of the
 tenant's jobs. The next job comes from the tenant with the earliest virtual time. Source: start-time
 fair queueing (Goyal, Vin and Cheng, 1996).
@@ -34,7 +34,7 @@ class Turn:
     tenant: str
     used_s: float
     """The tenant's virtual time, in seconds. It advances by the CPU time of the tenant's jobs. When
-    a tenant without queued jobs queues a job, an earlier virtual time advances to
+    a tenant without queued jobs queues a job, its virtual time becomes at least
     ``FairJobs._now_s``."""
     jobs: deque[Job] = field(default_factory=deque)
     expected_s: float = 0.0
@@ -164,9 +164,9 @@ class FairJobs:
             self._place(turn)
 
     def resumed(self, taken: Taken) -> None:
-        """Called when ``take`` has returned ``taken``, a job from ``add_resumed``. Subtracts the
-        CPU time that ``take`` has counted for this job. The job uses no CPU time, because it only
-        passes its slot on."""
+        """Called after ``take`` has returned a job that ``add_resumed`` had queued; ``taken`` is
+        this job. Subtracts the CPU time that ``take`` has counted for the job. The job uses no CPU
+        time, because it only passes its slot on."""
         with self._lock:
             taken.turn.used_s -= taken.expected_s
             taken.turn.waiting -= 1

@@ -58,16 +58,16 @@ class Cache:
         return [str(warning) for warning in self._scanned.warnings] if self._scanned else []
 
     def of(self, name: HubName) -> list[CachedModel]:
-        """The cached revisions that ``name`` refers to. If the name has a revision, this is a
-        branch, a tag, or the first digits of a commit. Otherwise all revisions of the model are
-        returned. Raises HubFault if the cache has no such revision, or if several commits begin
-        with these digits."""
+        """The cached revisions that ``name`` refers to: all revisions of the model if the name has
+        no revision, otherwise one revision. The revision in a name is a branch, a tag, or the first
+        digits of a commit. Raises HubFault if the model or the revision is not in the cache, or if
+        several commits begin with the digits."""
         found = [model for model in self.models if model.repository == name.repository]
         if name.revision:
             exact = [model for model in found if model.is_named(name)]
             found = exact or [m for m in found if m.commit.startswith(name.revision)]
         if not found or (name.revision and len(found) > 1):
-            what = "several commits like" if found else "no model"
+            what = "several commits that match" if found else "no model"
             raise HubFault(
                 f"the cache {self._folder} has {what} {name}; `tokenbus models` lists its models"
             )
