@@ -1,5 +1,5 @@
-"""Buffers: parts of prompts that are stored for a session, so that the session's requests can name
-them."""
+"""Stores buffers. A buffer is a part of prompts that a session stores under a name, so that the
+session's requests can refer to it."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Buffers:
             self.keep(session, message.name, kept)
 
     def on_save(self, worker: Worker, frames: list[bytes]) -> None:
-        """Handles a worker's BUFFER: stores the tokens of a stream that is about to end. The
-        request has named this buffer in its field ``save``."""
+        """Handles a worker's BUFFER: stores the tokens of a stream that is about to end. The name
+        of the buffer is the request's field ``save``."""
         message: Buffer = decode_as(Buffer, frames[2], "msgpack")
         header = decode_header(frames[1])
         session = self._state.sessions.by_id.get(header.address)

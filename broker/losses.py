@@ -1,4 +1,4 @@
-"""Logs when workers leave or are lost, with one line for all streams of a worker."""
+"""Logs the workers that leave or are lost, with one line for all streams of a worker."""
 
 from __future__ import annotations
 

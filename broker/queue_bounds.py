@@ -22,8 +22,8 @@ number of queues, and the broker looks at all queues whenever a request ends."""
 
 
 def room_for(priority: int, most: int) -> int:
-    """Returns how much of ``most``, a bound of the queues, may be in use before a request of this
-    priority is refused.
+    """Returns the bound that applies to requests of this priority. ``most`` is the bound of the
+    queues for all requests.
 
     The last eighth is reserved for priorities above 0, and the eighth before it for priorities of
     at least 0. So a queue that is full for some requests still accepts more urgent requests, and
@@ -73,9 +73,9 @@ class QueueBounds:
         self._check_wait(request, now)
 
     def _check_queues(self, request: Request) -> None:
-        """Raises ``queue_full`` or ``client_limit`` if requests wait for too many other models. The
-        number of queues is divided by the rule in ``check``: among keys, then among the sessions of
-        a key, then among the users of a session."""
+        """Raises ``queue_full`` or ``client_limit`` if requests wait for too many other models.
+        Each key, each session of a key and each user of a session may have half of the queues that
+        others leave free."""
         if request.queue in self._queues:
             return
         most, total = MAX_QUEUES, len(self._queues)
@@ -97,7 +97,7 @@ class QueueBounds:
     def _check_wait(self, request: Request, now: float) -> None:
         """Raises ``queue_full`` if a request would spend most of its ``timeout_s`` in the queue.
 
-        The time-out would end such a request before its computation is complete.
+        Such a request would probably time out before its computation is complete.
         """
         queue = self._queues.get((request.role, request.model))
         rate = queue.pace.per_s(now) if queue is not None else None
