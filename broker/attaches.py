@@ -155,8 +155,8 @@ class Attaches:
             raise UnavailableError(
                 Code.CLIENT_LIMIT,
                 f"stream {request.stream_id} waits for another worker, and {MAX_ANSWERED} ATTACHes "
-                "were answered with its entries meanwhile; more are not allowed, attach again when "
-                "the stream has moved",
+                "to it were answered during this wait, which is the maximum; attach again when the "
+                "stream has moved",
                 retry_after_s=RETRY_AFTER_S,
             )
         interruption.answered += 1

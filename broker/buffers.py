@@ -96,8 +96,8 @@ class Buffers:
         raise UnavailableError(
             Code.CLIENT_LIMIT,
             f"with the buffer {name!r} the buffers of this key would have {own + added} bytes, and "
-            f"those of all keys {self._bytes + added} of {most}; one key may use at most half of "
-            f"the bytes that other keys leave free",
+            f"the buffers of all keys {self._bytes + added} of {most} bytes; one key may use at "
+            "most half of the bytes that other keys leave free; delete other buffers first",
             retry_after_s=RETRY_AFTER_S,
         )
 

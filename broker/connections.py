@@ -222,7 +222,8 @@ class Connections:
         own = self._of_key[key]
         fits = not key or fits_share(own, self._of_key.total(), self._most)
         if not fits:
-            log.warning("the key %s has %d connections, its whole share; more are shut", key, own)
+            why = "the key %s has %d connections, which is its share; further ones are closed"
+            log.warning(why, key, own)
         return fits
 
     def _accept(self, connection: Connection) -> None:

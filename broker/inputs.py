@@ -121,9 +121,9 @@ class Inputs:
         elif not self._fits(_owner(session), size + INPUT_BYTES):
             refused.code, refused.retry_after_s = Code.QUEUE_FULL, RETRY_AFTER_S
             refused.message = (
-                f"{self._bytes[_owner(session)]} bytes of this client's inputs wait for an answer, "
-                f"and {self._bytes.total()} bytes of all clients' inputs; at most "
-                f"{MAX_UNANSWERED_BYTES} bytes may wait"
+                f"{self._bytes.total()} of at most {MAX_UNANSWERED_BYTES} bytes of inputs wait for "
+                f"an answer, {self._bytes[_owner(session)]} of them for this client; one client "
+                "may use at most half of the bytes that other clients leave free"
             )
         else:
             return None

@@ -56,8 +56,8 @@ class QueueBounds:
             raise UnavailableError(
                 Code.QUEUE_FULL,
                 f"the queues have {number} requests, and {size + request.bytes} bytes with this "
-                f"one; at its priority {most} requests and {max_bytes} bytes are allowed; try "
-                "again later",
+                f"request; for a request of its priority, they may have {most} requests and "
+                f"{max_bytes} bytes; try again later",
                 retry_after_s=self.pace.retry_after_s(now),
             )
         self._check_queues(request)
@@ -87,9 +87,9 @@ class QueueBounds:
             if not fits_share(own, total, most):
                 raise UnavailableError(
                     Code.QUEUE_FULL if total >= MAX_QUEUES else Code.CLIENT_LIMIT,
-                    f"requests wait for {len(self._queues)} other models; at most {MAX_QUEUES} are "
-                    "allowed, and a client may use half of those that others leave free; try "
-                    "again later, or use fewer models",
+                    f"requests wait for {len(self._queues)} of at most {MAX_QUEUES} models; a "
+                    "client's requests may wait for at most half of the models that others leave "
+                    "free; try again later, or use fewer models",
                     retry_after_s=request.session.pace.retry_after_s(request.arrived),
                 )
             most, total = (most - total + own) // 2, own
@@ -132,8 +132,8 @@ def _check_share(
         return
     raise UnavailableError(
         Code.CLIENT_LIMIT,
-        f"this {whose} has {own.queued} waiting requests with {own.queued_bytes} bytes; of "
-        f"the {most[0]} requests and {most[1]} bytes that may wait, it may use at most half of "
-        "what others leave free; wait until one of its requests ends",
+        f"this {whose} has {own.queued} waiting requests with {own.queued_bytes} bytes; "
+        f"{most[0]} requests and {most[1]} bytes may wait, and one {whose} may have at most half "
+        "of what others leave free; wait until one of its requests ends",
         retry_after_s=request.session.pace.retry_after_s(now),
     )

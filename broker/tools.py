@@ -267,8 +267,9 @@ class Tools:
             raise UnavailableError(
                 Code.CLIENT_LIMIT,
                 f"the workers of the tool {tool!r} run {of_user} calls for you, and "
-                f"{own - of_user} for other users of this client, whose users may have {most} "
-                "together; wait until one of your calls ends",
+                f"{own - of_user} for other users of this client; all users of this client "
+                f"together may have {most} calls, and one user at most half of the calls that "
+                "other users leave free; wait until one of your calls ends",
                 retry_after_s=RETRY_AFTER_S,
             )
         return worker
