@@ -241,7 +241,7 @@ class Request:
     @property
     def reached(self) -> tuple[int, int]:
         """The number of moves and the number of entries of an adopted request, as its worker has
-        reported them. Of several copies, the copy with the greatest pair is valid."""
+        reported them. If there are several copies, the copy with the greatest pair is valid."""
         return self.moves - self.claimed, self.entries
 
     @property
