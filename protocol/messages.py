@@ -243,7 +243,8 @@ MAX_WAITING_INPUT_BYTES = 262_144
 
 
 class Input(Struct, kw_only=True, omit_defaults=True):
-    """``INPUT``: a text for the program of a running stream of this session.
+    """``INPUT``: a text for the program of a running stream of this session. The program receives
+    it with the call ``receive``.
 
     The answer is ``MSG {"input": …}`` with the number of the input. An input without an answer is
     sent again, with the same number; the program receives it once. The stream continues if the
@@ -690,7 +691,7 @@ class Token(Struct, kw_only=True, omit_defaults=True):
 
 class Quantized(Struct, kw_only=True, omit_defaults=True):
     """How a GPU worker has quantized the weights of a model, and the loss of the quantization. The
-    worker has measured the loss on a fixed text when it loaded the model."""
+    worker measured the loss on a fixed text when it loaded the model."""
 
     kind: str
     """``int8`` or ``int4``."""

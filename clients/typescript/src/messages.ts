@@ -188,8 +188,8 @@ export interface Generate {
   /**
    * Minimum number of tokens to generate, at most `max_tokens`. Before this number is reached, end-
    * of-sequence tokens and token ids of `stop` are not sampled, and strings of `stop` do not end
-   * the sequence. A controller can end the sequence earlier: if its mask allows only tokens that
-   * would end the sequence, one of them is sampled. At least 0. Default: 0.
+   * the sequence. A controller can still end the sequence: if its mask allows only tokens that end
+   * the sequence, one of them is sampled. At least 0. Default: 0.
    */
   readonly min_tokens?: number | undefined;
   /**
@@ -215,8 +215,8 @@ export interface Generate {
    */
   readonly min_p?: number | undefined;
   /**
-   * Divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL). More
-   * than 0. Default: 1.
+   * Divides the positive logits, and multiplies the negative logits, of tokens in the prompt or the
+   * output (CTRL). More than 0. Default: 1.
    */
   readonly repetition_penalty?: number | undefined;
   /** Subtracted once from the logits of tokens that were already generated. Default: 0. */
@@ -227,9 +227,9 @@ export interface Generate {
    */
   readonly frequency_penalty?: number | undefined;
   /**
-   * Determines the random numbers, which do not depend on the batch. If the logits of two equal
-   * requests with the same seed have the same bits (`Span.exact`), both get the same tokens. If
-   * null, the seed is derived from the broker's number of the request. At least 0, at most
+   * Determines the random numbers, which do not depend on the batch. Two equal requests with the
+   * same seed get the same tokens if their logits have the same bits (`Span.exact`). If null, the
+   * seed is derived from the id that the broker assigns to the request. At least 0, at most
    * 9223372036854775807.
    */
   readonly seed?: number | null | undefined;
@@ -386,7 +386,8 @@ export interface Attach {
 }
 
 /**
- * `INPUT`: a text for the program of a running stream of this session.
+ * `INPUT`: a text for the program of a running stream of this session. The program receives it with
+ * the call `receive`.
  *
  * The answer is `MSG {"input": …}` with the number of the input. An input without an answer is sent
  * again, with the same number; the program receives it once. The stream continues if the input is
@@ -835,17 +836,20 @@ export function readSpan(sent: Sent<Span, "exact" | "version" | "kept_cache">): 
 }
 
 /**
- * The distribution that a token was sampled from, for a controller whose `Query` asked for it.
+ * The distribution that a token was sampled from: the answer to a controller's `Query`.
  *
  * All numbers are of the model's own distribution, before biases, penalties, mask and temperature.
  * Log-probabilities are natural; minus infinity is sent as the lowest float32.
  */
 export interface Distribution {
-  /** Log-probability of the sampled token; 0 if no token was sampled. */
+  /**
+   * Log-probability of the sampled token; 0 if the controller only read the distribution (the
+   * action `look`).
+   */
   readonly logprob: number;
   /**
-   * Rank of the sampled token: 1 plus the number of more likely tokens. 0 if the controller only
-   * read the distribution (the action `look`), so that no token was sampled.
+   * Rank of the sampled token: 1 plus the number of more likely tokens; 0 if the controller only
+   * read the distribution.
    */
   readonly rank: number;
   /** Entropy of the distribution in nats. */
@@ -1052,7 +1056,7 @@ export function readToken(
 
 /**
  * How a GPU worker has quantized the weights of a model, and the loss of the quantization. The
- * worker has measured the loss on a fixed text when it loaded the model.
+ * worker measured the loss on a fixed text when it loaded the model.
  */
 export interface Quantized {
   /** `int8` or `int4`. */
@@ -1196,8 +1200,8 @@ export function readModelInfo(
 }
 
 /**
- * Observations by size: `counts[i]` is the number of values above `bounds[i - 1]` and up to
- * `bounds[i]`. The last count is the number of values above all bounds.
+ * Numbers of observed values by size. `counts[i]` is the number of values above `bounds[i - 1]` and
+ * up to `bounds[i]`. The last count is the number of values above all bounds.
  */
 export interface Histogram {
   readonly bounds: readonly number[];
@@ -1216,7 +1220,8 @@ export function readHistogram(sent: Sent<Histogram, "total">): Histogram {
 }
 
 /**
- * A named number or histogram with labels. `value` has no meaning if the series has a histogram.
+ * A number or a histogram, with a name and labels. `value` has no meaning if the series has a
+ * histogram.
  */
 export interface Series {
   readonly name: string;
