@@ -69,8 +69,8 @@ class Adoption:
         self._ended = False
         self._adopted = 0
         self._due: deque[tuple[float, Request]] = deque()
-        """The adopted requests, the earliest deadline first. A deadline is a time in seconds: a
-        request to which no client has attached by then ends."""
+        """The adopted requests, each with its deadline in seconds, the earliest deadline first. If
+        no client has attached to a request by its deadline, the request ends."""
         self._claims = Claims(state)
         self._returns = Returns(state, dispatcher)
         self._variables: dict[int, list[int]] = {}
@@ -78,7 +78,7 @@ class Adoption:
         registered."""
 
     def open(self) -> bool:
-        """Whether the time in which workers report requests for adoption (``recover_s``) is not
+        """Whether workers may still report requests for adoption, because ``recover_s`` is not
         over."""
         return not self._ended and not self._recovery.has_ended(self._state.now)
 
@@ -334,10 +334,10 @@ class Adoption:
         self._finish_claims(self._claims.begin(now))
 
     def _finish_claims(self, sessions: Iterable[int]) -> None:
-        """Handles those of these sessions whose CLAIM every worker has answered. Ends the turns of
-        their claims (``claims.py``), removes the claims, and refuses ATTACHes to streams that no
-        worker has reported. During ``recover_s``, nothing is removed or refused, because more
-        workers may register."""
+        """Handles the sessions among ``sessions`` whose CLAIM every worker has answered: ends the
+        turns of their claims (``claims.py``), removes the claims, and refuses ATTACHes to streams
+        that no worker has reported. During ``recover_s``, nothing is removed or refused, because
+        more workers may register."""
         is_open = self.open()
         for session in sessions:
             if self._claims.finish(session, forget=not is_open):

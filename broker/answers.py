@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 PASS_BYTES = 1024 * 1024
 """Maximum bytes that are read, decoded and sent between two ticks. The last part may exceed this
-bound; the excess is subtracted from the bytes after the next ticks."""
+bound. Fewer bytes are then sent after the next ticks."""
 ENTRY_BYTES = 200
 """Number of bytes that count for each entry, in addition to the bytes of the entry."""
 TURN_BYTES = 256

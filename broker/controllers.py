@@ -221,7 +221,7 @@ class Controllers:
 
         If the client of an adopted request has not connected yet, the START waits for the client,
         whose key determines which modules the request may use. A START also waits if the request's
-        controller worker may come back.
+        former controller worker may still register (``_may_come_back``).
         """
         return not request.session.token or self._may_come_back(request)
 

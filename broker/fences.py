@@ -50,7 +50,7 @@ class Fence:
     end: int | None = None
     """The number of the CLAIM whose answer ends the fence; None before the CLAIM was sent."""
     void: int = 0
-    """The number of a CLAIM, until whose answer all messages about the request are ignored. 0 if
+    """All messages about the request are ignored until the CLAIM with this number is answered. 0 if
     only entries are discarded."""
 
 

@@ -45,8 +45,8 @@ class Moves:
         stores the request's entries, so that the request can move.
 
         If the broker does not store journals, the request's frames are dropped. ``before``: the
-        entries that were routed earlier, as a body of TOKEN. ``back``: the request returns to its
-        former worker, which still runs it.
+        entries that were routed earlier, as a body of TOKEN. ``back``: whether the request returns
+        to its former worker, which still runs it.
         """
         interruption, request.interruption = request.interruption, None
         if not back:

@@ -130,8 +130,8 @@ class _Role:
         self.defaults: Counter[str] = Counter()
 
     def count(self, worker: Worker, change: int) -> bool:
-        """Adds the names that a worker serves to the counts, or subtracts them. Returns whether the
-        set of served names has changed."""
+        """Counts the names that a worker serves (``change`` 1), or stops counting them (-1).
+        Returns whether the set of served names has changed."""
         counted = (
             (self.models, worker.models),
             (self.patterns, worker.patterns),

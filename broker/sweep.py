@@ -21,8 +21,8 @@ class Sweep(Generic[T]):
     """
 
     def __init__(self, table: Mapping[Any, T], at_once: int, ticks: int = ROUND_TICKS) -> None:
-        """``ticks``: the maximum number of parts of a walk. For this reason, the parts of a very
-        large table have more than ``at_once`` values."""
+        """``ticks``: the maximum number of parts of a walk. If the table is very large, each part
+        therefore has more than ``at_once`` values."""
         self._table = table
         self._ticks = ticks
         self._at_once = at_once

@@ -21,7 +21,8 @@ UNREAD_FACTOR = 16
 """A client gets another large answer only if its unread large answers have fewer bytes than this
 number times ``max_pending_bytes``."""
 MAX_CONNECTIONS = 20_000
-"""Maximum number of connections with counts. Above this number, the oldest counts are dropped."""
+"""Maximum number of connections with counts. Above this number, the counts of the connection that
+was added first are dropped."""
 
 
 class UnreadAnswers:
