@@ -4,10 +4,10 @@ it waits for this worker or a successor.
 
 A worker notices a restart of the broker within a heartbeat or two, and registers again. A worker
 that is busy, or was restarted at the same time, takes longer. If the broker's own process was
-paused, all workers have closed their connections to it, and register again.
+paused, all workers have closed their connections to the broker, and register again.
 
-While workers may still register, a request that no registered worker serves may be valid. So the
-broker does not refuse the request yet.
+While workers may still register, the broker does not refuse a request that no registered worker
+serves, because a worker that registers later may serve it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MISSING_OF_ROLE = {
     "gpu": (Code.NO_WORKER, Code.UNKNOWN_MODEL),
     "controller": (Code.NO_WORKER, Code.UNKNOWN_CONTROLLER),
 }
-"""By role of a lost worker: the error codes of requests that this worker may have served."""
+"""By role of a lost worker: the errors for new requests that only this worker served."""
 
 
 class Recovery:
-    """Whether workers may still register. ``started``: the time at which the broker started, in
-    seconds.
+    """Decides whether workers may still register. ``started``: the time at which the broker
+    started, in seconds.
 
     When a broker starts, nothing shows whether it has run before. An earlier run is assumed when a
     client brings a session's token, a worker reports live requests, or a connection sends a
@@ -80,9 +80,15 @@ class Recovery:
         worker that serves the request may still register.
 
         After an earlier run, such requests wait until ``recover_s`` after the broker's start. After
+<<<<<<< HEAD
         the loss of the last worker that served something, they wait as ``lost`` says. If nothing
         shows an earlier run, they wait until ``expiry_s`` after the start, and only while no worker
         of their role is registered.
+=======
+        the loss of the last worker that served a model or a controller, they wait for ``expiry_s``.
+        If nothing shows an earlier run, they wait until ``expiry_s`` after the start, and only
+        while no worker of their role is registered.
+>>>>>>> c589bbd785afaf2d85533ee39b2a772d1973f645
         """
         for role, codes in MISSING_OF_ROLE.items():
             if error.code in codes and self._is_missing(role, now):

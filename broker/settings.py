@@ -25,18 +25,18 @@ class BrokerSettings(Struct, frozen=True, kw_only=True):
     max_keep_s: float = 3600.0
     """Time after which a session without a connection ends, unless its client connects again."""
     session_cut_s: float = 30.0
-    """Time for which the session of a lost client waits for a new connection. Applies if the broker
-    has not seen the old connection close, for example because a network link is cut."""
+    """Time for which the session of a lost client waits for a new connection, if the broker has not
+    noticed that the old connection closed. This happens, for example, if a network link is cut."""
     recover_s: float = 30.0
-    """Time after the start of a broker during which it adopts streams of an earlier run, as workers
-    report them."""
+    """Time after its start in which a broker adopts the streams of an earlier run that workers
+    report."""
     session_idle_s: float = 3600.0
     """Time without streams and messages after which a session ends."""
     max_priority: int = 0
     """The highest priority that a request may have if the broker has no keys."""
     allow_tools: list[str] = []
-    """Tools that a client's programs may call, with the wildcards ``*`` and ``?``. A client's key
-    may list other tools."""
+    """Tools that a client's programs may call, with the wildcards ``*`` and ``?``. Applies to
+    clients whose key does not have a list of its own."""
     max_sessions: int = 10_000
     max_queued: int = 10_000
     """Maximum number of requests that wait for a worker, of all models together."""

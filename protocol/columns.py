@@ -1,8 +1,9 @@
-"""Encodes tokens in columns, a form of ``TOKEN`` for clients that have the capability ``columns``.
+"""Encodes tokens in columns. This is a form of ``TOKEN`` for clients that have the capability
+``columns``.
 
-In a step, most streams receive only a token. In a list of entries, each token is a map with several
-names. In columns, each field is one array with a value for each token, so neither side encodes or
-decodes token by token.
+In a step, most streams only receive a token. In a list of entries, each token is a map in which the
+names of the fields are repeated. In columns, each field is one array with a value for each token.
+So neither side encodes or decodes single tokens.
 """
 
 from __future__ import annotations
@@ -29,17 +30,18 @@ _NAMES = {
     "kept": "k",
     "entries": "e",
 }
-"""The names of the fields on the wire. They are short because the broker stores the bodies: a body
-with one row of the first four columns has 41 bytes."""
+"""The names of the fields on the wire. They are short, because the broker stores the bodies: a body
+with one row and four columns has 41 bytes."""
 
 
 class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
-    """The body of ``TOKEN`` in columns: each row has a token of a stream, and other entries follow.
+    """The body of ``TOKEN`` in columns. Each row has a token of a stream. Entries that do not fit
+    into a row are in ``entries``.
 
-    The columns are little-endian. A row represents an entry that has only ``token``, ``stream_id``,
-    ``logprob``, ``pos``, ``seq``, possibly ``text``, ``processed`` and ``kept``, and in
-    ``top_logprobs`` only its own token. In one body, all entries of a stream are in the columns, or
-    all are in ``entries``.
+    The columns are little-endian. A row represents an entry with ``token``, ``stream_id``,
+    ``logprob``, ``pos``, ``seq``, possibly ``text``, ``processed`` and ``kept``, and no other
+    fields except ``top_logprobs`` with only the row's token. In one body, either all entries of a
+    stream are rows, or all are in ``entries``.
     """
 
     streams: bytes = b""
@@ -63,13 +65,13 @@ class TokenColumns(Struct, kw_only=True, omit_defaults=True, rename=_NAMES):
     """``kept`` of each row: ids as u32 each, or a number, or None if the row's request did not ask
     for the field. Empty if no row has the field."""
     entries: list[Token] = []
-    """If an entry of a stream cannot be a row (``is_plain``), all entries of this stream in this
-    body are here."""
+    """The entries of the streams that have at least one entry in this body that cannot be a row
+    (``is_plain``)."""
 
 
 TokenBody = list[Token] | TokenColumns
-"""The bodies of ``TOKEN``: a list of entries, or columns. In msgpack the first is an array and the
-second a map."""
+"""The forms of a body of ``TOKEN``: a list of entries, or columns. In msgpack, the list is an array
+and the columns are a map."""
 
 
 Kept = int | bytes
@@ -112,8 +114,8 @@ def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
     """The rows of a body; raises RequestError if its columns differ in length, or a stream id is
     not valid.
 
-    ``like``: the rows of an earlier body with the same ``streams`` and ``seqs``, which are then not
-    unpacked again.
+    ``like``: the rows of an earlier body. If its ``streams`` and ``seqs`` are the same, these
+    columns are not unpacked again.
     """
     rows = len(body.streams) // 8
     u64, u32, f64 = _unpackers(rows)
@@ -147,8 +149,8 @@ def unpack_columns(body: TokenColumns, like: Rows | None = None) -> Rows:
 
 
 def _listed(name: str, values: Sequence[_T | None], rows: int) -> Sequence[_T | None]:
-    """The values of a column that is a list. If the list is empty, each row has the value None.
-    Raises RequestError if a list that is not empty does not have ``rows`` values."""
+    """The values of a column that is a list: ``rows`` values. An empty list stands for the value
+    None in each row. Raises RequestError if the list has another length."""
     if values and len(values) != rows:
         raise RequestError(
             Code.BAD_MESSAGE,
@@ -171,8 +173,8 @@ def row_columns(streams: Sequence[int], seqs: Sequence[int]) -> TokenColumns:
 
 
 def pack_columns(entries: Iterable[Token], texts: bool = False) -> TokenColumns:
-    """Encodes entries as columns. The entries of a stream become rows if all of them are plain
-    (``is_plain``); otherwise they stay entries. The order within each stream is kept. ``texts``:
+    """Encodes entries as columns. If all entries of a stream are plain (``is_plain``), they become
+    rows; otherwise they stay entries. The order within each stream does not change. ``texts``:
     whether rows may have text."""
     entries = list(entries)
     others = {entry.stream_id for entry in entries if not is_plain(entry, texts)}
@@ -252,8 +254,9 @@ def plain_entry(
 
 
 def is_plain(entry: Token, texts: bool = False) -> bool:
-    """Whether a row can represent an entry: the entry has a token, each of its fields has a column,
-    and each value fits into its column. ``texts``: whether rows may have text."""
+    """Whether a row can represent an entry. For this, the entry must have a token, each of its
+    fields must have a column, and each value must fit into its column. ``texts``: whether rows may
+    have text."""
     token, logprob = entry.token, entry.logprob
     if token is None or logprob is None or entry.top_logprobs is UNSET:
         return False

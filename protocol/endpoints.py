@@ -13,9 +13,9 @@ def separate(addresses: str) -> list[str]:
 
 
 def numbered(address: str, number: int) -> str:
-    """The address of broker ``number``, if ``address`` is the address of broker 0. The TCP port of
-    a broker is 10 higher than the port of the broker before it. The name of a socket file gets
-    ``-NUMBER``, before its suffix if it has one.
+    """Derives the address of the broker ``number`` from ``address``, the address of broker 0. A TCP
+    port is increased by 10 for each broker. The name of a socket file gets ``-NUMBER`` at its end,
+    or before its suffix.
 
     Raises ValueError if ``number`` is not 0, and the address is neither a ``tcp://`` address with a
     port nor an ``ipc://`` address.

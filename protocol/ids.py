@@ -1,5 +1,5 @@
-"""Makes session tokens, ids of sessions, and ids that differ between two runs of a broker. Ids are
-u64 numbers below 2^63."""
+"""Makes session tokens, session ids, and ids that no other run of a broker assigns. Ids are u64
+numbers below 2^63."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def boot_of(number: int) -> int:
 
 
 def new_session_token() -> str:
-    """A session token: 128 random bits, in hexadecimal. A client that has the token can take the
-    session over."""
+    """A new session token: 128 random bits, in hexadecimal. A client that has the token and the
+    session's key can take the session over."""
     return secrets.token_hex(16)
 
 
@@ -55,8 +55,8 @@ def is_session_token(text: str) -> bool:
 def session_id(token: str, key: str = "") -> int:
     """The id of the session with this token, of the client with this CURVE public key.
 
-    The id is derived from the token and the key. Workers report the id to a restarted broker, which
-    can then check whether a client has the session's token.
+    The id is derived from the token and the key. A restarted broker receives the id from workers.
+    It can then check whether a client has the token of this session.
     """
     digest = hashlib.sha256(f"{token}:{key}".encode()).digest()
     return int.from_bytes(digest[:8], "little") & MAX_ID

@@ -17,7 +17,7 @@ class AdapterNameError(ValueError):
 
 def adapter_folders(entries: Sequence[str], model: str = "") -> dict[str, str]:
     """The folders of LoRA adapters by name, from entries ``NAME=FOLDER``. Raises AdapterNameError
-    for an entry that is not valid, or if the setting ``model`` does not allow adapters."""
+    if an entry is not valid, or if the setting ``model`` is ``auto``."""
     found: dict[str, str] = {}
     for entry in entries:
         name, _, folder = (part.strip() for part in entry.partition("="))
@@ -34,9 +34,10 @@ def adapter_folders(entries: Sequence[str], model: str = "") -> dict[str, str]:
 class Aliases:
     """Names that stand for models.
 
-    An entry is ``NAME``, for the default model, or ``NAME=MODEL``. The NAME may be a pattern with
-    ``*`` and ``?``. If no entry has exactly the requested name, the first entry whose pattern
-    matches applies. A requested name that is the MODEL of an entry is not replaced.
+    An entry is ``NAME``, which stands for the default model, or ``NAME=MODEL``. The NAME may be a
+    pattern with ``*`` and ``?``. An entry with exactly the requested name takes precedence;
+    otherwise the first entry whose pattern matches applies. A requested name that is the MODEL of
+    an entry is not replaced.
     """
 
     def __init__(self, entries: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """Reads the settings. A flag overrides an environment variable ``TOKENBUS_*``, which overrides
 ``tokenbus.toml``, which overrides the default.
 
-All programs have the same flat list of settings, so that each program can refuse a misspelt name.
+All programs share one flat list of settings. So each program can refuse a misspelt name.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     """All settings. Times are in seconds, sizes in bytes."""
 
     run_dir: str = ""
-    """The folder for sockets, logs and process ids of a running system; if empty, a folder of this
-    user among the temporary files of the machine."""
+    """The run directory: the folder for sockets, logs and process ids of a running system. If
+    empty, a folder of this user in the machine's temporary folder."""
     brokers: AtLeastOne = 1
     """Number of broker processes. If only the first broker's addresses are given, the addresses of
     the other brokers are derived from them."""
@@ -52,17 +52,17 @@ class Settings(Struct, kw_only=True, frozen=True):
     """The address at which workers connect, or several addresses as in ``front``; if empty,
     ``ipc://<run dir>/back.sock``."""
     keys: str = ""
-    """The folder of the broker's keys; if empty, ``<run dir>/keys``. Without such a folder, the
-    broker has no keys, and programs may only listen on addresses of this machine."""
+    """The folder of the broker's keys; if empty, ``<run dir>/keys``. If this folder does not exist,
+    the broker does not use keys, and programs may only listen on addresses of this machine."""
     key: str = ""
     """The key file with which this program connects. If empty, the program uses this machine's key
     file in the folder of keys, or no key if this file does not exist."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["human", "json"] = "human"
-    """Whether the log has lines for people, or one JSON object in each line."""
+    """``human``: lines for people. ``json``: one JSON object in each line."""
     health_file: str = ""
-    """The file that this process touches while it works, so that probes can check the process; if
-    empty, the process does not write such a file."""
+    """A file that this process touches while it works, so that probes can check the process. If
+    empty, there is no such file."""
     session_timeout_s: Positive = 30.0
     command_timeout_s: Positive = 3.0
     """How long a client waits for a broker that does not answer."""
@@ -99,15 +99,16 @@ class Settings(Struct, kw_only=True, frozen=True):
     require_fast_attention: bool = False
     """Refuse a model if no attention kernel can read its KV cache blocks in place."""
     exact: Literal["auto", "on", "off"] = "auto"
-    """Compute a sequence with the same bits in every batch. ``auto``: only for models for which the
-    worker's kernels can do this. ``on``: refuse all other models."""
+    """Compute logits with the same bits in every batch. ``auto``: do this for models for which the
+    worker's kernels can do it. ``on``: refuse all other models."""
     compile: bool = False
     """Run models through torch.compile, which needs a C++ compiler on a CPU."""
     speculation: Literal["auto", "off"] = "auto"
-    """Draft the tokens that a sequence is likely to continue with, and verify them in one step."""
+    """``auto``: draft likely next tokens of a sequence, and verify several of them in one step."""
     draft_model: str = ""
-    """A path or a hub id of a small model with the same tokenizer. The model drafts tokens for a
-    sequence whose text has no repetitions to draft from. If empty, there is no draft model."""
+    """A path or a hub id of a small model with the same tokenizer, which drafts tokens. It is used
+    for a sequence whose text has no repetitions to draft from. If empty, there is no draft
+    model."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Launch the forward of a step before the tokens of the previous step are processed, so that
     the device does not wait for the worker's Python. ``auto``: only on a GPU."""
@@ -123,13 +124,13 @@ class Settings(Struct, kw_only=True, frozen=True):
     controller_mid_ms: Positive = 20.0
     controller_post_ms: Positive = 1.0
     controller_script_ms: Positive = 100.0
-    """CPU time limit of each call of a script except ``init_prompt``, in milliseconds, instead of
-    the three limits above. An interpreter executes a program 20 to 50 times as slowly as compiled
-    code."""
+    """CPU time limit of each call of a script except ``init_prompt``, in milliseconds. For scripts,
+    it replaces the three limits above, because an interpreter executes a program 20 to 50 times as
+    slowly as compiled code."""
     controller_decision_s: Positive = 300.0
-    """Time that a GPU worker waits for a controller's decision before it ends the sequence, in
-    addition to the controller's own time limits. The first decision includes the start of the
-    controller: compiling a grammar may take 100 seconds."""
+    """Maximum time that a GPU worker waits for a controller's decision, in addition to the
+    controller's own time limits. After this time, the sequence ends. The first decision includes
+    the start of the controller: compiling a grammar may take 100 seconds."""
     controller_fuel_per_ms: AtLeastZero = 0
     """Wasm instructions that a controller may execute for each millisecond of its CPU time limits.
     A call that executes too many instructions then fails on every machine, fast or slow. The CPU
@@ -140,34 +141,36 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Maximum number of sequences of one request."""
     controller_idle_wakes: AtLeastOne = 10_000
     """If all sequences of a request are suspended, and none of them waits for an input or a tool,
-    they are woken after 10 ms or more. After this number of wakes in a row, they end with
-    ``deadlock``."""
+    they are woken after 10 ms or later. After this number of such wake-ups in a row, the sequences
+    end with ``deadlock``."""
     controller_threads: AtLeastZero = 0
     """Number of threads that run controllers; 0: twice the number of CPUs, at least four."""
     guest_processes: AtLeastZero = 64
-    """Maximum number of processes of one controller worker in which uploaded modules run. A
-    process runs the modules of one key, or of one session if clients do not have keys, for one
+    """Maximum number of guest processes of one controller worker. Uploaded modules run in guest
+    processes. Each guest process runs the modules of one key (without keys, of one session) for one
     tokenizer. If 0, modules run on the worker's threads."""
     guest_user: str = ""
     """The user under which guest processes run. The worker needs the right to change users. If
     empty, guest processes run under the worker's own user."""
     grammar_compile_s: Positive = 1.5
     """CPU time limit of compiling a pattern, a schema or a Lark grammar, in seconds. A refusal
-    takes up to a quarter longer, because the compiler searches for the slow part."""
+    takes up to a quarter longer, because the compiler then searches for the slow part, which the
+    error names."""
     grammar_compile_bytes: AtLeastOne = 1024 * 1024 * 1024
     """Memory limit of the process in which grammars are compiled."""
     controller_capacity: AtLeastOne = 1024
     """Maximum number of requests whose controllers one worker runs."""
     allow_tools: list[str] = []
     """Names of the tools that the programs of every client may call; ``*`` and ``?`` match as in a
-    shell. A client's key may list other tools. If this list is empty, only the operator's programs
-    may call tools."""
+    shell. If a client's key has a list of its own, that list applies instead. If no list names a
+    tool, only the operator's programs may call the tool."""
     tool_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 30.0
     """Maximum time of a call, for tools that do not have their own time-out."""
     tool_threads: AtLeastOne = 16
-    """Maximum number of functions without ``async`` that a tool worker runs at the same time."""
+    """Maximum number of functions without ``async`` that a tool worker runs at the same time, each
+    on a thread."""
     tool_capacity: AtLeastOne = 256
-    """Maximum number of calls that a tool worker accepts at the same time, including those that
+    """Maximum number of calls that a tool worker accepts at the same time, including calls that
     wait for a thread."""
 
     tools: list[str] = []
@@ -194,9 +197,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     max_controller_workers: AtLeastZero = 0
     """In a Ray cluster, the maximum number of controller workers."""
     scale_up_s: Positive = 5.0
-    """Time for which more workers must have been needed before workers are added."""
+    """In a Ray cluster: workers are added when more workers were needed for this time."""
     scale_down_s: Positive = 120.0
-    """Time for which fewer workers must have been sufficient before a worker is removed."""
+    """In a Ray cluster: a worker is removed when fewer workers were sufficient for this time."""
     http: str = "127.0.0.1:8080"
     """Address where the gateways listen for HTTP and WebSocket. If ``none``, no gateway runs."""
     gateways: AtLeastOne = 1
@@ -214,8 +217,8 @@ class Settings(Struct, kw_only=True, frozen=True):
     max_connections: AtLeastOne = 10_000
     """Maximum number of open connections of one gateway, including WebSockets."""
     max_unread: AtLeastOne = 16_384
-    """Maximum number of entries of a stream that a gateway stores for an HTTP client that does not
-    read; a stream with more unread entries ends."""
+    """Maximum number of unread entries of a stream that a gateway stores for an HTTP client. A
+    stream with more unread entries ends."""
     cors: list[str] = []
     """Origins whose pages may use the gateways, for example ``https://example.org``; ``*`` stands
     for all origins."""
@@ -229,9 +232,10 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Refuse fields of HTTP requests that a gateway does not know. If false, such fields have no
     effect, and the header ``x-tokenbus-ignored`` of the answer names them."""
     drain_s: Positive = 30.0
-    """How long a worker that is stopped continues its running requests."""
+    """Maximum time for which a worker that is stopped continues its running requests."""
     linger_s: Positive = 3600.0
-    """Time for which a gateway continues its streams after another gateway has taken its place."""
+    """Maximum time for which a gateway continues its streams after another gateway has taken its
+    place."""
 
     heartbeat_s: Positive = 1.0
     expiry_s: Positive = 5.0
@@ -282,8 +286,8 @@ class Settings(Struct, kw_only=True, frozen=True):
         return _of_all(self.front, self.brokers)
 
     def of_broker(self, number: int) -> Settings:
-        """The settings of one of several brokers: ``front`` and ``back`` are this broker's own
-        addresses.
+        """The settings of one of several brokers. ``front`` and ``back`` of the result are this
+        broker's own addresses.
 
         Raises SettingError if the settings have no address for this broker.
         """
@@ -305,16 +309,16 @@ _LISTS = {
     "served_model_name": ",",
     "tools": ",",
 }
-"""The settings that are lists, each with the text that separates the values in an environment
-variable. A command may contain commas."""
+"""The settings that are lists, each with the separator of the values in an environment variable.
+Commands of ``mcp`` are separated by line ends, because a command may contain commas."""
 NAMES = frozenset(field.name for field in msgspec.structs.fields(Settings))
 
 
 def resolve(
     flags: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any], file_name: str
 ) -> Settings:
-    """The settings that apply. ``flags``: the settings of the command line; a setting that was not
-    given is None.
+    """Computes the settings that apply. ``flags``: the settings of the command line; None stands
+    for a setting that was not given.
 
     Raises SettingError for the first setting that is unknown or invalid, with its name and source.
     """
@@ -340,8 +344,8 @@ def resolve(
 
 
 def _checked(settings: Settings) -> Settings:
-    """Returns the settings; raises SettingError if the addresses of several brokers do not match
-    their number, or if a further name of a model or an adapter is not valid."""
+    """Returns the settings. Raises SettingError if the number of addresses does not match the
+    number of brokers, or if an entry of ``served_model_name`` or ``lora`` is not valid."""
     try:
         Aliases(settings.served_model_name)
     except AliasError as error:
@@ -359,8 +363,8 @@ def _checked(settings: Settings) -> Settings:
 
 
 def _of_all(addresses: str, brokers: int) -> str:
-    """The addresses of all brokers, separated by commas: as given, or derived from the first one
-    (``numbered``)."""
+    """The addresses of all brokers, separated by commas. If only the first address is given, the
+    others are derived from it (``numbered``)."""
     if brokers == 1 or not addresses:
         return addresses
     given = separate(addresses)
@@ -391,7 +395,7 @@ def load(**flags: Any) -> Settings:
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """The ``TOKENBUS_*`` variables that pass these settings to another process."""
+    """The environment variables ``TOKENBUS_*`` that pass these settings to another process."""
     given: dict[str, str] = {}
     for field in msgspec.structs.fields(Settings):
         value = getattr(settings, field.name)

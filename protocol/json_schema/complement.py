@@ -1,10 +1,10 @@
-"""Computes a pattern of the strings in which another pattern does not match, or in which it
-matches.
+"""Computes the complement of a pattern: a pattern of the strings in which the given pattern does
+not match. Also computes a pattern of the strings in which it does match.
 
 The pattern is converted to an automaton (subset construction). This automaton or its complement is
-converted back to a pattern (state elimination). Validators differ in whether ``\\w``, ``\\d`` and
-``\\s`` match characters outside ASCII, and in whether ``$`` matches before a line end at the end of
-a string. A string of the result does not match, or matches, for all of these validators.
+converted back to a pattern (state elimination). Validators of schemas differ in whether ``\\w``,
+``\\d`` and ``\\s`` match characters outside ASCII, and in whether ``$`` matches before a line end
+at the end of a string. The result has only strings about which all validators agree.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MAX_STATES = 60
 MAX_RESULT = 4_000
 """Maximum number of characters of the resulting pattern."""
 STEPS = 300
-"""The cost of computing a complement, without the subset construction. The unit is the time to
-visit one schema."""
+"""The cost of computing a complement, except the subset construction. The unit is the time to visit
+one schema."""
 NODES_OF_STEP = 60
-"""Number of nodes whose visits take as long as visiting one schema."""
+"""Number of nodes that can be visited in the time of visiting one schema."""
 
 _OTHER = 128
 """The number that stands for all characters outside ASCII."""
@@ -47,9 +47,9 @@ _NEGATED = {
     op.CATEGORY_NOT_SPACE: op.CATEGORY_SPACE,
 }
 _MAYBE_INNER = re.compile(r"[^\\[]\^|\$.")
-"""Matches in each pattern that has an anchor inside."""
+"""Matches in every pattern that has an anchor inside, and in some others."""
 _MAYBE_SPACES = frozenset((28, 29, 30, 31))
-"""Characters that are white space in Python only."""
+"""Characters that are white space only in Python."""
 
 Chars = frozenset[int]
 
@@ -63,15 +63,15 @@ def without(pattern: str, step: Callable[[int], None]) -> str:
 
 
 def matching(pattern: str, step: Callable[[int], None]) -> str:
-    """A pattern of strings in which ``pattern`` matches for all validators, without anchors
-    inside. ``step`` and the errors are as for ``without``."""
+    """A pattern of strings in which ``pattern`` matches for all validators. The result has no
+    anchors inside. ``step`` and the errors are as for ``without``."""
     step(STEPS)
     automaton = _automaton(pattern, certain=True)
     return f"^{_Eliminated(_states(automaton, step, negated=False)).pattern()}$"
 
 
 def may_have_inner_anchor(pattern: str) -> bool:
-    """Whether ``has_inner_anchor`` may be true. This takes less time."""
+    """Whether ``has_inner_anchor`` may be true. This check takes less time."""
     return _MAYBE_INNER.search(pattern) is not None
 
 
@@ -106,9 +106,9 @@ def _has_inner_anchor(nodes: Any, first: bool, last: bool) -> bool:
 
 
 def matches(pattern: str, text: str, step: Callable[[int], None]) -> bool:
-    """Whether a pattern matches at some place of a text. The text may have only ASCII characters,
-    and no line feeds. ``step`` counts the work, which is proportional to the length of the text.
-    Raises Unsupported for any other text, and if ``without`` would raise it for the pattern."""
+    """Whether a pattern matches at some place of a text. ``step`` counts the work, which is
+    proportional to the length of the text. Raises Unsupported if the text has a line feed or a
+    character outside ASCII, and if ``without`` would raise it for the pattern."""
     if not text.isascii() or "\n" in text:
         raise Unsupported
     automaton = _automaton(pattern)
@@ -123,7 +123,7 @@ def matches(pattern: str, text: str, step: Callable[[int], None]) -> bool:
 
 
 def _automaton(pattern: str, certain: bool = False) -> _Automaton:
-    """``certain``: whether a character matches only if it does for all validators."""
+    """``certain``: a character matches only if it matches for all validators."""
     automaton = _Automaton(certain)
     automaton.end = automaton.sequence(automaton.node(), _parsed(pattern))
     return automaton
@@ -253,8 +253,8 @@ def _chars(operator: Any, value: Any, certain: bool) -> Chars | None:
 
 
 def _of_class(operator: Any, value: Any, every: bool) -> Chars:
-    """The characters of an element of a class that the element matches for every validator. If
-    ``every`` is false, the characters that it matches for some validator."""
+    """The characters that an element of a character class matches for every validator. If ``every``
+    is false, the characters that it matches for at least one validator."""
     if operator is op.LITERAL:
         return _literal(value)
     if operator is op.RANGE:
@@ -283,8 +283,8 @@ def _states(
 ) -> dict[int, dict[int, Chars]]:
     """Maps each state of the subset construction to its next states, with the characters that lead
     to them. State 0 is the start. The next state -1 stands for the end of the string, which is
-    allowed after a match. If ``negated``, the end is only allowed without a match, and a state in
-    which a match is found has no next states."""
+    allowed after a match. If ``negated`` is true, the end is allowed only if there was no match,
+    and a state after a match has no next states."""
     classes = _classes(automaton)
     first = automaton.closure(frozenset((0,)), "^")
     searching = automaton.closure(frozenset((0,)), "")
@@ -347,7 +347,7 @@ class _Eliminated:
         }
 
     def pattern(self) -> str:
-        """The pattern of all texts that lead from state 0 to the end."""
+        """A pattern that matches exactly the texts that lead from state 0 to the end."""
         self._ways[-2] = {0: ""}
         states = [state for state in self._ways if state >= 0]
         while states:

@@ -1,4 +1,4 @@
-"""Decides whether two schemas are disjoint: no value matches both."""
+"""Decides whether two schemas are disjoint, so that no value matches both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_DEPTH = 6
 MAX_COMPARED = 2_000
 """Maximum number of pairs of schemas that are compared for one answer."""
 VALUES_OF_STEP = 20
-"""Number of values whose comparison takes as long as comparing two schemas without values."""
+"""Number of values that can be compared in the time of comparing two schemas without values."""
 
 
 class Disjoint:
@@ -28,8 +28,8 @@ class Disjoint:
         """The results of ``_values`` by the id of the schema."""
 
     def holds(self, one: Any, other: Any) -> bool:
-        """Whether two schemas are certainly disjoint. False if they overlap or if this is
-        unknown."""
+        """Whether two schemas are certainly disjoint. False if they overlap, or if the function
+        cannot decide."""
         self._left = MAX_COMPARED
         return self._holds(one, other, MAX_DEPTH)
 
@@ -135,7 +135,8 @@ def _kinds(schema: Schema, values: dict[str, Any] | None) -> set[str]:
 
 
 def _property(schema: Schema, name: Any) -> Any:
-    """The schema of a property; True if the property is not declared and may match a pattern."""
+    """The schema of a property. True (no known restriction) if the property is not declared and the
+    schema has ``patternProperties``, which may match its name."""
     properties = schema.get("properties")
     if isinstance(properties, dict) and name in properties:
         return properties[name]

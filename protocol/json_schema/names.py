@@ -11,8 +11,7 @@ from .complement import matches, without
 from .parts import Schema, Unsupported, objects, target, types_of, values_of, written
 
 MAX_DEPTH = 8
-"""Maximum number of references, one leading to the next, that are followed from
-``propertyNames``."""
+"""Maximum length of a chain of references that is followed from ``propertyNames``."""
 
 _ANNOTATIONS = frozenset(
     {"title", "description", "$comment", "default", "examples", "deprecated", "$id", "id"}
@@ -23,9 +22,9 @@ Resolve = Callable[[Any], Any]
 
 
 def only_names(names: Any, found: Schema, resolve: Resolve, step: Callable[[int], None]) -> None:
-    """Changes the schema ``found`` of an object so that all names match the schema ``names``.
-    ``resolve`` returns the target of a reference, and ``step`` counts the work. Raises Unsupported
-    if the names cannot be restricted."""
+    """Changes the schema ``found`` of an object, so that all names of properties match the schema
+    ``names``. ``resolve`` returns the target of a reference, and ``step`` counts the work. Raises
+    Unsupported if the names cannot be restricted."""
     names = _resolved(names, resolve)
     if names is True or names == {}:
         return
@@ -132,7 +131,7 @@ def _pattern(pattern: Any) -> str:
 def hazards(root: Any, step: Callable[[int], None]) -> bool:
     """Whether llguidance may allow additional properties that the schema forbids. This may happen
     if a value has to match two schemas, one with ``patternProperties`` and one that restricts
-    additional properties: llguidance then allows all names that match the patterns.
+    additional properties. In this case, llguidance allows all names that match the patterns.
 
     ``step`` counts the visited schemas.
     """

@@ -1,4 +1,5 @@
-"""Finds the properties that the keywords next to ``unevaluatedProperties`` evaluate."""
+"""Finds the properties that the keywords next to ``unevaluatedProperties`` evaluate, and to which
+it therefore does not apply."""
 
 from __future__ import annotations
 
