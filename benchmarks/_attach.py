@@ -19,7 +19,8 @@ from tokenbus.protocol.messages import Welcome
 PATIENCE_S = 300.0
 """Maximum time until all streams have received the expected number of entries, in seconds."""
 BETWEEN = 20
-"""Number of entries that each stream receives before the next cut."""
+"""Number of entries that each stream receives before each cut. They show the CPU time that an entry
+takes without a cut."""
 
 
 class Return(NamedTuple):
@@ -95,7 +96,7 @@ class Returning:
                 if not self._left:
                     self._reached_at = time.monotonic()
                     self._reached.set()
-        raise SystemExit(f"a stream has ended after {counts[number]} entries; begin fewer rounds")
+        raise SystemExit(f"a stream has ended after {counts[number]} entries; use fewer rounds")
 
     def _aim(self, targets: list[int]) -> None:
         self._reached.clear()
@@ -107,15 +108,17 @@ class Returning:
         await asyncio.wait_for(self._reached.wait(), PATIENCE_S)
 
     def _welcomed(self, welcome: Welcome, now: float) -> None:
-        """Handles WELCOME, the answer to HELLO. The client sends its ATTACHes, and each stream must
-        then receive one more entry. Called on the thread of the connection."""
+        """Handles WELCOME, the answer to HELLO. The client sends an ATTACH for each stream. The
+        measurement ends when each stream has then received one more entry. The connection's thread
+        calls this method."""
         self._on_welcome(welcome, now)
         self._attached_at = time.monotonic()
         self._aim([stream._call.received + 1 for stream in self._streams])
 
     async def come_back(self) -> tuple[float, float]:
-        """Cuts the connection, and waits until each stream has received its next entry. Returns the
-        seconds from the cut until then, and from the client's ATTACHes until then."""
+        """Cuts the connection, and waits until each stream has received its next entry. Returns two
+        times in seconds: from the cut to these entries, and from the client's ATTACHes to these
+        entries."""
         self._aim([-1] * len(self._counts))
         cut_at = time.monotonic()
         cut(self._front)
@@ -123,7 +126,7 @@ class Returning:
         return self._reached_at - cut_at, self._reached_at - self._attached_at
 
     async def close(self) -> None:
-        """Ends the streams."""
+        """Stops the reading tasks, and closes the client with its streams."""
         for reader in self._readers:
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)

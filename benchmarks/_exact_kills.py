@@ -15,7 +15,8 @@ from tokenbus.protocol.sampling import Sampling
 
 Job = tuple[list[int], Sampling]
 Streams = dict[tuple[int, int], list[tuple[int, float]]]
-"""Tokens and log-probabilities, by request and sequence."""
+"""For each pair (index of the request, ``seq`` of a sequence): the sequence's tokens, each with its
+log-probability."""
 READ = 6
 """Number of entries of the first stream that are read before a worker is killed."""
 PATIENCE_S = 600.0
@@ -42,7 +43,7 @@ class KilledWorkers:
             raise
 
     def run(self, jobs: Sequence[Job]) -> Streams:
-        """Runs requests; returns their streams."""
+        """Runs the requests, and returns their tokens."""
         workers = self._ready()
         streams = [self._begin(job) for job in jobs]
         with contextlib.suppress(StopIteration):

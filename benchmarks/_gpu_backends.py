@@ -38,8 +38,8 @@ class Backend:
     context: Callable[[Packed, KVCache], Any]
     """Returns the metadata of a step for ``attend``."""
     in_place: bool
-    """Whether the backend reads blocks in place, by the metadata in ``Packed.spans``. If not, it
-    gathers the blocks of each group in ``Packed.groups``."""
+    """Whether the backend reads blocks in place, by the metadata in ``Packed.spans``. If not, the
+    backend copies the blocks of each group in ``Packed.groups`` into one tensor."""
     block_sizes: tuple[int, ...]
     soft_cap: bool
     """Whether the backend can cap the attention scores (``softcap``)."""
@@ -71,15 +71,15 @@ def backends(device: torch.device) -> list[Backend]:
             True,
             (16, FLASH3_BLOCK_SIZE),
             True,
-            # A row's result may depend on the batch: FlashAttention 3 may choose its tiles by the
-            # longest chunk.
+            # FlashAttention 3 may choose its tiles by the longest chunk, so a row's result may
+            # depend on the batch.
             False,
         ),
     ]
 
 
 def _triton(device: torch.device) -> Backend:
-    """The Triton kernels, which Triton's interpreter runs on a CPU."""
+    """The backend of the Triton kernels. On a CPU, Triton's interpreter runs the kernels."""
     why, attend = "", attention.attend
     if importlib.util.find_spec("triton") is None:
         why = "Triton is not installed"

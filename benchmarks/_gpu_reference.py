@@ -1,4 +1,4 @@
-"""Checks the engine's tokens against the tokens that the same model gives in transformers."""
+"""Compares the engine's tokens with the tokens that transformers generates with the same model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from _gpu_world import World
 from tokenbus.workers.gpu.model.loader import LoadedModel
 
 TIE = {torch.bfloat16: 0.1, torch.float32: 1e-3}
-"""Two logits count as a tie if their distance is less than this fraction of the logits' standard
-deviation, because kernels round differently."""
+"""Kernels round differently. So two logits are a tie if they differ by at most this fraction of the
+standard deviation of all logits."""
 
 
 class Reference:
     """A model that runs with transformers' attention. The methods compare the engine's tokens with
-    this model."""
+    the model's tokens and logits."""
 
     def __init__(self, world: World, loaded: LoadedModel) -> None:
         self._world = world
@@ -27,8 +27,8 @@ class Reference:
 
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Returns the ``count`` tokens that transformers' ``generate`` samples greedily.
-        End-of-sequence tokens are excluded from sampling."""
+        """Returns ``count`` greedy tokens of transformers' ``generate``. End-of-sequence tokens are
+        never chosen."""
         with self._own_attention():
             out = self._model.generate(
                 torch.tensor([list(prompt)], device=self._device),
@@ -65,9 +65,10 @@ class Reference:
         places: Sequence[int] | None = None,
         allowed: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Checks that each token at ``places`` of ``got`` (None: each token) is the most likely
-        token after its predecessors, up to a tie. ``allowed``: for each token of ``got``, the
-        tokens that its mask allows, ``[vocab]``."""
+        """Checks that the tokens of ``got`` at the indices ``places`` (None: all tokens) are the
+        most likely tokens after their predecessors. A tie with the most likely token passes.
+        ``allowed``: for each token of ``got``, a boolean tensor ``[vocab]`` of the tokens that the
+        mask allows."""
         rows = self._logits(prompt, got)
         spread = rows.std().item()
         if allowed is not None:
@@ -81,7 +82,7 @@ class Reference:
         if not worst <= self._tie:
             at = int(index[int(gap.argmax())])
             self._world.fault(
-                f"{what}: the logit of token {at} is {worst:.3g} standard deviations below the best"
+                f"{what}: the logit of token {at} is {worst:.3g} deviations below the largest"
             )
 
     @torch.inference_mode()

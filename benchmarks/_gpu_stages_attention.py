@@ -17,11 +17,12 @@ from tokenbus.workers.gpu.engine.sequence import Sequence
 from tokenbus.workers.gpu.model.kv_cache import KVCache, LayerShape
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
-"""Maximum difference from float32 attention, for standard normal inputs."""
+"""Maximum absolute difference between the outputs of a backend and of float32 attention. The inputs
+have a standard normal distribution."""
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 1000, 2048, 4095, 4096)
 DRY_LENGTHS = (1, 2, 15, 16, 17, 65, 257)
 HEADS = ((8, 8), (8, 2), (16, 1))
-"""Numbers of query heads and key heads."""
+"""Each pair is the number of query heads and the number of key heads."""
 DIMS = (64, 96, 128, 256)
 WINDOWS = (None, 100)
 SOFT_CAPS = (None, 30.0)
@@ -63,8 +64,7 @@ def run(world: World) -> None:
 
 
 def _cases(world: World, backend: Backend) -> list[Case]:
-    """All cases. A dry run has only some cases, in which each value of each field occurs at least
-    once."""
+    """All cases. A dry run has only 12 cases, chosen with a fixed seed."""
     table = [
         Case(size, heads, kv_heads, dim, window, cap, chunks)
         for size in backend.block_sizes
@@ -86,7 +86,8 @@ def _check(world: World, backend: Backend, case: Case) -> float:
     found = inputs.attend(backend, inputs.chunks)
     difference = (found.float() - inputs.wanted()).abs().max().item()
     world.expect(
-        difference <= TOLERANCE[world.dtype], f"{backend.name}, {case}: differs by {difference:.3g}"
+        difference <= TOLERANCE[world.dtype],
+        f"{backend.name}, {case}: the outputs differ by {difference:.3g}",
     )
     if backend.row_invariant:
         for i in (0, len(inputs.chunks) - 1):
@@ -97,7 +98,8 @@ def _check(world: World, backend: Backend, case: Case) -> float:
 
 
 class _Inputs:
-    """Chunks over scattered and partly shared blocks, with their queries, keys and values."""
+    """Chunks with random queries, keys and values. The blocks of a sequence are scattered over the
+    cache, and some sequences share blocks."""
 
     def __init__(self, world: World, case: Case) -> None:
         self._case, self._device, self._dtype = case, world.device, world.dtype
@@ -117,8 +119,8 @@ class _Inputs:
         self.key, self.value = (self._normal(total, case.kv_heads, case.dim) for _ in range(2))
 
     def attend(self, backend: Backend, chunks: Items[Chunk], first: int = 0) -> torch.Tensor:
-        """The result of a backend for ``chunks``, whose queries begin at row ``first`` of
-        ``query``."""
+        """The output of a backend for ``chunks``. The first chunk's queries begin at row ``first``
+        of ``query``."""
         case = self._case
         order, packed = pack(Batch(list(chunks)), case.block_size, spans=backend.in_place)
         at = {id(c): i for i, c in enumerate(chunks)}
@@ -141,8 +143,8 @@ class _Inputs:
         return result
 
     def wanted(self) -> torch.Tensor:
-        """The result of float32 attention. The cache must already contain the chunks' keys and
-        values."""
+        """The output of float32 attention for all chunks. The cache must already contain the
+        chunks' keys and values."""
         case, found = self._case, []
         for chunk, (first, last) in zip(self.chunks, pairwise(self.starts), strict=True):
             size = case.block_size

@@ -1,7 +1,7 @@
 """Stage 4 of ``gpu_check.py``: checks a small model's tokens with forks, splices, masks and drafts.
 
-The stage fails if the engine waits for the device for any other reason than to read the tokens of a
-step.
+The engine may wait for the device only to read the tokens of a step. The stage fails if the engine
+waits for another reason.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Checks:
         self._world.record("sequences_like_generate", same, of=len(self._prompts))
 
     def prefixes_and_chunks(self) -> None:
-        """Checks cached prompts, and prompts whose prefill takes several steps."""
+        """Checks prompts with a cached prefix, and prompts whose prefill takes several steps."""
         long = random_prompts(9, 1, 900, self._loaded.vocab_size)[0]
         engine = self._world.engine(self._loaded, max_num_batched_tokens=128)
         for i in range(3):
@@ -80,7 +80,7 @@ class Checks:
             got = self._run(engine=engine)
             self._reference.check_greedy(f"prefix {i}", long[: 900 - i], got[i, 0])
         hits = engine.stats()["prefix_hit_tokens"]
-        self._world.expect(hits > 0, "the cache does not have a prefix of the prompts")
+        self._world.expect(hits > 0, "no prompt had a cached prefix")
 
     def forks(self) -> None:
         """Checks that each token of a forked greedy sequence is the most likely token, and that the
@@ -100,7 +100,7 @@ class Checks:
         for i, prompt in enumerate(self._prompts):
             texts = [got[i, seq] for seq in range(3)]
             lengths = [len(text) for text in texts]
-            # The outputs of a forked sequence do not include the tokens before the fork.
+            # The outputs of the forks do not include the tokens before the fork.
             shared = NEW - min(lengths)
             full = [texts[0][: NEW - n] + text for n, text in zip(lengths, texts, strict=True)]
             self._world.expect(shared <= 3, f"fork {i}: {lengths} tokens")
@@ -178,7 +178,7 @@ class Checks:
         self._check_drafts("drafts", engine)
 
     def draft_model(self) -> None:
-        """Checks drafts of a draft model, which is the model itself."""
+        """Checks drafts of a draft model. The model is its own draft model."""
         config = {"speculation": True, "max_num_seqs": 8}
         engine = self._world.engine(self._loaded, draft_model=self._loaded, **config)
         model = engine._speculation._model
@@ -203,7 +203,7 @@ class Checks:
         accepted = metrics["spec_decode_num_accepted_tokens"]
         assert isinstance(accepted, int | float)
         self._world.record(f"{what}_accepted", accepted, of=drafted)
-        self._world.expect(bool(drafted), f"{what}: nothing was drafted")
+        self._world.expect(bool(drafted), f"{what}: no tokens were drafted")
         return accepted
 
     def _add_all(self) -> None:
@@ -215,8 +215,8 @@ class Checks:
         decide: Callable[[PendingStep, Texts], None] = lambda step, got: None,
         engine: Engine | None = None,
     ) -> Texts:
-        """Runs all requests to their ends. A warning is a fault; an implicit wait for the device
-        raises RuntimeError."""
+        """Runs all requests to their ends. A warning is recorded as a fault. An implicit wait for
+        the device raises RuntimeError."""
         with no_warnings(self._world), no_waiting(self._world):
             return run_to_end(engine or self._engine, decide)
 

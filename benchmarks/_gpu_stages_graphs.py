@@ -1,4 +1,5 @@
-"""Stage 5 of ``gpu_check.py``: CUDA graphs of all sizes, a load during a capture, and evictions."""
+"""Stage 5 of ``gpu_check.py``: checks CUDA graphs, model loads during a capture, and evictions of
+models."""
 
 from __future__ import annotations
 
@@ -63,8 +64,8 @@ def _capture(world: World, loaded: LoadedModel) -> None:
 
 
 def _sizes(world: World, loaded: LoadedModel) -> None:
-    """Compares steps with and without graphs: their times and their logits. Covers full batches of
-    each graph size, and batches that are padded to this size."""
+    """Compares the times and the logits of steps with and without graphs. For each graph size, one
+    batch has this size, and another batch has one sequence less and is padded."""
     with_graphs, without = (
         world.engine(loaded, max_num_seqs=SIZES[-1], overlap=False) for _ in range(2)
     )
@@ -105,7 +106,7 @@ def _first_tokens(engine: Engine) -> dict[int, int | None]:
 
 
 def _rows(step: Any) -> torch.Tensor:
-    """The logits of a step, by request."""
+    """The logits of a step. The rows are sorted by request."""
     logits = step.logits
     if logits is None:
         raise CheckFailed("a decode step has no logits")
@@ -136,7 +137,7 @@ def _load_during_capture(world: World) -> None:
         loader.join()
     world.record("loads_during_capture", len(loads))
     for fallback in engine.path.fallbacks if not world.dry else ():
-        world.fault(f"a load during the capture: {fallback}")
+        world.fault(f"after loads during the capture: {fallback}")
     engine.add(1, [1, 2, 3], greedy(8))
     run_to_end(engine)
 

@@ -52,7 +52,7 @@ def run(world: World) -> None:
 def _rate(
     world: World, prompts: Prompts, new: int, generate: Callable[[Prompts, int], None]
 ) -> float:
-    """Tokens per second. On a GPU, a short run precedes the measurement, to warm up."""
+    """Tokens per second. On a GPU, a short run before the measurement warms up the engine."""
     if not world.dry:
         generate([prompt[:8] for prompt in prompts[:2]], 2)
     return len(prompts) * new / world.timed(lambda: generate(prompts, new))
@@ -92,7 +92,7 @@ def _generate_batch(world: World, loaded: LoadedModel) -> Callable[[Prompts, int
 
 
 def _vllm(world: World, batches: tuple[int, ...]) -> None:
-    """Measures vLLM with a model of the same shape, whose random weights vLLM makes itself."""
+    """Measures vLLM with a model of the same shape. vLLM fills the model with random weights."""
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory(prefix="tb-") as name:

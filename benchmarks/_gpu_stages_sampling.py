@@ -18,8 +18,8 @@ from tokenbus.workers.gpu.sampling.sampler import Sampled, draw, guess, score
 
 ROWS = 64
 MAX_DIFFERENT = 1e-3
-"""Maximum share of the tokens that may differ. Some differ because kernels sum in different
-orders."""
+"""Maximum share of the tokens that may differ between the device and the CPU. Some tokens differ
+because kernels sum in different orders."""
 LOGPROB_TOLERANCE = 1e-4
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -41,7 +41,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def run(world: World) -> None:
-    """Samples in every mode from the same logits on both devices."""
+    """Samples in every mode from the same logits on the device and on the CPU."""
     vocabularies = (4096,) if world.dry else (4096, 32_000, 128_256)
     for vocab in vocabularies:
         steps = 2 if world.dry else 16
@@ -59,7 +59,7 @@ def run(world: World) -> None:
 
 
 def _different(world: World, mode: str, vocab: int, step: int) -> int:
-    """The number of rows whose tokens on the two devices differ."""
+    """The number of rows for which the device and the CPU sample different tokens."""
     logits = _logits(vocab, step)
     rows = _rows(mode, vocab, step)
     which = [(i * 5) % ROWS for i in range(ROWS)]
@@ -71,7 +71,8 @@ def _different(world: World, mode: str, vocab: int, step: int) -> int:
     world.synchronize()
     found = drawn.fetch()
     world.expect(
-        found.tokens == guessed.tolist(), f"{mode}, {vocab} tokens: guess and token differ"
+        found.tokens == guessed.tolist(),
+        f"{mode}, {vocab} tokens: the guessed and the sampled token differ",
     )
     world.expect(found.errors == expected.errors, f"{mode}, {vocab} tokens: {found.errors}")
     _check_logprobs(world, mode, expected, found)

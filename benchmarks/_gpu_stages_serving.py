@@ -1,4 +1,4 @@
-"""Stage 7 of ``gpu_check.py``: profiles decode steps, and measures first tokens and the bus."""
+"""Stage 7 of ``gpu_check.py``: profiles decode steps, and measures prompts and the bus."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from torch.profiler import ProfilerActivity, profile
 PROFILED = 5
 """Number of decode steps in the profile."""
 ROWS = 25
-"""Maximum number of recorded kernels. The slowest kernels are recorded."""
+"""Number of kernels to record. The kernels that take the most time are recorded."""
 REGEX = {"controller": "regex", "controller_arg": r"([a-z]{1,8} )*"}
 TARGET = 0.98
-"""Target ratio of the tokens per second with a constraint to the tokens per second without it,
-through the bus."""
+"""Target for tokens per second with a constraint, divided by tokens per second without a
+constraint. Both are measured through the bus."""
 ROUNDS = 3
 LOG_CHARACTERS = 4000
 """Number of characters at the end of the system's log that are recorded if the system fails."""
 
 
 def run(world: World) -> None:
-    """Profiles and times a model of 8B, then serves a model through the bus."""
+    """Profiles and times a model of 8 billion parameters, then serves a model through the bus."""
     loaded = world.shape("8b")
     batch = 2 if world.dry else 64
     size = 2**26 if world.dry else 16 * 2**30
@@ -63,7 +63,8 @@ def _profile(world: World, engine: Engine, loaded: LoadedModel, batch: int) -> N
 
 
 def _microseconds(event: Any) -> float:
-    """The self time of a kernel or, without a GPU, of an operation, in microseconds."""
+    """The time of a kernel in microseconds. Without a GPU: the time of an operation on the CPU,
+    without the operations that it calls."""
     of_device = float(getattr(event, "self_device_time_total", 0.0))
     return of_device or float(event.self_cpu_time_total if not torch.cuda.is_available() else 0.0)
 

@@ -1,4 +1,4 @@
-"""Stage 6 of ``gpu_check.py``: times decode steps of models of 8B and 1B, by batch and context.
+"""Stage 6 of ``gpu_check.py``: times decode steps of models with 8 and 1 billion parameters.
 
 A step must read the weights, the keys and the values. ``of_bandwidth`` is the rate at which a step
 reads these bytes, divided by the device's bandwidth. The bandwidth is measured as the rate at which
@@ -35,8 +35,8 @@ class Point(NamedTuple):
 
 
 def run(world: World) -> None:
-    """Measures all points. Points with targets come first, because the time limit may be reached
-    before the last points."""
+    """Measures all batch sizes and contexts. Those with targets come first, because the time limit
+    may be reached before the last measurement."""
     bandwidth = measure_bandwidth(world)
     world.record("bandwidth_gb_per_s", bandwidth / 1e9)
     for shape, part in (("8b", 0.65), ("1b", 0.95)):

@@ -1,7 +1,7 @@
-"""A GPU worker with a model of 8B and random weights: ``python _gpu_worker.py``.
+"""A GPU worker whose model has 8 billion random weights: ``python _gpu_worker.py``.
 
-The tokenizer is that of the configured checkpoint, and the rest of the worker is unchanged. The
-weights are made on the device, so that loading them does not take time.
+The worker uses the tokenizer of the configured checkpoint, and is otherwise unchanged. The weights
+are made on the device, so the worker does not spend time on loading them.
 """
 
 from __future__ import annotations

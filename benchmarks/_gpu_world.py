@@ -1,4 +1,4 @@
-"""The device, the models and the results file that all stages of ``gpu_check.py`` share."""
+"""The device, the models and the results file that all stages of ``gpu_check.py`` use."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 SMALL = {"hidden_size": 512, "intermediate_size": 1376, "initializer_range": 0.05}
-"""Settings of the small Llama: heads with 64 dimensions, and weights that are so large that
-attention affects the logits."""
+"""Settings of the small Llama. Its heads have 64 dimensions. Its weights are large enough for
+attention to affect the logits."""
 
 
 class CheckFailed(Exception):
@@ -55,7 +55,7 @@ class CheckFailed(Exception):
 
 @dataclass(slots=True)
 class World:
-    """The context of a stage, which records the stage's figures.
+    """The context in which a stage runs. It also records the stage's figures.
 
     ``dry``: the stage runs on a CPU with small models. ``limit_s``: time limit of the stage.
     """
@@ -131,14 +131,15 @@ class World:
         return load_model("embedded", device=self.device.type, dtype=name)
 
     def small(self) -> LoadedModel:
-        """The embedded model in a dry run. On a GPU, a Llama with a vocabulary of 32,000 and heads
-        with 64 dimensions, which every attention backend supports."""
+        """The embedded model in a dry run. On a GPU, a Llama with a vocabulary of 32,000 tokens.
+        Its heads have 64 dimensions, which every attention backend supports."""
         if self.dry:
             return self.embedded()
         return wrap_model("small", self.random_llama(**SMALL))
 
     def shape(self, name: str) -> LoadedModel:
-        """A model of one of ``SHAPES`` with random weights; the embedded model in a dry run."""
+        """A model with random weights, whose shape is ``SHAPES[name]``. In a dry run, the embedded
+        model."""
         if self.dry:
             return self.embedded()
         return wrap_model(name, self.random_llama(**SHAPES[name], max_position_embeddings=40_960))
@@ -172,20 +173,21 @@ def disable_graphs(engine: Engine) -> None:
 
 
 def random_prompts(seed: int, count: int, length: int, vocab: int) -> list[list[int]]:
-    """``count`` prompts of ``length`` tokens, which are the same for the same seed."""
+    """``count`` prompts of ``length`` tokens. Equal seeds give equal prompts."""
     rng = random.Random(seed)
     return [[rng.randrange(vocab) for _ in range(length)] for _ in range(count)]
 
 
 Texts = dict[tuple[int, int], list[int]]
-"""The tokens of each sequence, by request and sequence number."""
+"""For each pair (request, sequence number): the sequence's tokens."""
 
 
 def run_to_end(
     engine: Engine, decide: Callable[[PendingStep, Texts], None] = lambda step, got: None
 ) -> Texts:
-    """Runs steps until all requests have ended. ``decide`` is called in each step between forward
-    and sampling, with the step and the tokens so far. Raises CheckFailed if a sequence fails."""
+    """Runs steps until all requests have ended. In each step, ``decide`` is called between the
+    forward and the sampling, with the step and all tokens so far. Raises CheckFailed if a sequence
+    fails."""
     got: Texts = {}
     while engine.has_work:
         step = engine.begin()
@@ -208,8 +210,8 @@ def greedy(max_tokens: int, **more: Any) -> Sampling:
 
 @contextmanager
 def no_warnings(world: World) -> Iterator[None]:
-    """Records every warning of the engine as a fault, because a failed step or draft is only
-    logged."""
+    """Records every warning of the engine as a fault. This finds failed steps and drafts, for which
+    the engine only logs a warning."""
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

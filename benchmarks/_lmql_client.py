@@ -1,9 +1,10 @@
 """Runs LMQL's unmodified client, in a separate environment.
 
-``python _lmql_client.py URL MODEL`` reads rounds from standard input. A round is a line of JSON: a
-list of (prompt, max_tokens) pairs whose streams begin together. For each round, the process prints
-the number of received tokens and the seconds. LMQL's server runs all streams of a batch up to the
-largest ``max_tokens`` of the batch. Tokens beyond a stream's own ``max_tokens`` are not counted.
+``python _lmql_client.py URL MODEL`` reads rounds from standard input. A round is a line of JSON
+with a list of (prompt, max_tokens) pairs. The streams of all pairs begin together. For each round,
+the process prints the number of received tokens and the seconds until all streams have ended.
+LMQL's server generates the same number of tokens for all streams of a batch: the largest
+``max_tokens``. Tokens beyond a stream's own ``max_tokens`` are not counted.
 """
 
 import asyncio

@@ -29,36 +29,39 @@ STRING: /"([^"\\\x00-\x1f]|\\(["\\\/bfnrt]|u[0-9a-fA-F]{4}))*"/
 NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/
 %ignore /[ \t\n\r]+/
 """
-"""The JSON of RFC 8259 in llguidance's form of Lark, without white space after the value."""
+"""A grammar of RFC 8259's JSON in llguidance's variant of Lark. White space after the value is not
+allowed."""
 OTHERS_S = 2.0
-"""Time limit of a case, in seconds. After this time, xgrammar and outlines-core do not begin
-another text."""
+"""Time limit of a case for xgrammar and for outlines-core, in seconds. After this time, the engine
+does not begin another text."""
 
 Makers = dict[str, Callable[[], Engine]]
 
 
 @dataclass(slots=True)
 class Line:
-    """The figures of a case: for each engine, the mean time of a step over the case's texts."""
+    """The figures of a case. The time of a step is a mean over all steps of the case's texts."""
 
     case: str
     tokens: int
     differing: int = 0
     """Number of our masks that differ from llguidance's masks."""
     first: dict[str, float] = field(default_factory=dict)
-    """Microseconds of a step in the first pass of a new engine, by engine."""
+    """For each engine's name: microseconds of a step when a new engine processes the texts for the
+    first time."""
     again: dict[str, float] = field(default_factory=dict)
-    """Microseconds of a step in later passes over the same texts, by engine."""
+    """For each engine's name: microseconds of a step when the engine processes the same texts
+    again."""
     prepared_ms: dict[str, float] = field(default_factory=dict)
-    """Milliseconds to compile the grammar, for xgrammar and outlines-core."""
+    """For xgrammar and outlines-core: milliseconds in which the engine compiles the grammar."""
 
 
 class Comparison:
     """Compares all engines with one vocabulary."""
 
     def __init__(self, world: World, fresh: int, passes: int) -> None:
-        """``fresh``: number of new engines for each case. ``passes``: number of passes of the last
-        engine over texts that it has already processed."""
+        """For each case, ``fresh`` new engines process the texts once. Then the last of these
+        engines processes the same texts ``passes`` more times."""
         self._world = world
         self._fresh, self._passes = fresh, passes
         self._ll_tokenizer = LLGuidance.tokenizer(world.vocabulary)
@@ -83,7 +86,7 @@ class Comparison:
             yield self._line(case.name, case.texts, makers, others)
 
     def json(self) -> Iterator[Line]:
-        """Yields a ``Line`` for each JSON text."""
+        """Yields a ``Line`` for each JSON file of ``TEXTS``, under a grammar of JSON."""
         tables = compile_grammar(library.grammar("json")).grammar.to_bytes()
         makers, others = self._makers(tables, LLMatcher.grammar_from_lark(LARK_JSON))
         if self._xgrammar:
@@ -106,8 +109,8 @@ class Comparison:
         return XGrammar(self._xgrammar.compile_regex(pattern), self._world.vocabulary)
 
     def _makers(self, tables: bytes, grammar: str) -> tuple[Makers, Makers]:
-        """Returns functions that make our engine and llguidance's engine, by name. Also returns an
-        empty dict, to which the caller adds the other engines."""
+        """Returns two dicts from engine names to functions that make the engine. The first has our
+        engine and llguidance. The second is empty; the caller adds the other engines to it."""
         world = self._world
         compared: Makers = {
             Ours.name: lambda: Ours(world.module, world.vocabulary, tables),
@@ -121,7 +124,7 @@ class Comparison:
         first: dict[str, list[list[float]]] = {name: [] for name in makers}
         again: dict[str, list[list[float]]] = {name: [] for name in makers}
         engines: dict[str, Engine] = {}
-        # The engines take turns, so that other load on the machine affects all of them equally.
+        # The engines run in turn, so that other load on the machine affects all engines equally.
         for _ in range(self._fresh):
             for name, make in makers.items():
                 if name in engines:
@@ -143,7 +146,7 @@ class Comparison:
         for engine in engines.values():
             engine.close()
         for name, make in others.items():
-            # xgrammar and outlines-core do not support some patterns, or fail at some texts.
+            # xgrammar and outlines-core do not support some patterns, or fail on some texts.
             with suppress(ValueError, RuntimeError):
                 self._measure_other(line, name, make, parts)
         return line
@@ -166,5 +169,5 @@ class Comparison:
 
 
 def _steps(engine: Engine, parts: Sequence[Sequence[int]]) -> list[float]:
-    """Seconds of each step of all texts."""
+    """The seconds of each step, for all texts one after another."""
     return [step for part in parts for step in engine.walk(part)]

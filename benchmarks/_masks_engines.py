@@ -25,11 +25,12 @@ _clock = time.perf_counter
 
 
 class Engine(Protocol):
-    """One engine for one grammar. It walks one text after another, with the same caches."""
+    """An engine for one grammar. The engine keeps its caches from one text to the next."""
 
     def walk(self, tokens: Sequence[int]) -> list[float]:
-        """Walks a text. Returns the seconds to fill the first mask, at the beginning of the text.
-        Then, for each token, returns the seconds to accept the token and to fill the next mask."""
+        """Walks a text and returns seconds. The first value is the time to fill the mask at the
+        beginning of the text. Each further value is the time to accept a token and to fill the next
+        mask."""
 
     def masks(self, tokens: Sequence[int]) -> list[bytes]:
         """The masks of a text: one at the beginning, and one after each token."""
@@ -39,8 +40,8 @@ class Engine(Protocol):
 
 
 class _Walking:
-    """Walks texts with two functions, which the subclass's ``_begin`` returns for each text. The
-    first accepts a token, and the second fills the mask."""
+    """Walks texts with two functions: the first accepts a token, and the second fills the mask. The
+    subclass's ``_begin`` returns these functions for each text."""
 
     _mask: bytearray
 
@@ -89,7 +90,7 @@ def _address(mask: bytearray) -> int:
 
 
 class Ours(_Walking):
-    """Our grammar engine, with a new grammar instance."""
+    """Our grammar engine. Each object has a grammar instance of its own."""
 
     name = "tokenbus"
 
@@ -129,8 +130,9 @@ class _Tokens:
 
 
 class LLGuidance(_Walking):
-    """llguidance. Before each text, the matcher is reset and not replaced, because a reset keeps
-    the states of the lexer. Masks are filled by the fastest call, which writes to an address."""
+    """llguidance. Before each text the matcher is reset, because a new matcher would lose the
+    cached states of the lexer. Masks are filled with llguidance's fastest call, which writes to an
+    address."""
 
     name = "llguidance"
 
@@ -144,7 +146,7 @@ class LLGuidance(_Walking):
 
     @staticmethod
     def tokenizer(vocabulary: TokenizerVocabulary) -> LLTokenizer:
-        """The vocabulary as a tokenizer of llguidance, with the default slices."""
+        """The vocabulary as a tokenizer of llguidance, with llguidance's default slices."""
         return LLTokenizer(TokenizerWrapper(_Tokens(vocabulary)))
 
     def _begin(self) -> tuple[Callable[[int], object], Callable[[], object]]:
@@ -157,8 +159,8 @@ class LLGuidance(_Walking):
     def walk_rounds(
         self, rounds: Sequence[Sequence[int]], clock: Callable[[], float] = _clock
     ) -> list[float]:
-        """Seconds of each round. In a round, the engine accepts all tokens of the round, then fills
-        the next mask."""
+        """Walks one text and returns the seconds of each round. In a round, the engine accepts one
+        or more tokens together, and then fills the next mask."""
         fill = self._begin()[1]
         accept = self._matcher.consume_tokens
         seconds = []

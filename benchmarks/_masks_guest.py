@@ -1,5 +1,5 @@
-"""Measures only our grammar engine: masks of a C file and of a substring, first masks, and the cost
-of further sequences."""
+"""Measures only our grammar engine: masks under a C grammar and under ``substring``, the time to a
+first mask, and the cost of another sequence."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _clock = time.perf_counter
 
 
 def c_file(world: World, fresh: int, passes: int) -> dict[str, float]:
-    """Microseconds of a mask in a C file (mean and 99th percentile), and of an append of a token
-    (mean). Each figure is the median of several passes."""
+    """Walks a C file under the grammar of C. Returns the microseconds to fill a mask (mean and 99th
+    percentile) and to append a token (mean). Each figure is the median over several passes."""
     tokens = world.tokens(C_FILE.read_text())
     tables = compile_grammar(library.grammar("c")).grammar.to_bytes()
     first, again, appends = [], [], []
@@ -48,7 +48,7 @@ def c_file(world: World, fresh: int, passes: int) -> dict[str, float]:
 def _walk(
     world: World, guest: GrammarInstance, tokens: list[int]
 ) -> tuple[list[float], list[float]]:
-    """Seconds of each mask of a text, and of each append of a token."""
+    """Walks a text. Returns the seconds to fill each mask, and the seconds to append each token."""
     into, place = world.mask(), guest.start()
     began = _clock()
     guest.mask(place, into)
@@ -67,8 +67,8 @@ def _walk(
 
 
 def substring(world: World, fresh: int) -> dict[str, float]:
-    """Microseconds of a step under the constraint ``substring`` of a text of 4 kB. The steps
-    generate parts of this text."""
+    """Microseconds of a step under the constraint ``substring``, whose argument is a text of 4 kB.
+    The walked texts are parts of this text."""
     text = (TEXTS / "harbour.txt").read_text()
     tables = compile_substring(text).to_bytes()
     parts = [world.tokens(text[at : at + 400]) for at in range(0, len(text) - 400, 331)]
@@ -90,10 +90,10 @@ def substring(world: World, fresh: int) -> dict[str, float]:
 
 
 def first_masks(world: World, times: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds from a constraint's argument to the constraint's first mask. The first dict has
-    the reported figures, the second dict a figure for each regular expression. Work that a worker
-    does only once is excluded. Each figure is the best of several runs with new ``Constraints``,
-    because other work on the machine slows most runs."""
+    """Measures the milliseconds from a constraint's start to its first mask. The first dict has the
+    reported figures. The second dict has the milliseconds for each regular expression. Work that a
+    worker does only once is excluded. Each time is the shortest of several runs with new
+    ``Constraints``, because other work on the machine slows most runs."""
     by_regex = {
         case.name: min(
             _first_mask(world, Constraints(world.engine, None), "regex", _wrapped(case.pattern, i))
@@ -128,8 +128,8 @@ def _wrapped(pattern: str, times: int) -> str:
 def _first_mask(
     world: World, constraints: Constraints, name: str, arg: str, after: str = ""
 ) -> float:
-    """Seconds from an argument to its first mask. Afterwards, the text ``after`` is processed
-    without timing, to fill the caches."""
+    """Seconds from the start of the constraint ``name`` with the argument ``arg`` to its first
+    mask. Then the text ``after`` is processed without timing, to fill the caches."""
     program = constraints.get(name)
     assert program is not None
     mask = world.mask()
@@ -155,10 +155,10 @@ def _round(controller: Controller, mask: memoryview) -> None:
 
 
 def sequences(world: World, count: int) -> dict[str, float]:
-    """The cost of another sequence under the C grammar, in time and in memory. The time, in
-    microseconds, ends with the sequence's first mask, which an earlier sequence has already
-    computed. The memory is the number of bytes by which the sandbox grows for a sequence in the
-    middle of a file."""
+    """Measures the cost of another sequence under the C grammar. ``sequence_start_us`` is the time
+    in microseconds from the sequence's start to its first mask. An earlier sequence has already
+    computed this mask. ``sequence_bytes`` is the number of bytes by which the sandbox's memory
+    grows for a sequence that has half of a C file."""
     constraints = Constraints(world.engine, None)
     program = constraints.get("yacc")
     assert program is not None

@@ -1,4 +1,5 @@
-"""Measures the overhead of our ``json_schema`` controller over llguidance alone."""
+"""Compares the time of our ``json_schema`` controller, which uses llguidance, with the time of
+llguidance alone."""
 
 from __future__ import annotations
 
@@ -45,20 +46,22 @@ SCHEMA = {
     "required": ["id", "name", "email", "born", "active", "balance", "tags", "address"],
     "additionalProperties": False,
 }
-"""The schema of a record of ``texts/records.json``."""
+"""The schema that each record of ``texts/records.json`` matches."""
 
 
 class Round(NamedTuple):
     """A round: tokens are appended, then a mask is requested."""
 
     appended: list[int]
-    """The tokens to append: none in the first round, later one sampled token or forced tokens."""
+    """The tokens to append. The first round has none. Each later round has one sampled token, or
+    one or more forced tokens."""
     masked: bool
-    """Whether a mask is the result. Otherwise further tokens are forced, or the text has ended."""
+    """Whether the round results in a mask. If not, the controller forces further tokens, or the
+    text has ended."""
 
 
 class Schemas:
-    """Our controller and llguidance. Both process the same records."""
+    """Measures our controller and llguidance with the same records."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -77,10 +80,10 @@ class Schemas:
         )
 
     def overhead(self, passes: int) -> dict[str, float]:
-        """Ratio of our time to llguidance's time for a round. A round accepts the appended tokens
-        and fills a mask. ``schema_overhead`` is measured over the rounds that end in a mask.
-        ``schema_overhead_forced`` is measured over all rounds, and includes the time in which our
-        controller computes forced tokens. The first pass fills caches. The median over the passes
+        """Measures the mean time of a round, and returns our time divided by llguidance's time.
+        ``schema_overhead`` counts only the rounds that end with a mask. ``schema_overhead_forced``
+        counts all rounds. So it also counts the rounds in which our controller computes forced
+        tokens. The first pass is slower, because it fills caches. The median over all passes
         removes the effect of this pass."""
         texts = [self._rounds(text) for text in self._texts]
         masked = [one.masked for rounds in texts for one in rounds]
@@ -114,7 +117,9 @@ class Schemas:
             appended = list(answer.tokens) if answer.action is Action.SPLICE else tokens[:1]
             written = self._world.vocabulary.bytes_of(appended)
             if not written or not text.startswith(written):
-                raise SystemExit(f"the schema forces {written!r}, but the text has {text!r}")
+                raise SystemExit(
+                    f"the schema forces {written!r}, but the text continues with {text!r}"
+                )
             text = text[len(written) :]
 
     def _walk(self, rounds: list[Round]) -> list[float]:

@@ -63,12 +63,12 @@ class World:
 
 
 def p99(seconds: Sequence[float]) -> float:
-    """The 99th percentile."""
+    """The 99th percentile of times."""
     return sorted(seconds)[-(-99 * len(seconds) // 100) - 1]
 
 
 def steady_us(passes: Sequence[Sequence[float]]) -> float:
-    """For each step, takes the median of its times in all passes. Returns the mean of these
-    medians, in microseconds. The median removes the effect of other load, which affects different
-    steps in each pass."""
+    """All passes have the same steps. For each step, takes the median of its times in all passes.
+    Returns the mean of these medians, in microseconds. The medians remove the effect of other load,
+    which slows different steps in each pass."""
     return statistics.mean(map(statistics.median, zip(*passes, strict=True))) * MICRO

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCAB = 32_000
 SPACE = "\u0120"
-"""The space in the vocabulary of a byte-level tokenizer."""
+"""The character that stands for a space in the vocabulary of a byte-level tokenizer."""
 
 
 def llama(**changes: Any) -> Any:
@@ -38,11 +38,12 @@ def llama(**changes: Any) -> Any:
 
 def llama_folder(folder: Path, eos: bool = True, words: bool = False, **changes: Any) -> Path:
     """Writes the Llama as a checkpoint with a byte-level tokenizer. Without ``eos``, the tokenizer
-    has no end-of-sequence token, so that a stream under a regex reaches its limit.
+    does not have an end-of-sequence token. A stream under a regex then always reaches
+    ``max_tokens``.
 
     By default, tokens above 256 are pairs of bytes, which the tokenizer never produces. With
-    ``words``, these tokens are words of up to four letters with a space before them. Sampled text
-    then has the same tokens if it is tokenized again.
+    ``words``, these tokens are words of up to four letters with a space before them. If sampled
+    text is then tokenized again, it has the sampled tokens.
     """
     llama(eos_token_id=0 if eos else None, **changes).save_pretrained(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

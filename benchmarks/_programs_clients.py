@@ -18,14 +18,15 @@ RATINGS = ("sure", "likely", "unlikely", "impossible")
 
 
 async def best_of_n(door: Door[Text], prompt: Text, n: int, tokens: int) -> Text:
-    """The completion with the highest mean log-probability."""
+    """Samples ``n`` completions. Returns the completion with the highest mean log-probability of a
+    token."""
     wanted = Wanted(tokens, logprobs=True)
     found = await asyncio.gather(*(door.complete(prompt, wanted) for _ in range(n)))
     return max(found, key=lambda one: sum(one.logprobs) / len(one.logprobs)).text
 
 
 async def beam_search(door: Door[Text], prompt: Text, width: int, tokens: int) -> Text:
-    """The likeliest text of a beam search."""
+    """Runs a beam search. Returns the most likely text."""
     beams = [(0.0, door.words.encode(""))]
     for step in range(tokens):
         wanted = Wanted(1, top=width)
@@ -69,7 +70,8 @@ async def _line(door: Door[Text], text: Text, begin: str, tokens: int) -> Text:
 
 
 class _Line:
-    """A line of a tree search: a node of its tree (``programs/tree_search.py``)."""
+    """A node of the tree of ``tree_search``. A node is a line of text; compare
+    ``programs/tree_search.py``."""
 
     def __init__(self, text: Any, parent: _Line | None = None) -> None:
         self.parent = parent
@@ -81,8 +83,8 @@ class _Line:
         self.sum = 0.0
 
     def promise(self) -> float:
-        """The priority of the line in the search. It is the mean rating of the texts that contain
-        the line, plus a bonus that shrinks with the number of tries."""
+        """The priority of the line in the search: the mean rating of the texts that contain the
+        line, plus a bonus. The bonus shrinks when the number of tries grows."""
         return (self.sum + (self.parent.tries if self.parent else 0) ** 0.5) / self.tries
 
     def path(self) -> list[_Line]:
@@ -100,7 +102,7 @@ async def tree_search(
     depth: int,
     tokens: int,
 ) -> Text:
-    """The best text of a Monte Carlo tree search."""
+    """Runs a Monte Carlo tree search. Returns the text with the highest rating."""
     empty = door.words.encode("")
     root, best, best_rating = _Line(empty), _Line(empty), -1.0
     root.written.set()

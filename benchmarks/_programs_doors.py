@@ -20,18 +20,18 @@ from tokenizers import Tokenizer
 TEMPERATURE = 0.8
 
 Text = TypeVar("Text", list[int], str)
-"""A text as a client stores it: token ids or a string."""
+"""The type of a client's texts: token ids or a string."""
 
 
 class Completed(NamedTuple, Generic[Text]):
     """A completion."""
 
     text: Text
-    """The new text. If ``Wanted.line`` is set, the line end is not included."""
+    """The generated text. If ``Wanted.line`` is set, the text does not include the line end."""
     logprobs: list[float]
-    """The log-probability of each token, if requested."""
+    """The log-probability of each generated token, if the request asks for log-probabilities."""
     top: list[tuple[Text, float]]
-    """The likeliest first tokens with their log-probabilities, if requested."""
+    """The most likely first tokens with their log-probabilities, if the request asks for them."""
 
 
 class Wanted(NamedTuple):
@@ -43,11 +43,11 @@ class Wanted(NamedTuple):
     """Whether the completion ends before the first line end."""
     logprobs: bool = False
     top: int = 0
-    """Number of likeliest first tokens to report."""
+    """Number of most likely first tokens that the server reports."""
     choice: Sequence[str] = ()
     """The texts from which the model chooses; empty if any text is allowed."""
     schema: Mapping[str, Any] | None = None
-    """The JSON schema of the text."""
+    """The JSON schema that the text must match; None if any text is allowed."""
 
 
 class Coding(Protocol[Text]):
@@ -59,7 +59,7 @@ class Coding(Protocol[Text]):
 
 
 class Door(Protocol[Text]):
-    """A server that completes prompts."""
+    """A client of a server that completes prompts."""
 
     @property
     def words(self) -> Coding[Text]: ...
@@ -105,7 +105,7 @@ class Words:
         return self._ids[text]
 
     def line(self, tokens: list[int]) -> list[int]:
-        """The tokens before the first line end."""
+        """The tokens before the first line end, or all tokens if there is no line end."""
         end = tokens.index(self._line_end) if self._line_end in tokens else len(tokens)
         return tokens[:end]
 
@@ -119,7 +119,8 @@ class Http:
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The answer to a JSON body. Raises RuntimeError if its status is not 200."""
+        """Sends a JSON body and returns the decoded answer. Raises RuntimeError if the answer's
+        status is not 200."""
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
         message = f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
@@ -155,7 +156,7 @@ class Http:
 
 
 def _common_fields(prompt: list[int], wanted: Wanted) -> dict[str, Any]:
-    """The fields that a request has at both servers."""
+    """The fields that requests to both servers have."""
     stop = {"stop": ["\n"]} if wanted.line else {}
     return {"prompt": prompt, "temperature": TEMPERATURE, "ignore_eos": True, **stop}
 

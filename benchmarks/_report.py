@@ -7,7 +7,8 @@ import json
 
 
 def arguments(what: str | None, **numbers: int) -> argparse.Namespace:
-    """Parses the command line of a benchmark. ``numbers``: further options and their defaults."""
+    """Parses the command line of a benchmark. ``numbers`` has the names of further options, whose
+    values are integers, and their defaults."""
     parser = argparse.ArgumentParser(description=what)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="run a shorter measurement")
@@ -17,7 +18,7 @@ def arguments(what: str | None, **numbers: int) -> argparse.Namespace:
 
 
 def report(results: dict[str, float], notes: dict[str, str], as_json: bool) -> None:
-    """Prints the results. ``notes`` has the meaning and the target of each result."""
+    """Prints the results. ``notes`` describes each result, and says its target if it has one."""
     if as_json:
         print(json.dumps({name: round(value, 4) for name, value in results.items()}))
         return

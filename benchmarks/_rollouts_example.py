@@ -1,10 +1,11 @@
-"""A trainer's loop in 60 lines: groups of samples, a verifier, and new weights over the bus.
+"""A trainer in 60 lines. In each step it samples a group, rates the samples, and sends new weights
+over the bus.
 
     tokenbus up
     python benchmarks/_rollouts_example.py
 
-The loss is that of REINFORCE with the mean reward of a group as the baseline. ``rollouts.py`` has a
-loop for GRPO, in which the rollouts overlap with the training steps.
+The loss is that of REINFORCE. The baseline is the mean reward of the group. In the trainer of
+``rollouts.py``, which uses GRPO, the rollouts overlap with the training steps.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def reward_of(text: str) -> float:
 
 
 def main() -> None:
-    """Makes ``STEPS`` training steps, and prints the mean reward of each."""
+    """Makes ``STEPS`` training steps, and prints the mean reward before each step."""
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

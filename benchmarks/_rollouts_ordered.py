@@ -2,9 +2,9 @@
 
 A program stops each sample at a position that depends only on the number of the group. When all
 live samples have reached their positions and the trainer has made its step, the weights change
-and the samples continue. So in each run, a given token is sampled with the same version of the
-weights. A step uses the groups of one batch, in the order of their numbers, and overlaps with the
-samples of the next batch.
+and the samples continue. So every run samples a given token with the same version of the weights. A
+step uses the groups of one batch, in the order of their numbers. The trainer makes this step while
+the workers sample the next batch.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Curve:
     """The loss of each step of the trainer."""
     kills: int = 0
     streams: int = 0
-    """Number of live streams at the updates, summed over all updates."""
+    """The sum, over all updates of the weights, of the number of streams that were running."""
 
 
 class OrderedGroup:
-    """A group whose samples wait at a position for new weights."""
+    """A group whose samples stop at a position and wait there for new weights."""
 
     def __init__(self, client: AsyncClient, trainer: Trainer, number: int) -> None:
         self._prompt = trainer.prompt(PROMPTS[number % len(PROMPTS)])
@@ -59,7 +59,7 @@ class OrderedGroup:
         )
 
     async def reach(self) -> None:
-        """Waits until all samples have reached the position."""
+        """Waits until all samples have reached their position."""
         async for entry in self._stream:
             if entry.waiting:
                 samples = self._stream.sequences
@@ -78,7 +78,8 @@ class OrderedGroup:
 async def run_ordered(
     system: System, updates: int, counts: Counter[str], compared: Compared
 ) -> Curve:
-    """Runs the loop with a new trainer, and compares the log-probabilities of all tokens."""
+    """Runs the loop with a new trainer. Then compares the sampler's log-probabilities of all tokens
+    with the trainer's."""
     trainer, curve = Trainer(compared), Curve()
     trained: list[Group] = []
     step: asyncio.Task[float] | None = None

@@ -1,5 +1,5 @@
-"""The system of ``rollouts.py``: three GPU workers, one of which is killed every ten seconds, and
-the workers that programs need."""
+"""The system of ``rollouts.py``: three GPU workers, and the workers that programs need. Every ten
+seconds, one of the GPU workers is killed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tokenbus.protocol.messages import WorkerStatus
 
 WORKERS = 3
 GROUPS = 8
-"""Number of groups that are live at a time. One step of the trainer uses the same number."""
+"""Number of groups that are sampled at a time. It is also the number of groups of a training
+step."""
 SAMPLES = 8
 """Number of samples of a group."""
 NEW = 64
@@ -36,7 +37,7 @@ SETTINGS = {
 
 @contextmanager
 def started() -> Iterator[System]:
-    """A system whose GPU workers have one thread each."""
+    """Starts the system. Each GPU worker has one thread."""
     with (
         tempfile.TemporaryDirectory() as folder,
         System(
@@ -51,7 +52,8 @@ def started() -> Iterator[System]:
 
 
 class Killer:
-    """Kills a GPU worker every ``KILL_EVERY_S``, if another worker has the current weights."""
+    """Kills a GPU worker every ``KILL_EVERY_S``, or later if fewer than two workers have the
+    current weights."""
 
     def __init__(self, system: System, client: AsyncClient) -> None:
         self._system = system
@@ -59,7 +61,7 @@ class Killer:
         self.kills = 0
 
     async def wait(self) -> None:
-        """Waits until all workers are ready."""
+        """Waits until all GPU workers and the state worker are ready."""
         while len(await self._ready("gpu")) < WORKERS or not await self._ready("state"):
             await asyncio.sleep(0.2)
 

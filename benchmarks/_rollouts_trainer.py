@@ -1,8 +1,8 @@
 """A GRPO trainer in plain torch, for the embedded model.
 
-Source: Shao et al., "DeepSeekMath", 2024: the advantage of a sample is its reward compared with the
-rewards of its group. The ratio in the loss is the trainer's probability of a token, divided by the
-sampler's.
+Source: Shao et al., "DeepSeekMath", 2024: the advantage of a sample is its reward minus the group's
+mean reward, divided by the group's standard deviation. The ratio in the loss is the trainer's
+probability of a token, divided by the sampler's probability.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RATE = 1e-3
 
 
 def reward_of(text: str) -> float:
-    """The verifier: the share of a text's characters that are brackets with a partner."""
+    """The verifier: the share of a text's characters that are parentheses with a partner."""
     depth = pairs = 0
     for character in text:
         if character == "(":
@@ -52,11 +52,11 @@ class Compared:
     differing: int = 0
     """Number of tokens whose log-probabilities differ in any bit."""
     kl: float = 0.0
-    """The sum of the estimates of the KL divergence of each token (k3 of Schulman)."""
+    """The sum, over all tokens, of an estimate of the KL divergence (k3 of Schulman)."""
 
 
 class Trainer:
-    """The model that is trained, and all versions of its weights so far."""
+    """The trained model, and all versions of its weights so far."""
 
     def __init__(self, compared: Compared) -> None:
         """``compared`` collects the results of ``compare``."""
@@ -80,8 +80,8 @@ class Trainer:
         group.rewards = [reward_of(text) for text in texts]
 
     def step(self, groups: list[Group]) -> float:
-        """Makes one step of the optimizer over all samples of the groups, which results in a new
-        version of the weights. Returns the loss before the step."""
+        """Makes one step of the optimizer over all samples of the groups, and stores the new
+        weights as a version. Returns the loss before the step."""
         count, total = sum(len(group.samples) for group in groups), 0.0
         self._optimizer.zero_grad()
         for group in groups:
@@ -98,8 +98,9 @@ class Trainer:
         return save(self._versions[-1])
 
     def compare(self, group: Group) -> None:
-        """Compares the log-probability of each token with a plain forward over the whole text. The
-        forward uses the version of the weights that sampled the token (``sample.spans``)."""
+        """Compares the sampler's log-probability of each token with that of a plain forward over
+        the whole text. The forward uses the version of the weights with which the token was sampled
+        (``sample.spans``)."""
         for sample in group.samples:
             starts = [start for start, _ in sample.spans] + [len(sample.tokens)]
             for number, (start, span) in enumerate(sample.spans):

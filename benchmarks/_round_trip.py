@@ -18,7 +18,7 @@ from pathlib import Path
 import zmq
 
 BODY = bytes(64)
-"""A body that is about as large as an operation on a variable."""
+"""The body of each message. It is about as large as the body of an operation on a variable."""
 
 
 def round_trip_us(folder: Path, times: int = 2_000) -> float:
@@ -57,7 +57,9 @@ def round_trip_us(folder: Path, times: int = 2_000) -> float:
 
 
 def _relay(front: str, back: str) -> None:
-    """Forwards messages from the front to the echo process that announced itself last, and back."""
+    """Forwards messages from the front socket to an echo process, and the answers to the front
+    socket. If several echo processes have announced themselves, the last one receives the
+    messages."""
     context = zmq.Context()
     clients, workers = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
     clients.bind(front)

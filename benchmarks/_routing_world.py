@@ -1,6 +1,8 @@
-"""Simulates eight workers without a model, with the real broker core and real block managers.
+"""Simulates a system with eight workers that do not run a model. The broker's core and the workers'
+block managers are real.
 
-Time is simulated too. An arrival, a worker's step and a tick are events in one queue.
+Time is also simulated: arrivals of requests, ends of steps and ticks of the broker are events in
+one queue.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ MODEL = "m"
 WORKERS = 8
 BLOCK_SIZE = 16
 NUM_BLOCKS = 4_096
-"""Number of blocks of a worker: 65,520 tokens, or 8 GB of KV cache for a model of 8B."""
+"""Number of blocks of a worker. They hold 65,520 tokens; for a model of 8 billion parameters, this
+is a KV cache of 8 GB."""
 BATCHED_TOKENS = 2_048
 PREFILL_S = 1 / 16_000
-"""Seconds to compute a prompt token."""
+"""Time to compute one prompt token, in seconds."""
 STEP_S = 0.012
-"""Seconds of a step without prompt tokens, in which the weights are read once."""
+"""Time of a step without prompt tokens, in seconds. Such a step reads the weights once."""
 MAX_RUNNING = 64
 PAGES_EVERY_S = 0.1
 TICK_S = 0.25
@@ -65,7 +68,7 @@ class _Sequence:
 
 class SimulatedWorker:
     """A worker with continuous batching, chunked prefill and prefix reuse. The time of a prefill is
-    proportional to its tokens."""
+    proportional to the number of computed tokens."""
 
     def __init__(self, number: int) -> None:
         self.number, self.peer = number, b"\0w%d" % number
@@ -78,7 +81,8 @@ class SimulatedWorker:
         self.reported_at = 0.0
 
     def schedule(self) -> tuple[list[tuple[_Sequence, int]], float]:
-        """The number of tokens of each sequence in the next step, and the seconds of the step."""
+        """Returns the next step's sequences, each with its number of tokens, and the duration of
+        the step in seconds."""
         room, chunks = BATCHED_TOKENS, []
         for sequence in self.running:
             wanted = len(sequence.tokens) - sequence.computed
@@ -111,8 +115,8 @@ class SimulatedWorker:
         return self.blocks.reserve(sequence.table, sequence.computed, end) is not None
 
     def finish(self, chunks: list[tuple[_Sequence, int]], now: float) -> list[_Sequence]:
-        """Ends a step. Appends a token to each sequence whose tokens are all computed. Returns the
-        ended sequences."""
+        """Ends a step. If all tokens of a sequence are computed, a new token is appended. Returns
+        the ended sequences."""
         ended = []
         for sequence, count in chunks:
             sequence.computed += count
@@ -122,7 +126,7 @@ class SimulatedWorker:
             stream = sequence.stream
             stream.first_token = stream.first_token or now
             generated = len(sequence.tokens) - len(stream.prompt)
-            # The token depends only on the text, as with a greedy model.
+            # As with greedy sampling, the token depends only on the text.
             sequence.tokens.append((sequence.tokens[-1] * 31 + len(sequence.tokens)) % 50_000)
             if generated + 1 >= stream.num_output:
                 self.blocks.free(sequence.table)
@@ -165,7 +169,7 @@ class RoutingWorld:
         heapq.heappush(self._events, (when, next(self._count), what))
 
     def run(self) -> None:
-        """Runs until all streams have ended and the queue has no further arrival."""
+        """Handles events until all streams have ended and no request is still to arrive."""
         self._tick()
         while self._events:
             self.now, _, what = heapq.heappop(self._events)
@@ -183,7 +187,7 @@ class RoutingWorld:
 
     @property
     def prefilled(self) -> int:
-        """Number of computed prompt tokens."""
+        """Number of prompt tokens that all workers have computed."""
         return sum(worker.prefilled for worker in self.workers.values())
 
     # --- events ---------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Measures the broker's core without sockets, with many workers and live streams.
+"""Measures the broker's core, without sockets, in systems with many workers and streams.
 
 All measured systems have the same number of clients. Each worker has streams of ten clients. The
-message of a step has one token for each of the ten clients. Small and large systems therefore
-differ only in the size of their tables.
+TOKEN message of a worker's step has one token for each of the ten clients. So small and large
+systems differ only in the size of their tables.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tokenbus.protocol.worker_messages import Heartbeat, Register
 SESSIONS = 1_000
 """Number of clients."""
 GROUP = 10
-"""Number of clients whose streams a worker has."""
+"""Number of clients that have streams on a worker."""
 PASS = 64
-"""Number of messages that one call of the core handles, as in the server."""
+"""Number of messages that the core handles in one call. The server uses the same number."""
 PROMPT = b"".join(n.to_bytes(4, "little") for n in range(1000, 1256))
 """A prompt of 256 tokens, as an attachment."""
 MICRO = 1e6
@@ -79,8 +79,9 @@ class World:
     # --- measurements ---------------------------------------------------------------------------
 
     def token_us(self, messages: int, runs: int = 5) -> float:
-        """Microseconds of CPU time to route the message of a step. The result is the minimum of
-        several runs of ``messages`` messages from random workers."""
+        """Microseconds of CPU time to route the TOKEN message of one step. In each of several runs,
+        the core routes ``messages`` messages from random workers. The result is the minimum over
+        the runs of the mean time."""
         workers = self._workers()
         found = []
         for _ in range(runs):
@@ -91,8 +92,9 @@ class World:
         return min(found)
 
     def churn_us(self, times: int, runs: int = 5) -> tuple[float, float]:
-        """Microseconds of CPU time to begin a request, and to end a request. Each is the minimum of
-        several runs, in which as many random requests end as begin."""
+        """Microseconds of CPU time to begin a request, and to end a request. In each of several
+        runs, random requests end and the same number of requests begin. Each result is the minimum
+        over the runs."""
         begin, end = [], []
         sessions = list(self.broker.state.sessions)
         for _ in range(runs):
@@ -147,9 +149,9 @@ class World:
     # --- parts of a measurement -----------------------------------------------------------------
 
     def pass_time(self, seconds: float, beats: bool = True) -> list[float]:
-        """Advances the simulated time by ``seconds``, and runs the ticks in this time, as the
-        server does. Returns the milliseconds of each tick. ``beats``: whether all workers and
-        clients report first that they are alive."""
+        """Advances the simulated time by ``seconds``. Ticks run in this time at the same intervals
+        as in the server. Returns the milliseconds of CPU time of each tick. With ``beats``, all
+        workers and clients first report that they are alive."""
         found = []
         until = self.now + seconds
         if beats:
@@ -198,8 +200,9 @@ class World:
             self.broker.on_client(peer, [b"HELLO", body], self.now)
 
     def _session_of(self, worker: int, turn: int) -> Session:
-        """The session that begins the next stream of a worker. ``worker``: the number of the worker
-        that the broker is expected to choose. ``turn``: number of the worker's earlier streams."""
+        """The session that begins the next stream of a worker. ``worker`` is the number of the
+        worker that the broker will presumably choose. ``turn`` is the number of streams that this
+        worker already has."""
         peer = self._peers[(worker * GROUP + turn % GROUP) % SESSIONS]
         return self.broker.state.sessions.by_peer[peer]
 
@@ -216,7 +219,8 @@ class World:
         self.broker.on_clients(self._requests(sessions), self.now)
 
     def _step_of(self, worker: Worker) -> bytes:
-        """The message of a worker's step: one token for each client."""
+        """The TOKEN message of a worker's step. It has one token for each of the worker's
+        clients."""
         by_session: dict[int, list[Token]] = {}
         for request in worker.requests.values():
             if len(by_session) == GROUP:

@@ -1,4 +1,4 @@
-"""Measures systems with 1, 2, 4 and 8 GPU workers with a simulated GPU (``_standin_gpu.py``)."""
+"""Measures systems with 1, 2, 4 and 8 GPU workers. The GPUs are simulated (``_standin_gpu.py``)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CONSTRAINT: GenerateOptions = {"controller": "regex", "controller_arg": r"([a-z]
 
 
 def throughputs(steps: int, streams: int) -> dict[int, float]:
-    """Tokens per second for each number of GPU workers. Each worker has ``streams`` streams, and
-    half of the streams have a constraint."""
+    """For each number of GPU workers: the tokens per second of the whole system. Each worker has
+    ``streams`` streams. Half of the streams have a constraint."""
     with tempfile.TemporaryDirectory(prefix="tb-bench-") as name:
         model = llama_folder(Path(name) / "model", eos=False)
         found = {}
@@ -32,7 +32,8 @@ def throughputs(steps: int, streams: int) -> dict[int, float]:
 
 
 def _tokens_per_s(client: Client, streams: int, new: int) -> float:
-    """Tokens per second of all streams together, while all of them run."""
+    """Tokens per second of all streams together. The clock starts when each stream has its first
+    token."""
     options: GenerateOptions = {"max_tokens": new, "ignore_eos": True, "timeout_s": 600}
     steered: GenerateOptions = {**options, **CONSTRAINT}
     begun = [

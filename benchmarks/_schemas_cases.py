@@ -21,15 +21,14 @@ class Case(NamedTuple):
 
 
 def read_cases(archive: Path, max_cases: int) -> list[Case]:
-    """The cases of an archive; at most ``max_cases`` random cases, which are the same in each run.
+    """Reads up to ``max_cases`` random cases of an archive. The choice is the same in each run.
 
     A case is a file of MaskBench (guidance-ai/jsonschemabench, ``maskbench/data``): an object with
-    ``schema`` and ``tests``, and each test has ``data`` and ``valid``. Exits if the archive is
-    missing.
+    ``schema`` and ``tests``. Each test has ``data`` and ``valid``. Exits if the archive is missing.
     """
     if not archive.exists():
         raise SystemExit(
-            f"{archive} is missing; give a .tar.gz of MaskBench's files (guidance-ai/"
+            f"{archive} does not exist; give a .tar.gz of MaskBench's files (guidance-ai/"
             "jsonschemabench on GitHub, maskbench/data) with --maskbench PATH"
         )
     cases = []

@@ -1,5 +1,5 @@
 """Compares our controller ``json_schema``, which uses llguidance, with llguidance alone. The
-texts that each accepts under a schema are compared, and the times of the masks."""
+comparison has two parts: which texts are accepted under a schema, and how long masks take."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from tokenbus.workers.controller.backends.llguidance.spacing import spaced_schem
 from tokenbus.workers.controller.interface import Action, Controller
 
 FIRSTS = 3
-"""Number of times that the first mask of each schema is computed."""
+"""Number of times that each engine computes the first mask of a schema."""
 MAX_TOKENS = 1024
-"""``max_tokens`` of the sequences whose first masks are timed. The shortest value of a schema must
-have at most this number of tokens. If the schema does not show this directly, our controller
-searches for the shortest value before the first mask."""
+"""``max_tokens`` of the sequences whose first masks are timed. Our controller refuses a schema
+whose shortest value has more tokens. If it cannot read this from the schema directly, it searches
+for the shortest value before the first mask."""
 
 _clock = time.perf_counter
 _cpu_clock = time.thread_time
-"""Clock with the CPU time of this thread, which other load does not affect."""
+"""A clock that counts this thread's CPU time, which other load hardly affects."""
 
 
 class Judged(NamedTuple):
-    """The results of one engine for one schema: whether the schema compiles, and the numbers of
-    texts that are judged wrongly."""
+    """The results of one engine for one schema: whether the engine compiles the schema, the number
+    of valid texts that it refuses, and the number of invalid texts that it accepts."""
 
     compiled: bool
     refused_valid: int = 0
@@ -55,12 +55,11 @@ class MaskFigures:
     ours: list[Judged] = field(default_factory=list)
     theirs: list[Judged] = field(default_factory=list)
     steps: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
-    """Seconds of each round of the valid texts that ends with a mask, for our controller and for
-    llguidance."""
+    """Seconds of each round of valid texts, in two lists: for our controller and for llguidance.
+    Rounds that do not end with a mask are left out."""
     firsts: list[tuple[float, float, bool]] = field(default_factory=list)
-    """Seconds from a schema to its first mask, for our controller and for llguidance, and whether
-    our controller compiled the schema in its own process. A schema that may be expensive is
-    compiled in a separate process."""
+    """For each schema: the seconds to the first mask of our controller, the seconds to that of
+    llguidance, and the result of ``_is_at_once``."""
 
     def add(self, other: MaskFigures) -> None:
         """Adds the results of other cases."""
@@ -96,8 +95,7 @@ class MaskFigures:
 
 
 class Masks:
-    """Runs each case that is added with our controller and with llguidance, and collects the
-    results."""
+    """Runs cases with our controller and with llguidance, and collects the results."""
 
     def __init__(self, world: World, program: JsonSchemaProgram) -> None:
         self._world = world
@@ -107,15 +105,15 @@ class Masks:
         self.figures = MaskFigures()
 
     def add(self, case: Case) -> None:
-        """Runs one case with our controller and with llguidance, which take turns in running
-        first."""
+        """Runs one case with our controller and with llguidance. In every second case, llguidance
+        runs first."""
         schema = json.dumps(case.schema)
         order = (True, False) if len(self.figures.ours) % 2 else (False, True)
         first = self._firsts_of(case.schema, order)
         texts = [(text.encode(), valid) for text, valid in case.texts]
-        # With ``MAX_TOKENS``, our controller refuses a schema whose shortest value has more tokens.
-        # Such a schema counts as compiled if the controller accepts it with the ``max_tokens`` of
-        # ``World.host``.
+        # If the shortest value of a schema has more than ``MAX_TOKENS`` tokens, ``_firsts_of`` does
+        # not return a time for our controller. The schema still counts as compiled if the
+        # controller accepts it with the larger ``max_tokens`` of ``World.host``.
         for judged, accepts, compiled in (
             (self.figures.ours, self._accepts, first[True] is not None or self._compiles(schema)),
             (self.figures.theirs, self._accepts_alone, first[False] is not None),
@@ -131,8 +129,8 @@ class Masks:
         both = [text for text, valid in texts if valid and self._accepts_alone(schema, text)]
         rounds = [one for text in both if (one := self._rounds(schema, text))]
         grammar = LLGuidance(self._tokenizer, self._world.vocabulary, _grammar(schema))
-        # This walk is not timed. It creates the states of llguidance's lexer. Our controller's
-        # lexer already has its states, which ``_rounds`` has created.
+        # This walk is not timed. It creates the states of llguidance's lexer. ``_rounds`` has
+        # already created the states of our controller's lexer.
         for one in rounds:
             grammar.walk_rounds([step.appended for step in one])
         for one in rounds:
@@ -160,10 +158,10 @@ class Masks:
         return True
 
     def _firsts_of(self, schema: Any, order: tuple[bool, ...]) -> dict[bool, float | None]:
-        """Seconds to the first mask of our controller (True) and of llguidance (False). Each is the
-        minimum of ``FIRSTS`` runs, because other load adds time. Each run has a different comment
-        in the schema, because an equal schema is not compiled again. The clock counts CPU time,
-        unless our controller compiles the schema in a separate process."""
+        """Seconds from a schema to its first mask, for our controller (True) and for llguidance
+        (False). None if the schema is refused. Each time is the minimum of ``FIRSTS`` runs, because
+        other load can only add time. Equal schemas are compiled only once, so each run has a
+        different comment in the schema. If ``_is_at_once``, the times are CPU times."""
         found: dict[bool, list[float]] = {True: [], False: []}
         clock = _cpu_clock if _is_at_once(schema) else _clock
         for number in range(FIRSTS):
@@ -208,8 +206,8 @@ class Masks:
             return False
 
     def _rounds(self, schema: str, text: bytes) -> list[Step]:
-        """The rounds in which our controller would generate ``text``. Forced tokens are appended in
-        one round. The list is empty if the text is refused."""
+        """The rounds in which our controller would generate ``text``. Consecutive forced tokens are
+        appended in one round. The list is empty if the controller refuses the text."""
         controller = self._start(schema)
         rounds: list[Step] = []
         appended: list[int] = []
@@ -270,9 +268,11 @@ class Step(NamedTuple):
     """A round: tokens are appended, then a mask is requested."""
 
     appended: list[int]
-    """The tokens to append: none in the first round, later one sampled token or forced tokens."""
+    """The tokens to append. The first round has none. Each later round has one sampled token, or
+    one or more forced tokens."""
     masked: bool
-    """Whether a mask is the result. Otherwise further tokens are forced, or the text has ended."""
+    """Whether the round results in a mask. If not, the controller forces further tokens, or the
+    text has ended."""
 
 
 def _judged(compiled: bool, texts: list[tuple[bool, bool]]) -> Judged:
@@ -284,8 +284,9 @@ def _judged(compiled: bool, texts: list[tuple[bool, bool]]) -> Judged:
 
 
 def _is_at_once(schema: Any) -> bool:
-    """Whether our controller compiles a schema in its own process, and does not search for the
-    shortest value if ``max_tokens`` is ``MAX_TOKENS``."""
+    """Whether our controller compiles a schema in its own process, and finds without a search that
+    the shortest value has less than ``MAX_TOKENS`` tokens. Our controller compiles a schema in a
+    separate process if compiling may be expensive."""
     least = least_bytes(schema)
     return is_plain(json.dumps(schema), schema) and least is not None and least < MAX_TOKENS
 

@@ -1,5 +1,5 @@
-"""Generates random texts under the masks of schemas, and checks that the texts are valid. Each
-generation of a text is a *walk*."""
+"""Generates random texts under the masks of schemas, and checks that the texts are valid. The
+generation of one text is a *walk*."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tokenbus.workers.controller.backends.llguidance.schema_and_lark import Json
 from tokenbus.workers.controller.interface import Action
 
 MAX_TOKENS = 400
-"""The largest ``max_tokens`` of a walk. The smallest is the number of tokens of the schema's
-shortest value."""
+"""The largest ``max_tokens`` of a walk. The smallest ``max_tokens`` is the number of tokens of the
+schema's shortest value."""
 
 HUGE = 10**400
 """Replaces a number that is too large for a float."""
@@ -40,21 +40,21 @@ class WalkFigures:
     """Number of walks whose text is valid."""
     tokens: int = 0
     closed: int = 0
-    """Number of walks whose text the controller completed itself, so that the text ends within
-    ``max_tokens``."""
+    """Number of walks whose text the controller completed itself. It does this so that the text
+    ends within ``max_tokens``."""
     taken_back: int = 0
-    """Number of tokens that were removed by backtracks."""
+    """Number of tokens that backtracks have removed."""
     backtracks: int = 0
-    """Number of backtracks."""
+    """Number of times that the controller has removed tokens."""
     longer: int = 0
-    """Number of schemas without walks, because their shortest value has more than ``MAX_TOKENS``
-    tokens."""
+    """Number of schemas whose shortest value has more than ``MAX_TOKENS`` tokens. They do not have
+    walks."""
     seconds: float = 0.0
     """CPU time in which the controller computes how to close texts, in seconds."""
     failures: dict[str, str] = field(default_factory=dict)
-    """The error of a failed walk, by the name of its schema."""
+    """For the name of a schema: the error of its last failed walk."""
     exceptions: dict[str, str] = field(default_factory=dict)
-    """By the name of a schema: the reason why the controller cannot complete the schema's texts
+    """For the name of a schema: the reason why the controller cannot complete the schema's texts
     within ``max_tokens``."""
 
     def add(self, other: WalkFigures) -> None:
@@ -85,7 +85,7 @@ class WalkFigures:
 
 
 class Walks:
-    """Runs the walks of each schema that is added, and collects the results."""
+    """Runs the walks of schemas, and collects the results."""
 
     def __init__(self, world: World, program: JsonSchemaProgram) -> None:
         self._world = world
@@ -112,7 +112,8 @@ class Walks:
             return
         schema = _exact(arg)
         kind = jsonschema.validators.validator_for(schema)
-        # Without formats, all parts of a ``oneOf`` that differ in their formats would match.
+        # If formats were not checked, a text could match two parts of a ``oneOf`` that differ only
+        # in their formats, and would be invalid.
         validator = kind(schema, format_checker=kind.FORMAT_CHECKER)
         for number in range(count):
             rng = random.Random(number)
@@ -125,8 +126,9 @@ class Walks:
                 self.figures.whole += 1
 
     def _minimum(self, arg: str) -> int | None:
-        """The number of tokens of the shortest value. Also checks that the error for a smaller
-        ``max_tokens`` names this number."""
+        """The number of tokens of the schema's shortest value; None if the controller does not find
+        it. Also checks that a smaller ``max_tokens`` is refused with an error that contains this
+        number."""
         host = self._world.host(arg)
         shortest = self._program.start(host).shortest
         if shortest is None:
@@ -138,13 +140,13 @@ class Walks:
             refused = error.message
         if f"takes {minimum} tokens" not in refused:
             raise SystemExit(
-                f"expected that max_tokens {minimum - 1} is refused with the minimum of {minimum}; "
+                f"expected an error for max_tokens {minimum - 1} with the minimum of {minimum};  "
                 f"the error is {refused!r}"
             )
         return minimum
 
     def _walk(self, arg: str, limit: int, rng: random.Random, validator: Any) -> str:
-        """The reason why the text of a walk is not valid; empty if it is valid."""
+        """Runs a walk. Returns the reason why its text is not valid; empty if the text is valid."""
         controller = self._program.start(replace(self._world.host(arg), max_tokens=limit))
         controller.init_prompt([1])
         self._measure(controller)
@@ -168,7 +170,8 @@ class Walks:
         return "" if end != "cut" else "the controller reports the text as cut"
 
     def _sampled(self, controller: MatcherController, limit: int, rng: random.Random) -> list[int]:
-        """The tokens of a sequence whose tokens are chosen at random from the masks."""
+        """The tokens of a sequence. Each sampled token is drawn at random from the tokens that the
+        mask allows."""
         mask = self._world.mask()
         words = np.frombuffer(mask, np.uint32)
         tokens: list[int] = []
@@ -190,8 +193,8 @@ class Walks:
         return tokens
 
     def _measure(self, controller: MatcherController) -> None:
-        """Measures the time in which a sequence's controller computes how to close its text, and
-        adds this time to the figures."""
+        """Changes a controller so that the figures include the time in which it computes how to
+        close its text."""
         closing = controller.closing
 
         def measured(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,7 +211,8 @@ class Walks:
 
 
 def _exact(text: str | bytes) -> Any:
-    """Parses JSON with exact decimal numbers, because the float 0.07 is not a multiple of 0.01."""
+    """Parses JSON with exact decimal numbers. With floats, the validator would not accept 0.07 as a
+    multiple of 0.01."""
     return json.loads(text, parse_float=_number)
 
 

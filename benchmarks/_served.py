@@ -1,6 +1,6 @@
-"""Runs the systems that a benchmark measures, and the processes that put load on them.
+"""Runs the systems that a benchmark measures, and the client processes that put load on them.
 
-Every process is ended by its id at the end of its ``with`` block, even after an error.
+Each process ends at the end of its ``with`` block, even after an error.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ STATE = ("-m", f"{WORKERS}.state")
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """The environment variables for a process with these settings of Tokenbus. Settings in this
-    process's own environment are left out."""
+    """The environment variables for a process with these settings of Tokenbus. ``TOKENBUS_``
+    variables of this process are left out."""
     own = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
     return own | {f"TOKENBUS_{name.upper()}": value for name, value in settings.items()}
 
@@ -80,8 +80,8 @@ class System:
             raise
 
     def wait(self, seconds: float = START_S, others: Set[str] = frozenset()) -> None:
-        """Waits until all workers have registered and the model is loaded. ``others``: further
-        roles, whose workers were started by ``start``."""
+        """Waits until the workers of all roles have registered and the model is loaded. ``others``:
+        roles of workers that ``start`` has started."""
         deadline, roles = time.monotonic() + seconds, self._roles | others
         with Client(self.front, patience_s=seconds) as client:
             while time.monotonic() < deadline:
@@ -110,7 +110,8 @@ class System:
         self.close()
 
     def start(self, arguments: Sequence[str], **settings: str) -> None:
-        """Starts another process, with further ``settings``."""
+        """Starts another Python process of the system with ``arguments``. ``settings`` override
+        those of the system."""
         self.processes.append(self._started([*arguments], **settings))
 
     def _started(self, arguments: list[str], **settings: str) -> subprocess.Popen[bytes]:
@@ -124,8 +125,9 @@ class System:
 
 
 class Loader:
-    """A process that puts load on a server (``_serving_client.py``, ``_serving_engine.py``). It
-    reads a line of JSON for each run and answers with a line of JSON."""
+    """A process that puts load on a server or an engine (``_serving_client.py``,
+    ``_serving_engine.py``). For each run, the process reads an *order*, which is a line of JSON,
+    and answers with a line of JSON."""
 
     def __init__(self, script: str, *arguments: str, **settings: str) -> None:
         self._name = " ".join([script, *arguments])
@@ -138,7 +140,7 @@ class Loader:
         )
 
     def run(self, **order: Any) -> dict[str, Any]:
-        """Sends the order of a run, and returns the result."""
+        """Sends an order, and returns the answer to it."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(order) + "\n")
@@ -166,12 +168,12 @@ class Loader:
 
 
 def orders() -> Iterator[dict[str, Any]]:
-    """Yields the orders of the runs until the end of the input. The process of a ``Loader`` calls
-    this function."""
+    """Yields the orders of all runs until the end of the input. Called in the process of a
+    ``Loader``."""
     for line in sys.stdin:
         yield json.loads(line)
 
 
 def answer(found: Mapping[str, Any]) -> None:
-    """Sends the result of a run. The process of a ``Loader`` calls this function."""
+    """Answers the order of a run. Called in the process of a ``Loader``."""
     print(json.dumps(found), flush=True)

@@ -1,17 +1,19 @@
 """A client process that reads streams as fast as their tokens arrive.
 
-``python _serving_client.py KIND ADDRESS MODEL`` receives runs from a ``Loader`` (``_served.py``). A
-run has three fields. ``prompts`` has a list of token ids for each stream, ``tokens`` is the number
-of tokens of each stream, and ``options`` has further fields of the requests. All streams begin
-together. The answer has two rates in tokens per second. ``whole`` is measured from the first
-request to the last token. ``middle`` is measured from the arrival of a tenth of the tokens to the
-arrival of eight tenths.
+``python _serving_client.py KIND ADDRESS MODEL`` receives an order for each run from a ``Loader``
+(``_served.py``). An order has three fields. ``prompts`` has a list of token ids for each stream.
+``tokens`` is the number of tokens that each stream generates. ``options`` has further fields of the
+requests. All streams begin together. The answer has two rates in tokens per second. ``whole`` is
+measured from the first request to the last token. ``middle`` is measured from the time at which one
+tenth of all tokens has arrived to the time at which eight tenths have arrived. KIND is one of these
+clients:
 
 - ``count`` has one connection, receives tokens in columns, and only counts tokens and ends of
-  streams;
-- ``python`` is our ``AsyncClient``. If a run has ``seconds``, one stream follows another for that
-  time, and the answer has ``per_second``, the number of tokens in each second;
-- ``llamacpp`` is an HTTP client of llama.cpp's server with one connection for each stream; its
+  streams.
+- ``python`` is our ``AsyncClient``. If an order has ``seconds``, the client runs one stream after
+  another for this time. The answer then has only ``per_second``, the number of tokens in each
+  second.
+- ``llamacpp`` is an HTTP client of llama.cpp's server with one connection for each stream. Its
   answer has only ``whole``.
 """
 
@@ -53,9 +55,10 @@ class Clock:
             self._marks.append((self.count, time.perf_counter()))
 
     def whole(self) -> float:
-        """Tokens per second of an ended run. Raises RuntimeError if tokens are missing.
+        """Tokens per second of an ended run.
 
-        Up to a fifth of the tokens may be missing, because a constraint can end a stream before its
+        Raises RuntimeError if more than a fifth of the expected tokens are missing, or if there are
+        too many tokens. Fewer may be missing, because a constraint can end a stream before its
         limit.
         """
         if not 0.8 * self._total <= self.count <= self._total:
@@ -80,7 +83,8 @@ class Counted(msgspec.Struct):
 
 
 class CountedColumns(msgspec.Struct, rename={"tokens": "t", "entries": "e"}):
-    """The fields of a ``TOKEN`` in columns that are needed to count its tokens."""
+    """The fields of the body of a ``TOKEN`` in columns that are needed to count its tokens and
+    ends."""
 
     tokens: bytes = b""
     entries: list[Counted] = []
@@ -99,7 +103,7 @@ def tokens_and_ends(body: bytes) -> tuple[int, int]:
 
 
 class Counting:
-    """A client with one session that only counts the received tokens."""
+    """A client with one session, which only counts the tokens and the ends of its streams."""
 
     def __init__(self, front: str, model: str) -> None:
         self._model = model
@@ -189,15 +193,16 @@ class OurClient:
 
 
 class LlamaClient:
-    """Connections to llama.cpp's server, one for each stream. They open before the clock starts."""
+    """A client of llama.cpp's server with one connection for each stream. The connections open
+    before the clock starts."""
 
     def __init__(self, host: str, port: int) -> None:
         self._address = host, port
 
     async def run(self, order: Order) -> dict[str, float]:
-        """Reads all streams of a run to their ends. The number of tokens is known only when a
-        stream ends. An event may have several tokens, because the server holds tokens back until
-        their characters are complete."""
+        """Reads all streams of a run to their ends. The client counts a stream's tokens when the
+        stream ends. It cannot count events, because an event may have several tokens: the server
+        holds tokens back until their characters are complete."""
         prompts, tokens = order["prompts"], order["tokens"]
         opened = [await asyncio.open_connection(*self._address) for _ in prompts]
         clock = Clock(len(prompts) * tokens)
@@ -222,7 +227,7 @@ class LlamaClient:
     ) -> int:
         """Reads one stream; returns the number of tokens that the server reports."""
         body = {"prompt": prompt, "n_predict": tokens, "stream": True, "ignore_eos": True}
-        # Greedy sampling with the fewest samplers. The server must not reuse earlier prompts.
+        # Greedy sampling needs only one sampler. The server must not reuse earlier prompts.
         body |= {"samplers": ["top_k"], "top_k": 1, "temperature": 0.0, "cache_prompt": False}
         data = json.dumps(body).encode()
         head = "POST /completion HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
@@ -252,7 +257,7 @@ async def _serve(run: Callable[[Order], Any]) -> None:
 
 
 async def main(kind: str, address: str, model: str) -> None:
-    """Runs orders until the end of the input."""
+    """Handles orders until the end of the input."""
     if kind == "count":
         counting = Counting(address, model)
         for order in orders():

@@ -1,6 +1,6 @@
 """Runs the engine of a GPU worker without a bus: ``python _serving_engine.py MODEL``.
 
-The engine has a worker's settings. The process reads runs in the form that ``_serving_client.py``
+The engine has a worker's settings. The process reads orders, which ``_serving_client.py``
 describes. Its answers have only ``whole``, the tokens per second of the run.
 """
 
@@ -15,7 +15,7 @@ from tokenbus.workers.gpu.cpu import prepare_environment
 
 
 def main(model: str) -> None:
-    """Runs orders until the end of the input."""
+    """Handles orders until the end of the input."""
     settings = load(model=model)
     # torch is imported after its environment variables are set, as in the worker.
     prepare_environment(settings.threads)

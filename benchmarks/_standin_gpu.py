@@ -1,13 +1,15 @@
-"""A GPU worker whose forward is a sleep. The CPU is free during the forward, as it is with a GPU.
+"""A GPU worker that sleeps in place of each forward. As with a GPU, the CPU is free during the
+forward.
 
 ``python benchmarks/_standin_gpu.py SECONDS FILE`` runs the normal worker with a simulated device.
-The device works in order, like a CUDA stream. A forward begins when the previous forward has ended.
-It takes SECONDS, including the sampling of the step's tokens. The host's work delays the device
-only if the queue is empty. Steps overlap unless ``TOKENBUS_OVERLAP`` is ``off``.
+Like a CUDA stream, the device does its work in order: a forward begins when the previous forward
+has ended. A forward and the sampling of its tokens together take SECONDS. The host's work delays
+the device only if the device's queue is empty. Steps overlap unless ``TOKENBUS_OVERLAP`` is
+``off``.
 
-At its end, the worker writes a JSON list to FILE, ``[[sequences, seconds], …]``. Each pair has the
-number of a step's sequences, and the time that the step waited for decisions after its logits were
-ready.
+At its end, the worker writes a JSON list to FILE, ``[[sequences, seconds], …]``. Each pair
+describes a step: its number of sequences, and the time from the end of its forward until all
+decisions had arrived.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ T = TypeVar("T")
 
 
 class TimedWork(Work[T]):
-    """Work that ends at a given time. The result is computed earlier but returned at that time."""
+    """Work that ends at a given time. Its result is computed earlier, but is not available before
+    that time."""
 
     over_at = 0.0
 
@@ -66,7 +69,7 @@ class SleepingDevice:
         self._busy_until = 0.0
 
     def submit(self, run: Callable[[], T]) -> Work[T]:
-        """Adds work to the queue."""
+        """Adds work to the queue. The work ends when the forwards before it have ended."""
         work = TimedWork(run)
         work.do()
         work.over_at = self._busy_until
@@ -78,15 +81,15 @@ class SleepingDevice:
 
 
 def draw(logits: torch.Tensor, indices: Sequence[int] | None, rows: Rows) -> Drawn:
-    """Chooses an arbitrary token for each row; with a mask, an allowed token."""
+    """Chooses a token for each row: any token, or an allowed token if the row has a mask."""
     count, vocab = len(rows.parameters), logits.shape[-1]
     tokens = (np.arange(count) * 7919 + 101) % vocab
     allowed = np.ones(count)
     if rows.masks:
         masked = list(rows.masks)
         words = np.stack(list(rows.masks.values()))
-        # The first tokens of the vocabulary, which end a text, are chosen only if the mask allows
-        # no later token.
+        # The first tokens of the vocabulary end a text. They are chosen only if the mask does not
+        # allow a later token.
         first = 8 + int(rows.positions[0]) * 37 % (words.shape[1] // 2)
         at = first + (words[:, first:] != 0).argmax(1)
         found = words[np.arange(len(masked)), at].astype(np.int64)
@@ -97,7 +100,7 @@ def draw(logits: torch.Tensor, indices: Sequence[int] | None, rows: Rows) -> Dra
         allowed[masked] = found != 0
     dense = [bias.values for bias in rows.biases.values() if bias.tokens is None]
     if dense:
-        # The host's work for a dense bias: one copy to the buffer that the device reads.
+        # For dense biases, the host's work is one copy to the buffer that the device reads.
         np.stack(dense)
     fixed = np.full(count, -1.0)
     numbers = Numbers(np.stack([tokens.astype(np.float64), fixed, allowed]))
