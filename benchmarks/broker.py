@@ -1,8 +1,10 @@
-"""Compares the broker with ``zmq.proxy``: messages per second, tokens per second, and latency.
+"""Compares the broker with ``zmq.proxy`` by messages per second and by latency, and measures the
+broker's tokens per second.
 
 The broker runs in its own process. The worker and its clients are raw sockets in two other
-processes, so that mainly the broker is measured. All figures are medians over rounds in which the
-compared paths or formats take turns. CPU times are valid on a busy machine too.
+processes, which need little time for a message. All figures are medians over several rounds. Each
+round measures all compared paths or formats, one after another. CPU times are also valid on a busy
+machine.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ STEP_TOKENS = 64
 RATE = 10_000
 RUNS = 5
 CAPABILITIES = ["columns", "bodies"]
-"""The capabilities that the measured clients send in HELLO. Our own clients also have these
-capabilities, which change the form of ``TOKEN`` messages."""
+"""The capabilities that the measured clients send in HELLO. The capabilities change the form of
+``TOKEN`` messages. Our own clients also have them."""
 HOP_ROUNDS = 11
 
 Socket = zmq.Socket[bytes]
@@ -63,7 +65,7 @@ class Rate(NamedTuple):
 
     per_s: float
     cpu_us: float
-    """Microseconds of CPU time of the process for each message."""
+    """Microseconds of the process's CPU time for each message."""
 
 
 Decode = Callable[[bytes], None] | None
@@ -85,8 +87,8 @@ def broker(folder: Path, **more: str) -> Iterator[tuple[str, str, Callable[[], f
     front, back = f"ipc://{folder}/front.sock", f"ipc://{folder}/back.sock"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TOKENBUS_")}
     settings = {"FRONT": front, "BACK": back, "MAX_PENDING_BYTES": str(2**31), "EXPIRY_S": "600"}
-    # The streams never end. With the default, the broker would wait 30 s for the streams when it
-    # stops.
+    # The streams never end. With the default of this setting, a broker that stops would wait 30 s
+    # for them.
     settings["DRAIN_S"] = "0.1"
     settings |= more
     process = subprocess.Popen(
@@ -139,7 +141,8 @@ def _register(back: str) -> Socket:
 
 
 def _sessions(worker: Socket, count: int) -> list[int]:
-    """The sessions of ``count`` clients, from the headers of their requests."""
+    """Receives one request of each of ``count`` clients, and returns the sessions in the requests'
+    headers."""
     found: list[int] = []
     while len(found) < count:
         frames = unpack(worker.recv_multipart())
@@ -182,11 +185,11 @@ def _proxied_body(frames: int, socket: Socket) -> list[bytes]:
 def _receive(
     front: str, proxied: int, clients: int, each: int, pipe: Connection, decode: Decode
 ) -> None:
-    """Receives ``each`` bodies on each of ``clients`` sockets. Then sends the elapsed seconds and
-    the seconds of CPU time on ``pipe``.
+    """Receives bodies on ``clients`` sockets, on average ``each`` bodies on a socket. Then sends
+    the elapsed seconds and the seconds of CPU time on ``pipe``.
 
-    ``proxied``: number of frames of a message through the proxy; 0: the messages come through the
-    broker.
+    ``proxied`` is the number of frames of a message through the proxy. If it is 0, the messages
+    come through the broker.
     """
     bodies = partial(_proxied_body, proxied) if proxied else _bodies
     if proxied:
@@ -239,9 +242,9 @@ def frames_through_broker(folder: Path, count: int, capabilities: list[str]) -> 
 
 
 def frames_through_proxy(folder: Path, count: int, packed: bool) -> Rate:
-    """The rate of the messages of ``frames_through_broker`` through ``zmq.proxy``, which finds the
-    client by its routing id. ``packed``: the message is packed into fewer frames, like a worker's
-    message."""
+    """The rate of messages from a worker to a client through ``zmq.proxy``. Each message begins
+    with the client's routing id, by which the proxy's ROUTER finds the client. With ``packed``, the
+    rest of the message is packed into one frame, like a worker's message to the broker."""
     frames = [b"TOKEN", encode_token_header([1]), BODY]
     frames = pack(frames) if packed else frames
     with proxy(folder) as (front, back, cpu_s):
@@ -264,9 +267,9 @@ def frames_through_proxy(folder: Path, count: int, packed: bool) -> Rate:
 def token_rate(
     folder: Path, steps: int, columns: bool, decoded: bool = True, **settings: str
 ) -> Rate:
-    """The rate of tokens in steps of 64 tokens for 8 clients. With ``decoded``, the clients decode
-    the tokens, and the CPU time of broker and clients is measured. Otherwise only the CPU time of
-    the broker is measured."""
+    """The rate of tokens through the broker. Each message has a step of 64 tokens for 8 clients.
+    With ``decoded``, the clients decode the tokens, and the result's CPU time is that of the broker
+    and the clients. Otherwise it is only that of the broker."""
     each = STEP_TOKENS // CLIENTS
     entries = [
         Token(
@@ -306,7 +309,7 @@ def _entries(body: bytes) -> None:
 
 
 class _Columns:
-    """Decodes columns like our clients, which decode the stream ids only when they change."""
+    """Decodes columns as our clients do: the stream ids are decoded only when they change."""
 
     def __init__(self) -> None:
         self._last = TokenColumns()
@@ -323,10 +326,11 @@ class _Columns:
 
 
 def _receive_rounds(addresses: dict[str, str], count: int, pipe: Connection) -> None:
-    """Receives ``count`` messages for each round. Each message on ``pipe`` is the name of a path
-    and starts a round; None ends the process.
+    """Receives ``count`` messages in each round. A name of a path on ``pipe`` starts a round on
+    this path. None ends the process.
 
-    Answers with the microseconds from the sending to the arrival of each message.
+    At the end of a round, sends a list on ``pipe``: the microseconds from the sending to the
+    arrival of each message.
     """
     sockets = {way: dealer(address) for way, address in addresses.items() if way != "broker"}
     for socket in sockets.values():
@@ -359,10 +363,11 @@ def _sender(socket: Socket, *head: bytes) -> Callable[[bytes], object]:
 
 
 def hop_rounds(folder: Path, rounds: int, count: int) -> dict[str, list[list[float]]]:
-    """Microseconds of each message from one process to another, by path and round.
+    """For each path, a list of rounds. A round is a list of latencies: the microseconds that each
+    message takes from one process to another.
 
-    The paths are the broker, ``zmq.proxy`` and a direct connection. Their rounds alternate, so that
-    other load on the machine affects all three.
+    The paths are the broker, ``zmq.proxy`` and a direct connection. The paths are measured in turn,
+    so that other load on the machine affects all three.
     """
     ours, theirs = mp.Pipe()
     router: Socket = zmq.Context.instance().socket(zmq.ROUTER)
@@ -398,9 +403,10 @@ def _percentile(values: list[float], part: float) -> float:
 
 
 def hop_figures(found: dict[str, list[list[float]]]) -> dict[str, float]:
-    """Figures of the latency at the median and at the 99th percentile. The figures are the ratio of
-    the broker's latency to the proxy's, the microseconds that the broker adds to a direct
-    connection, and both latencies. Each figure is the median over the rounds."""
+    """Returns four figures for the median latency, and the same four for the 99th percentile. They
+    are the broker's latency divided by the proxy's, the microseconds by which the broker's latency
+    exceeds that of a direct connection, the broker's latency and the proxy's latency. Each figure
+    is computed from medians over the rounds."""
     figures: dict[str, float] = {}
     for name, part in (("p50", 0.5), ("p99", 0.99)):
         by_way = {way: [_percentile(r, part) for r in rounds] for way, rounds in found.items()}
@@ -414,27 +420,37 @@ def hop_figures(found: dict[str, list[list[float]]]) -> dict[str, float]:
 
 
 NOTES = {
-    "frames_vs_zmq_proxy": "ratio of messages/s, broker to zmq.proxy; at least 0.33",
-    "packed_vs_zmq_proxy": "ratio of messages/s if the proxy's messages have two frames, not four",
-    "unjoined_vs_zmq_proxy": "ratio of messages/s, four frames, client without 'bodies'",
-    "broker_frames_per_s": "messages/s of 200 bytes through the broker, one worker to one client",
-    "proxy_frames_per_s": "messages/s through zmq.proxy, four frames each",
-    "proxy_packed_per_s": "messages/s through zmq.proxy, two frames each",
-    "broker_cpu_us": "us of the broker's CPU time for a message",
-    "unjoined_cpu_us": "us of the broker's CPU time for a message, client without 'bodies'",
-    "proxy_cpu_us": "us of the proxy's CPU time for a message of four frames",
-    "tokens_per_s": "tokens/s in steps of 64 tokens in columns, for 8 clients that decode",
-    "tokens_vs_entries": "ratio of tokens/s, columns to entries; at least 2",
-    "entries_vs_tokens_cpu": "ratio of CPU time per token, entries to columns, broker and clients",
-    "hop_p50_vs_proxy": f"ratio of median latency to zmq.proxy's, {RATE:,} messages/s; at most 2",
-    "hop_p99_vs_proxy": "ratio of the 99th percentile of latency to zmq.proxy's; at most 3",
-    "hop_us_p50": "us that the broker adds to a direct connection, median; at most 150",
-    "hop_us_p99": "us that the broker adds, 99th percentile; at most 1,000",
+    "frames_vs_zmq_proxy": "messages/s through the broker, divided by messages/s through "
+    "zmq.proxy; at least 0.33",
+    "packed_vs_zmq_proxy": "messages/s through the broker, divided by messages/s through "
+    "zmq.proxy if the proxy's messages have only two frames",
+    "unjoined_vs_zmq_proxy": "frames_vs_zmq_proxy for a client without the capability 'bodies'",
+    "broker_frames_per_s": "messages/s of 200 bytes from one worker through the broker to one "
+    "client",
+    "proxy_frames_per_s": "messages/s through zmq.proxy; each message has four frames",
+    "proxy_packed_per_s": "messages/s through zmq.proxy; each message has two frames",
+    "broker_cpu_us": "microseconds of the broker's CPU time for a message",
+    "unjoined_cpu_us": "broker_cpu_us for a client without the capability 'bodies'",
+    "proxy_cpu_us": "microseconds of the proxy's CPU time for a message of four frames",
+    "tokens_per_s": "tokens/s through the broker, in columns; each message has 64 tokens for 8 "
+    "clients, which decode them",
+    "tokens_vs_entries": "tokens/s in columns, divided by tokens/s in entries; at least 2",
+    "entries_vs_tokens_cpu": "CPU time of broker and clients for a token in entries, divided by "
+    "that for a token in columns",
+    "hop_p50_vs_proxy": "median latency through the broker, divided by that through zmq.proxy, "
+    f"at {RATE:,} messages/s; at most 2",
+    "hop_p99_vs_proxy": "99th percentile of latency through the broker, divided by that through "
+    "zmq.proxy; at most 3",
+    "hop_us_p50": "microseconds by which the broker's median latency exceeds that of a direct "
+    "connection; at most 150",
+    "hop_us_p99": "microseconds by which the broker's 99th percentile of latency exceeds that of "
+    "a direct connection; at most 1,000",
 }
 
 
 def rates(folder: Path, count: int) -> dict[str, float]:
-    """The rates of messages: medians of rounds in which the paths take turns."""
+    """Measures the rates of messages. Each round measures all paths, and each figure is the median
+    over the rounds."""
     ways: dict[str, Callable[[], Rate]] = {
         "broker": lambda: frames_through_broker(folder, count, CAPABILITIES),
         "unjoined": lambda: frames_through_broker(folder, count, []),
@@ -466,7 +482,8 @@ def rates(folder: Path, count: int) -> dict[str, float]:
 
 
 def token_rates(folder: Path, steps: int) -> dict[str, float]:
-    """The rates of tokens: medians of rounds in which columns and entries take turns."""
+    """Measures the rates of tokens. Each round measures columns and entries, and each figure is the
+    median over the rounds."""
     rounds = [
         (token_rate(folder, steps, columns=True), token_rate(folder, steps, columns=False))
         for _ in range(RUNS)
@@ -483,7 +500,7 @@ def token_rates(folder: Path, steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Runs all measurements and reports the figures."""
     args = arguments(__doc__)
     count = 30_000 if args.quick else 200_000
     with tempfile.TemporaryDirectory(prefix="tb-") as name:

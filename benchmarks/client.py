@@ -1,13 +1,15 @@
-"""Measures how much CPU time tokens in columns save, compared with entries in JSON.
+"""Compares the CPU time for tokens in columns with the CPU time for tokens as entries in JSON.
 
-``client_us_*`` is the CPU time per token, in microseconds, of a process with one ``AsyncClient``
-and 64 streams. The tokens arrive as fast as the client reads. For ``client_us_per_token``, the
-client reads each stream to its end (``stream.tokens``). For ``…_each``, the client reads entry by
-entry (``async for``). For ``…_json``, the client receives entries in JSON. The messages come from a
-raw socket through a real broker. ``client_core`` is the share of one CPU core that a client uses to
-read 64 streams entry by entry, at 200 steps per second. ``send_us_*`` is the CPU time of
-``LiveStreams.send`` for a step of 64 plain tokens of one session. Columns and JSON take turns, and
-a ratio is the median of the rounds' ratios.
+Figures of a client: a process with one ``AsyncClient`` reads 64 streams. A raw socket acts as the
+worker, and sends the tokens through a real broker, as fast as the client reads.
+``client_us_per_token`` is the client's CPU time per token in microseconds, if ``stream.tokens``
+reads each stream to its end. For ``client_us_per_token_each``, ``async for`` reads each stream
+entry by entry. The names of figures with entries in JSON end with ``_json``. ``client_core`` is the
+share of one CPU core that a client uses to read 64 streams entry by entry, if 200 steps arrive per
+second. Figures of a GPU worker: ``send_us_per_step`` is the CPU time of ``LiveStreams.send`` in
+microseconds for a step of 64 plain tokens of one session. Everything is measured in several rounds,
+and each round measures both columns and JSON. Each figure is the median over the rounds. A ratio is
+computed within each round.
 """
 
 from __future__ import annotations
@@ -53,9 +55,9 @@ FORMS = ("columns", "json")
 
 
 def _client(front: str, form: str, pipe: Connection) -> None:
-    """The client process. It receives orders on ``pipe``; an order is a key of ``WAYS``, the
-    functions that read a stream. For each order, it reads 64 streams and answers with the seconds
-    of CPU time, the elapsed seconds and the number of tokens."""
+    """Runs the client process. An order on ``pipe`` is a key of ``WAYS``, which has the functions
+    that read a stream. For each order, the process reads 64 streams. It answers with the seconds of
+    CPU time, the elapsed seconds and the number of tokens."""
     if form == "json":
         ClientSession.encodings, ClientSession.capabilities = ("json",), ("ping", "bodies")
     asyncio.run(_read_runs(front, pipe))
@@ -99,7 +101,7 @@ class Pipe(Protocol):
         """Sends an order."""
 
     def recv(self) -> Any:
-        """The next answer."""
+        """Receives the next answer."""
 
 
 # --- the broker and the worker --------------------------------------------------------------------
@@ -176,8 +178,8 @@ def _body(entries: list[Token], flags: int) -> bytes:
 def cpu_us(
     worker: Worker, pipe: Pipe, way: str, steps: int, per_s: float | None = None
 ) -> tuple[float, float]:
-    """The client's CPU time per token, in microseconds, and the ratio of its CPU time to the
-    elapsed time."""
+    """The client's CPU time per token in microseconds, and its CPU time divided by the elapsed
+    time."""
     pipe.send(way)
     messages = worker.messages(steps)
     pipe.send("begin")
@@ -189,7 +191,7 @@ def cpu_us(
 
 
 def client_figures(rounds: int = ROUNDS, steps: int = 600) -> dict[str, float]:
-    """All figures of the client, by name."""
+    """Measures the client. Returns the figures by name."""
     found: dict[tuple[str, str], list[float]] = {}
     cores: list[float] = []
     spawn = mp.get_context("spawn")
@@ -228,8 +230,8 @@ def client_figures(rounds: int = ROUNDS, steps: int = 600) -> dict[str, float]:
 
 
 def _send_us(columns: bool, steps: int) -> float:
-    """Microseconds of CPU time to send a step of 64 plain tokens of one session. This time includes
-    encoding the message, and storing the entries for clients that attach."""
+    """Microseconds of CPU time to send a step of 64 plain tokens of one session. In this time, the
+    worker encodes the message, and stores the entries for clients that attach."""
     streams = LiveStreams(lambda frames, link: None, lambda stream: None)
     sequences = []
     for request in range(1, STREAMS + 1):
@@ -248,7 +250,7 @@ def _send_us(columns: bool, steps: int) -> float:
 
 
 def send_figures(rounds: int = ROUNDS, steps: int = 500) -> dict[str, float]:
-    """The figures of the GPU worker."""
+    """Measures the GPU worker. Returns the figures by name."""
     found: dict[str, list[float]] = {form: [] for form in FORMS}
     for _ in range(rounds):
         for form, values in found.items():
@@ -265,21 +267,25 @@ def _ratio(ours: list[float], over: list[float]) -> float:
 
 
 NOTES = {
-    "client_us_per_token": "us of AsyncClient's CPU time per token, streams read to their ends",
-    "client_us_per_token_json": "us of AsyncClient's CPU time per token, entries in JSON",
-    "client_vs_json": "ratio of CPU time, columns to JSON; at most 0.333",
-    "client_us_per_token_each": "us of AsyncClient's CPU time per token, read with async for",
-    "client_us_per_token_each_json": "us per token, read with async for, entries in JSON",
-    "client_each_vs_json": "ratio of CPU time with async for, columns to JSON",
-    "client_core": f"used part of a core, {STEPS_PER_S} steps of 64 tokens a second; at most 0.5",
-    "send_us_per_step": "us of a GPU worker's CPU time to send a step of 64 streams",
-    "send_us_per_step_json": "us of a GPU worker's CPU time to send a step as entries in JSON",
-    "send_vs_json": "ratio of CPU time to send, columns to JSON; at most 0.333",
+    "client_us_per_token": "microseconds of AsyncClient's CPU time per token in columns; "
+    "stream.tokens reads each stream",
+    "client_us_per_token_json": "client_us_per_token, if the tokens are entries in JSON",
+    "client_vs_json": "client_us_per_token divided by client_us_per_token_json; at most 0.333",
+    "client_us_per_token_each": "microseconds of AsyncClient's CPU time per token in columns; "
+    "'async for' reads each stream",
+    "client_us_per_token_each_json": "client_us_per_token_each, if the tokens are entries in JSON",
+    "client_each_vs_json": "client_us_per_token_each divided by client_us_per_token_each_json",
+    "client_core": f"share of a core that AsyncClient uses for {STEPS_PER_S} steps of 64 tokens "
+    "per second; at most 0.5",
+    "send_us_per_step": "microseconds of a GPU worker's CPU time to send a step of 64 streams in "
+    "columns",
+    "send_us_per_step_json": "send_us_per_step, if the tokens are entries in JSON",
+    "send_vs_json": "send_us_per_step divided by send_us_per_step_json; at most 0.333",
 }
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Runs all measurements and reports the figures."""
     args = arguments(__doc__)
     rounds, steps = (2, 200) if args.quick else (ROUNDS, 600)
     report(client_figures(rounds, steps) | send_figures(rounds, steps), NOTES, args.json)

@@ -3,20 +3,20 @@
 The guests in ``benchmarks/guests`` are C files that this program compiles. A measured system has a
 broker, a GPU worker, a controller worker and a state worker in separate processes.
 
-Times differ between machines, so each time is also reported as a ratio to a bare operation in the
-same run:
+Times differ between machines. So the most important times are also divided by the time of a *bare
+operation* in the same run. There are three bare operations:
 
 - A bare call is ``wasmtime_func_call_unchecked`` of a function that returns a constant.
-  ``host_us_per_call`` has the ratio ``host_call_vs_bare_call``. ``aici_us_per_round`` is compared
-  with three bare calls and has the ratio ``aici_round_vs_bare_calls``.
-- A bare instantiation creates only a store and an instance of the same module. ``clone_us``,
-  ``clone_us_first`` and ``start_us`` have the ratios ``clone_vs_instantiate``,
-  ``clone_first_vs_instantiate`` and ``start_vs_instantiate``.
+  ``host_call_vs_bare_call`` is ``host_us_per_call`` divided by the time of a bare call.
+  ``aici_round_vs_bare_calls`` is ``aici_us_per_round`` divided by the time of three bare calls.
+- A bare instantiation creates only a store and an instance of the measured module.
+  ``clone_vs_instantiate``, ``clone_first_vs_instantiate`` and ``start_vs_instantiate`` are
+  ``clone_us``, ``clone_us_first`` and ``start_us``, divided by its time.
 - A bare round trip goes from one process to another and back, through two ROUTER sockets of a third
-  process (``_round_trip.py``). ``var_op_us_p50``, ``wait_us_p50_10`` and ``wait_us_p50_40`` have
-  the ratios ``var_op_vs_round_trip``, ``wait_10_vs_round_trip`` and ``wait_40_vs_round_trip``.
-  ``wait_us_p50_N`` is the time that a batch of N sequences waits for its masks after its forward
-  has ended.
+  process (``_round_trip.py``). ``var_op_vs_round_trip``, ``wait_10_vs_round_trip`` and
+  ``wait_40_vs_round_trip`` are ``var_op_us_p50``, ``wait_us_p50_10`` and ``wait_us_p50_40``,
+  divided by its time. ``wait_us_p50_N`` is the time that a batch of N sequences waits for its masks
+  after its forward has ended.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def compiled(name: str, folder: Path, *definitions: str) -> bytes:
 
 
 def best_us(work: Callable[[], object], times: int, runs: int = 7) -> float:
-    """Microseconds of one call: the minimum over ``runs`` runs of the mean of ``times`` calls."""
+    """Microseconds of one call of ``work``. Each of ``runs`` runs takes the mean of ``times``
+    calls. The result is the minimum over the runs."""
     for _ in range(times // 10 + 1):
         work()
     best = float("inf")
@@ -111,8 +112,8 @@ class Sandbox:
         return Host(1, seq, b"", self._vocabulary, variables, log, LIMITS, 100)
 
     def costs(self) -> dict[str, float]:
-        """The times of a call, an AICI round, a start and a fork, each with the ratio to its bare
-        operation."""
+        """Measures a call, an AICI round, a start and a fork. Returns each time, and this time
+        divided by the time of its bare operation."""
         program = self.program("empty")
         controller = program.start(self.host())
         controller.init_prompt([1, 2, 3])
@@ -162,8 +163,8 @@ class Sandbox:
         }
 
     def bare_instantiation_us(self, name: str) -> float:
-        """The median time to create a store and an instance of a guest with linked imports, in
-        microseconds."""
+        """The median time of a bare instantiation of a guest, in microseconds. The guest's imports
+        are linked before."""
         module = self.program(name)._template.made
         times = []
         for _ in range(400):
@@ -180,7 +181,7 @@ _NO_DEADLINE = 1 << 40
 
 
 def _bare_call(engine: wasmtime.Engine) -> Callable[[], object]:
-    """A bare call of a function that returns a constant."""
+    """Returns a function that makes a bare call."""
     store = wasmtime.Store(engine)
     store.set_epoch_deadline(_NO_DEADLINE)
     text = '(module (func (export "f") (result i32) (i32.const 1)))'
@@ -215,9 +216,9 @@ def _free_spares() -> None:
 def _without_close(
     make: Callable[[], Controller], together: int = 1, after: Callable[[], None] = lambda: None
 ) -> float:
-    """The median time to create a controller, in microseconds. The controllers are created in
-    groups of ``together``, and each group is then closed. Closing is not measured. ``after`` is
-    called after a group was closed."""
+    """The median time to create a controller, in microseconds. ``together`` controllers are created
+    one after another and then closed. This is repeated 400 times. Closing is not measured.
+    ``after`` is called each time the controllers have been closed."""
     times = []
     for _ in range(400):
         made = []
@@ -235,8 +236,8 @@ def _without_close(
 
 
 class System:
-    """The processes of a system, whose files are in one folder: a broker, a state worker,
-    controller workers and GPU workers."""
+    """The processes of a system: a broker, a state worker, controller workers and GPU workers. The
+    sockets and the log are in ``folder``."""
 
     def __init__(
         self, folder: Path, gpu: list[str], model: Path, gpus: int = 1, controllers: int = 1
@@ -298,7 +299,7 @@ def system(gpu: list[str], model: Path, gpus: int = 1, controllers: int = 1) -> 
 
 
 def tokens_per_s(client: Client, streams: int, new: int, controller: str | None) -> float:
-    """Tokens per second of all streams together, from the time at which each stream has its first
+    """Tokens per second of all streams together. The clock starts when each stream has its first
     token."""
     options: dict[str, Any] = {"max_tokens": new, "ignore_eos": True, "timeout_s": 300}
     if controller is not None:
@@ -315,8 +316,9 @@ def tokens_per_s(client: Client, streams: int, new: int, controller: str | None)
 
 
 def waits(folder: Path, model: Path, new: int) -> dict[str, float]:
-    """The time that a batch waits for masks, and the ratio of tokens per second with masks to
-    tokens per second without masks. The forward is a sleep, so that the CPU is free."""
+    """Measures the time that a batch waits for masks. Also measures tokens per second with masks,
+    divided by tokens per second without masks. In place of the forward, the GPU worker sleeps, so
+    the CPU is free."""
     out = folder / "waits.json"
     gpu = [str(Path(__file__).parent / "_standin_gpu.py"), str(FORWARD_S), str(out)]
     with system(gpu, model) as running:
@@ -337,8 +339,8 @@ def waits(folder: Path, model: Path, new: int) -> dict[str, float]:
 
 
 def constrained(folder: Path, model: Path, new: int, runs: int) -> float:
-    """Ratio of the tokens per second of a batch of 32 with masks to the tokens per second without
-    masks."""
+    """Tokens per second of a batch of 32 with masks, divided by tokens per second without masks.
+    The forward runs on the CPU."""
     with system(["-m", "tokenbus.workers.gpu"], model) as running:
         running.client.upload_controller(compiled("all_allowed", folder), tag="all")
         free, steered = [], []
@@ -349,8 +351,8 @@ def constrained(folder: Path, model: Path, new: int, runs: int) -> float:
 
 
 def biased(folder: Path, model: Path, new: int) -> dict[str, float]:
-    """Ratios of tokens per second with biases to tokens per second without biases, for a batch of
-    32. The forward is a sleep, so that the CPU is free."""
+    """Tokens per second of a batch of 32 with biases, divided by tokens per second without biases.
+    In place of the forward, the GPU worker sleeps, so the CPU is free."""
     out = folder / "biased.json"
     gpu = [str(Path(__file__).parent / "_standin_gpu.py"), str(FORWARD_S), str(out)]
     rates: dict[str | None, list[float]] = {None: [], "sparse_bias": [], "dense_bias": []}
@@ -376,9 +378,9 @@ class StateWorker:
 
 
 def variable_us(sandbox: Sandbox, model: Path) -> tuple[float, float]:
-    """The median times of a guest's operation on a variable, in microseconds. The first operation
-    goes through the broker to the state worker and back. The second is answered from the controller
-    worker's copy of the variables."""
+    """Two median times of a guest's operation on a variable, in microseconds. For the first time,
+    the operation goes through the broker to the state worker and back. For the second time, the
+    controller worker answers it from a copy of the variables."""
     with system(["-m", "tokenbus.workers.gpu"], model) as running:
 
         def registration() -> Register:
@@ -429,35 +431,43 @@ def variable_us(sandbox: Sandbox, model: Path) -> tuple[float, float]:
 
 
 NOTES = {
-    "host_us_per_call": "us of a call to an empty guest, native ABI (at most 6)",
-    "host_call_vs_bare_call": "ratio of a call's time to the time of a bare wasmtime call",
-    "aici_us_per_round": "us of an AICI round, three calls and a mask (at most 150)",
-    "aici_round_vs_bare_calls": "ratio of an AICI round's time to the time of three bare calls",
-    "clone_us": "us of a fork with 1 MiB of memory, eight at a time (at most 150)",
-    "clone_vs_instantiate": "ratio of a fork's time to the time of a bare instantiation",
-    "clone_us_first": "us of a fork that cannot reuse the memory of an ended fork",
-    "clone_first_vs_instantiate": "ratio of clone_us_first to the time of a bare instantiation",
-    "start_us": "us to start a sequence of a loaded module, with its first round (at most 500)",
-    "start_vs_instantiate": "ratio of a start's time to the time of a bare instantiation",
-    "round_trip_us_p50": "us of a bare round trip through two ROUTERs, median",
-    "var_op_us_p50": "us from guest to state worker and back, median (at most 600)",
-    "var_op_vs_round_trip": "ratio of a variable operation's time to the time of a bare round trip",
-    "var_copy_us_p50": "us of a variable operation that the worker's copy answers, median",
-    "wait_us_p50_10": "us that a batch of 10 waits for masks, forward of 25 ms (at most 300)",
-    "wait_10_vs_round_trip": "ratio of wait_us_p50_10 to a bare round trip",
-    "wait_us_p50_40": "us that a batch of 40 waits for masks, forward of 25 ms (at most 700)",
-    "wait_40_vs_round_trip": "ratio of wait_us_p50_40 to a bare round trip",
-    "constrained_vs_free": f"ratio of tokens/s with masks to without, batch 32, {VOCAB:,} tokens, "
-    "simulated forward (at least 0.95)",
-    "constrained_vs_free_sparse_bias": f"ratio of tokens/s with a bias of 100 of {LARGE_VOCAB:,} "
-    "tokens to without, simulated forward (at least 0.97)",
-    "constrained_vs_free_dense_bias": "ratio of tokens/s with a bias of all tokens (at least 0.90)",
-    "constrained_vs_free_cpu": "ratio of tokens/s with masks to without; the forward uses the CPU",
+    "host_us_per_call": "microseconds of a call to an empty guest of the native ABI; at most 6",
+    "host_call_vs_bare_call": "host_us_per_call divided by the time of a bare Wasmtime call",
+    "aici_us_per_round": "microseconds of an AICI round: three calls and a mask; at most 150",
+    "aici_round_vs_bare_calls": "aici_us_per_round divided by the time of three bare Wasmtime "
+    "calls",
+    "clone_us": "microseconds of a fork of a guest with 1 MiB of memory; at most 150",
+    "clone_vs_instantiate": "clone_us divided by the time of a bare instantiation",
+    "clone_us_first": "microseconds of a fork that cannot reuse the memory of an ended fork",
+    "clone_first_vs_instantiate": "clone_us_first divided by the time of a bare instantiation",
+    "start_us": "microseconds to start a sequence of a loaded module and to run its first round; "
+    "at most 500",
+    "start_vs_instantiate": "start_us divided by the time of a bare instantiation",
+    "round_trip_us_p50": "microseconds of a bare round trip through two ROUTER sockets, median",
+    "var_op_us_p50": "microseconds of a variable operation from guest to state worker and back, "
+    "median; at most 600",
+    "var_op_vs_round_trip": "var_op_us_p50 divided by the time of a bare round trip",
+    "var_copy_us_p50": "microseconds of a variable operation that the controller worker answers "
+    "from its copy, median",
+    "wait_us_p50_10": "microseconds that a batch of 10 waits for masks after a forward of 25 ms, "
+    "median; at most 300",
+    "wait_10_vs_round_trip": "wait_us_p50_10 divided by the time of a bare round trip",
+    "wait_us_p50_40": "microseconds that a batch of 40 waits for masks after a forward of 25 ms, "
+    "median; at most 700",
+    "wait_40_vs_round_trip": "wait_us_p50_40 divided by the time of a bare round trip",
+    "constrained_vs_free": "tokens/s with masks, divided by tokens/s without masks; batch of 32, "
+    f"vocabulary of {VOCAB:,} tokens, simulated forward; at least 0.95",
+    "constrained_vs_free_sparse_bias": "tokens/s with a bias of 100 tokens, divided by tokens/s "
+    f"without a bias; batch of 32, vocabulary of {LARGE_VOCAB:,} tokens, simulated forward; at "
+    "least 0.97",
+    "constrained_vs_free_dense_bias": "constrained_vs_free_sparse_bias with a bias of all "
+    "tokens; at least 0.90",
+    "constrained_vs_free_cpu": "constrained_vs_free with a forward that runs on the CPU",
 }
 
 
 def main() -> None:
-    """Measures everything and reports."""
+    """Runs all measurements and reports the figures."""
     options = arguments(__doc__)
     new, runs = (60, 2) if options.quick else (200, 4)
     with tempfile.TemporaryDirectory(prefix="tb-bench-") as name:

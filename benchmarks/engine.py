@@ -1,8 +1,9 @@
-"""Compares the engine with transformers' ``generate`` and continuous batching, on this machine.
+"""Compares the engine with transformers on this machine: with ``generate``, and with transformers'
+continuous batching.
 
 The model is a Llama with 21 million random parameters, and sampling is greedy. Everything runs in
-one process. Times of whole runs are the minimum of several runs, because other work on the machine
-only slows runs. Exception: transformers runs the requests of different lengths only once.
+one process. Other work on the machine can only slow a run. So the time of a run is the minimum over
+several runs. Exception: transformers runs the requests of different lengths only once.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def best_in_turn(runs: int, *works: Callable[[], object]) -> list[float]:
-    """The minimum time of each function in ``works``. The functions run in turn, so that other load
-    affects all of them."""
+    """The minimum time of each function in ``works``, in seconds. The functions run in turn, so
+    that other load affects all of them."""
     times = [[timed(work) for work in works] for _ in range(runs)]
     return [min(column) for column in zip(*times, strict=True)]
 
@@ -49,7 +50,7 @@ def best_in_turn(runs: int, *works: Callable[[], object]) -> list[float]:
 
 
 def generate(model: Any, prompts: Prompts, new: int) -> None:
-    """Runs ``generate`` on one static batch, padded on the left."""
+    """Runs transformers' ``generate`` on one static batch. The prompts are padded on the left."""
     longest = max(map(len, prompts))
     ids = torch.zeros(len(prompts), longest, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -64,7 +65,8 @@ def generate(model: Any, prompts: Prompts, new: int) -> None:
 
 
 def generate_static(model: Any, prompts: Prompts, new: Sequence[int]) -> None:
-    """Runs static batches of 32. Each batch runs until its longest request has ended."""
+    """Runs ``generate`` on static batches of 32 requests. A batch runs until its longest request
+    has ended."""
     for i in range(0, len(prompts), BATCH):
         generate(model, prompts[i : i + BATCH], max(new[i : i + BATCH]))
 
@@ -80,7 +82,9 @@ def generate_continuous(model: Any, prompts: Prompts, new: Sequence[int]) -> Non
         while done < len(prompts):
             result = manager.get_result(timeout=60)
             if result is None:
-                raise RuntimeError("transformers' continuous batching gave no result in a minute")
+                raise RuntimeError(
+                    "transformers' continuous batching did not return a result within a minute"
+                )
             if result.error is not None:
                 raise RuntimeError(result.error)
             done += result.is_finished()
@@ -90,7 +94,7 @@ def generate_continuous(model: Any, prompts: Prompts, new: Sequence[int]) -> Non
 
 
 class Ours:
-    """Our engine, with its copy of the model that transformers runs."""
+    """Our engine. It has a copy of the model that transformers runs."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
@@ -104,7 +108,7 @@ class Ours:
         return self._next
 
     def run(self, prompts: Prompts, new: Sequence[int]) -> None:
-        """Runs requests to their ends. For a fair comparison, their prompts must not be in the
+        """Runs requests to their ends. For a fair comparison, the prompts must not be in the prefix
         cache."""
         for prompt, count in zip(prompts, new, strict=True):
             self.add(prompt, count)
@@ -114,7 +118,7 @@ class Ours:
         assert sampled == sum(new)
 
     def ttft(self, prompt: list[int]) -> float:
-        """Seconds to the first token."""
+        """Seconds from the request to its first token."""
         self.add(prompt, 1)
         started = time.perf_counter()
         while self.engine.has_work:
@@ -123,8 +127,8 @@ class Ours:
 
 
 def against_generate(model: Any, ours: Ours, runs: int) -> dict[str, float]:
-    """Ratios of our engine's throughput to transformers', for requests of equal and of different
-    lengths."""
+    """Our engine's tokens per second, divided by transformers' tokens per second. One figure is for
+    requests of equal lengths, and two are for requests of different lengths."""
     rng = random.Random(1)
 
     def uniform_set() -> Prompts:
@@ -155,7 +159,8 @@ def against_generate(model: Any, ours: Ours, runs: int) -> dict[str, float]:
 
 
 def one_stream(model: Any, ours: Ours, runs: int) -> dict[str, float]:
-    """Ratio of a single stream's throughput to the throughput of ``generate``."""
+    """For a single request: our engine's tokens per second, divided by the tokens per second of
+    ``generate``."""
     rng = random.Random(7)
     prompts = iter([[random_tokens(rng, 32)] for _ in range(2 * runs + 2)])
     ours.run(next(prompts), [64])
@@ -169,8 +174,8 @@ def one_stream(model: Any, ours: Ours, runs: int) -> dict[str, float]:
 
 
 def prefixes(ours: Ours, runs: int) -> dict[str, float]:
-    """Ratio of the time to the first token with 1,500 cached prompt tokens to the time without
-    cached tokens."""
+    """Measures the time to the first token of prompts with 1,508 tokens. Returns this time if 1,500
+    tokens are cached, divided by this time if no token is cached."""
     rng = random.Random(2)
     ratios = []
     for _ in range(runs):
@@ -182,9 +187,8 @@ def prefixes(ours: Ours, runs: int) -> dict[str, float]:
 
 
 def forks(ours: Ours, runs: int) -> dict[str, float]:
-    """The time of a fork, and the growth of the KV cache by 7 forks. The growth is the number of
-    used blocks one step after the forks, divided by the number before the forks. The prompt has 512
-    tokens."""
+    """Forks a sequence with a prompt of 512 tokens 7 times. Returns the time of one fork, and the
+    number of used KV blocks one step after the forks, divided by the number before the forks."""
     rng = random.Random(3)
     engine = ours.engine
     times = []
@@ -202,7 +206,7 @@ def forks(ours: Ours, runs: int) -> dict[str, float]:
 
 
 def splices(ours: Ours, runs: int) -> dict[str, float]:
-    """Ratio of the time to append 32 tokens by a splice to the time to decode 32 tokens."""
+    """The time to append 32 tokens by a splice, divided by the time to decode 32 tokens."""
     rng = random.Random(4)
     engine = ours.engine
     decoded, spliced = [], []
@@ -227,9 +231,10 @@ def splices(ours: Ours, runs: int) -> dict[str, float]:
 
 
 def host_time(ours: Ours, steps: int) -> dict[str, float]:
-    """Microseconds of a step without the forward at batch 32, and their ratio to the time of the
-    forward. The remaining work is scheduling, packing, sampling and results. The forward is timed
-    in steps before and after the measurement."""
+    """Measures the host's time for a step of 32 sequences. The forward is replaced by constant
+    logits, so this is the time for scheduling, packing, sampling and results. Returns it in
+    microseconds, and divided by the time of a forward. Forwards are timed in other steps, before
+    and after."""
     rng = random.Random(5)
     engine = ours.engine
     requests = [ours.add(random_tokens(rng, 32), 4000) for _ in range(BATCH)]
@@ -253,7 +258,7 @@ def host_time(ours: Ours, steps: int) -> dict[str, float]:
     forward_steps()
     runner.backend.forward = lambda *_: logits
     times = [timed(engine.step) for _ in range(steps)]
-    runner.forget_mirrors()  # The steps without a forward wrote no keys and values.
+    runner.forget_mirrors()  # The steps without a forward did not write keys and values.
     forward_steps()
     runner.backend.forward = forward
     for request in requests:
@@ -263,7 +268,8 @@ def host_time(ours: Ours, steps: int) -> dict[str, float]:
 
 
 def compiled(loaded: LoadedModel, runs: int) -> dict[str, float]:
-    """Ratio of the decode rate at batch 32 with torch.compile to the rate without."""
+    """The number of steps per second with torch.compile, divided by the number without
+    torch.compile. 32 sequences decode."""
     rng = random.Random(6)
     times = []
     for through in (False, True):
@@ -277,23 +283,32 @@ def compiled(loaded: LoadedModel, runs: int) -> dict[str, float]:
 
 
 NOTES = {
-    "uniform_vs_generate": "ratio of tokens/s to generate, 32 requests, 64 new; at least 1.0",
-    "one_stream_vs_generate": "ratio of tokens/s to generate, 1 request, 64 new; at least 1.5",
-    "ragged_vs_generate_batch": "ratio of tokens/s to continuous batching, 64 requests, "
-    "prompts 16-512, 16-256 new; at least 2.5",
-    "ragged_vs_generate": "ratio of tokens/s to static batches of 32, same requests; at least 1.5",
-    "prefix_ttft_ratio": "ratio of first-token times, 1,500 cached tokens to none; at most 0.1",
-    "fork8_kv_blocks": "ratio of KV blocks, 512 tokens with 7 forks to without forks; at most 1.3",
-    "fork_us": "us of a fork, without a forward",
-    "splice_vs_decode": "ratio of times, splice of 32 tokens to decoding 32; at most 0.2",
-    "host_us_per_step": "us of a step at batch 32 without the forward; at most 1,500",
-    "host_vs_forward": "ratio of host_us_per_step to the time of the forward",
-    "compiled_vs_eager": "ratio of decode rates at batch 32, with torch.compile to without",
+    "uniform_vs_generate": "the engine's tokens/s, divided by tokens/s of transformers' "
+    "generate(); 32 requests with 64 new tokens; at least 1.0",
+    "one_stream_vs_generate": "the engine's tokens/s, divided by tokens/s of transformers' "
+    "generate(); one request with 64 new tokens; at least 1.5",
+    "ragged_vs_generate_batch": "the engine's tokens/s, divided by tokens/s of transformers' "
+    "continuous batching; 64 requests with prompts of 16 to 512 tokens and 16 to 256 new tokens; "
+    "at least 2.5",
+    "ragged_vs_generate": "the engine's tokens/s, divided by tokens/s of transformers' "
+    "generate() with static batches of 32; requests of ragged_vs_generate_batch; at least 1.5",
+    "prefix_ttft_ratio": "time to the first token if 1,500 prompt tokens are cached, divided by "
+    "this time if no token is cached; at most 0.1",
+    "fork8_kv_blocks": "KV blocks of a sequence and its 7 forks, divided by KV blocks of the "
+    "sequence alone; prompt of 512 tokens; at most 1.3",
+    "fork_us": "microseconds of a fork, without a forward",
+    "splice_vs_decode": "time to append 32 tokens by a splice, divided by the time to decode 32 "
+    "tokens; at most 0.2",
+    "host_us_per_step": "microseconds of a step of 32 sequences, without the forward; at most "
+    "1,500",
+    "host_vs_forward": "host_us_per_step divided by the time of the forward",
+    "compiled_vs_eager": "decode steps/s with torch.compile, divided by decode steps/s without "
+    "it; batch of 32",
 }
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Runs all measurements and reports the figures."""
     args = arguments(__doc__)
     runs = 2 if args.quick else 5
     # The engine needs its own copy of the model, because the engine changes the layout of the

@@ -1,8 +1,8 @@
-"""Compares decoding on a GPU with the limit of the memory bandwidth and with transformers.
+"""Compares decoding on a GPU with transformers, and with the limit that the memory bandwidth sets.
 
-The model has the shape of Llama 3 8B, with random weights in bfloat16. The attention backend, the
-number of graphs and each figure are printed on standard error as soon as they are known. Without a
-CUDA device, the program prints a message and ends.
+The model has the shape of Llama 3 8B, with random weights in bfloat16. The program prints the
+attention backend, the number of CUDA graphs and each figure on standard error as soon as they are
+known. Without a CUDA device, the program prints a message and ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CACHE_BYTES = 16 * 2**30
 
 
 def make_model() -> Any:
-    """A model with the shape of Llama 3 8B, initialised on the device."""
+    """A model with the shape of Llama 3 8B. Its random weights are made on the device."""
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
         model = llama(
@@ -66,7 +66,7 @@ def make_engine(loaded: LoadedModel, overlap: bool = True) -> Engine:
 def step_seconds(
     loaded: LoadedModel, batch: int, *, graphs: bool = True, overlap: bool = True
 ) -> float:
-    """Seconds of a decode step."""
+    """The mean time of a decode step of ``batch`` sequences, in seconds."""
     rng = random.Random(1)
     engine = make_engine(loaded, overlap)
     if not graphs:
@@ -83,7 +83,8 @@ def step_seconds(
 
 
 def limit_seconds(loaded: LoadedModel, batch: int, bytes_per_s: float) -> float:
-    """Seconds to read the weights and the KV cache once at the measured bandwidth."""
+    """Minimum time of a decode step in seconds: the time to read the weights and the KV cache once,
+    at the bandwidth ``bytes_per_s``."""
     model = loaded.model
     weights = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
     per_token = sum(s.kv_heads * (s.key_dim + s.value_dim) for s in loaded.layers.values()) * 2
@@ -112,15 +113,19 @@ def throughput(loaded: LoadedModel, batch: int) -> tuple[float, float]:
 
 
 NOTES = {
-    "fast_attention": "1 if FlashAttention reads the blocks in place",
-    "graphs": "number of CUDA graphs, at most 15",
-    "decode1_of_limit": "ratio of the bandwidth limit's time to a step's, batch 1; at least 0.6",
-    "decode64_of_limit": "ratio of the bandwidth limit's time to a step's, batch 64; at least 0.6",
-    "throughput256_vs_generate_batch": "tokens/s ratio to generate_batch, batch 256; at least 1.5",
-    "graphs_vs_eager_1": "ratio of step times at batch 1, without CUDA graphs to with",
-    "graphs_vs_eager_64": "ratio of step times at batch 64, without CUDA graphs to with",
-    "overlap_vs_in_turn_1": "ratio of step times at batch 1, without overlap to with",
-    "overlap_vs_in_turn_64": "ratio of step times at batch 64, without overlap to with",
+    "fast_attention": "1 if FlashAttention reads the blocks in place, otherwise 0",
+    "graphs": "number of captured CUDA graphs; at most 15",
+    "decode1_of_limit": "minimum time of a step by the memory bandwidth, divided by the measured "
+    "time of a step; batch of 1; at least 0.6",
+    "decode64_of_limit": "decode1_of_limit for a batch of 64; at least 0.6",
+    "throughput256_vs_generate_batch": "the engine's tokens/s, divided by tokens/s of "
+    "transformers' generate_batch(); batch of 256; at least 1.5",
+    "graphs_vs_eager_1": "time of a step without CUDA graphs, divided by the time with them; "
+    "batch of 1",
+    "graphs_vs_eager_64": "graphs_vs_eager_1 for a batch of 64",
+    "overlap_vs_in_turn_1": "time of a step without overlap, divided by the time with overlap; "
+    "batch of 1",
+    "overlap_vs_in_turn_64": "overlap_vs_in_turn_1 for a batch of 64",
 }
 
 
@@ -138,7 +143,8 @@ def say(line: str) -> None:
 
 
 def describe(loaded: LoadedModel, results: Results) -> None:
-    """Prints the attention backend, the number of graphs, and the reasons of fallbacks."""
+    """Prints the attention backend, the number of CUDA graphs, and the reasons for which a faster
+    path is not used."""
     path = make_engine(loaded).path
     say(f"torch {torch.__version__}, {torch.cuda.get_device_name()}: {path.attention}")
     for fallback in path.fallbacks:
@@ -148,11 +154,13 @@ def describe(loaded: LoadedModel, results: Results) -> None:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Runs all measurements and reports the figures."""
     args = arguments(__doc__)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     if not torch.cuda.is_available():
-        print("{}" if args.json else "not measured, because torch does not find a CUDA device")
+        print(
+            "{}" if args.json else "nothing was measured, because torch does not find a CUDA device"
+        )
         return
     loaded = wrap_model("llama-3-8b shape", make_model())
     results = Results()
