@@ -1,9 +1,10 @@
-"""Compares the gateway's interfaces with the Python client, with the same broker and worker.
+"""Compares the gateway with our Python client (*bus client*). Both use the same broker and worker.
 
-64 streams of a Llama with 21 million parameters run in turn through the bus client, as server-sent
-events, and over one WebSocket. The time to the first token of one request is measured alternately
-through the bus client and as server-sent events. At the end, the memory of 2,000 idle connections
-in the gateway is measured. All processes share the machine.
+The model is a Llama with 21 million parameters. Each round runs 64 streams three times: through the
+bus client, as server-sent events of ``/v1/completions``, and over one WebSocket. Then the time to
+the first token of a single request is measured, in turn through the bus client and as server-sent
+events. At the end, the gateway's memory for 2,000 idle connections is measured. All processes run
+on the same machine.
 """
 
 from __future__ import annotations
@@ -33,16 +34,20 @@ PROMPT = list(range(300, 332))
 IDLE = 2_000
 
 NOTES = {
-    "sse_vs_bus": "ratio of tokens/s, /v1/completions to bus client, 64 streams; at least 0.95",
-    "ws_vs_bus": "ratio of tokens/s, one WebSocket to bus client, 64 streams; at least 0.8",
-    "ttft_added_vs_bus": "ratio of first-token times, /v1/completions to bus client; at most 1.2",
-    "idle_connections_mb": "MB of 2,000 idle connections, half of them WebSockets; at most 100",
+    "sse_vs_bus": "tokens/s as server-sent events of /v1/completions, divided by tokens/s "
+    "through the bus client; 64 streams; at least 0.95",
+    "ws_vs_bus": "tokens/s over one WebSocket, divided by tokens/s through the bus client; 64 "
+    "streams; at least 0.8",
+    "ttft_added_vs_bus": "time to the first token from /v1/completions, divided by that through "
+    "the bus client; at most 1.2",
+    "idle_connections_mb": "MB of the gateway's memory for 2,000 idle connections, half of them "
+    "WebSockets; at most 100",
     "bus_tokens_per_s": "tokens/s of 64 streams through the bus client",
 }
 
 
 class System:
-    """A broker, a GPU worker with the model of a folder, and a gateway."""
+    """A broker, a GPU worker with the model in the folder ``model``, and a gateway."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.model = str(model)
@@ -65,7 +70,7 @@ class System:
 
     @property
     def gateway_memory(self) -> int:
-        """The gateway's unshared memory, in bytes."""
+        """The memory that only the gateway's process uses, in bytes."""
         text = Path(f"/proc/{self.processes[2].pid}/smaps_rollup").read_text()
         private = [line.split()[1] for line in text.splitlines() if line.startswith("Private_")]
         return sum(map(int, private)) * 1024
@@ -115,15 +120,17 @@ def free_port() -> int:
 
 
 class Sse:
-    """One connection to ``/v1/completions``, which is reused until the gateway closes it."""
+    """A connection to ``/v1/completions``. One stream after another uses it until the gateway
+    closes it."""
 
     def __init__(self, running: System) -> None:
         self._running = running
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def stream(self, tokens: int) -> float:
-        """Reads a stream to its end; returns the time to its first token, in seconds."""
-        # The gateway may have closed the connection, which was idle during the other turns.
+        """Runs a stream to its end. Returns the time to its first token in seconds."""
+        # The connection was idle while other interfaces were measured, so the gateway may have
+        # closed it.
         if self._streams is None or self._streams[0].at_eof():
             self._streams = await asyncio.open_connection("127.0.0.1", self._running.port)
         reader, writer = self._streams
@@ -154,7 +161,7 @@ class Sse:
 
 
 async def bus_tokens_per_s(running: System, client: AsyncClient, tokens: int) -> float:
-    """Tokens per second of ``STREAMS`` streams through the bus client."""
+    """Tokens per second of all ``STREAMS`` streams together through the bus client."""
 
     async def one() -> None:
         stream = client.generate(
@@ -168,14 +175,16 @@ async def bus_tokens_per_s(running: System, client: AsyncClient, tokens: int) ->
 
 
 async def sse_tokens_per_s(connections: list[Sse], tokens: int) -> float:
-    """Tokens per second as server-sent events, with one connection for each stream."""
+    """Tokens per second of all streams together as server-sent events. Each stream has its own
+    connection."""
     began = time.perf_counter()
     await asyncio.gather(*(one.stream(tokens) for one in connections))
     return STREAMS * tokens / (time.perf_counter() - began)
 
 
 async def ws_tokens_per_s(running: System, tokens: int) -> float:
-    """Tokens per second of ``STREAMS`` streams over one WebSocket, with the text of each token."""
+    """Tokens per second of all ``STREAMS`` streams together over one WebSocket. The messages
+    contain the text of each token."""
     async with connect(f"ws://127.0.0.1:{running.port}/", max_queue=None) as websocket:
         began = time.perf_counter()
         for number in range(STREAMS):
@@ -201,7 +210,7 @@ async def ws_tokens_per_s(running: System, tokens: int) -> float:
 
 
 async def bus_first_token_s(running: System, client: AsyncClient) -> float:
-    """The seconds to the first token of one request through the bus client."""
+    """Seconds to the first token of a single request through the bus client."""
     began = time.perf_counter()
     stream = client.generate(PROMPT, model=running.model, max_tokens=2, ignore_eos=True, text=True)
     first = 0.0
@@ -211,7 +220,8 @@ async def bus_first_token_s(running: System, client: AsyncClient) -> float:
 
 
 async def speeds(running: System, rounds: int, tokens: int) -> dict[str, float]:
-    """The ratios of throughput and of first-token time: medians of runs that take turns."""
+    """Measures tokens per second and the time to the first token in several rounds. Returns the
+    ratios of the medians."""
     found: dict[str, list[float]] = {name: [] for name in ("bus", "sse", "ws")}
     times: dict[str, list[float]] = {name: [] for name in ("bus", "sse")}
     connections = [Sse(running) for _ in range(STREAMS)]
@@ -237,7 +247,7 @@ async def speeds(running: System, rounds: int, tokens: int) -> dict[str, float]:
 
 
 async def idle_mb(running: System) -> float:
-    """The memory of 2,000 idle connections in the gateway, in megabytes."""
+    """The gateway's memory for 2,000 idle connections, in megabytes."""
     before = running.gateway_memory
     url = f"ws://127.0.0.1:{running.port}/"
     sockets = [await connect(url, ping_interval=None, compression=None) for _ in range(IDLE // 2)]
@@ -253,14 +263,14 @@ async def idle_mb(running: System) -> float:
 
 
 async def measure(quick: bool) -> dict[str, float]:
-    """All figures."""
+    """Runs all measurements. Returns the figures by name."""
     with system() as running:
         found = await speeds(running, 2 if quick else 5, TOKENS // 2 if quick else TOKENS)
         return {**found, "idle_connections_mb": await idle_mb(running)}
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measures everything and reports the figures."""
     args = arguments(__doc__)
     report(asyncio.run(measure(args.quick)), NOTES, args.json)
 

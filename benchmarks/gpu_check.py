@@ -1,8 +1,8 @@
-"""Checks and measures the engine on a GPU. ``gpu_check.md`` has the commands.
+"""Checks and measures the engine on a GPU. ``gpu_check.md`` lists the commands.
 
-Each stage runs in its own process with a time limit, and writes each figure immediately to
-``results.jsonl``, as one line of JSON. ``--dry`` runs all stages on a CPU with small models, in two
-processes. If Triton is installed, its interpreter then runs the kernels.
+Each stage runs in its own process with a time limit. A stage immediately writes each figure to
+``results.jsonl``, as one line of JSON. With ``--dry``, all stages run on a CPU with small models,
+in two processes. If Triton is installed, its interpreter then runs Triton's kernels.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 LINKS = ROOT / "build" / "gpu_check"
-"""A folder for PYTHONPATH, in which ``tokenbus`` links to the packages of this checkout."""
+"""A folder for PYTHONPATH. Its folder ``tokenbus`` has links to the packages of this checkout."""
 PACKAGES = ("protocol", "transport", "broker", "workers", "clients", "grammars", "inprocess")
 DRY_LIMIT_S = 540.0
 """Time limit of a process in a dry run, in seconds. The limit is long because the machine may be
 busy."""
 PASSED = "passed"
-"""The outcome of a stage that has found no fault."""
+"""The outcome of a stage that has not found a fault."""
 DRY_JOBS = 2
-"""Number of processes that share the stages of a dry run."""
+"""Number of processes of a dry run. Each process runs a part of the stages."""
 
 
 class Stage(NamedTuple):
-    """A stage, which is the function ``run`` of its module."""
+    """A stage. The function ``run`` of its module runs the stage."""
 
     title: str
     module: str
@@ -55,7 +55,8 @@ STAGES = {
 
 
 def environment(dry: bool) -> dict[str, str]:
-    """The environment of a stage, in which ``tokenbus`` is this checkout."""
+    """The environment variables of a stage's process, which imports this checkout as
+    ``tokenbus``."""
     package = LINKS / "tokenbus"
     package.mkdir(parents=True, exist_ok=True)
     for name in PACKAGES:
@@ -83,8 +84,8 @@ def _write_metadata() -> None:
 
 
 def run_stages(numbers: Sequence[int], dry: bool, results: Path, own: Mapping[str, str]) -> bool:
-    """Runs stages in one process, one after another; returns whether all passed. A failed stage
-    ends the process."""
+    """Runs stages one after another in one process. Returns whether all stages have passed. A
+    failed stage ends the process."""
     limit = DRY_LIMIT_S if dry else sum(STAGES[number].limit_s for number in numbers)
     command = [sys.executable, __file__, "--results", str(results)] + ["--dry"] * dry
     for number in numbers:
@@ -98,7 +99,7 @@ def run_stages(numbers: Sequence[int], dry: bool, results: Path, own: Mapping[st
     except subprocess.TimeoutExpired:
         error = f"the stage did not end within {limit:.0f} s"
     finally:
-        # All processes that the stage has started are in its process group.
+        # This also ends the processes that the stage has started. They are in its process group.
         _end(process)
     lines = [json.loads(line) for line in results.read_text().splitlines()] if error else []
     passed = {line["stage"] for line in lines if line["value"] == PASSED}
@@ -118,7 +119,7 @@ def _report(number: int, results: Path, value: str, **more: float) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the remaining processes of a stage."""
+    """Kills the remaining processes of the process group of ``process``."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -160,7 +161,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Runs the stages; returns the exit code, which is 0 if all stages passed."""
+    """Runs the stages. Returns the exit code, which is 0 if all stages have passed."""
     options = parse()
     results = options.results.resolve()
     if options.inside:

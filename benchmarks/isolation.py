@@ -1,14 +1,12 @@
-"""Measures the effect of attacks on another tenant's streams, and the time to import the client.
+"""Measures how attacks affect another tenant's streams. Also measures the time to import the
+client.
 
 The attacks are those of ``tests/hostile``: hostile modules, hostile arguments, and guest processes
-that an attacker controls. Another tenant's streams, the *calm streams*, run all the time in the
-same workers. An attack is compared with the period before it. In this period, the attacker's client
-uploads a harmless module. With this module, the client sends the number of requests that the attack
-sends. So the comparison excludes the load that each tenant is allowed to cause. ``calm_gap_ms``
-compares the largest times between two calm tokens, and ``calm_throughput`` compares the numbers of
-calm tokens per second. ``calm_throughput_vs_alone`` compares with periods in which the attacker's
-client does nothing. ``client_import_ratio`` is the ratio of the client's import time to the import
-time of its two required libraries.
+that an attacker controls. The *calm streams* are another tenant's streams, which run all the time
+in the same workers. A *calm token* is a token of these streams. An attack is compared with the
+period before it. In this period, the attacker's client uploads a harmless module, and uses it in as
+many requests as the attack sends. So the comparison excludes the load that each tenant is allowed
+to cause.
 """
 
 from __future__ import annotations
@@ -33,20 +31,26 @@ from tests.hostile.world import HostileWorld, hostile_world
 from tests.workers.controller.wasm.hostile.guests import guest
 
 SETTLED_S = 0.2
-"""Time after an attack that still counts as part of the attack, in seconds."""
+"""Seconds after the end of an attack that still belong to the attack's period."""
 MIN_PERIOD_S, MAX_PERIOD_S = 0.5, 3.0
-"""Bounds of the planned duration of a period without an attack, in seconds."""
+"""Minimum and maximum planned duration of a period without an attack, in seconds."""
 ALONE_S = 10.0
-"""Seconds without any request of the attacker's client, before and after all attacks."""
+"""Seconds in which the attacker's client does not send requests. There is one such period before
+all attacks, and one after them."""
 ORDINARY = Attack("ordinary", "", Expected(), guest)
 NOTES = {
-    "calm_gap_ms": "ms by which an attack lengthens the longest gap of calm tokens; at most 50",
-    "calm_throughput": "ratio of calm tokens/s, attacks to ordinary requests; at least 0.97",
-    "calm_throughput_vs_alone": "ratio of calm tokens/s, attacks to no other requests",
+    "calm_gap_ms": "ms by which an attack lengthens the longest gap between calm tokens; worst "
+    "attack; at most 50",
+    "calm_throughput": "calm tokens/s during attacks, divided by calm tokens/s during ordinary "
+    "requests; at least 0.97",
+    "calm_throughput_vs_alone": "calm tokens/s during attacks, divided by calm tokens/s while "
+    "the attacker's client does nothing",
     "nothing_else_dies": "1 if all other processes and streams survive all attacks; must be 1",
     "wrong_outcomes": "number of attacks with an unexpected outcome; must be 0",
-    "hostile_step_ratio": "ratio of the longest gaps between calm tokens, with and without attack",
-    "client_import_ratio": "ratio of import times, tokenbus.clients to zmq and msgspec",
+    "hostile_step_ratio": "longest gap between calm tokens during an attack, divided by the "
+    "longest gap before it; worst attack",
+    "client_import_ratio": "time to import tokenbus.clients, divided by the time to import zmq "
+    "and msgspec",
 }
 
 
@@ -69,12 +73,14 @@ class Measured(NamedTuple):
 
     @property
     def gap_ms(self) -> float:
-        """The longest gap with the attack minus the longest gap without it; at least 0."""
+        """Milliseconds by which the longest gap in the attack's period exceeds the longest gap in
+        the period before it; at least 0."""
         return max(0.0, self.attacked.largest_gap_s - self.usual.largest_gap_s) * 1000
 
 
 def throughput(measured: list[Measured]) -> float:
-    """The ratio of calm tokens per second with and without the attacks."""
+    """Calm tokens per second during the attacks, divided by calm tokens per second in the periods
+    before them."""
     attacked, usual = [each.attacked for each in measured], [each.usual for each in measured]
     return rate(attacked) / rate(usual)
 
@@ -85,7 +91,8 @@ def rate(periods: list[Period]) -> float:
 
 
 def period(world: HostileWorld, begin_s: float, end_s: float) -> Period:
-    """The calm tokens between two times. A gap counts if it overlaps the period."""
+    """Counts the calm tokens between two times. A gap counts if a part of it is between these
+    times."""
     arrivals = world.calm.arrivals
     gaps = [later - each for each, later in pairwise(arrivals) if later > begin_s and each < end_s]
     tokens = sum(begin_s < each <= end_s for each in arrivals)
@@ -93,8 +100,8 @@ def period(world: HostileWorld, begin_s: float, end_s: float) -> Period:
 
 
 def measure(world: HostileWorld, attack: Attack, wait_s: float) -> Measured:
-    """Makes ordinary requests, then the attack. ``wait_s``: expected duration of the attack, in
-    seconds."""
+    """Sends ordinary requests, and then runs the attack. ``wait_s`` is the expected duration of the
+    attack in seconds; the period before the attack has about the same duration."""
     module = None if isinstance(attack.source, str) else attack.source()
     ordinary = replace(ORDINARY, options=attack.options, requests=attack.requests)
     harmless = new_module()
@@ -114,20 +121,22 @@ def measure(world: HostileWorld, attack: Attack, wait_s: float) -> Measured:
 
 
 def new_module() -> bytes:
-    """A harmless module that has not been compiled before: it has a random custom section."""
+    """A harmless module that has not been compiled before, because it has a random custom
+    section."""
     section = b"\0" + random.randbytes(8)
     return guest() + bytes([0, len(section)]) + section
 
 
 def alone(world: HostileWorld) -> Period:
-    """The calm tokens of a period without requests of the attacker's client."""
+    """Waits for ``ALONE_S``, without requests of the attacker's client. Counts the calm tokens of
+    this period."""
     begin_s = time.monotonic()
     time.sleep(ALONE_S)
     return period(world, begin_s, time.monotonic())
 
 
 def attacks(world: HostileWorld, runs: int) -> dict[str, float]:
-    """The results of all attacks."""
+    """Runs all attacks. Returns the figures by name."""
     results: dict[str, float] = {}
     throughputs: dict[str, float] = {}
     every: list[Measured] = []
@@ -159,14 +168,14 @@ def attacks(world: HostileWorld, runs: int) -> dict[str, float]:
 
 
 def import_s(modules: str, runs: int) -> float:
-    """Seconds to import ``modules`` in a new interpreter: the minimum of ``runs`` runs."""
+    """Seconds in which a new interpreter imports ``modules``; the minimum of ``runs`` runs."""
     code = f"import time; t = time.perf_counter(); import {modules}; print(time.perf_counter() - t)"
     command = [sys.executable, "-c", code]
     return min(float(subprocess.check_output(command)) for _ in range(runs))
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Runs all measurements and reports the figures."""
     options = arguments(__doc__)
     # A thread of this process reads the calm streams. With a short switch interval, other threads
     # of this process lengthen the measured gaps less.

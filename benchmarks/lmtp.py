@@ -1,9 +1,10 @@
-"""Compares this gateway with LMQL's server. Both serve LMQL's client.
+"""Compares our gateway with LMQL's server. LMQL's unmodified client uses both.
 
-Both servers have the same model of 15 million parameters and run 32 greedy streams, in turn. In the
-uniform load, prompts have 32 tokens and answers 96. In the ragged load, prompts have 8 to 64 tokens
-and answers 16 to 128. All processes share the machine. The first run creates the two environments
-for LMQL in ``build/environments``; a later run takes about three minutes.
+Both servers have the same model of 15 million parameters. In each round, first one server and then
+the other runs 32 greedy streams. In the *uniform* load, each prompt has 32 tokens and each answer
+96. In the *ragged* load, prompts have 8 to 64 tokens and answers 16 to 128. All processes run on
+the same machine. The first run creates two environments for LMQL in ``build/environments``. A later
+run takes about three minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from gateway import System, free_port
 STREAMS = 32
 ROUNDS = 5
 WARM = 0.1
-"""Size of the first round, relative to a normal round. The first round is not measured."""
+"""Length of the answers in the first round, as a fraction of the normal length. The first round
+warms up and is not measured."""
 START_S = 300.0
 HERE = Path(__file__).parent
 
@@ -37,12 +39,13 @@ Request = tuple[list[int], int]
 """A prompt and its ``max_tokens``."""
 
 NOTES = {
-    "lmtp_uniform_vs_lmql": "ratio of tokens/s to LMQL's server, uniform lengths; at least 1.3",
-    "lmtp_ragged_vs_lmql": "ratio of tokens/s to LMQL's server, ragged lengths; at least 2.0",
-    "uniform_tokens_per_s": "tokens/s of LMQL's client with this gateway, uniform lengths",
-    "ragged_tokens_per_s": "tokens/s of LMQL's client with this gateway, ragged lengths",
-    "lmql_uniform_tokens_per_s": "tokens/s of LMQL's client with LMQL's server, uniform lengths",
-    "lmql_ragged_tokens_per_s": "tokens/s of LMQL's client with LMQL's server, ragged lengths",
+    "lmtp_uniform_vs_lmql": "uniform_tokens_per_s divided by lmql_uniform_tokens_per_s; at least "
+    "1.3",
+    "lmtp_ragged_vs_lmql": "ragged_tokens_per_s divided by lmql_ragged_tokens_per_s; at least 2.0",
+    "uniform_tokens_per_s": "tokens/s of LMQL's client with our gateway; uniform load",
+    "ragged_tokens_per_s": "tokens/s of LMQL's client with our gateway; ragged load",
+    "lmql_uniform_tokens_per_s": "tokens/s of LMQL's client with LMQL's server; uniform load",
+    "lmql_ragged_tokens_per_s": "tokens/s of LMQL's client with LMQL's server; ragged load",
 }
 
 
@@ -58,7 +61,8 @@ class LmqlClient:
         )
 
     def tokens_per_s(self, requests: list[Request]) -> float:
-        """Begins all requests together and waits for their ends; returns tokens per second."""
+        """Begins all requests together and waits for their ends. Returns the tokens per second of
+        all requests together."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(requests) + "\n")
@@ -74,7 +78,7 @@ class LmqlClient:
 
 @contextmanager
 def clients(model: Path) -> Iterator[dict[str, LmqlClient]]:
-    """Runs both servers; yields a client of each."""
+    """Runs both servers. Yields a client of each server, by the server's name."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="tb-") as folder, ExitStack() as stack:
         theirs = subprocess.Popen(
@@ -101,7 +105,7 @@ def _wait_for(port: int) -> None:
         try:
             urlopen(f"http://127.0.0.1:{port}/", timeout=5.0)
         except URLError as error:
-            # Once LMQL's server listens, it answers a plain HTTP request with an error status.
+            # When LMQL's server is ready, it answers a plain HTTP request with an error status.
             if getattr(error, "code", None) is not None:
                 return
         time.sleep(0.2)
@@ -124,7 +128,7 @@ def _prompt(chosen: random.Random, length: int) -> list[int]:
 
 
 def measure(quick: bool) -> dict[str, float]:
-    """All figures: medians of rounds in which the servers take turns."""
+    """Runs all rounds. Returns the figures by name. Each rate is the median over the rounds."""
     rates: dict[str, list[float]] = {}
     part = 0.25 if quick else 1.0
     with tempfile.TemporaryDirectory(prefix="tb-") as folder:
@@ -133,7 +137,8 @@ def measure(quick: bool) -> dict[str, float]:
             for number in range(3 if quick else ROUNDS + 1):
                 for kind in (uniform, ragged):
                     for name, client in both.items():
-                        # Both servers receive the same new prompts, which no cache contains.
+                        # Both servers receive the same prompts. Each round has new prompts, so that
+                        # no prompt is cached.
                         requests = kind(random.Random(number), part if number else WARM)
                         rate = client.tokens_per_s(requests)
                         if number:  # The first round warms up.
@@ -150,7 +155,7 @@ def measure(quick: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measures everything and reports the figures."""
     args = arguments(__doc__)
     report(measure(args.quick), NOTES, args.json)
 

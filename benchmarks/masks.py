@@ -1,12 +1,12 @@
-"""Compares the cost of token masks in our grammar engine, llguidance, xgrammar and outlines-core.
+"""Compares the time for token masks in our grammar engine, llguidance, xgrammar and outlines-core.
 
 The vocabulary is Tekken's, with 131,072 tokens. Everything runs on one thread. A step is an
 engine's work for one token: it accepts the token and fills the next mask. The engines are called as
-a worker calls them. The time includes the copy into the mask buffer. The first pass uses a new
-engine, and the second pass an engine that has processed the same texts. The time of a step in our
-engine and in llguidance is the median of several passes, in which the two engines take turns.
-xgrammar and outlines-core run each pass once. ``_masks_guest.py`` measures our engine alone, and
-``_masks_comparison.py`` compares the engines.
+a worker calls them, and the time includes the copy into the mask buffer. In the *first pass*, a new
+engine processes the texts. In the *second pass*, the same engine processes the texts again, and its
+caches are full. Our engine and llguidance run each pass several times, in turn, and the time of a
+step is the median. xgrammar and outlines-core run each pass once. ``_masks_guest.py`` measures our
+engine alone, and ``_masks_comparison.py`` compares the engines.
 """
 
 from __future__ import annotations
@@ -25,44 +25,59 @@ from _report import arguments, report
 ENGINES = (Ours.name, LLGuidance.name, XGrammar.name, OutlinesCore.name)
 
 NOTES = {
-    "c_mean_us": "us of a mask in a C file of 565 lines, mean, second pass (at most 150)",
-    "c_p99_us": "us of a mask in the C file, 99th percentile, second pass (at most 1,500)",
-    "c_first_mean_us": "us of a mask in the C file, mean, first pass (at most 1,000)",
-    "c_first_p99_us": "us of a mask in the C file, 99th percentile, first pass (at most 20,000)",
-    "c_append_us": "us to append a token of the C file",
-    "regex_vs_llguidance": "ratio of step times to llguidance, mean of regexes (at most 1.0)",
-    "regex_first_vs_llguidance": "ratio of step times to llguidance, regexes, first pass",
-    "regex_worst_vs_llguidance": "ratio of step times to llguidance, worst regex, second pass",
-    "json_vs_llguidance": "ratio of step times, yacc JSON to Lark JSON (at most 1.0)",
-    "json_first_vs_llguidance": "ratio of step times, yacc JSON to Lark JSON, first pass",
-    "regex_us": "us of a step in our engine, median of the regexes, second pass",
-    "regex_us_llguidance": "us of a step in llguidance, median of the regexes, second pass",
-    "regex_us_xgrammar": "us of a step in xgrammar, median of the regexes that it supports",
-    "regex_us_outlines_core": "us of a step in outlines-core, median of its supported regexes",
-    "json_us": "us of a step in our engine, median of the JSON texts, second pass",
-    "json_us_llguidance": "us of a step in llguidance, median of the JSON texts, second pass",
-    "json_us_xgrammar": "us of a step in xgrammar, median of the JSON texts",
-    "substring_us": "us of a step of substring, 4 kB of text, first pass (at most 100)",
-    "substring_second_us": "us of a step of substring, 4 kB of text, second pass",
-    "schema_overhead": "ratio of our json_schema controller to llguidance alone (at most 1.3)",
-    "schema_overhead_forced": "ratio that includes rounds in which we compute forced tokens",
-    "schema_us": "us of a round of json_schema that ends in a mask",
-    "schema_us_llguidance": "us of a round of llguidance alone that ends in a mask",
-    "first_mask_ms_regex": "ms from pattern to first mask, slowest regex (at most 50)",
-    "first_mask_ms_c_cold": "ms from the C grammar to the first mask (at most 3,000)",
-    "first_mask_ms_c_warm": "ms to the first mask, with tables and masks on disk (at most 50)",
-    "sequence_start_us": "us to start a sequence with its first, cached mask (at most 1,000)",
-    "sequence_bytes": "bytes of another sequence in the middle of the C file (at most 262,144)",
+    "c_mean_us": "microseconds to fill a mask in a C file of 565 lines, mean; second pass; at "
+    "most 150",
+    "c_p99_us": "microseconds to fill a mask in the C file, 99th percentile; second pass; at "
+    "most 1,500",
+    "c_first_mean_us": "microseconds to fill a mask in the C file, mean; first pass; at most 1,000",
+    "c_first_p99_us": "microseconds to fill a mask in the C file, 99th percentile; first pass; "
+    "at most 20,000",
+    "c_append_us": "microseconds to append a token of the C file, mean",
+    "regex_vs_llguidance": "time of our step divided by the time of llguidance's step, mean over "
+    "the regexes; second pass; at most 1.0",
+    "regex_first_vs_llguidance": "regex_vs_llguidance in the first pass",
+    "regex_worst_vs_llguidance": "time of our step divided by the time of llguidance's step, for "
+    "the regex with the largest result; second pass",
+    "json_vs_llguidance": "time of our step under a yacc grammar of JSON, divided by the time of "
+    "llguidance's step under a Lark grammar of JSON; second pass; at most 1.0",
+    "json_first_vs_llguidance": "json_vs_llguidance in the first pass",
+    "regex_us": "microseconds of a step in our engine, median over the regexes; second pass",
+    "regex_us_llguidance": "regex_us for llguidance",
+    "regex_us_xgrammar": "regex_us for xgrammar; only regexes that it supports",
+    "regex_us_outlines_core": "regex_us for outlines-core; only regexes that it supports",
+    "json_us": "microseconds of a step in our engine under a grammar of JSON, median over the "
+    "texts; second pass",
+    "json_us_llguidance": "json_us for llguidance",
+    "json_us_xgrammar": "json_us for xgrammar",
+    "substring_us": "microseconds of a step under the constraint substring of a text of 4 kB; "
+    "first pass; at most 100",
+    "substring_second_us": "substring_us in the second pass",
+    "schema_overhead": "time of a round of our json_schema controller, divided by the time of a "
+    "round of llguidance alone; only rounds that end with a mask; at most 1.3",
+    "schema_overhead_forced": "schema_overhead for all rounds; in some of them, only our "
+    "controller computes forced tokens",
+    "schema_us": "microseconds of a round of our json_schema controller that ends with a mask",
+    "schema_us_llguidance": "microseconds of the same round in llguidance alone",
+    "first_mask_ms_regex": "milliseconds from a new regex to its first mask; slowest regex; at "
+    "most 50",
+    "first_mask_ms_c_cold": "milliseconds from the start of the C grammar to its first mask, "
+    "without a cache on disk; at most 3,000",
+    "first_mask_ms_c_warm": "first_mask_ms_c_cold, if tables and masks are cached on disk; at "
+    "most 50",
+    "sequence_start_us": "microseconds to start a sequence and to fill its first mask, which is "
+    "cached; at most 1,000",
+    "sequence_bytes": "bytes of memory for each further sequence that has half of the C file; at "
+    "most 262,144",
 }
 
 
 def key(engine: str) -> str:
-    """The suffix of the names of an engine's figures; empty for our engine."""
+    """The suffix in the names of an engine's figures. It is empty for our engine."""
     return "" if engine == Ours.name else "_" + engine.replace("-", "_")
 
 
 def compared(kind: str, lines: Sequence[Line]) -> dict[str, float]:
-    """The figures of the regexes or of the JSON texts."""
+    """The figures for ``kind``, which is ``regex`` or ``json``."""
     ours, theirs = Ours.name, LLGuidance.name
     second = [line.again[ours] / line.again[theirs] for line in lines]
     first = [line.first[ours] / line.first[theirs] for line in lines]
@@ -80,7 +95,8 @@ def compared(kind: str, lines: Sequence[Line]) -> dict[str, float]:
 
 
 def show(kind: str, lines: Sequence[Line], first_ms: dict[str, float]) -> None:
-    """Prints a row for each case, with the microseconds of a step in the first and second pass."""
+    """Prints a row for each case. For each engine, the row has the microseconds of a step in the
+    first and in the second pass."""
     print(f"\n{'us a step: first, second pass':30}", *(f"{engine:>20}" for engine in ENGINES))
     for line in lines:
         cells = [
@@ -99,7 +115,7 @@ def show(kind: str, lines: Sequence[Line], first_ms: dict[str, float]) -> None:
 
 
 def main() -> None:
-    """Measures everything and reports."""
+    """Runs all measurements and reports the figures."""
     options = arguments(__doc__)
     fresh, passes = (1, 3) if options.quick else (5, 11)
     world = World.make()

@@ -1,36 +1,37 @@
-"""Compares programs on the bus with the same algorithms as clients of an HTTP server.
+"""Compares programs on the bus with HTTP clients that run the same algorithms.
 
 A *program* is a file of ``workers/controller/sdk`` and runs next to the model. A *client*
-(``_programs_clients.py``) is the same algorithm in asyncio, which sends a request to a server for
-each text that the program generates. A figure is a client's time divided by the program's time:
+(``_programs_clients.py``) runs the same algorithm in asyncio. For each text that the program
+generates, the client sends a request to a server. A figure is a client's time divided by the
+program's time. There are three clients:
 
-- ``…_vs_sdk``: ``/v1/completions`` of the gateway through ``openai.AsyncOpenAI``, as most users
-  write it. Prompts and answers are strings, and the gateway tokenizes each prompt.
-- ``…_vs_client``: the same interface for a client that is written for speed. Requests and answers
-  have token ids, so that no text is tokenized twice. The client writes HTTP itself.
-- ``…_vs_llamacpp``: llama.cpp's server for a client that is written for speed. These figures are
-  missing without the server, which ``make bench-peers`` builds.
+- ``…_vs_sdk``: the client uses ``/v1/completions`` of the gateway through ``openai.AsyncOpenAI``,
+  as most users do. Prompts and answers are strings, and the gateway tokenizes each prompt.
+- ``…_vs_client``: the client uses the same interface and is written for speed. Requests and answers
+  have token ids, so no text is tokenized twice. The client writes HTTP itself.
+- ``…_vs_llamacpp``: the client uses llama.cpp's server and is written for speed. ``make
+  bench-peers`` builds the server. Without the server, these figures are left out.
 
 The model is a Llama of 21 million parameters in float32, and all sides generate the same number of
-tokens with the same temperature. Each run has a new prompt of 512 tokens. All clients share these
+tokens with the same temperature. Each run has a new prompt of 512 tokens. All clients have these
 properties:
 
 - Requests that do not depend on one another run at the same time, on connections that stay open.
-- The server's prefix cache has the earlier tokens. An answer is one JSON object, not a stream.
-- Log-probabilities come with the sampled tokens. Constraints are those of the server
-  (``structured_outputs``, or ``grammar`` and ``json_schema``).
-- The client calls the tools within its process. The program calls a tool worker.
+- The server has earlier tokens in its prefix cache. An answer is one JSON object, not a stream.
+- The answer has the log-probabilities of its tokens. Constraints are fields of the request:
+  ``structured_outputs`` at the gateway, ``grammar`` and ``json_schema`` at llama.cpp's server.
+- The client calls tools within its own process. The program calls a tool worker.
 
-``bestof8``: the best of 8 texts of 40 tokens. ``beam8``: 8 beams, 24 tokens. ``tree``: a tree of
-thoughts with 3 levels; at each level, each kept thought gets 4 new thoughts of 16 tokens, and the 3
-best are kept. ``mcts``: a Monte Carlo tree search with 32 lines of 16 tokens, 8 of them at a time.
-``react``: five turns, each with a thought of 16 tokens, the choice of a tool, and the tool's
-arguments as JSON. Runs of ``react`` in which the model answers before the fifth call are not
-counted.
+``bestof8`` chooses the best of 8 texts of 40 tokens. ``beam8`` is a beam search with 8 beams and 24
+tokens. ``tree`` is a tree of thoughts with 3 levels. At each level, each kept thought gets 4 new
+thoughts of 16 tokens, and the 3 best thoughts are kept. ``mcts`` is a Monte Carlo tree search with
+32 lines of 16 tokens. It generates 8 lines at a time. ``react`` has five turns. In each turn, the
+model generates a thought of 16 tokens, the choice of a tool, and the tool's arguments as JSON. If
+the model answers before the fifth call, the run is repeated.
 
-In a round, the program and the clients run one after another. A figure is the median of the ratios
-of all rounds. ``tree_tokens_saved`` compares the tokens that the worker computes for the client of
-``tree`` and for the program. The figure is the share that the program saves. Prompts are included.
+In a round, the program and the clients run one after another. A figure is the median over the
+rounds. ``tree_tokens_saved`` is 1 minus a ratio: the tokens that the worker computes for the
+program of ``tree``, divided by the tokens that it computes for the client. Tokens of prompts count.
 Speculation is off.
 """
 
@@ -66,7 +67,7 @@ ROUNDS = 9
 PROMPT = 512
 SDK = HERE.parent / "workers" / "controller" / "sdk"
 MAX_TOKENS = 1_000
-"""Maximum number of tokens of a sequence, which no run reaches."""
+"""Maximum number of tokens of a sequence. No run reaches this number."""
 SLOTS, CONTEXT = 16, 1_024
 HEARTBEAT_S = 0.2
 SETTINGS = {
@@ -80,7 +81,8 @@ OTHERS = (
     ("-m", f"{WORKERS}.tool", str(HERE / "_programs_tools.py")),
     ("-m", "tokenbus.clients.gateway"),
 )
-"""The processes of the system in addition to broker, GPU worker and controller worker."""
+"""The arguments of the system's other processes. ``System`` starts the broker, the GPU worker and
+the controller worker."""
 TURNS, THOUGHT = 5, 16
 CITY = {"city": {"type": "string", "maxLength": 24}}
 CALLS = {tool.__name__: tool for tool in CITY_TOOLS}
@@ -91,13 +93,13 @@ SEARCH = {"rollouts": 32, "parallel": 8, "width": 4, "depth": 4, "tokens": 16}
 
 
 class Task(NamedTuple):
-    """An algorithm: its program with the program's argument, and its client."""
+    """An algorithm: the file of its program, the program's argument, and its client."""
 
     program: str
     arg: Any
     client: Callable[[Door[Any], Any], Awaitable[Any]]
-    """Runs the client on a server (``Door``), with a prompt in the coding of the server's
-    client."""
+    """Runs the client with a ``Door`` to a server and a prompt. The prompt has the type of the
+    door's texts."""
 
 
 TASKS = {
@@ -129,28 +131,45 @@ TASKS = {
 }
 SIDES = ("program", "sdk", "client", "llamacpp")
 NOTES = {
-    "bestof8_vs_client": "best of 8: time of the client over that of the program; at least 1.5",
-    "beam8_vs_client": "beam search; at least 5",
-    "tree_vs_client": "tree of thoughts; at least 2",
-    "mcts_vs_client": "Monte Carlo tree search",
-    "react_vs_client": "ReAct with five calls of tools; at least 1.5",
-    "bestof8_vs_sdk": "the same with a client in OpenAI's package",
-    "beam8_vs_sdk": "",
-    "tree_vs_sdk": "",
-    "mcts_vs_sdk": "",
-    "react_vs_sdk": "",
-    "bestof8_vs_llamacpp": "the same with a client of llama.cpp's server",
-    "beam8_vs_llamacpp": "",
-    "tree_vs_llamacpp": "",
-    "mcts_vs_llamacpp": "at least 3",
-    "react_vs_llamacpp": "",
-    "tree_tokens_saved": "share of the client's computed tokens; at least 0.4",
-    **{f"{name}_{side}_ms": "" for name in TASKS for side in SIDES},
+    "bestof8_vs_client": "best of 8 texts: time of the fast client of the gateway, divided by "
+    "the program's time; at least 1.5",
+    "beam8_vs_client": "beam search: time of the fast client of the gateway, divided by the "
+    "program's time; at least 5",
+    "tree_vs_client": "tree of thoughts: time of the fast client of the gateway, divided by the "
+    "program's time; at least 2",
+    "mcts_vs_client": "Monte Carlo tree search: time of the fast client of the gateway, divided "
+    "by the program's time",
+    "react_vs_client": "ReAct: time of the fast client of the gateway, divided by the program's "
+    "time; at least 1.5",
+    "bestof8_vs_sdk": "best of 8 texts: time of the client with OpenAI's package, divided by the "
+    "program's time",
+    "beam8_vs_sdk": "beam search: time of the client with OpenAI's package, divided by the "
+    "program's time",
+    "tree_vs_sdk": "tree of thoughts: time of the client with OpenAI's package, divided by the "
+    "program's time",
+    "mcts_vs_sdk": "Monte Carlo tree search: time of the client with OpenAI's package, divided "
+    "by the program's time",
+    "react_vs_sdk": "ReAct: time of the client with OpenAI's package, divided by the program's "
+    "time",
+    "bestof8_vs_llamacpp": "best of 8 texts: time of the client of llama.cpp's server, divided "
+    "by the program's time",
+    "beam8_vs_llamacpp": "beam search: time of the client of llama.cpp's server, divided by the "
+    "program's time",
+    "tree_vs_llamacpp": "tree of thoughts: time of the client of llama.cpp's server, divided by "
+    "the program's time",
+    "mcts_vs_llamacpp": "Monte Carlo tree search: time of the client of llama.cpp's server, "
+    "divided by the program's time; at least 3",
+    "react_vs_llamacpp": "ReAct: time of the client of llama.cpp's server, divided by the "
+    "program's time",
+    "tree_tokens_saved": "tree of thoughts: share of the client's computed tokens that the "
+    "program saves; at least 0.4",
+    **{f"{name}_{side}_ms": f"milliseconds of {name}: {side}" for name in TASKS for side in SIDES},
 }
 
 
 class Sides:
-    """The running systems, on which each task runs as a program and as a client."""
+    """The running servers, on which each task runs as a program (the side ``program``) and as
+    clients (the other sides)."""
 
     def __init__(
         self, client: AsyncClient, doors: dict[str, Door[Any]], words: Words, folder: Path
@@ -174,7 +193,8 @@ class Sides:
             self._modules[name] = (await self._client.upload_controller(content)).module
 
     async def run(self, name: str, side: str) -> float:
-        """Runs a task on a side and returns its seconds. Repeats a run that does not count."""
+        """Runs a task on a side. Returns the seconds. Repeats a run of ``react`` that has fewer
+        than five calls."""
         while True:
             prompt = [self._random.randrange(1_000, VOCAB) for _ in range(PROMPT)]
             if side == "program":
@@ -187,7 +207,7 @@ class Sides:
                 return seconds
 
     async def _program(self, name: str, prompt: list[int]) -> int:
-        """Runs a program to its end; returns the number of its calls of tools."""
+        """Runs a program to its end. Returns the number of its calls of tools."""
         arg = TASKS[name].arg
         stream = self._client.generate(
             prompt,
@@ -212,7 +232,8 @@ class Sides:
         return await self._computed() - before
 
     async def _computed(self) -> float:
-        """Number of tokens that the worker has computed, when it has reported all of them."""
+        """Waits until the worker has reported all tokens that it has computed. Returns their
+        number."""
         counts = [-1.0]
         while len(counts) < 3 or counts[-1] != counts[-3]:
             await asyncio.sleep(2 * HEARTBEAT_S)
@@ -251,7 +272,7 @@ async def measure(
     folder: Path,
     given: argparse.Namespace,
 ) -> dict[str, float]:
-    """The results of all rounds of the given tasks."""
+    """Runs all rounds of the given tasks. Returns the figures by name."""
     times: dict[tuple[str, str], list[float]] = {}
     saved = []
     async with AsyncClient(system.front) as client:
@@ -276,7 +297,7 @@ async def measure(
 
 
 def chosen(names: str) -> list[str]:
-    """The tasks of ``--only``. Raises ArgumentTypeError if one is unknown."""
+    """Parses the value of ``--only``. Raises ArgumentTypeError if a task is unknown."""
     for name in (found := names.split(",")):
         if name not in TASKS:
             raise argparse.ArgumentTypeError(f"unknown task {name}; known: {', '.join(TASKS)}")
@@ -284,7 +305,7 @@ def chosen(names: str) -> list[str]:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Runs all measurements and reports the figures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="run two rounds")
@@ -296,7 +317,7 @@ def main() -> None:
         help=f"run only these of the tasks {', '.join(TASKS)}",
     )
     given = parser.parse_args()
-    # A signal becomes SystemExit, so that the started processes are ended.
+    # SIGTERM raises SystemExit, so that the started processes are ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="tb-") as name, ExitStack() as stack:
         folder = Path(name)

@@ -1,18 +1,18 @@
 """Measures the cost of reliability: the journal, moves, overload, and memory after many streams.
 
-- Journal: the ratio of tokens per second through a fully loaded broker, with the journal to
-  without. Also the journal's bytes for each token of a plain stream.
-- Move: a worker is killed (SIGKILL) during a stream with a long prompt. The figure compares the
-  client's pause, from the broker's detection to the next token, with a prefill of the same number
-  of tokens at the other worker.
-- Overload: the completed tokens per second at ten times the capacity, divided by the completed
-  tokens per second at the capacity. The GPU is simulated, and half of the requests have a timeout
-  that may expire in the queue.
-- Memory: the growth of the memory of broker and worker over 200,000 short streams with the
-  simulated GPU.
+- Journal: the tokens per second through a fully loaded broker with the journal, divided by the
+  tokens per second without the journal. Also the journal's bytes for each token of a plain stream.
+- Move: a worker is killed (SIGKILL) during a stream with a long prompt. The figure is the time from
+  the broker's detection of the loss to the client's next token, divided by the time of a prefill.
+  The other worker computes this prefill, which has the same number of tokens.
+- Overload: the figure is the tokens per second of completed requests if requests arrive at ten
+  times the capacity, divided by those if requests arrive at the capacity. The GPU is simulated.
+  Half of the requests have a timeout that may expire in the queue.
+- Memory: the figure is the growth of the memory of broker and worker over 200,000 short streams.
+  The GPU is simulated.
 - Attach: the connection of a client with 1,000 live streams is cut. The figure is the time from the
-  client's ATTACHes on the next connection until each stream has received its next token. The GPU
-  is simulated.
+  client's ATTACH messages on its next connection until each stream has received its next token. The
+  GPU is simulated.
 """
 
 from __future__ import annotations
@@ -50,29 +50,39 @@ from tokenbus.protocol.messages import System as Notice
 from tokenbus.protocol.worker_messages import Register
 
 NOTES = {
-    "journal_overhead": "ratio of tokens/s, with the journal to without; at least 0.95",
-    "journal_overhead_cpu": "ratio of the broker's CPU time per token, without journal to with",
+    "journal_overhead": "tokens/s through the broker with the journal, divided by tokens/s "
+    "without it; at least 0.95",
+    "journal_overhead_cpu": "the broker's CPU time per token without the journal, divided by its "
+    "CPU time per token with the journal",
     "tokens_per_s_without_journal": "tokens/s through the broker without the journal",
-    "journal_bytes_per_token": "bytes per token of a plain stream, with its request; at most 64",
-    "move_vs_prefill": "ratio of the pause after the detection to the prefill; at most 3",
+    "journal_bytes_per_token": "the journal's bytes per token of a plain stream, including the "
+    "stream's request; at most 64",
+    "move_vs_prefill": "time from the broker's detection of the loss to the next token, divided "
+    "by prefill_s; at most 3",
     "move_pause_s": "seconds from SIGKILL to the next token",
-    "move_detection_s": "seconds from SIGKILL to the broker's detection",
-    "prefill_s": "seconds of the prefill of prompt and output at the other worker",
-    "overload_goodput": "ratio of completed tokens/s, 10 times capacity to capacity; at least 0.9",
-    "goodput_at_capacity": "completed tokens/s at the capacity",
-    "goodput_at_10_times": "completed tokens/s at 10 times the capacity",
-    "refused_at_10_times": "refused part of the requests at 10 times capacity",
-    "overload_rss_mb": "growth of the broker's memory at 10 times capacity, MiB",
-    "rss_growth_mb": "growth of broker and worker over 200,000 short streams, MiB; at most 30",
+    "move_detection_s": "seconds from SIGKILL to the broker's detection of the loss",
+    "prefill_s": "seconds in which the other worker computes a new prompt as long as the "
+    "stream's prompt and output",
+    "overload_goodput": "goodput_at_10_times divided by goodput_at_capacity; at least 0.9",
+    "goodput_at_capacity": "tokens/s of completed requests if requests arrive at the capacity",
+    "goodput_at_10_times": "tokens/s of completed requests if requests arrive at 10 times the "
+    "capacity",
+    "refused_at_10_times": "share of the requests that are refused at 10 times the capacity",
+    "overload_rss_mb": "MiB by which the broker's memory grows at 10 times the capacity",
+    "rss_growth_mb": "MiB by which the memory of broker and worker grows over 200,000 short "
+    "streams; at most 30",
     "streams_per_s": "short streams per second",
-    "attach_after_ms": "ms from the ATTACHes of 1,000 streams to the next token of each stream",
-    "back_after_ms": "ms from the cut of the connection to the next token of each stream",
-    "attach_cpu_ms": "ms of CPU time that a return takes, of broker, worker and client together",
+    "attach_after_ms": "milliseconds from the ATTACH messages of 1,000 streams until each stream "
+    "has its next token",
+    "back_after_ms": "milliseconds from the cut of the connection until each stream has its next "
+    "token",
+    "attach_cpu_ms": "milliseconds of CPU time of broker, worker and client that a cut costs",
 }
 MIB = 2**20
 MOVED = re.compile(r"^(\S+ \S+) INFO request \d+ leaves worker", re.MULTILINE)
 Socket = zmq.Socket[bytes]
-# Imported by name, because a type checker would take ``broker`` for the folder of that name.
+# ``benchmarks/broker.py`` is imported with importlib, because a type checker would take ``broker``
+# for the package of this name.
 token_rate: Callable[..., Any] = importlib.import_module("broker").token_rate
 
 
@@ -80,7 +90,7 @@ token_rate: Callable[..., Any] = importlib.import_module("broker").token_rate
 
 
 def journal_overhead(folder: Path, rounds: int, steps: int) -> dict[str, float]:
-    """Measures the broker with and without its journal, in alternating order."""
+    """Measures the broker with and without its journal. The order changes from round to round."""
     rates, cpu, without = [], [], []
     for number in range(rounds):
         found = {}
@@ -98,8 +108,8 @@ def journal_overhead(folder: Path, rounds: int, steps: int) -> dict[str, float]:
 
 
 def journal_bytes(tokens: int) -> dict[str, float]:
-    """The journal's bytes for each token of a stream with 100 tokens/s. The broker's core runs
-    without sockets."""
+    """The journal's bytes for each token of a stream with 100 tokens per second. The broker's core
+    runs without sockets."""
     broker = Broker(BrokerSettings(), boot=1, now=0.0)
     register = Register(
         name="w", role="gpu", version=1, pid=1, host="h", capacity=8, patterns=["m"]
@@ -137,7 +147,7 @@ def journal_bytes(tokens: int) -> dict[str, float]:
 
 
 class System:
-    """A broker and GPU workers with the embedded model."""
+    """A broker, and the workers that ``start`` starts. The model is the embedded model."""
 
     def __init__(self, folder: Path, log_level: str = "warning", **settings: str) -> None:
         folder.mkdir(parents=True)
@@ -158,7 +168,7 @@ class System:
         return process
 
     def wait_for_workers(self, client: Client, count: int) -> None:
-        """Waits until ``count`` workers serve their model."""
+        """Waits until ``count`` workers have loaded their model."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             with contextlib.suppress(TokenbusError):
@@ -168,8 +178,8 @@ class System:
         raise SystemExit(f"{count} workers did not start in {START_S:g} s; see {self._log.name}")
 
     def last_move(self) -> float:
-        """The time at which the broker last detected that a request lost its worker, from the
-        broker's log, in seconds since 1970."""
+        """The time at which the broker last detected the loss of a request's worker, in seconds
+        since 1970. The time is read from the broker's log."""
         times = MOVED.findall(Path(self._log.name).read_text())
         return datetime.strptime(times[-1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
@@ -195,7 +205,7 @@ def standin(folder: Path, forward_s: float, **settings: str) -> Iterator[tuple[S
 
 
 def resident_mb(*pids: int) -> float:
-    """The resident memory of processes together, in MiB."""
+    """The total resident memory of processes, in MiB."""
     return float(sum(psutil.Process(pid).memory_info().rss for pid in pids) / MIB)
 
 
@@ -203,7 +213,7 @@ def resident_mb(*pids: int) -> float:
 
 
 def moves(folder: Path, rounds: int, prompt_tokens: int) -> dict[str, float]:
-    """Kills the worker of a stream in each round; returns medians."""
+    """In each round, kills the worker of a stream. Returns the medians over the rounds."""
     draw = random.Random(2)
 
     def prompt(length: int) -> list[int]:
@@ -263,13 +273,14 @@ FORWARD_S = 0.025
 SLOTS = 16
 OUTPUT = 32
 CAPACITY_PER_S = SLOTS / (OUTPUT * FORWARD_S)
-"""Number of requests per second that could be served if a step took only its forward's time."""
+"""The capacity: the number of requests per second that the worker could serve if a step took only
+the time of its forward."""
 
 
 async def arrivals(front: str, per_s: float, seconds: float) -> tuple[float, float]:
-    """Sends requests from eight clients at a rate. Returns the tokens per second of the requests
-    that complete in the second half of the time, and the share of the requests that were
-    refused."""
+    """Eight clients together send ``per_s`` requests per second for ``seconds``. Returns the tokens
+    per second of the requests that complete in the second half of this time, and the share of all
+    requests that were refused."""
     clients = [AsyncClient(front, wait_for_room=False) for _ in range(8)]
     began = time.monotonic()
     completed, refused, sent = 0, 0, 0
@@ -332,7 +343,7 @@ WINDOW = 128
 
 
 def short_streams(front: str, count: int) -> None:
-    """Runs ``count`` streams of one token from one client."""
+    """Runs ``count`` streams from one client. Each stream generates one token."""
     socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.set_hwm(0)
     socket.linger = 0
@@ -362,8 +373,8 @@ def short_streams(front: str, count: int) -> None:
 
 
 def memory(folder: Path, count: int) -> dict[str, float]:
-    """The growth of the memory of broker and worker over ``count`` streams. A tenth of this number
-    of streams runs first, to warm up."""
+    """Runs ``count`` short streams, and returns the growth of the memory of broker and worker. A
+    tenth of this number of streams runs before, to warm up."""
     with standin(folder, 0.0005, capacity=str(WINDOW)) as (system, worker):
         short_streams(system.front, count // 10)
         before, began = resident_mb(system.broker.pid, worker), time.monotonic()
@@ -377,12 +388,12 @@ def memory(folder: Path, count: int) -> dict[str, float]:
 
 
 def attach(folder: Path, rounds: int, streams: int, tokens: int) -> dict[str, float]:
-    """Cuts the connection of a client with ``streams`` streams, each of which has received at least
-    ``tokens`` tokens, and measures the time until all streams continue. The figures are medians of
-    ``rounds`` cuts."""
+    """Measures a client with ``streams`` streams, each of which has received at least ``tokens``
+    tokens. The client's connection is cut, and the time until all streams continue is measured. The
+    figures are medians over ``rounds`` cuts."""
     settings = {"capacity": str(streams), "max_running": str(streams)}
-    # The KV cache has room for all streams, so that none is preempted. The simulated device does
-    # not write to this memory.
+    # The KV cache has room for all streams, so that no stream is preempted. The simulated device
+    # does not write to the cache's memory.
     settings["kv_cache_bytes"] = str(4096 * MIB)
     with standin(folder, FORWARD_S, **settings) as (system, worker):
         pids = (system.broker.pid, worker, os.getpid())
@@ -395,7 +406,7 @@ def attach(folder: Path, rounds: int, streams: int, tokens: int) -> dict[str, fl
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Runs all measurements and reports the figures."""
     args = arguments(__doc__)
     quick = args.quick
     with tempfile.TemporaryDirectory(prefix="tb-", ignore_cleanup_errors=True) as name:

@@ -1,16 +1,17 @@
-"""Trains the embedded model by GRPO with rollouts from three GPU workers. Every ten seconds, one of
-the workers is killed.
+"""Trains the embedded model by GRPO. Three GPU workers sample the rollouts. Every ten seconds, one
+of these workers is killed.
 
-64 rollouts are always live: eight groups, each of which forks one prompt into eight samples. The
-benchmark has two parts:
+64 rollouts are sampled at a time: eight groups, each of which forks one prompt into eight samples.
+The benchmark has two parts:
 
-- After eight finished groups, the trainer makes a step and sends its weights over the bus while the
-  other rollouts run. Restarted workers receive the weights from another worker.
+- In the live loop, rollouts run all the time. When eight groups have finished, the trainer makes a
+  step with them and sends its weights over the bus. Restarted workers receive the weights from
+  another worker.
 - The ordered loop (``_rollouts_ordered.py``) runs twice with equal seeds. ``loss_curves_differ`` is
   the number of steps whose losses differ in any bit.
 
-In both parts, the log-probability of each token is compared with a plain forward of the trainer.
-The forward uses the version of the weights that sampled the token.
+In both parts, the sampler's log-probability of each token is compared with that of a plain forward
+of the trainer. The forward uses the version of the weights with which the token was sampled.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ ZERO = (
     "differing_tokens",
     "loss_curves_differ",
 )
-"""The results whose target is 0."""
+"""Names of the results whose target is 0."""
 
 
 class Rollouts:
-    """The live groups. Each group that ends is put into ``finished``, and another one begins."""
+    """Samples groups. Each group that ends is put into ``finished``, and another group begins."""
 
     def __init__(self, client: AsyncClient, trainer: Trainer, counts: Counter[str]) -> None:
         self._client = client
@@ -61,7 +62,8 @@ class Rollouts:
         self._seed = 0
         self.finished: asyncio.Queue[Group] = asyncio.Queue()
         self.intervals_s: list[float] = []
-        """Times between two tokens of the first sample of a group."""
+        """Times between two consecutive tokens of a sample, in seconds. Only the first sample of
+        each group is measured."""
 
     async def run(self) -> None:
         """Runs groups one after the other, until the task is cancelled."""
@@ -73,15 +75,14 @@ class Rollouts:
                 self.finished.put_nowait(group)
 
     async def newest(self) -> list[Group]:
-        """The groups of the next step. If the trainer is slower than the sampler, older groups are
-        not used."""
+        """Returns the groups for the trainer's next step. If the trainer is slower than the
+        sampler, the oldest groups are discarded."""
         while self.finished.qsize() > GROUPS:
             self.finished.get_nowait()
         return [await self.finished.get() for _ in range(GROUPS)]
 
     async def sample(self, prompt: list[int], seed: int) -> Group | None:
-        """Draws the samples of a prompt. Returns None, and counts the samples as lost, if the
-        stream fails."""
+        """Samples a group. If the stream fails, counts its samples as lost and returns None."""
         last = 0.0
         stream = self._client.generate(
             prompt, n=SAMPLES, max_tokens=NEW, temperature=1.0, ignore_eos=True, seed=seed
@@ -113,8 +114,8 @@ async def computed_tokens(client: AsyncClient) -> float:
 
 
 async def prefill_saved(client: AsyncClient, rollouts: Rollouts, prompt: list[int]) -> float:
-    """The share of the prefill that a group saves, compared with one prefill of the prompt for each
-    sample."""
+    """The share of prompt tokens that the workers do not compute for a group. Without sharing, they
+    would compute the prompt once for each sample."""
     before = await computed_tokens(client)
     await rollouts.sample(prompt, 0)
     wanted = before + SAMPLES * (NEW - 1) + len(prompt)
@@ -127,7 +128,7 @@ async def prefill_saved(client: AsyncClient, rollouts: Rollouts, prompt: list[in
 async def run_live(
     system: System, updates: int, counts: Counter[str], compared: Compared
 ) -> dict[str, float]:
-    """Runs the loop whose rollouts run while the trainer makes its steps; returns the results."""
+    """Runs the live loop. Returns the figures by name."""
     trainer = Trainer(compared)
     rewards, pauses_ms, moved = [], [], 0
     trained: list[Group] = []
@@ -177,7 +178,7 @@ async def run_live(
 
 
 def measure(updates: int) -> dict[str, float]:
-    """Runs the loop with live rollouts once and the ordered loop twice; returns the results."""
+    """Runs the live loop once and the ordered loop twice. Returns the figures by name."""
     counts, compared = Counter(lost=0, doubled=0, not_exact=0), Compared()
     with started() as system:
         live = asyncio.run(run_live(system, updates, counts, compared))
@@ -201,15 +202,16 @@ def measure(updates: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Runs all measurements and reports the figures."""
     given = arguments(__doc__, updates=8)
     torch.manual_seed(1)
     torch.set_num_threads(1)
     results = measure(2 if given.quick else given.updates)
-    notes = dict.fromkeys(ZERO, "0") | {
-        "reward_last": "above reward_first",
-        "update_pause_steps": "p50 at most 3",
-        "group_prefill_saved": "at least 0.8",
+    notes = dict.fromkeys(ZERO, "must be 0") | {
+        "reward_last": "mean reward of the last step's groups; must be above reward_first",
+        "update_pause_steps": "median pause of the streams at an update, in steps; at most 3",
+        "group_prefill_saved": "share of prompt tokens that a group of samples does not compute "
+        "again; at least 0.8",
     }
     report(results, notes, given.json)
     failed = any(results[name] for name in ZERO)

@@ -1,11 +1,11 @@
-"""Compares the sampling of rollouts with llama.cpp's server: the groups of ``rollouts.py``, without
-updates and without kills.
+"""Compares rollouts over the bus with rollouts at llama.cpp's server. The groups are those of
+``rollouts.py``, but the weights do not change and no worker is killed.
 
-Both sides have the embedded model, one process with two threads, and 64 rollouts at a time. On the
-bus, a group is one request, and its answer has the log-probability of each token. At llama.cpp's
-server, each sample of a group is a separate request. This server is measured with
-log-probabilities, which a trainer needs, and without log-probabilities. The sides run one after
-another. A figure is the median of the ratios of all rounds.
+Each side runs the embedded model in one process with two threads, and samples 64 rollouts at a
+time. On the bus, a group is one request, and its answer has the log-probability of each token. At
+llama.cpp's server, each sample of a group is a separate request. This server is measured with
+log-probabilities, which a trainer needs, and without log-probabilities. A round runs the sides one
+after another. A ratio is computed in each round, and the figure is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ EACH = 4
 ROUNDS = 5
 
 Sample = Callable[[list[int], int], Awaitable[None]]
-"""Draws the samples of a group, from a prompt and a seed."""
+"""A function that samples a group. Its arguments are a prompt and a seed."""
 
 
 def on_bus(client: AsyncClient) -> Sample:
-    """Samples over the bus."""
+    """Returns a function that samples a group over the bus."""
 
     async def sample(prompt: list[int], seed: int) -> None:
         stream = client.generate(
@@ -50,7 +50,7 @@ def on_bus(client: AsyncClient) -> Sample:
 
 
 def at_llamacpp(http: Http, logprobs: bool) -> Sample:
-    """Samples at llama.cpp's server."""
+    """Returns a function that samples a group at llama.cpp's server."""
 
     async def one(prompt: list[int], seed: int) -> None:
         body: dict[str, Any] = {"prompt": prompt, "n_predict": NEW, "temperature": 1.0}
@@ -68,7 +68,8 @@ def at_llamacpp(http: Http, logprobs: bool) -> Sample:
 
 
 async def tokens_per_s(sample: Sample, prompts: list[list[int]], each: int) -> float:
-    """Runs ``GROUPS`` tasks with ``each`` groups; returns the sampled tokens per second."""
+    """Runs ``GROUPS`` tasks at the same time. Each task samples ``each`` groups, one after another.
+    Returns the sampled tokens per second of all tasks together."""
 
     async def run(task: int) -> None:
         for number in range(each):
@@ -82,8 +83,8 @@ async def tokens_per_s(sample: Sample, prompts: list[list[int]], each: int) -> f
 async def measure(
     system: System, peer: LlamaServer, prompts: list[list[int]], quick: bool
 ) -> list[tuple[float, ...]]:
-    """The tokens per second of each round: over the bus, and at llama.cpp's server with and without
-    log-probabilities."""
+    """For each round, three rates in tokens per second: over the bus, at llama.cpp's server with
+    log-probabilities, and at llama.cpp's server without log-probabilities."""
     each, rounds = (2, 2) if quick else (EACH, ROUNDS)
     found = []
     async with AsyncClient(system.front, patience_s=PATIENCE_S) as client:
@@ -97,7 +98,7 @@ async def measure(
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Runs all measurements and reports the figures."""
     given = arguments(__doc__)
     if not SERVER.exists():
         raise SystemExit(HOW)

@@ -1,15 +1,15 @@
 """Compares routing by cached prefixes with routing by load, on eight simulated workers.
 
 The broker's core and the block managers are real (``_routing_world.py``). The forward is simulated:
-it takes 12 ms for a step, and 1/16,000 s for each prompt token that is not cached. The two runs of
-a workload differ only in the setting ``route_by_prefix``.
+a step takes 12 ms, plus 1/16,000 s for each prompt token that is not cached. Each workload runs
+twice, with the setting ``route_by_prefix`` on and off:
 
-- ``shared``: 96 system prompts of 2,048 tokens; each request adds 128 tokens;
-- ``turns``: conversations of six turns; each turn adds 256 tokens to the conversation so far;
-- ``unique``: prompts of 1,024 tokens without common prefixes.
+- ``shared``: each prompt has one of 96 system prompts of 2,048 tokens, and 128 tokens of its own.
+- ``turns``: conversations of six turns. Each turn adds 256 tokens to the conversation so far.
+- ``unique``: prompts of 1,024 tokens without common prefixes. This workload overloads the workers.
 
-``prefill_saved`` and ``p90_ttft_vs_least_load`` are the worse results of the first two workloads.
-``throughput_vs_least_load`` comes from the third workload, which overloads the workers.
+``prefill_saved`` and ``p90_ttft_vs_least_load`` are each the worse result of ``shared`` and
+``turns``. ``throughput_vs_least_load`` is the result of ``unique``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def shared(world: RoutingWorld, streams: list[Stream], count: int) -> None:
-    """Adds requests with one of 96 system prompts, 36 per second."""
+    """Adds 36 requests per second. Each prompt begins with one of 96 system prompts."""
     rng = random.Random(1)
     systems = [_tokens(rng, 2_048) for _ in range(96)]
     when = 0.0
@@ -42,8 +42,8 @@ def shared(world: RoutingWorld, streams: list[Stream], count: int) -> None:
 
 
 def turns(world: RoutingWorld, streams: list[Stream], count: int) -> None:
-    """Adds conversations of six turns. Six conversations begin per second, and a turn begins 3 s
-    after the end of the previous turn, on average."""
+    """Adds conversations of six turns. On average, six conversations begin per second, and a turn
+    begins 3 s after the end of the previous turn."""
     rng = random.Random(2)
 
     def ended(left: int, pause: random.Random, stream: Stream, tokens: list[int]) -> None:
@@ -64,7 +64,7 @@ def turns(world: RoutingWorld, streams: list[Stream], count: int) -> None:
 
 
 def unique(world: RoutingWorld, streams: list[Stream], count: int) -> None:
-    """Adds prompts without common prefixes, 500 per second."""
+    """Adds 500 requests per second. Their prompts do not have common prefixes."""
     rng = random.Random(3)
     for number in range(count):
         stream = Stream(_tokens(rng, 1_024), rng.randrange(32, 160))
@@ -73,7 +73,7 @@ def unique(world: RoutingWorld, streams: list[Stream], count: int) -> None:
 
 
 class Run:
-    """The results of a workload on a system."""
+    """Runs a workload on a new system. The attributes are the results."""
 
     def __init__(self, load: Load, count: int, route_by_prefix: bool) -> None:
         world, streams = RoutingWorld(route_by_prefix), list[Stream]()
@@ -88,14 +88,17 @@ class Run:
 
 
 NOTES = {
-    "prefill_saved": "ratio of computed prompt tokens, least load to prefix; at least 2",
-    "p90_ttft_vs_least_load": "ratio of p90 first-token times, prefix to least load; at most 0.5",
-    "throughput_vs_least_load": "tokens/s ratio, prefix to least load, unique texts; at least 0.98",
+    "prefill_saved": "prompt tokens computed with routing by load, divided by those computed "
+    "with routing by prefixes; at least 2",
+    "p90_ttft_vs_least_load": "90th percentile of the time to the first token with routing by "
+    "prefixes, divided by that with routing by load; at most 0.5",
+    "throughput_vs_least_load": "tokens/s with routing by prefixes, divided by tokens/s with "
+    "routing by load; prompts without common prefixes; at least 0.98",
 }
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Runs all measurements and reports the figures."""
     args = arguments(__doc__)
     count = 600 if args.quick else 3_000
     results: dict[str, float] = {}

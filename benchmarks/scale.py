@@ -1,22 +1,24 @@
-"""Measures how the broker scales with workers and streams, and the gain of more GPU workers.
+"""Measures how the broker's costs grow with workers and streams, and how the throughput grows with
+GPU workers.
 
-``_scale_core.py`` runs the broker's core with the journal and without sockets, for up to 10,000
-workers and a million live streams of a thousand clients. Times are CPU time. The times for each
-message are the minimum of several runs, because other work on the machine evicts caches:
+``_scale_core.py`` runs the broker's core with the journal and without sockets. The largest systems
+have 10,000 workers, or a million live streams of a thousand clients. All times are CPU times. The
+time for a message is the minimum over several runs, because other work on the machine evicts
+caches. The figures are:
 
-- ``us_per_token_1m_vs_1k``: ratio of the times to route a step's tokens. A system with a million
-  live streams on 1,000 workers is compared with a thousand live streams on 100 workers;
-- ``us_per_submit_10kw_vs_10w``: ratio of the times to admit a request and choose its worker, with
-  10,000 workers and with ten workers. Both systems have 100,000 live streams;
-- ``bytes_per_stream``: memory for each of a million live streams, without the request and the
-  tokens in the journal;
-- ``tick_ms_max``: the longest tick of all systems.
+- ``us_per_token_1m_vs_1k``: the time to route a step's tokens in a system with a million live
+  streams on 1,000 workers, divided by this time with a thousand live streams on 100 workers.
+- ``us_per_submit_10kw_vs_10w``: the time to admit a request and to choose its worker with 10,000
+  workers, divided by this time with ten workers. Both systems have 100,000 live streams.
+- ``bytes_per_stream``: the broker's memory for each of a million live streams, without the request
+  and the tokens in the journal.
+- ``tick_ms_max``: the longest tick in any of these systems.
 
 ``_scale_workers.py`` runs systems with 1, 2, 4 and 8 GPU workers on one broker, with two controller
-workers. The forward is a sleep of 25 ms, and half of the streams have a constraint.
+workers. In place of a forward, the workers sleep for 25 ms. Half of the streams have a constraint.
 ``worker_scaling_8`` is the throughput with 8 workers divided by eight times the throughput with one
-worker. All processes share the machine's processors. If the machine has only two processors, the
-processors limit the figure.
+worker. All processes run on the same machine. If the machine has only two processors, they limit
+the figure.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ Figures = dict[str, float]
 
 
 def figures_of(num_workers: int, per_worker: int, seconds: float, messages: int) -> Figures:
-    """All figures of a system with ``num_workers`` workers and ``per_worker`` streams on each."""
+    """Measures a system with ``num_workers`` workers and ``per_worker`` streams on each worker.
+    Returns the figures by name."""
     world = World(num_workers, per_worker)
     token = world.token_us(messages)
     submit, end = world.churn_us(min(messages, num_workers * per_worker // 2))
@@ -56,12 +59,16 @@ def alone(work: Callable[..., Figures], *args: float) -> Figures:
 
 
 NOTES = {
-    "us_per_token_1m_vs_1k": "ratio of times of a step's tokens, 1m streams to 1k; at most 1.5",
-    "us_per_submit_10kw_vs_10w": "ratio of times of a request, 10,000 workers to 10; at most 2",
-    "us_per_end_10kw_vs_10w": "ratio of times of a request's end, 10,000 workers to 10",
-    "bytes_per_stream": "bytes per live stream without the journal; at most 2,000",
-    "tick_ms_max": "ms of the longest tick; at most 5",
-    "worker_scaling_8": "ratio of tokens/s, 8 workers to 8 times 1 worker; at least 0.9",
+    "us_per_token_1m_vs_1k": "time to route a step's tokens with 1,000,000 streams, divided by "
+    "that with 1,000 streams; at most 1.5",
+    "us_per_submit_10kw_vs_10w": "time to admit a request with 10,000 workers, divided by that "
+    "with 10 workers; at most 2",
+    "us_per_end_10kw_vs_10w": "time to end a request with 10,000 workers, divided by that with "
+    "10 workers",
+    "bytes_per_stream": "bytes of memory for each live stream, without the journal; at most 2,000",
+    "tick_ms_max": "milliseconds of the longest tick; at most 5",
+    "worker_scaling_8": "tokens/s with 8 GPU workers, divided by 8 times the tokens/s with 1 GPU "
+    "worker; at least 0.9",
 }
 CELLS = {
     "100w_1k": (100, 10),
@@ -73,7 +80,8 @@ CELLS = {
 
 
 def core_figures(quick: bool) -> Figures:
-    """The figures of the broker's core. ``quick``: a tenth of the streams."""
+    """The figures of the broker's core. With ``quick``, the large systems have a tenth of the
+    streams."""
     cells = dict(CELLS)
     if quick:
         cells |= {"10w_100k": (10, 1_000), "10kw_100k": (10_000, 1), "1kw_1m": (1_000, 100)}
@@ -92,8 +100,9 @@ def core_figures(quick: bool) -> Figures:
 
 
 def main() -> None:
-    """Measures and reports."""
-    # Imported here because the processes of ``alone`` import this file and do not need torch.
+    """Runs all measurements and reports the figures."""
+    # This import needs torch. It is here, because the processes of ``alone`` import this file and
+    # do not need torch.
     from _scale_workers import throughputs
 
     args = arguments(__doc__)

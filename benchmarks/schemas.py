@@ -1,12 +1,12 @@
 """Compares our ``json_schema`` controller with llguidance alone on MaskBench's JSON schemas. Also
-checks that random texts under the schemas are valid, for ``max_tokens`` from a schema's minimum to
-400.
+generates random texts under the schemas and checks that they are valid. The ``max_tokens`` of such
+a text is at least the schema's minimum and at most 400.
 
 The vocabulary is Tekken's, with 131,072 tokens. The schemas and their texts are not part of this
 repository: ``--maskbench`` is a ``.tar.gz`` of MaskBench's files (guidance-ai/jsonschemabench on
-GitHub, ``maskbench/data``). Each of the ``--processes`` processes has one thread, a share of the
-schemas, and a compile process for schemas that may be expensive. ``_schemas_masks.py`` compares the
-masks, and ``_schemas_walks.py`` generates random texts.
+GitHub, ``maskbench/data``). ``--processes`` processes each measure a part of the schemas, on one
+thread. Each of them has a compile process for schemas that may be expensive. ``_schemas_masks.py``
+compares the masks, and ``_schemas_walks.py`` generates random texts.
 """
 
 from __future__ import annotations
@@ -29,31 +29,46 @@ from tokenbus.workers.controller.backends.llguidance.schema_and_lark import Json
 
 NOTES = {
     "schemas": "number of schemas in this run",
-    "compiled": "schemas that our controller compiles",
-    "compiled_llguidance": "schemas that llguidance alone compiles",
-    "passing": "schemas for which exactly the valid texts are accepted (at least llguidance's)",
-    "passing_llguidance": "schemas for which llguidance alone accepts exactly the valid texts",
-    "validation_errors": "schemas with a valid text that is refused (at most llguidance's)",
-    "validation_errors_llguidance": "schemas with a valid text that llguidance alone refuses",
-    "invalidation_errors": "schemas with an invalid text that is accepted (0)",
-    "invalidation_errors_llguidance": "schemas with an invalid text that llguidance alone accepts",
-    "mask_vs_llguidance": "ratio of mean step times in valid texts to llguidance (at most 1.1)",
-    "mask_us": "us of CPU time of a step in our controller",
-    "mask_us_llguidance": "us of CPU time of a step in llguidance alone",
-    "first_mask_vs_llguidance": "ratio of mean times from schema to first mask (at most 1.5)",
-    "first_mask_at_once_vs_llguidance": "ratio of CPU times, schemas without a compile process",
+    "compiled": "number of schemas that our controller compiles",
+    "compiled_llguidance": "number of schemas that llguidance alone compiles",
+    "passing": "number of schemas under which our controller accepts exactly the valid texts; at "
+    "least passing_llguidance",
+    "passing_llguidance": "number of schemas under which llguidance alone accepts exactly the "
+    "valid texts",
+    "validation_errors": "number of schemas under which our controller refuses a valid text; at "
+    "most validation_errors_llguidance",
+    "validation_errors_llguidance": "number of schemas under which llguidance alone refuses a "
+    "valid text",
+    "invalidation_errors": "number of schemas under which our controller accepts an invalid "
+    "text; must be 0",
+    "invalidation_errors_llguidance": "number of schemas under which llguidance alone accepts an "
+    "invalid text",
+    "mask_vs_llguidance": "mask_us divided by mask_us_llguidance; at most 1.1",
+    "mask_us": "microseconds of CPU time of a step of our controller in valid texts, mean",
+    "mask_us_llguidance": "microseconds of CPU time of the same step of llguidance alone, mean",
+    "first_mask_vs_llguidance": "first_mask_ms divided by first_mask_ms_llguidance; at most 1.5",
+    "first_mask_at_once_vs_llguidance": "first_mask_vs_llguidance for schemas without a compile "
+    "process",
     "first_mask_at_once_share": "share of schemas without a compile process",
-    "first_mask_ms": "ms from schema to first mask in our controller, at max_tokens 1024",
-    "first_mask_ms_llguidance": "ms from schema to first mask in llguidance alone",
-    "walks": "random walks, with max_tokens from a schema's minimum to 400",
-    "closed_share": "share of walks whose text is valid for jsonschema (1.0)",
-    "closed_by_us_share": "share of walks whose text the controller closed before max_tokens",
-    "backtracks": "number of backtracks (0)",
-    "taken_back_share": "ratio of removed tokens to the tokens of the texts",
-    "closing_us_per_token": "us of CPU time per token to compute how to close a text (at most 15)",
-    "closing_exceptions": "schemas whose texts are not closed (at most 0.5 % of all)",
-    "longer_than_400_tokens": "schemas without walks, because their shortest value is longer",
-    "minutes": "minutes of this run",
+    "first_mask_ms": "milliseconds from a schema to its first mask in our controller, mean; "
+    "max_tokens is 1,024",
+    "first_mask_ms_llguidance": "milliseconds from a schema to its first mask in llguidance "
+    "alone, mean",
+    "walks": "number of random texts",
+    "closed_share": "share of random texts that jsonschema accepts; must be 1.0",
+    "closed_by_us_share": "share of random texts that our controller completed itself, to end "
+    "within max_tokens",
+    "backtracks": "number of times that our controller removed tokens of a random text; should "
+    "be 0",
+    "taken_back_share": "number of removed tokens, divided by the number of tokens of all random "
+    "texts",
+    "closing_us_per_token": "microseconds of CPU time per token, in which our controller "
+    "computes how to complete a text; at most 15",
+    "closing_exceptions": "number of schemas whose texts our controller cannot complete; at most "
+    "0.5 % of all schemas",
+    "longer_than_400_tokens": "number of schemas without random texts, because their shortest "
+    "value has more than 400 tokens",
+    "minutes": "duration of this run in minutes",
 }
 
 
@@ -75,7 +90,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measures everything and reports."""
+    """Runs all measurements and reports the figures."""
     options = _arguments()
     began = time.monotonic()
     cases = read_cases(options.maskbench, options.schemas)
@@ -96,11 +111,11 @@ def main() -> None:
 
 
 _shared: list[World] = []
-"""The vocabulary, which forked processes inherit."""
+"""Contains the ``World``, so that forked processes inherit it."""
 
 
 def _run(cases: list[Case], walks: int, until: float) -> tuple[MaskFigures, WalkFigures]:
-    """Runs the cases of one process."""
+    """Runs the cases of one process. Does not begin another case after the time ``until``."""
     [world] = _shared
     matchers = Matchers()
     program = JsonSchemaProgram(matchers)

@@ -1,19 +1,19 @@
 """Measures the cost of scripts: the first decision, rounds, forks, and the memory of sequences.
 
 A script and the built-in constraint ``regex`` run in this process, with the vocabulary of the
-embedded model. Both constrain the text in the same way. Times are the best of several runs.
+embedded model. Both use the same regular expression. Each time is the shortest of several runs.
 
-The name of each figure begins with ``js`` or ``py``, the language of the script.
+The name of each figure begins with the language of the script, ``js`` or ``py``.
 
-- ``first_ms_more``: the time until the first mask of a script, minus the time until the first mask
-  of the constraint.
-- ``gen_round_us``: a round within ``ctx.gen({regex})``. ``gen_round_vs_regex`` is its ratio to a
-  round of the constraint.
-- ``js_own_round_us``: a round that the script decides itself, with ``decide.sample``.
-- ``fork_us``: a copy of a sequence. ``fork_us_first``: the first copy, for which no earlier
-  instance can be reused.
-- ``js_mb_200_live``, ``py_mb_50_live``: growth of this process's memory by 200 or 50 sequences that
-  have generated ten tokens each, in MB.
+- ``first_ms_more``: the time from the start of a script to its first mask, minus this time for the
+  constraint.
+- ``gen_round_us``: the time of a round within ``ctx.gen({regex})``. ``gen_round_vs_regex`` is this
+  time, divided by the time of a round of the constraint.
+- ``js_own_round_us``: the time of a round in which the script itself returns ``decide.sample``.
+- ``fork_us``: the time to copy a sequence. ``fork_us_first``: the time of the first copy, which
+  cannot reuse an earlier instance.
+- ``js_mb_200_live``, ``py_mb_50_live``: the number of MB by which this process's memory grows for
+  200 or 50 sequences. Each sequence has generated ten tokens.
 """
 
 from __future__ import annotations
@@ -83,20 +83,20 @@ class World:
         return ScriptProgram(guests, self.constraints.get)
 
     def first(self, program: Program, arg: str = "") -> Controller:
-        """A controller that has decided about its first token."""
+        """Starts a controller and runs its first round."""
         controller = program.start(replace(self.host, arg=arg.encode()))
         controller.init_prompt([1, 2])
         self.decide(controller)
         return controller
 
     def decide(self, controller: Controller) -> None:
-        """Runs the second half of a round: the controller decides about the next token."""
+        """Runs the part of a round in which the controller decides about the next token."""
         controller.pre_process()
         controller.mid_process((0,), self.mask)
 
     def rounds(self, controller: Controller, count: int) -> float:
-        """Seconds of a round. The sampled token is always the first token that the first mask
-        allows."""
+        """Mean time of a round in seconds. In each round, the sampled token is the first token that
+        the first mask allows."""
         token = allowed(self.mask, self.vocabulary.size)[0]
         spent = 0.0
         for _ in range(count):
@@ -108,12 +108,12 @@ class World:
 
 
 def best(measure: Callable[[], float], runs: int) -> float:
-    """The shortest of several times."""
+    """The shortest time of ``runs`` measurements."""
     return min(measure() for _ in range(runs))
 
 
 def first_s(world: World, program: Program, arg: str = "") -> float:
-    """Seconds until the first mask."""
+    """Seconds from the start of a controller to its first mask."""
     began = time.perf_counter()
     controller = world.first(program, arg)
     spent = time.perf_counter() - began
@@ -122,7 +122,7 @@ def first_s(world: World, program: Program, arg: str = "") -> float:
 
 
 def round_s(world: World, program: Program, arg: str = "") -> float:
-    """Seconds of a round."""
+    """Mean time of a round of a new controller, in seconds."""
     controller = world.first(program, arg)
     try:
         return world.rounds(controller, 50)
@@ -149,7 +149,8 @@ def resident_bytes() -> int:
 
 
 def live_bytes(world: World, program: Program, count: int) -> float:
-    """Growth of this process's memory by ``count`` sequences, in bytes."""
+    """Number of bytes by which this process's memory grows for ``count`` sequences. Each sequence
+    has generated ten tokens."""
     before = resident_bytes()
     live = [world.first(program) for _ in range(count)]
     for controller in live:
@@ -161,7 +162,7 @@ def live_bytes(world: World, program: Program, count: int) -> float:
 
 
 def measured(world: World, language: str, runs: int) -> dict[str, float]:
-    """The results of a language."""
+    """The figures of a language, by name."""
     gen, regex = world.script(language, GEN[language]), world.constraints.get("regex")
     assert regex is not None
     world.first(regex, PATTERN).close()
@@ -181,19 +182,22 @@ def measured(world: World, language: str, runs: int) -> dict[str, float]:
 
 
 NOTES = {
-    "js_first_ms_more": "ms by which the first mask is later than that of regex; at most 20",
-    "js_gen_round_us": "us of a round within ctx.gen; at most 150",
-    "js_fork_us": "us of a fork; at most 1,000",
-    "js_mb_200_live": "MB of memory of 200 sequences; at most 1,000",
-    "py_first_ms_more": "ms by which the first mask is later than that of regex; at most 20",
-    "py_gen_round_us": "us of a round within ctx.gen; at most 300",
-    "py_fork_us": "us of a fork; at most 3,000",
-    "py_mb_50_live": "MB of memory of 50 sequences; at most 2,000",
+    "js_first_ms_more": "milliseconds to the first mask of a script in JavaScript, minus those "
+    "of the constraint regex; at most 20",
+    "js_gen_round_us": "microseconds of a round within ctx.gen of a script in JavaScript; at "
+    "most 150",
+    "js_fork_us": "microseconds to fork a sequence of a script in JavaScript; at most 1,000",
+    "js_mb_200_live": "MB of memory for 200 sequences of a script in JavaScript; at most 1,000",
+    "py_first_ms_more": "milliseconds to the first mask of a script in Python, minus those of "
+    "the constraint regex; at most 20",
+    "py_gen_round_us": "microseconds of a round within ctx.gen of a script in Python; at most 300",
+    "py_fork_us": "microseconds to fork a sequence of a script in Python; at most 3,000",
+    "py_mb_50_live": "MB of memory for 50 sequences of a script in Python; at most 2,000",
 }
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Runs all measurements and reports the figures."""
     given = arguments(__doc__)
     runs = 3 if given.quick else 15
     world = World()

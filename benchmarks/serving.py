@@ -1,21 +1,26 @@
-"""Compares a system's tokens per second with its forward, its engine and llama.cpp's server.
+"""Compares the tokens per second of a system with three others: an ideal rate, the engine without a
+bus, and llama.cpp's server.
 
-- ``served_vs_forward_*``: ratio to the ideal rate, at which each step takes only the time of the
-  forward. The forward is a sleep (``_standin_gpu.py``), so that the CPU is free. The client only
-  counts tokens, except in ``…_python``, where it is our ``AsyncClient``. The measurement begins
-  when a tenth of the tokens has arrived and ends when eight tenths have arrived.
-- ``served_vs_engine_*``: tokens per second of our ``AsyncClient`` on the bus, divided by the tokens
-  per second of the same engine without a bus. The model is a Llama with 21 million parameters, and
-  prompts have 32 tokens. A run has one stream of 192 tokens or 32 streams of 64 tokens.
-- ``vs_llamacpp_*``: ratio to llama.cpp's server for the same requests. Like our worker, this server
-  samples greedily and computes in float32. The server's streams are read over HTTP. The figures are
-  missing without the server, which ``make bench-peers`` builds.
-- ``slowest_second_vs_median``: number of tokens in the slowest second, divided by the number in the
-  median second. For a minute, streams of 1,000 tokens run one after another.
+- ``served_vs_forward_*``: tokens per second through the bus, divided by the ideal rate, at which a
+  step takes only the time of its forward. In place of the forward, the worker sleeps
+  (``_standin_gpu.py``), so the CPU is free. The client only counts tokens. In ``…_python``, the
+  client is our ``AsyncClient``. The measurement begins when a tenth of the tokens has arrived and
+  ends when eight tenths have arrived.
+- ``served_vs_engine_*``: tokens per second that our ``AsyncClient`` receives through the bus,
+  divided by the tokens per second of the same engine without a bus. The model is a Llama with 21
+  million parameters, and prompts have 32 tokens. A run has one stream of 192 tokens or 32 streams
+  of 64 tokens.
+- ``vs_llamacpp_*``: tokens per second that our ``AsyncClient`` receives through the bus, divided by
+  the tokens per second of llama.cpp's server for the same requests. Like our worker, this server
+  samples greedily and computes in float32. Its streams are read over HTTP. ``make bench-peers``
+  builds the server. Without the server, these figures are left out.
+- ``slowest_second_vs_median``: streams of 1,000 tokens run one after another for a minute. The
+  figure is the number of tokens in the slowest second, divided by the number in the median second.
 
-In a round, all loads run one after another. A figure is the median of the ratios of all rounds;
-each ratio compares two loads. All processes share the machine, and processes that are not measured
-are idle. Speculation is off; ``speculation.py`` measures it.
+A *load* is a run of several streams (``LOADS``). In a round, all loads run one after another. The
+ratios are computed in each round, and a figure is the median over the rounds. All processes run on
+the same machine, and processes that are not measured are idle. Speculation is off.
+``speculation.py`` measures speculation.
 """
 
 from __future__ import annotations
@@ -37,7 +42,8 @@ from _served import HERE, Loader, System
 
 ROUNDS = 5
 SHORT = 0.15
-"""Size of a warm-up run, and of a run with ``--quick``, relative to a normal run."""
+"""Number of tokens of a stream in a warm-up run, and in a run with ``--quick``, as a fraction of
+the normal number."""
 MINUTE_S = 60.0
 SETTINGS = {"speculation": "off"}
 TEXT = {"text": True}
@@ -55,7 +61,7 @@ class Load(NamedTuple):
     prompt: int = 8
     options: dict[str, Any] = {}
     rate: str = "middle"
-    """The rate in the client's answer that figures use: ``whole`` or ``middle``
+    """The rate that is used for figures: ``whole`` or ``middle`` in the client's answer
     (``_serving_client.py``)."""
 
 
@@ -76,12 +82,12 @@ LOADS = {
     "llamacpp_32": Load("llamacpp", "llamacpp", 32, 64, 32, rate="whole"),
 }
 FORWARDS = {"standin_5ms": 0.005, "standin_2ms": 0.002}
-"""Seconds of the simulated forward of each system."""
+"""For each system with a simulated forward: the duration of the forward in seconds."""
 
 
 class Figure(NamedTuple):
-    """The ratio of the tokens per second of ``load`` to those of ``over``. If ``over`` is empty,
-    ``load`` is compared with the ideal rate, at which each step takes only its forward's time."""
+    """The tokens per second of ``load``, divided by the tokens per second of ``over``. If ``over``
+    is empty, the divisor is the ideal rate, at which a step takes only the time of its forward."""
 
     load: str
     over: str
@@ -89,34 +95,66 @@ class Figure(NamedTuple):
 
 
 FIGURES = {
-    "served_vs_forward_1": Figure("forward_1", "", "1 stream, forward of 5 ms; at least 0.95"),
-    "served_vs_forward_64": Figure("forward_64", "", "64 streams; at least 0.95"),
-    "served_vs_forward_256": Figure("forward_256", "", "256 streams; at least 0.80"),
-    "served_vs_forward_64_regex": Figure(
-        "forward_64_regex", "", "64 streams under a regex; at least 0.90"
+    "served_vs_forward_1": Figure(
+        "forward_1",
+        "",
+        "tokens/s divided by the ideal rate; 1 stream, forward of 5 ms; at least 0.95",
     ),
-    "served_vs_forward_64_text": Figure("forward_64_text", "", "64 streams in text mode"),
-    "served_vs_forward_256_text": Figure("forward_256_text", "", "256 streams in text mode"),
+    "served_vs_forward_64": Figure(
+        "forward_64", "", "tokens/s divided by the ideal rate; 64 streams; at least 0.95"
+    ),
+    "served_vs_forward_256": Figure(
+        "forward_256", "", "tokens/s divided by the ideal rate; 256 streams; at least 0.80"
+    ),
+    "served_vs_forward_64_regex": Figure(
+        "forward_64_regex",
+        "",
+        "tokens/s divided by the ideal rate; 64 streams under a regex; at least 0.90",
+    ),
+    "served_vs_forward_64_text": Figure(
+        "forward_64_text", "", "tokens/s divided by the ideal rate; 64 streams in text mode"
+    ),
+    "served_vs_forward_256_text": Figure(
+        "forward_256_text", "", "tokens/s divided by the ideal rate; 256 streams in text mode"
+    ),
     "served_vs_forward_64_python": Figure(
-        "forward_64_python", "", "64 streams to our AsyncClient; at least 0.90"
+        "forward_64_python",
+        "",
+        "tokens/s divided by the ideal rate; 64 streams of our AsyncClient; at least 0.90",
     ),
     "served_vs_forward_64_2ms": Figure(
-        "forward_64_2ms", "", "64 streams, forward of 2 ms; at least 0.80"
+        "forward_64_2ms",
+        "",
+        "tokens/s divided by the ideal rate; 64 streams, forward of 2 ms; at least 0.80",
     ),
     "served_vs_engine_1": Figure(
-        "bus_1", "engine_1", "ratio of the bus to the engine, 1 stream; at least 0.85"
+        "bus_1",
+        "engine_1",
+        "tokens/s through the bus, divided by tokens/s of the engine; 1 stream; at least 0.85",
     ),
-    "served_vs_engine_32": Figure("bus_32", "engine_32", "32 streams; at least 0.85"),
+    "served_vs_engine_32": Figure(
+        "bus_32",
+        "engine_32",
+        "tokens/s through the bus, divided by tokens/s of the engine; 32 streams; at least 0.85",
+    ),
     "vs_llamacpp_1": Figure(
-        "bus_1", "llamacpp_1", "ratio to llama.cpp's server, 1 stream; at least 0.6"
+        "bus_1",
+        "llamacpp_1",
+        "tokens/s through the bus, divided by those of llama.cpp's server; 1 stream; at least 0.6",
     ),
-    "vs_llamacpp_32": Figure("bus_32", "llamacpp_32", "32 streams; at least 1.2"),
+    "vs_llamacpp_32": Figure(
+        "bus_32",
+        "llamacpp_32",
+        "tokens/s through the bus, divided by those of llama.cpp's server; 32 streams; "
+        "at least 1.2",
+    ),
 }
 MINUTE = "slowest_second_vs_median"
 NOTES = {
     **{name: figure.note for name, figure in FIGURES.items()},
-    MINUTE: "ratio of the slowest second to the median, one stream; at least 0.6",
-    **{f"{name}_tokens_per_s": "" for name in LOADS},
+    MINUTE: "tokens in the slowest second, divided by tokens in the median second; one stream; "
+    "at least 0.6",
+    **{f"{name}_tokens_per_s": f"tokens/s of the load {name}" for name in LOADS},
 }
 
 
@@ -127,7 +165,7 @@ class Runs(Protocol):
 
 
 class Systems:
-    """The systems and clients that the chosen loads need, by their names in ``LOADS``."""
+    """Runs the systems and the client processes that the chosen loads need."""
 
     def __init__(self, stack: ExitStack, folder: Path, needed: set[tuple[str, str]]) -> None:
         self._stack = stack
@@ -162,18 +200,19 @@ class Systems:
         return self._stack.enter_context(Loader(script, *address, **SETTINGS))
 
     def run(self, name: str, number: int, part: float) -> dict[str, float]:
-        """Runs a load in the round ``number``. ``part`` scales its tokens."""
+        """Runs a load in the round ``number``. The number of tokens of each stream is multiplied by
+        ``part``."""
         load = LOADS[name]
         return self._clients[load.system, load.client].run(
-            # Each load of each round has new prompts, which no cache contains.
+            # Each load has new prompts in each round, so that no prompt is cached.
             prompts=prompts(random.Random(f"{name} {number}"), load.streams, load.prompt),
             tokens=max(10, int(load.tokens * part)),
             options=load.options,
         )
 
     def slowest_second(self, seconds: float) -> float:
-        """Ratio of the tokens of the slowest second to the tokens of the median second. Streams run
-        one after another for ``seconds``."""
+        """Runs streams one after another for ``seconds``. Returns the number of tokens in the
+        slowest second, divided by the number in the median second."""
         found = self._clients["model", "python"].run(
             prompts=prompts(random.Random(0), 100, 32), tokens=1_000, seconds=seconds
         )
@@ -187,7 +226,7 @@ def prompts(chosen: random.Random, count: int, length: int) -> list[list[int]]:
 
 
 def ratio(figure: Figure, ours: dict[str, float], over: dict[str, float] | None) -> float:
-    """A figure, from the results of its loads in one round."""
+    """Computes a figure from the answers of its loads in one round."""
     load = LOADS[figure.load]
     value = ours[load.rate]
     if over is None:
@@ -196,7 +235,7 @@ def ratio(figure: Figure, ours: dict[str, float], over: dict[str, float] | None)
 
 
 def measure(names: list[str], quick: bool) -> dict[str, float]:
-    """The figures with these names."""
+    """Measures the figures with these names. Also returns the tokens per second of each load."""
     figures = {name: FIGURES[name] for name in names if name in FIGURES}
     used = {f.load for f in figures.values()} | {f.over for f in figures.values()}
     loads = [name for name in LOADS if name in used]
@@ -225,14 +264,14 @@ def measure(names: list[str], quick: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Runs all measurements and reports the figures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="run one short round")
     choices = [*FIGURES, MINUTE]
     parser.add_argument("--only", nargs="+", choices=choices, default=choices, metavar="NAME")
     options = parser.parse_args()
-    # A signal becomes SystemExit, so that the started processes are ended.
+    # SIGTERM raises SystemExit, so that the started processes are ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     names = options.only
     if not SERVER.exists() and any(name.startswith("vs_llamacpp") for name in names):

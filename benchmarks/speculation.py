@@ -1,10 +1,11 @@
-"""Compares the times of decoding with and without drafts, for repetitive and unrepetitive texts.
+"""Compares the time to decode a text with drafts and without drafts. Some texts are repetitive.
 
 The model is a Llama with 21 million parameters. Its layers are random. Its output layer is fitted
-so that the model continues each prompt with a given text: source code with replaced names, records
-in JSON, or prose. Each run has a new session, except in ``same_session``. Everything runs in one
-process, and sampling is greedy. Runs without and with drafts take turns, and must have equal tokens
-and ends. ``logprob_difference`` is the largest difference of their log-probabilities.
+so that the model continues each prompt with a given text. The texts are source code with replaced
+names, records in JSON, and prose. Everything runs in one process, and sampling is greedy. Each run
+has a new session, except in ``same_session``. A *speedup* is the time without drafts, divided by
+the time with drafts. The runs without and with drafts must have the same tokens and finish reasons.
+``logprob_difference`` is the largest difference between their log-probabilities.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from tokenbus.workers.gpu.model.loader import load_model, wrap_model
 TEXTS = Path(__file__).parent / "texts"
 BATCH = 32
 TURNS = 4
-"""Number of times that a round runs a text without and with drafts. The two runs take turns in
-running first, because the machine's speed changes within the half second of a run."""
+"""Number of times that a round runs a text without drafts and with drafts. The order of the two
+runs changes each time, because the machine's speed changes within the half second of a run."""
 SMALL = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -37,15 +38,15 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
-"""The shape of the draft model, whose output layer is fitted to the prose only."""
+"""The shape of the draft model. Its output layer is fitted only to the prose."""
 RENAMED = {"chunks": "pieces", "cur_line": "current", "cur_len": "size", "width": "columns"}
 Text = tuple[list[int], list[int]]
 """A prompt, and the tokens that follow it."""
 
 
 def texts(new: int) -> dict[str, Text]:
-    """The texts by name, tokenized by the embedded model's tokenizer. ``new`` tokens follow each
-    prompt."""
+    """The texts by name, tokenized with the embedded model's tokenizer. At most ``new`` tokens
+    follow each prompt."""
     tokenizer = load_model("embedded").tokenizer
 
     def tokens(text: str) -> list[int]:
@@ -66,8 +67,8 @@ def texts(new: int) -> dict[str, Text]:
 
 def writer(wanted: Sequence[Text], **shape: int) -> Any:
     """A Llama that continues each prompt with its text. Its output layer is fitted to the states of
-    the last layer by multi-class hinge regression. ``shape``: values that differ from the default
-    shape."""
+    the last layer with a multi-class hinge loss. ``shape`` has the values that differ from the
+    default shape."""
     model = llama(initializer_range=0.1, **shape)
     states, labels = [], []
     with torch.inference_mode():
@@ -80,7 +81,7 @@ def writer(wanted: Sequence[Text], **shape: int) -> Any:
     classes, label = torch.cat(labels).unique(return_inverse=True)
     weight = torch.zeros(len(classes), state.shape[1], requires_grad=True)
     optimizer = torch.optim.Adam([weight], lr=0.05)
-    # The padding adds a column of zeros: the scores of all tokens without a row in ``weight``.
+    # Tokens that do not occur in the texts have the score 0. The padding adds one column for them.
     for _ in range(1000):
         scores = torch.nn.functional.pad(state @ weight.T, (0, 1))
         loss = torch.nn.functional.multi_margin_loss(scores, label, margin=2.0)
@@ -106,8 +107,8 @@ class Side:
     def run(
         self, wanted: Sequence[Text], session: int | None
     ) -> tuple[float, dict[int, list[TokenOutput]]]:
-        """The seconds of a run, and the outputs of each text. ``session``: None for a new
-        session."""
+        """Generates the texts together. Returns the seconds of the run, and the outputs of each
+        text. If ``session`` is None, the run has a new session."""
         first = self._next
         client = 1 + first if session is None else session
         for prompt, text in wanted:
@@ -127,8 +128,8 @@ class Side:
 
 
 def check(plain: dict[int, list[TokenOutput]], drafted: dict[int, list[TokenOutput]]) -> float:
-    """The largest difference between a token's log-probabilities in both runs. Fails if tokens or
-    ends differ."""
+    """The largest difference between the log-probabilities of a token in the two runs. Raises
+    AssertionError if the tokens or the finish reasons differ."""
     difference = 0.0
     for i, expected in plain.items():
         found = drafted[i]
@@ -140,7 +141,7 @@ def check(plain: dict[int, list[TokenOutput]], drafted: dict[int, list[TokenOutp
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Runs all measurements and reports the figures."""
     given = arguments(__doc__)
     rounds, new = (2, 120) if given.quick else (5, 360)
     wanted = texts(new)
@@ -175,8 +176,8 @@ def main() -> None:
                 seconds[name].append(tuple(sums))
 
     def speedup(*names: str) -> float:
-        """The ratio of the time without drafts to the time with drafts; the median of the
-        rounds."""
+        """The time without drafts, divided by the time with drafts. The loads' times are added in
+        each round, and the result is the median over the rounds."""
         each = zip(*(seconds[name] for name in names), strict=True)
         sums = [[sum(side) for side in zip(*times, strict=True)] for times in each]
         return statistics.median(off / on for off, on in sums)
@@ -197,12 +198,14 @@ def main() -> None:
         "logprob_difference": difference,
     }
     notes = {
-        "repetitive_speedup": "speedup for the code edit and JSON, one stream; at least 2",
-        "same_session_speedup": "speedup for the code edit in the session of an earlier run",
-        "unrepetitive_speedup": "speedup for prose, one stream; at least 0.97",
-        "draft_model_speedup": "speedup for prose with a draft model of a third of the weights",
-        "batch32_speedup": "speedup for all three texts, 32 streams; at least 1",
-        "logprob_difference": "largest difference of log-probabilities; at most 1e-4",
+        "repetitive_speedup": "speedup for source code and JSON together; one stream; at least 2",
+        "same_session_speedup": "speedup for source code, if an earlier run in the same session "
+        "generated the same text",
+        "unrepetitive_speedup": "speedup for prose; one stream; at least 0.97",
+        "draft_model_speedup": "speedup for prose with a draft model; one stream",
+        "batch32_speedup": "speedup for all three texts; 32 streams; at least 1",
+        "logprob_difference": "largest difference between log-probabilities with and without "
+        "drafts; at most 1e-4",
     }
     report(results, notes, given.json)
 

@@ -1,11 +1,13 @@
-"""Measures the constraint ``structural``, which constrains an answer of several parts.
+"""Measures the constraint ``structural``, under which an answer has several parts.
 
-The answers have Hermes's form: thinking, free text in which eight functions may be called, and
-calls. The vocabulary is Tekken's, with 131,072 tokens. A step is the work for one token, with the
-calls that a worker makes: accept the token and fill the next mask. Free text is compared with a
-regex that allows any text, and with llguidance alone under structural tags with the same triggers.
-The arguments of a call are compared with ``json_schema`` alone. All engines have already processed
-the text, except in figures with ``first``. Everything runs on one thread.
+The answers have the form of Hermes: first thinking, and then free text with calls of eight
+functions. The vocabulary is Tekken's, with 131,072 tokens. A step is a controller's work for one
+token: it accepts the token and fills the next mask. A step in free text is compared with a step
+under a regex that allows any text. It is also compared with a step of llguidance alone, under
+structural tags with the same triggers. A step in the arguments of a call is compared with a step of
+the constraint ``json_schema``. Figures with ``first`` are from the first pass, in which the engines
+compute their masks. All other figures are from later passes over the same text. Everything runs on
+one thread.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Steps:
         self._mask = world.mask()
 
     def start(self, name: str, arg: str) -> Controller:
-        """The controller of a new sequence."""
+        """Starts the controller of a new sequence."""
         program = self._constraints.get(name)
         assert program is not None
         controller = program.start(self._world.host(arg))
@@ -47,7 +49,7 @@ class Steps:
         return controller
 
     def free(self, name: str, arg: str, tokens: Sequence[int]) -> list[float]:
-        """Seconds of each step of a text whose tokens are all sampled."""
+        """Seconds of each step of a text. All tokens of the text are sampled."""
         controller, mask, group = self.start(name, arg), self._mask, [0]
         controller.mid_process(group, mask)
         seconds = []
@@ -62,8 +64,8 @@ class Steps:
         return seconds
 
     def value(self, name: str, arg: str, text: bytes, value: bytes) -> list[float]:
-        """Seconds of the steps inside ``value``, which is the end of ``text``. Only steps that end
-        in a mask are measured; forced tokens are appended."""
+        """Seconds of the steps inside ``value``, which is the end of ``text``. Steps that end with
+        forced tokens are not measured."""
         controller, mask, group = self.start(name, arg), self._mask, [0]
         seconds: list[float] = []
         appended: list[int] = []
@@ -76,7 +78,8 @@ class Steps:
             if answer.action is Action.STOP or not text:
                 controller.close()
                 return seconds
-            # In free text, the last token of the value may also contain the text after it.
+            # Under ``structural``, free text may follow the value, and the value's last token may
+            # also contain a part of this text.
             if answer.masked and len(text) < len(value):
                 seconds.append(took)
             tokens = self._world.vocabulary.tokenize(text)[:1]
@@ -87,7 +90,8 @@ class Steps:
 
 
 def structures() -> dict[str, str]:
-    """The arguments of the constraint, by the part with which an answer begins."""
+    """The arguments of the constraint ``structural``. A key is the part with which the answer
+    begins."""
     text = structure_of(HERMES, Wanted(FUNCTIONS))
     thinking = structure_of(HERMES, Wanted(FUNCTIONS, thinking="inside"))
     return {
@@ -97,7 +101,7 @@ def structures() -> dict[str, str]:
 
 
 def structural_tags() -> str:
-    """The calls as llguidance's structural tags."""
+    """The grammar of the calls as structural tags of llguidance."""
     return StructTag.to_grammar(
         [
             StructTag(
@@ -113,7 +117,7 @@ def structural_tags() -> str:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Runs all measurements and reports the figures."""
     given = arguments(__doc__)
     passes = 3 if given.quick else 9
     world = World.make()
@@ -147,12 +151,17 @@ def main() -> None:
     results["thinking_vs_regex"] = results["thinking_us"] / results["regex_us"]
     results["call_vs_schema"] = results["call_us"] / results["schema_us"]
     notes = {
-        "text_vs_regex": "ratio of step times, free text to a regex for any text (at most 1.2)",
-        "text_vs_llguidance": "ratio of step times, free text to llguidance alone (at most 1.0)",
-        "thinking_vs_regex": "ratio of step times, thinking to the regex (at most 1.2)",
-        "call_vs_schema": "ratio of step times, arguments to json_schema alone (at most 2.0)",
-        "text_us": "us of a step in free text",
-        "text_first_us": "us of a step in free text in the first pass, which computes the masks",
+        "text_vs_regex": "time of a step in free text, divided by that under a regex for any "
+        "text; at most 1.2",
+        "text_vs_llguidance": "time of a step in free text, divided by that of llguidance alone; "
+        "at most 1.0",
+        "thinking_vs_regex": "time of a step in thinking, divided by that under a regex for any "
+        "text; at most 1.2",
+        "call_vs_schema": "time of a step in the arguments of a call, divided by that under "
+        "json_schema; at most 2.0",
+        "text_us": "microseconds of a step in free text",
+        "text_first_us": "microseconds of a step in free text in the first pass, in which the "
+        "masks are computed",
     }
     report(results, notes, given.json)
 

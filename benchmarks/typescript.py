@@ -1,11 +1,13 @@
-"""Measures how much CPU time tokens in columns save in the TypeScript client, compared with JSON.
+"""Compares the TypeScript client's CPU time for tokens in columns with that for entries in JSON.
 
-``…_us_per_token`` is the CPU time per token, in microseconds, of a Node process with one client and
-64 streams of token ids. The tokens arrive as fast as the client reads. ``ws`` uses a gateway's
-WebSocket, and ``zmq`` uses ZeroMQ. The client reads a stream to its end (``stream.tokens()``) or,
-for ``…_each``, entry by entry (``for await``). For ``…_json``, the client receives entries in JSON.
-The messages come from a raw socket through a real broker and gateway. Columns and JSON take turns,
-and a ratio is the median of the rounds' ratios. The package is built with node and npm.
+A Node process with one client reads 64 streams of token ids. A raw socket acts as the worker, and
+sends the tokens through a real broker, as fast as the client reads. In figures with ``ws``, the
+client uses a gateway's WebSocket; in figures with ``zmq``, it uses ZeroMQ. ``…_us_per_token`` is
+the CPU time of the Node process per token in microseconds, if ``stream.tokens()`` reads each stream
+to its end. For ``…_us_per_token_each``, ``for await`` reads each stream entry by entry. The names
+of figures with entries in JSON end with ``_json``. Everything is measured in several rounds, and
+each round measures both columns and JSON. Each figure is the median over the rounds. A ratio is
+computed within each round. The client's package is built with node and npm.
 """
 
 from __future__ import annotations
@@ -49,14 +51,14 @@ class Node:
         self.process.stdin.flush()
 
     def recv(self) -> Any:
-        """The next answer."""
+        """Receives the next answer."""
         assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
 
 
 @contextmanager
 def gateway(folder: Path, front: str) -> Iterator[str]:
-    """Runs a gateway in its own process; yields its WebSocket address."""
+    """Runs a gateway in its own process. Yields the address of its WebSocket."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
@@ -81,7 +83,7 @@ def gateway(folder: Path, front: str) -> Iterator[str]:
 
 
 def figures(built: Path, rounds: int, steps: int) -> dict[str, float]:
-    """All figures."""
+    """Runs all rounds. Returns the figures by name."""
     found: dict[tuple[str, str, str], list[float]] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tb-")))
@@ -111,16 +113,17 @@ def figures(built: Path, rounds: int, steps: int) -> dict[str, float]:
 
 
 NOTES = {
-    "ws_us_per_token": "us of the client's CPU time per token over a WebSocket, 64 streams",
-    "ws_us_per_token_json": "us of the client's CPU time per token, entries in JSON",
-    "ws_vs_json": "ratio of CPU time, columns to JSON",
-    "ws_us_per_token_each": "us per token over a WebSocket, read with for await",
-    "zmq_us_per_token": "us of the client's CPU time per token over ZeroMQ",
+    "ws_us_per_token": "microseconds of the client's CPU time per token over a WebSocket, in "
+    "columns",
+    "ws_us_per_token_json": "ws_us_per_token, if the tokens are entries in JSON",
+    "ws_vs_json": "ws_us_per_token divided by ws_us_per_token_json",
+    "ws_us_per_token_each": "ws_us_per_token, if 'for await' reads each stream entry by entry",
+    "zmq_us_per_token": "microseconds of the client's CPU time per token over ZeroMQ, in columns",
 }
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Runs all measurements and reports the figures."""
     args = arguments(__doc__)
     sys.path.insert(0, str(HERE.parent))
     from tests.clients.typescript_package import built_package

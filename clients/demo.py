@@ -1,6 +1,7 @@
-"""``make demo``: starts a system on this machine, shows streams, scores and control, and stops it.
+"""``make demo``: starts a system, shows streams, scores and a controller, and stops the system.
 
-The demo runs ``tokenbus up`` with its own ports and folder, so that other systems are not affected.
+The demo runs ``tokenbus up`` with its own ports and folder, so that it does not affect other
+systems on this machine.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from ..protocol.python_command import python_command
 from . import AsyncClient, AsyncStream, Client
 
 START_S = 300.0
-"""Maximum time of the system's start, in seconds."""
+"""Maximum time until the system is ready, in seconds."""
 END_S = 40.0
-"""Maximum time of the system's stop, in seconds."""
+"""Maximum time until the system has stopped, in seconds."""
 FRONT_PORTS = range(20_000, 26_000)
-"""Ports of the broker. The operating system gives higher ports to outgoing connections, so these
-ports stay free."""
+"""Ports from which the broker's port is chosen. The operating system gives higher ports to outgoing
+connections, so these ports stay free."""
 HTTP_PORTS = range(26_000, 32_000)
-"""Ports of the gateway."""
+"""Ports from which the gateway's port is chosen."""
 
 PROMPT = 'def read_lines(path):\n    """'
 EIGHT = {
@@ -51,7 +52,7 @@ EIGHT = {
     "[1, 2, 3, ": 12,
     "if __name__ == ": 2,
 }
-"""Prompts, each with a seed for which the embedded model writes a good text."""
+"""Prompts, each with a seed with which the embedded model generates a good text."""
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red", "bright_cyan", "white")
 SCORED = ("import ", ("os", "sys", "banana"))
 STEERED = {
@@ -74,7 +75,7 @@ Next steps:
 
 
 def main() -> int:
-    """Runs the demo; returns the exit code."""
+    """Runs the demo. Returns the exit code."""
     console = Console(highlight=False)
     started = time.monotonic()
     try:
@@ -101,7 +102,7 @@ class DemoError(Exception):
 
 @contextlib.contextmanager
 def _system(console: Console) -> Iterator[str]:
-    """Runs a system under supervisord; yields the address of its broker."""
+    """Runs a system under supervisord. Yields the address of its broker."""
     folder = Path(tempfile.mkdtemp(prefix="tokenbus-demo-"))
     front = f"tcp://127.0.0.1:{_free_port(FRONT_PORTS)}"
     http = f"127.0.0.1:{_free_port(HTTP_PORTS)}"
@@ -223,7 +224,7 @@ def _steered(front: str, console: Console) -> None:
 
 
 def _free_port(ports: range) -> int:
-    """A free port of the range."""
+    """A free port from ``ports``."""
     while True:
         port = random.choice(ports)
         with socket.socket() as probe, contextlib.suppress(OSError):

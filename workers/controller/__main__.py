@@ -1,4 +1,4 @@
-"""``python -m tokenbus.workers.controller [MODULE:NAME …]``: one controller worker.
+"""``python -m tokenbus.workers.controller [MODULE:NAME …]``: runs a controller worker.
 
 Environment variables configure the worker. If arguments are given, the worker serves only the
 Python controllers that they name. Otherwise it serves uploaded modules and scripts, and the
@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Runs the worker until SIGINT or SIGTERM, which drain it; returns the exit code."""
+    """Runs the worker. SIGINT or SIGTERM drains it, and it then ends. Returns the exit code."""
     try:
         settings = settings_of("controller")
         served = _served(settings, sys.argv[1:]) if sys.argv[1:] else None
     except (SettingError, ValueError, TokenbusError) as error:
         return refuse("controller", error)
-    # Each call of a tokenizer gets one text, so the threads that the tokenizers library starts for
-    # several texts would only cost time.
+    # Each call of a tokenizer has only one text. The tokenizers library would start threads for
+    # several texts, and these threads would only cost time.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         worker = ControllerWorker(settings, served=served)
@@ -45,8 +45,8 @@ def main() -> int:
 
 
 def _served(settings: Settings, specs: list[str]) -> GuestRuntime:
-    """The runtime of Python controllers. ``specs``: their names, such as ``module:Name``. Raises
-    RequestError if a controller cannot be loaded."""
+    """Loads the Python controllers that ``specs`` name, such as ``module:Name``. Returns the
+    runtime that runs them. Raises RequestError if a controller cannot be loaded."""
     limits = limits_of(settings)
     served: GuestRuntime
     if settings.guest_processes:

@@ -1,7 +1,8 @@
-"""``python -m tokenbus.workers.state``: the state worker, configured by the environment.
+"""``python -m tokenbus.workers.state``: runs the state worker. Environment variables configure the
+worker.
 
-With ``--standby``, a worker that finds the folder in use waits until the other worker ends, and
-takes over.
+If another worker uses the folder, a worker with ``--standby`` waits until the other worker has
+ended, and takes over.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from .worker import StateWorker
 log = logging.getLogger(__name__)
 
 STANDBY_S = 0.1
-"""Interval at which a standby worker checks whether the folder is free, in seconds."""
+"""Interval in seconds at which a standby worker checks whether the folder is free."""
 
 
 def main() -> int:
-    """Runs the worker until SIGINT or SIGTERM; returns the exit code."""
+    """Runs the worker until SIGINT or SIGTERM. Returns the exit code."""
     parser = argparse.ArgumentParser("python -m tokenbus.workers.state", allow_abbrev=False)
     parser.add_argument(
         "--standby",
         action="store_true",
-        help="while another state worker has the folder, wait until it ends, and take over",
+        help="if another state worker uses the folder, wait until it has ended, and take over",
     )
     args = parser.parse_args()
     try:
@@ -49,11 +50,12 @@ def main() -> int:
 
 
 def _when_free(settings: Settings) -> StateWorker | None:
-    """Waits until the folder is free, and returns the worker; None if a signal ends the wait.
+    """Waits until the folder is free. Returns the worker, or None if a signal ends the wait.
 
-    The kernel releases the folder's lock when the process that has the lock ends, for any reason.
-    At most one worker has the lock and writes. SIGINT and SIGTERM stay blocked when this function
-    returns a worker; ``serve`` unblocks them. A signal during the takeover thus stops the worker.
+    A worker writes only while it has the folder's lock, so at most one worker writes. The kernel
+    releases the lock when the process ends, for any reason. When this function returns a worker,
+    SIGINT and SIGTERM are still blocked; ``serve`` unblocks them. So a signal during the takeover
+    stops the worker.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     health = HealthFile(settings)

@@ -1,5 +1,5 @@
-"""``python -m tokenbus.workers.tool [MODULE] [--mcp COMMAND] [--number N]``: a tool worker,
-configured by the environment."""
+"""``python -m tokenbus.workers.tool [MODULE] [--mcp COMMAND] [--number N]``: runs a tool worker.
+Environment variables configure the worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .worker import ToolWorker, running_loop
 
 
 def main() -> int:
-    """Runs the worker until SIGINT or SIGTERM, which drain it; returns the exit code."""
+    """Runs the worker. SIGINT or SIGTERM drains it, and it then ends. Returns the exit code."""
     parser = argparse.ArgumentParser("python -m tokenbus.workers.tool", allow_abbrev=False)
     parser.add_argument(
         "module", nargs="?", help="module, or .py file, whose functions are served as tools"
@@ -44,8 +44,8 @@ def main() -> int:
 
 
 def _numbered(settings: Settings, number: int) -> tuple[str | None, str | None]:
-    """The module or the command with this number. Raises SettingError if no element has this
-    number."""
+    """The module or the MCP command with this number in the settings ``tools`` and ``mcp``. Raises
+    SettingError if no element has this number."""
     served: list[tuple[str | None, str | None]] = [
         *((module, None) for module in settings.tools),
         *((None, command) for command in settings.mcp),

@@ -1,4 +1,4 @@
-// Replaces a word by another one as soon as the model has generated it.
+// Replaces a word by another word as soon as the model has generated the word.
 //
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/backtrack.c -o backtrack.wasm
 //
@@ -7,7 +7,7 @@
 
 static tb_bytes word, other;
 static tb_bytes text;  // the generated text
-static tb_bytes ends;  // u32 for each generated token: its end in the text
+static tb_bytes ends;  // u32 for each generated token: the position of its end in the text
 static uint32_t searched;  // no WORD begins before this position
 
 void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_t arg_len) {
@@ -33,7 +33,8 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
         if (text.len >= word.len) searched = text.len - word.len + 1;
         return tb_sample(0);
     }
-    // Drop all tokens from the word on, and append their text again, with OTHER instead of WORD.
+    // Drop the token in which WORD begins and all later tokens. Append their text again, with OTHER
+    // in place of WORD.
     uint32_t first = token_count() - 1;
     while (begin_of(first) > at) first--;
     tb_bytes again = {0};
@@ -51,7 +52,7 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
 tb_answer tb_post_process(const uint32_t *tokens, uint32_t n, uint32_t backtrack) {
     tb_bytes_cut(&ends, 4 * (token_count() - backtrack));
     tb_bytes_cut(&text, begin_of(token_count()));
-    // A word may begin in the remaining text and end in the new tokens.
+    // WORD may begin in the remaining text and end in the new tokens.
     const uint32_t whole = text.len + 1 > word.len ? text.len + 1 - word.len : 0;
     if (searched > whole) searched = whole;
     for (uint32_t i = 0; i < n; i++) {

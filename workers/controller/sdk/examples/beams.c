@@ -1,12 +1,13 @@
-// Beam search: each step keeps the likeliest of all continuations of all beams.
+// Beam search: each step keeps the most likely continuations of all beams together.
 //
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/beams.c -o beams.wasm
 //
 // The argument is "WIDTH TOKENS": the number of beams and the length of the text. Each beam is a
-// sequence. In each step, it reads the distribution of the next token, writes the likeliest tokens
-// and its score to a variable, and suspends until all beams have written. All beams then compute the
-// same choice of continuations. A beam with several chosen continuations forks, and a beam without
-// one stops. After the last step, only the sequence with the result remains.
+// sequence. In each step, a beam reads the distribution of the next token, writes the most likely
+// tokens and the beam's score to a variable, and suspends until all beams have written. Each beam
+// then computes which continuations are kept; all beams get the same result. If several
+// continuations of a beam are kept, the beam forks. If none is kept, the beam stops. After the last
+// step, only the sequence with the result remains.
 #include "tokenbus.h"
 
 enum { MAX_WIDTH = 16 };
@@ -19,9 +20,9 @@ typedef struct candidate {
 static uint32_t width, length, step, beam, beams = 1;
 static double score;
 static bool waits;
-static candidate chosen[MAX_WIDTH];  // the beams of the next step, the likeliest first
+static candidate chosen[MAX_WIDTH];  // the beams of the next step, the most likely first
 static uint32_t num_chosen;
-static uint32_t mine[MAX_WIDTH], num_mine;  // indexes in `chosen` of candidates of this beam
+static uint32_t mine[MAX_WIDTH], num_mine;  // indexes in `chosen` of this beam's candidates
 
 void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_t arg_len) {
     (void)prompt, (void)n;
@@ -41,7 +42,7 @@ static bool is_better(const candidate *one, const candidate *other) {
     return one->token < other->token;
 }
 
-// Keeps a candidate if it is among the `most` best.
+// Inserts a candidate into `chosen` if it is one of the `most` best candidates so far.
 static void consider(candidate one, uint32_t most) {
     uint32_t at = num_chosen < most ? num_chosen++ : most;
     if (at == most && !is_better(&one, &chosen[--at])) return;

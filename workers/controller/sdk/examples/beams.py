@@ -1,14 +1,15 @@
-"""Beam search: each step keeps the likeliest of all continuations of all beams.
+"""Beam search: each step keeps the most likely continuations of all beams together.
 
-Each beam is a sequence. In each step, it reads the distribution of the next token, writes the
-likeliest tokens and its score to a variable, and suspends until all beams have written. All beams
-then compute the same choice of continuations. A beam with several chosen continuations forks, and a
-beam without one stops. After the last step, only the sequence with the result remains.
+Each beam is a sequence. In each step, a beam reads the distribution of the next token, writes the
+most likely tokens and the beam's score to a variable, and suspends until all beams have written.
+Each beam then computes which continuations are kept; all beams get the same result. If several
+continuations of a beam are kept, the beam forks. If none is kept, the beam stops. After the last
+step, only the sequence with the result remains.
 
     tokenbus controller serve beams:Beams
     tokenbus controller run beams:Beams --arg '{"width": 3, "tokens": 20}' --prompt 'def add(a, b):'
 
-The module of a served controller is imported from the current folder, so copy this file there.
+``tokenbus controller serve`` imports the module from the current folder, so copy this file there.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tokenbus.workers.controller.python import (
 
 
 class Beams(Controller):
-    """Searches for a likely text of ``tokens`` tokens with ``width`` beams. The argument:
+    """Searches for a likely text of ``tokens`` tokens with ``width`` beams. The argument is
     ``{"width": number, "tokens": number}``."""
 
     def __init__(self) -> None:
@@ -43,18 +44,19 @@ class Beams(Controller):
             )
         self.step = self.beam = 0
         self.beams = 1
-        """Number of beams of this step."""
+        """Number of beams in the current step."""
         self.score = 0.0
         """The log-probability of the text of this beam."""
         self.found: list[tuple[int, float]] = []
-        """The tokens that continue this beam, and the scores of the resulting texts."""
+        """The kept continuations of this beam: each token, and the score of the text that ends with
+        it."""
         self.places: list[int] = []
-        """The numbers of the resulting beams, one for each entry of ``found``."""
+        """For each entry of ``found``: the number of the beam that the continuation becomes."""
         self.waits = False
 
     def pre_process(self) -> Decision | None:
-        """Suspends until all beams have written their likeliest tokens, and then chooses the
-        continuations."""
+        """Suspends until all beams have written their most likely tokens. Then chooses the
+        continuations, and forks or stops."""
         if not self.waits:
             return go_on()
         written = self.vars.read(f"step {self.step}")
@@ -66,7 +68,8 @@ class Beams(Controller):
         return fork(len(self.found)) if len(self.found) > 1 else go_on()
 
     def choose(self, written: list[tuple[int, float, dict[str, float]]]) -> None:
-        """Chooses the likeliest continuations of all beams, and stores those of this beam."""
+        """Chooses the most likely continuations of all beams, and stores the chosen continuations
+        of this beam."""
         every = [
             (-(score + logprob), beam, int(token))
             for beam, score, top in written
@@ -92,7 +95,7 @@ class Beams(Controller):
         return splice(0, [token])
 
     def post_process(self, tokens: list[int], backtrack: int) -> Decision | None:
-        """Writes the likeliest tokens after this beam's text to the variable of this step."""
+        """Writes the most likely next tokens of this beam to the variable of the current step."""
         for seen in self.distributions:
             line = json.dumps([self.beam, self.score, seen.top])
             self.vars.append(f"step {self.step}", line + "\n")

@@ -1,10 +1,10 @@
-// The text is exactly one of the strings of a list, as with the constraint "choice".
+// Makes the text one of the strings of a list, like the built-in constraint "choice".
 //
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/choice.c -o choice.wasm
 //
-// The argument is JSON, a list of strings or {"choices": [...]}. Only tokens that continue a choice
-// are allowed; the end of the sequence is allowed only if the text is a choice. When only one
-// choice is possible, the rest of this choice is appended as tokens of the model's tokenizer,
+// The argument is JSON: a list of strings, or {"choices": [...]}. Only tokens that continue a
+// choice are allowed; the end of the sequence is allowed only if the text is a choice. When only
+// one choice is possible, the rest of this choice is appended as tokens of the model's tokenizer,
 // without a forward pass for each token.
 #include "tokenbus.h"
 
@@ -98,7 +98,7 @@ static void read_string(tb_bytes *out) {
     }
 }
 
-static bool empty_choice;  // tb_strings cannot have an empty string
+static bool empty_choice;  // whether the empty string is a choice; tb_strings cannot contain it
 
 static void read_list(void) {
     if (!take('[')) refuse("there is no [ where the list must begin");
@@ -136,7 +136,8 @@ static void read_argument(const char *arg, uint32_t len) {
 
 // --- the constraint ------------------------------------------------------------------------------
 
-// The sorted choices [from, to) begin with the text so far, which has `offset` bytes.
+// The choices that begin with the text so far, which has `offset` bytes. In the sorted list, these
+// choices have the indexes from `from` to `to` - 1.
 typedef struct left {
     uint32_t from, to, offset;
 } left;

@@ -2,17 +2,17 @@
 //
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/contrastive.c -o contrastive.wasm
 //
-// The argument is "ENTROPY PENALTY", for example "1.0 1.0". If the entropy is above ENTROPY nats,
-// one of the likeliest tokens replaces the sampled token: the token with the greatest score. The
-// score is the log-probability minus PENALTY for each token that would be repeated. contrastive.py
-// is the same in Python.
+// The argument is "ENTROPY PENALTY", for example "1.0 1.0". If the entropy of the next token is
+// above ENTROPY nats, the sampled token is replaced: of the most likely tokens, the token with the
+// greatest score is chosen. The score is the token's log-probability, minus PENALTY times the
+// length of the repetition that the token would complete. contrastive.py is the same in Python.
 #include "tokenbus.h"
 
 enum { TOP = 8, MAX_REPEATED = 4 };
 
 static float bound, penalty;
 static tb_bytes text;                   // the tokens so far
-static uint32_t instead = TB_NONE;  // replaces the last token
+static uint32_t instead = TB_NONE;  // the token that replaces the last token, if any
 
 // Reads a decimal number with or without a point.
 static bool read_decimal(const char **at, const char *end, float *number) {

@@ -1,15 +1,16 @@
 """Contrastive sampling: if the model is uncertain, chooses the token that repeats the text least.
 
-A model that hesitates between many tokens tends to fall into a loop. If the entropy is above a
-bound, one of the likeliest tokens replaces the sampled token: the token with the greatest score.
-The score is the log-probability minus a penalty for each token that would be repeated. If the model
-is certain, its token stays. Source: Su et al., "A Contrastive Framework for Neural Text Generation"
-(2022), whose penalty is the similarity of hidden states.
+An uncertain model, which gives many tokens similar probabilities, tends to repeat itself. If the
+entropy of the next token is above a bound, the sampled token is replaced: from the most likely
+tokens, the token with the greatest score is chosen. The score is the token's log-probability, minus
+a penalty for each token of the repetition that it would complete. If the entropy is not above the
+bound, the sampled token stays. Source: Su et al., "A Contrastive Framework for Neural Text
+Generation" (2022), whose penalty is the similarity of hidden states.
 
     tokenbus controller serve contrastive:Contrastive
     tokenbus controller run contrastive:Contrastive --arg '{"entropy": 1.0}' --prompt 'def add('
 
-The module of a served controller is imported from the current folder, so copy this file there.
+``tokenbus controller serve`` imports the module from the current folder, so copy this file there.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from __future__ import annotations
 from tokenbus.workers.controller.python import Controller, Decision, Query, sample, splice
 
 ENTROPY = 1.0
-"""The bound of the entropy, in nats."""
+"""Default bound of the entropy, in nats."""
 PENALTY = 1.0
-"""The number that is subtracted from a token's log-probability, once for each token of the text
-that would be repeated."""
+"""Default penalty: the number that is subtracted from a token's log-probability for each token of
+the repetition that it would complete."""
 MAX = 4
-"""Maximum length of a repetition, in tokens. Longer repetitions are not distinguished."""
+"""Maximum number of tokens before the last token of a repetition that are counted."""
 TOP = 8
-"""Number of the likeliest tokens among which the next one is chosen."""
+"""Number of most likely tokens from which the next token is chosen."""
 
 
 def repeated(text: list[int], token: int) -> int:
@@ -41,7 +42,8 @@ def repeated(text: list[int], token: int) -> int:
 
 
 class Contrastive(Controller):
-    """The argument: ``{"entropy": number, "penalty": number}``, both optional."""
+    """Replaces tokens that repeat the text. The argument is ``{"entropy": number, "penalty":
+    number}``; both fields are optional."""
 
     query = Query(top=TOP)
 
@@ -54,16 +56,17 @@ class Contrastive(Controller):
         """The token that replaces the last token of the text; None if that token stays."""
 
     def init_prompt(self, prompt: list[int]) -> None:
-        """Records the prompt, so that tokens that repeat it get a penalty too."""
+        """Stores the prompt, so that tokens that repeat the prompt also get a penalty."""
         self.text_so_far = list(prompt)
 
     def mid_process(self, fork_group: list[int]) -> Decision:
-        """Replaces the last token, or samples the next one."""
+        """Replaces the last token, or samples the next token."""
         chosen, self.chosen = self.chosen, None
         return sample() if chosen is None else splice(1, [chosen])
 
     def post_process(self, tokens: list[int], backtrack: int) -> Decision | None:
-        """Chooses another token if the model was uncertain, and appends ``tokens`` to the text."""
+        """If the entropy was above the bound, chooses the token that replaces the sampled token.
+        Appends ``tokens`` to the stored text."""
         del self.text_so_far[len(self.text_so_far) - backtrack :]
         for seen in self.distributions:
             if seen.entropy > self.entropy:
@@ -74,5 +77,5 @@ class Contrastive(Controller):
         return None if self.chosen is not None else super().post_process(tokens, backtrack)
 
     def cost(self, token: int) -> float:
-        """The penalty of a token after the text."""
+        """The penalty of ``token`` as the next token of the text."""
         return self.penalty * (1 + repeated(self.text_so_far, token))

@@ -2,20 +2,20 @@
 //
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/guidance.c -o guidance.wasm
 //
-// The argument is "SCALE TEMPERATURE PROMPT". Sequence 0 is the text. Its fork, the guide, has
-// PROMPT after the request's prompt, and then the tokens of the text. A token has the
-// log-probability c in the text and u in the guide. The logits for sampling are
-// SCALE * c + (1 - SCALE) * u. Sampling from c with the bias (1 - SCALE) / SCALE * u, at the
-// temperature TEMPERATURE / SCALE, gives the same result. guidance.py is the same in Python.
+// The argument is "SCALE TEMPERATURE PROMPT". Sequence 0 is the text. Its fork, the guide, has the
+// request's prompt, then PROMPT, and then the tokens of the text. A token has the log-probability c
+// in the text and u in the guide. The logits for sampling are SCALE * c + (1 - SCALE) * u. Sampling
+// from c with the bias (1 - SCALE) / SCALE * u, at the temperature TEMPERATURE / SCALE, gives the
+// same result. guidance.py is the same in Python.
 #include "tokenbus.h"
 
 static float scale, temperature;
 static tb_tokens second;
 static uint32_t length, step;
 static enum { NEW, TEXT, GUIDE } role;
-static bool undo;   // in the text: its first token was sampled without the guide
-static bool waits;  // in the guide: the likeliest tokens have been written
-static tb_bytes read;  // from the other sequence: tb_scored of the guide, or tokens of the text
+static bool undo;   // in the text: drop the first token, which was sampled without the guide
+static bool waits;  // in the guide: the most likely tokens have been written
+static tb_bytes read;  // in the text: the guide's tb_scored; in the guide: the tokens of the text
 static tb_bias *bias;
 
 // Reads a decimal number with or without a point, and the space after it.
@@ -37,7 +37,7 @@ void tb_init_prompt(const uint32_t *prompt, uint32_t n, const char *arg, uint32_
         tb_fail("the argument must be like \"1.5 0.8 # a\" (SCALE TEMPERATURE PROMPT); it is \"%s\"",
                 arg);
     second = tb_tokenize(at, (uint32_t)(end - at));
-    // The guide has the second prompt and the whole text, and both count towards max_tokens.
+    // In the guide, PROMPT and the whole text count towards max_tokens.
     if (second.n + 2 > tb_max_tokens()) tb_fail("max_tokens must be at least %u", second.n + 2);
     length = tb_max_tokens() - second.n - 1;
     bias = tb_bias_new();
@@ -70,8 +70,8 @@ tb_answer tb_mid_process(const uint32_t *fork_group, uint32_t n) {
     const tb_scored *top = (const tb_scored *)read.data;
     const uint32_t count = read.len / sizeof(tb_scored);
     tb_bias_clear(bias);
-    // The least likely token that the guide has written, and all tokens that it has not written,
-    // get the bias 0.
+    // The bias is relative to that of the least likely token that the guide has written. So this
+    // token and all tokens that the guide has not written get the bias 0.
     for (uint32_t i = 0; i < count; i++)
         tb_bias_set(bias, top[i].token,
                     (1 - scale) / scale * (top[i].logprob - top[count - 1].logprob));

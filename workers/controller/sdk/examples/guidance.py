@@ -1,17 +1,17 @@
 """Classifier-free guidance: the text follows its prompt more than a second, negative prompt.
 
-Sequence 0 is the text. Its fork, the guide, has both prompts, and then the tokens of the text. A
-token has the log-probability c in the text and u in the guide. The logits for sampling are scale *
-c + (1 - scale) * u. Sampling from c with the bias (1 - scale) / scale * u, at a temperature divided
-by scale, gives the same result. The guide writes u of its 64 likeliest tokens to a variable. All
-other tokens get the smallest of these values. Source: Sanchez et al., "Stay on Topic with
-Classifier-Free Guidance" (2023).
+Sequence 0 is the text. Its fork, the guide, has the request's prompt, then the second prompt, and
+then the tokens of the text. A token has the log-probability c in the text and u in the guide. The
+logits for sampling are scale * c + (1 - scale) * u. Sampling from c with the bias (1 - scale) /
+scale * u, at a temperature divided by scale, gives the same result. The guide writes u of its 64
+most likely tokens to a variable. For all other tokens, u is taken to be the smallest of these
+values. Source: Sanchez et al., "Stay on Topic with Classifier-Free Guidance" (2023).
 
     tokenbus controller serve guidance:Guidance
     tokenbus controller run guidance:Guidance --prompt 'def add(a, b):' \
         --arg '{"prompt": "# untested code\\n", "scale": 1.5}'
 
-The module of a served controller is imported from the current folder, so copy this file there.
+``tokenbus controller serve`` imports the module from the current folder, so copy this file there.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from tokenbus.workers.controller.python import (
 
 
 class Guidance(Controller):
-    """The argument: ``{"prompt": text, "scale": number, "temperature": number}``. If
-    ``temperature`` is missing, the likeliest token is sampled."""
+    """Guides a text away from a second prompt. The argument is ``{"prompt": text, "scale": number,
+    "temperature": number}``. If ``temperature`` is missing, sampling is greedy."""
 
     def __init__(self) -> None:
         arg = self.arg if isinstance(self.arg, dict) else {}
         self.scale, self.temperature = float(arg["scale"]), float(arg.get("temperature", 0.0))
         self.second = self.host.vocabulary.tokenize(arg["prompt"].encode())
-        # The guide has the second prompt and the whole text, and both count towards max_tokens.
+        # In the guide, the second prompt and the whole text count towards max_tokens.
         self.length = self.host.max_tokens - len(self.second) - 1
         self.role = ""
         self.step = 0
         self.undo = False
-        """In the text: whether its first token, which was sampled without the guide, must be
-        dropped."""
+        """In the text: whether the first token must be dropped, because it was sampled without the
+        guide."""
         self.seen: dict[int, float] = {}
-        """In the text: the likeliest tokens of the guide, with their log-probabilities."""
+        """In the text: the most likely tokens of the guide, with their log-probabilities."""
         self.waits = False
-        """In the guide: whether the guide has written its likeliest tokens and waits for the text's
-        token."""
+        """In the guide: whether the guide has written its most likely tokens and now waits for the
+        text's token."""
         self.follows = 0
         """In the guide: the token of the text that replaces the guide's own token."""
 
@@ -74,8 +74,9 @@ class Guidance(Controller):
         return stop() if self.follows == self.host.vocabulary.eos else go_on()
 
     def mid_process(self, fork_group: list[int]) -> Decision:
-        """Samples the text's token with a bias from the guide's log-probabilities. The guide
-        samples only to get its log-probabilities."""
+        """In the text, samples a token with a bias from the guide's log-probabilities. In the
+        guide, either samples a token, to get the log-probabilities, or replaces this token by the
+        text's token."""
         if not self.role:
             self.role = "text" if self.seq == fork_group[0] else "guide"
             self.undo = self.role == "text"

@@ -1,11 +1,11 @@
-// Two sequences that communicate through a variable: the speaker generates a short text, and the
-// listener waits for this text, appends it and continues.
+// Two sequences communicate through a variable. The speaker generates a short text. The listener
+// waits for this text, appends the text and continues.
 //
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/talk.c -o talk.wasm
 //
 // The argument is the text with which the listener begins. The speaker generates up to 4 tokens and
-// sets the variable "word" to their text. The listener appends this text to its beginning, and
-// then generates without restrictions.
+// sets the variable "word" to their text. The listener appends this text to its beginning, and then
+// generates without restrictions.
 #include "tokenbus.h"
 
 enum { SPOKEN_TOKENS = 4 };

@@ -2,10 +2,10 @@
 //
 //   python -m ziglang cc -target wasm32-freestanding -O2 -g0 -nostdlib -Wl,--no-entry -Wl,-z,stack-size=65536 -I workers/controller/sdk workers/controller/sdk/examples/watermark.c -o watermark.wasm
 //
-// The argument "KEY", a number, marks the text: the previous token and the key determine the green
-// half of the vocabulary, which gets a bias. The argument "detect KEY" generates nothing and logs
-// the z-score of the prompt. A score above 4 shows that the prompt is marked: only one of 30,000
-// texts without the watermark has such a score.
+// With the argument "KEY", a number, the generated text is marked: the previous token and the key
+// select half of the vocabulary, the green tokens, which get a bias. With the argument "detect
+// KEY", no text is generated, and the z-score of the prompt is logged. A score above 4 shows that
+// the prompt is marked: only one of 30,000 texts without the watermark has such a score.
 #include "tokenbus.h"
 
 static const float delta = 3;
@@ -14,7 +14,8 @@ static bool detects;
 static uint32_t last = TB_NONE;  // the last token of the text
 static tb_bias *bias;
 
-// Whether a token is green after the token `before`. A 64-bit integer is mixed as in SplitMix64.
+// Whether a token is green after the token `before`. The bits of a 64-bit integer are mixed as in
+// SplitMix64.
 static bool green(uint32_t before, uint32_t token) {
     uint64_t mixed = token + ((uint64_t)before << 32) + key * 0x9e3779b97f4a7c15u;
     mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9u;
@@ -22,7 +23,8 @@ static bool green(uint32_t before, uint32_t token) {
     return !((mixed ^ mixed >> 31) >> 63);
 }
 
-// Adds a pair of tokens to a table of `size` pairs, a power of 2. Returns whether the pair is new.
+// Adds a pair of tokens to a hash table for `size` pairs; `size` is a power of 2. Returns whether
+// the table did not contain the pair.
 static bool is_new(uint64_t *table, uint32_t size, uint64_t pair) {
     for (uint32_t at = (uint32_t)(pair * 0x9e3779b97f4a7c15u >> 32);; at++) {
         uint64_t *slot = table + (at & (size - 1));
@@ -32,8 +34,8 @@ static bool is_new(uint64_t *table, uint32_t size, uint64_t pair) {
 }
 
 // The number of standard deviations by which a text has more green tokens than the average text
-// without the watermark. Each pair of neighbours counts once, so that repetitions do not distort
-// the score.
+// without the watermark. Equal pairs of neighbouring tokens count only once, so that
+// repetitions do not distort the score.
 static double z_score(const uint32_t *tokens, uint32_t n) {
     uint32_t size = 2, count = 0, hits = 0;
     while (size < 2 * n) size *= 2;

@@ -1,14 +1,14 @@
-"""A watermark: the text looks as usual, but its tokens show that a model wrote it.
+"""A watermark: a reader does not notice it, but the tokens of the text show that a model wrote it.
 
-The previous token and a key select half of the vocabulary: the green tokens. Their logits get a
-bias. The detector counts green tokens. About half of the tokens of an unmarked text are green, and
-more than half of the tokens of a marked text. Source: Kirchenbauer et al., "A Watermark for Large
-Language Models" (2023).
+The previous token and a key select half of the vocabulary: the green tokens. A bias is added to
+their logits. The detector counts green tokens. In an unmarked text, about half of the tokens are
+green. In a marked text, more than half of the tokens are green. Source: Kirchenbauer et al., "A
+Watermark for Large Language Models" (2023).
 
     tokenbus controller serve watermark:Watermark
     tokenbus controller run watermark:Watermark --arg '{"key": 42}' --prompt 'def add(a, b):'
 
-The module of a served controller is imported from the current folder, so copy this file there.
+``tokenbus controller serve`` imports the module from the current folder, so copy this file there.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import numpy as np
 from tokenbus.workers.controller.python import Controller, Decision, sample
 
 DELTA = 3.0
-"""The number that is added to the logits of green tokens."""
+"""Default bias: the number that is added to the logits of green tokens."""
 SHARE = 0.5
 """The fraction of the vocabulary that is green."""
 
 
 def green(before: int, key: int, size: int) -> np.ndarray:
-    """Whether each token is green after the token ``before``; bool ``[size]``. The result is the
-    same on every machine: 64-bit integers are mixed as in SplitMix64."""
+    """Returns which tokens are green after the token ``before``, as a boolean array ``[size]``. The
+    bits of 64-bit integers are mixed as in SplitMix64, so the result is the same on every
+    machine."""
     mixed = np.arange(size, dtype=np.uint64) + np.uint64((before << 32) % 2**64)
     mixed += np.uint64(key * 0x9E3779B97F4A7C15 % 2**64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -41,8 +42,8 @@ def green(before: int, key: int, size: int) -> np.ndarray:
 def z_score(tokens: Sequence[int], key: int, size: int) -> float:
     """The number of standard deviations by which a text has more green tokens than the average text
     without the watermark. A score above 4 means that the text is marked. Only one in 30,000 texts
-    without the watermark has such a score. Each pair of neighbouring tokens counts once, so that
-    repetitions do not distort the count."""
+    without the watermark has such a score. Equal pairs of neighbouring tokens count only once, so
+    that repetitions do not distort the score."""
     pairs = set(pairwise(tokens))
     hits = sum(bool(green(before, key, size)[token]) for before, token in pairs)
     count = len(pairs)
@@ -52,8 +53,8 @@ def z_score(tokens: Sequence[int], key: int, size: int) -> float:
 
 
 class Watermark(Controller):
-    """Marks the text of its sequence. The argument: ``{"key": number, "delta": number}``, both
-    optional."""
+    """Marks the text of a sequence. The argument is ``{"key": number, "delta": number}``; both
+    fields are optional."""
 
     def __init__(self) -> None:
         arg = self.arg if isinstance(self.arg, dict) else {}
@@ -66,8 +67,8 @@ class Watermark(Controller):
         self.tokens = prompt[-1:]
 
     def mid_process(self, fork_group: list[int]) -> Decision:
-        """Adds ``delta`` to the logits of green tokens. The first token after an empty prompt is
-        not marked."""
+        """Adds ``delta`` to the logits of green tokens. If the prompt is empty, the first token
+        does not get a bias."""
         if not self.tokens:
             return sample()
         marked = green(self.tokens[-1], self.key, self.host.vocabulary.size)
