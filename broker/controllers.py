@@ -128,7 +128,7 @@ class Controllers:
         names = ", ".join(sorted(pools.names("controller")))
         raise RequestError(
             Code.UNKNOWN_CONTROLLER,
-            f"no worker serves the controller {name!r}; served are: {names}",
+            f"no worker serves the controller {name!r}; the served controllers: {names}",
             path="$.controller",
         )
 

@@ -42,8 +42,8 @@ def boot_of(number: int) -> int:
 
 
 def new_session_token() -> str:
-    """A new session token: 128 random bits, in hexadecimal. A client that has the token and the
-    session's key can take the session over."""
+    """A new session token: 128 random bits, in hexadecimal. A client that has the token, and
+    connects with the session's key, can take the session over."""
     return secrets.token_hex(16)
 
 

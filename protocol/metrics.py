@@ -44,8 +44,9 @@ number of different values."""
 
 
 class Histogram(Struct):
-    """Numbers of observed values by size. ``counts[i]`` is the number of values above ``bounds[i -
-    1]`` and up to ``bounds[i]``. The last count is the number of values above all bounds."""
+    """Numbers of observed values by size. ``counts[i]`` is the number of values above
+    ``bounds[i - 1]`` and up to ``bounds[i]``. The last count is the number of values above all
+    bounds."""
 
     bounds: Sequence[float]
     counts: list[int]

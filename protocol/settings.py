@@ -64,8 +64,9 @@ class Settings(Struct, kw_only=True, frozen=True):
     """A file that this process touches while it works, so that probes can check the process. If
     empty, there is no such file."""
     session_timeout_s: Positive = 30.0
+    """Maximum time for which a client waits for a broker that does not answer."""
     command_timeout_s: Positive = 3.0
-    """How long a client waits for a broker that does not answer."""
+    """Like ``session_timeout_s``, for the client of a command."""
 
     model: str = "embedded"
     """The model of the GPU workers: a path, a hub id, ``embedded`` or ``auto``. With ``auto``,
@@ -121,8 +122,11 @@ class Settings(Struct, kw_only=True, frozen=True):
     controller_init_ms: Positive = 1000.0
     """CPU time limit of ``init_prompt`` and of starting a module, in milliseconds."""
     controller_pre_ms: Positive = 1.0
+    """CPU time limit of ``pre_process``, in milliseconds."""
     controller_mid_ms: Positive = 20.0
+    """CPU time limit of ``mid_process``, in milliseconds."""
     controller_post_ms: Positive = 1.0
+    """CPU time limit of ``post_process``, in milliseconds."""
     controller_script_ms: Positive = 100.0
     """CPU time limit of each call of a script except ``init_prompt``, in milliseconds. For scripts,
     it replaces the three limits above, because an interpreter executes a program 20 to 50 times as
@@ -237,6 +241,7 @@ class Settings(Struct, kw_only=True, frozen=True):
     """Maximum time for which a gateway continues its streams after another gateway has taken its
     place."""
 
+    # ``BrokerSettings`` (broker/settings.py) describes the following settings.
     heartbeat_s: Positive = 1.0
     expiry_s: Positive = 5.0
     hung_step_s: Positive = 60.0

@@ -412,8 +412,8 @@ def _leaves_special(before: bytes, byte: int, kept: bytes) -> bool:
 
 
 class Reader:
-    """Reads one answer, and returns its pieces as soon as it is certain to which part they
-    belong."""
+    """Reads one answer. Returns each piece of the answer as soon as the part that contains it is
+    certain."""
 
     def __init__(self, automaton: Automaton) -> None:
         self._automaton = automaton

@@ -2,9 +2,9 @@
 
 A request carries the ``traceparent`` of its client to all processes. When a process has ended its
 part of the request, it creates one span for this part. The id of this span is computed from the
-request's number and the name of the process. So any other process can compute the id of the span
-that is the parent of its own span. OpenTelemetry (the extra ``otel``) is imported only if one of
-the variables ``NAMED_BY`` is set.
+request's number and the name of the process. So the next process can compute the id of this span,
+which is the parent of the next process's span. OpenTelemetry (the extra ``otel``) is imported only
+if one of the variables ``NAMED_BY`` is set.
 """
 
 from __future__ import annotations

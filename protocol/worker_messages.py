@@ -110,10 +110,10 @@ class Register(Struct, kw_only=True, omit_defaults=True):
     because they may be the same in two containers."""
     states: list[ModelState] = []
     """From a GPU worker: the states of its models that are paused or whose weights have changed. A
-    restarted broker learns these states from its workers."""
+    restarted broker receives these states from its workers."""
     registration: Id = 0
-    """The number of the lease that this message begins or updates. A process numbers its leases; 0
-    if it does not."""
+    """The number of the lease that this message begins or updates. Each process numbers its leases.
+    0 if the worker does not number them."""
 
 
 class Registered(Struct, kw_only=True, omit_defaults=True):
@@ -613,8 +613,8 @@ class Result(Struct, kw_only=True, omit_defaults=True):
     """``RESULT``: the answer to ``START`` or ``STEP``. The results of rounds that are not finished
     follow in a later message.
 
-    When a suspended sequence resumes, the controller worker sends the sequence's result, although
-    no STEP has requested it.
+    When a suspended sequence resumes, the controller worker sends the sequence's result without
+    having received a STEP.
     """
 
     sequences: list[StepResult]

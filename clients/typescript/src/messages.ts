@@ -554,7 +554,7 @@ export interface Delete {
  * `DRAIN`: make a worker leave. The worker is not assigned any further requests, and hands over its
  * streams if other workers can take them.
  *
- * When the worker has left, the answer is a `MSG` with the result `{"worker": name, "requests":
+ * When the worker has left, the answer is a `MSG` whose result is `{"worker": name, "requests":
  * number}`. `requests` is the number of requests that the worker had when DRAIN arrived. Only the
  * operator may send DRAIN. The operator is a client with the operator's key. If the broker has no
  * keys, it is any client on the broker's machine except a gateway.
