@@ -193,8 +193,9 @@ class ControllerWorker:
         self._idle = IdleGroups(self._wake_idle)
         self._masks = MaskFiles()
         self._groups: dict[tuple[int, int], SequenceGroup] = {}
-        """The groups by link and request. A link is the number of the connection to a broker. Two
-        brokers may have the same request for a while."""
+        """The groups by link and request. A *group* has the sequences of one request. A *link* is
+        the number of the connection to a broker. Two brokers may have the same request for a
+        while."""
         self._order = threading.Lock()
         self._pending: list[PendingResult] = []
         """Results that are being collected, protected by ``_pending_lock``. Complete results are
@@ -204,7 +205,7 @@ class ControllerWorker:
         self._rounds_started = 0
         self._stop_reason = ""
         self._restarts = False
-        """Whether ``_done`` asks supervisord whether it will start a successor of this process.
+        """If true, ``_done`` asks supervisord if a successor of this process will be started.
         ``stop`` sets this flag."""
         self._draining_since: float | None = None
         self._handed_over: set[int] = set()
@@ -454,9 +455,9 @@ class ControllerWorker:
     def _step_groups(
         self, gpu: int, rows: MaskRows | None, found: Sequence[_Stepped], wait: bool = False
     ) -> None:
-        """Runs a round of each sequence. Without ``wait``, this method does not wait for a group
-        that another thread has locked, because it runs on the main loop. It passes the group's
-        sequences to a thread of the pool."""
+        """Runs a round of each sequence. If ``wait`` is false, this method runs on the main loop,
+        so it does not wait for a group that another thread has locked. It passes the sequences of
+        such a group to a thread of the pool."""
         begun: list[Begun] = []
         unknown: list[StepSequence] = []
         busy: list[_Stepped] = []
@@ -559,8 +560,8 @@ class ControllerWorker:
         self._pool.submit([fail], tenant=group.tenant)
 
     def _wake_idle(self, group: SequenceGroup) -> None:
-        """Wakes the sequences of a group after all of them were suspended for a time, or ends
-        them."""
+        """Wakes the sequences of a group after all of them were suspended for a time. Ends the
+        sequences if they were woken too often."""
         self._after_send(group, *group.wake_idle())
 
     def _wake_by_input(self, group: SequenceGroup) -> None:

@@ -1,4 +1,5 @@
-"""Controllers whose guests run in a guest process.
+"""Controllers whose guests run in a guest process. A *question* is a guest's request to the worker
+during a call.
 
 Each controller records its calls. If its process ends, the next call first repeats the recorded
 calls in a new process, as a replay on another worker does. This restores the guest's state, because
@@ -267,7 +268,8 @@ class RemoteController:
         return tools.begin(tool, arguments)
 
     def take_batched(self, token: int, outcome: Outcome | None, mask: memoryview) -> bool:
-        """Records a round that ran in a batch, and its outcome; returns whether it was usual."""
+        """Records a round that ran in a batch, and its outcome; returns whether the round was usual
+        (``interface.Batch``)."""
         self._recording.add_round(Item(0, [token]))
         if outcome is None:
             return True

@@ -4,8 +4,8 @@ module.
 
 A script is stored like a module. The interpreter that runs the script is also a module.
 
-Another user could replace a compiled form, and the worker would run the machine code of this user.
-So each file has an HMAC. The HMAC's key is in a file that only the worker's user can read. The HMAC
+If another user replaced a compiled form, the worker would run the machine code of this user. So
+each file has an HMAC. The HMAC's key is in a file that only the worker's user can read. The HMAC
 also covers the module's id and the compilation target. A file with a wrong HMAC counts as missing.
 """
 

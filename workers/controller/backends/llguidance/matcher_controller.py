@@ -1,4 +1,6 @@
-"""The controller of a sequence that is constrained by an llguidance grammar."""
+"""The controller of a sequence that is constrained by an llguidance grammar. Tokens are *forced* if
+only their text may follow. To *close* a text means to complete it before ``max_tokens`` are used
+up. A *draft* is a list of tokens that the GPU worker expects next."""
 
 from __future__ import annotations
 
@@ -50,8 +52,8 @@ class MatcherController:
         self._name = name
         self._text = list(text)
         self._checked = grammar.checked_text() if checked is None else checked
-        """The text, as ``checked_text`` checks it, if masks do not enforce the whole schema;
-        otherwise None."""
+        """The text whose values are checked (``checked_text``). None if masks enforce the whole
+        schema."""
         self._forced = False
         """Whether the next appended tokens were forced."""
         self._mask: memoryview | None = None
@@ -60,8 +62,8 @@ class MatcherController:
         self._address = 0
         tokens = grammar.tokens
         self._own_mask = bytearray(4 * -(-tokens.size // 32)) if tokens.endless else None
-        """A buffer for masks if llguidance's vocabulary has one token more than the model's;
-        otherwise None."""
+        """A buffer for masks, if llguidance's vocabulary has one token more than the model's. None
+        if both have the same tokens."""
 
     @property
     def shortest(self) -> Sequence[int] | None:
@@ -216,9 +218,9 @@ class MatcherController:
         return after
 
     def text_end(self, stop: bytes = b"") -> ConstraintEnd:
-        """``closed`` if closing has changed the text, ``complete`` if the grammar accepts the
-        unchanged text, otherwise ``cut``. If ``stop`` is given, only the text before this stop
-        string counts."""
+        """Returns ``closed`` if closing has changed the text, and ``complete`` if the grammar
+        accepts the unchanged text. Returns ``cut`` if the text is neither. If ``stop`` is given,
+        only the text before this stop string counts."""
         if not stop and self.closing.end is not None:
             return self.closing.end
         matcher, checked = self._matcher, self._checked
