@@ -13,9 +13,9 @@ def separate(addresses: str) -> list[str]:
 
 
 def numbered(address: str, number: int) -> str:
-    """Derives the address of the broker ``number`` from ``address``, the address of broker 0. A TCP
-    port is increased by 10 for each broker. The name of a socket file gets ``-NUMBER`` at its end,
-    or before its suffix.
+    """Derives the address of the broker ``number`` from ``address``, the address of broker 0. The
+    result has the TCP port plus 10 times ``number``. The name of a socket file gets ``-NUMBER`` at
+    its end or, if the name has a suffix, before the suffix.
 
     Raises ValueError if ``number`` is not 0, and the address is neither a ``tcp://`` address with a
     port nor an ``ipc://`` address.
@@ -34,8 +34,8 @@ def numbered(address: str, number: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is ``localhost`` or a loopback address, which only users of this machine can
-    reach."""
+    """Whether ``host`` is ``localhost`` or a loopback address. Only users of this machine can reach
+    such a host."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
