@@ -1,11 +1,13 @@
-"""Measures how the broker scales with workers and streams, and the gain of more GPU workers.
+"""Measures the broker's costs with many workers and streams, and the throughput with several GPU
+workers.
 
 ``_scale_core.py`` runs the broker's core with the journal and without sockets, for up to 10,000
 workers and a million live streams of a thousand clients. Times are CPU time. The times for each
 message are the minimum of several runs, because other work on the machine evicts caches:
 
 - ``us_per_token_1m_vs_1k``: ratio of the times to route a step's tokens. A system with a million
-  live streams on 1,000 workers is compared with a thousand live streams on 100 workers;
+  live streams on 1,000 workers is compared with a system with a thousand live streams on 100
+  workers;
 - ``us_per_submit_10kw_vs_10w``: ratio of the times to admit a request and choose its worker, with
   10,000 workers and with ten workers. Both systems have 100,000 live streams;
 - ``bytes_per_stream``: memory for each of a million live streams, without the request and the

@@ -34,8 +34,8 @@ def numbered(address: str, number: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is ``localhost`` or a loopback address, which only users of this machine can
-    reach."""
+    """Whether ``host`` is ``localhost`` or a loopback address. Only users of this machine can reach
+    such a host."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
