@@ -1,9 +1,9 @@
 """Bounds the memory of the requests and the entries that live streams store.
 
-Until its end, a stream stores its request and its entries for clients that attach and brokers that
-claim the stream. A plain token takes 20 bytes, and is not counted. But 256 ``top_logprobs`` take 3
-KiB, and a request may have 128 sequences that wait for an input. Clients therefore share a bound,
-and a stream that exceeds the share of its client ends.
+Until its end, a stream stores its request and its entries. Clients that attach and brokers that
+claim the stream receive them. A plain token takes 20 bytes, and is not counted. But 256
+``top_logprobs`` take 3 KiB, and a request may have 128 sequences that wait for an input. So clients
+share a bound. If a stream exceeds its client's share, the stream ends.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class StoredBytes:
         self._streams: Counter[Stream] = Counter()
 
     def count(self, stream: Stream) -> RequestError | None:
-        """Counts the new bytes of a stream. Returns the error with which the stream must end if its
-        client exceeds its share, otherwise None."""
+        """Counts the new bytes of a stream. If the stream's client now exceeds its share, returns
+        the error with which the stream must end. If not, returns None."""
         size = stream.long_bytes - self._streams[stream]
         if not size:
             return None
