@@ -20,7 +20,6 @@ from tokenbus.clients.gateway.aici.completions import AiciCompletion
 from tokenbus.clients.gateway.aici.modules import SetTags
 from tokenbus.clients.gateway.aici.runs import RunRequest
 from tokenbus.clients.gateway.anthropic.bodies import Messages
-from tokenbus.clients.gateway.anthropic.conversation import to_conversation
 from tokenbus.clients.gateway.bodies import Body, decode_body, read_body
 from tokenbus.clients.gateway.conversation.rendering import for_template
 from tokenbus.clients.gateway.conversation.tools import calling
@@ -93,15 +92,13 @@ def run_bodies(data: bytes) -> None:
 
 def _use(body: Body, ignored: Ignored) -> None:
     match body:
-        case ChatRequest():
-            conversation = body.to_conversation()
+        case ChatRequest() | Messages():
+            conversation = body.to_conversation({})
         case ResponsesRequest():
             items = read_items(body.input, ignored)
             conversation = body.to_conversation(
                 items, OfferedTools.of(body.given_tools(items), ignored)
             )
-        case Messages():
-            conversation = to_conversation(body)
         case OllamaChat() | OllamaGenerate():
             conversation = body.to_conversation(ignored)
         case LlamaRequest():

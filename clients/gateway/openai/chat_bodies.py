@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ... import GenerateOptions
 from ..bodies import Body
+from ..conversation.answer_turns import MaxToolCalls, MaxToolTurns
 from ..conversation.constraints import Constraint, Receipt, Schema
 from ..conversation.parts import Conversation, Fitting, Rendering
-from ..conversation.tool_turns import MaxToolCalls, MaxToolTurns
 from ..conversation.tools import Tool
 from ..errors import invalid_field
 from ..field_types import (
@@ -21,6 +21,7 @@ from ..field_types import (
     TopLogprobs,
     check_max_tokens,
 )
+from ..tokenization import num_items
 from .fields import SampledRequest
 from .logprobs import ChatLogprobs
 from .messages import Message, to_turns
@@ -102,6 +103,9 @@ def rendering_of(fields: TemplateFields) -> Rendering:
 
 class ChatRequest(SampledRequest, kw_only=True):
     """The body of ``POST /v1/chat/completions``."""
+
+    bus_fields: ClassVar[Mapping[str, str]] = {"prompt": "messages"}
+    call_prefix: ClassVar[str] = "call_"
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_tokens: RestOfContext | None = None
@@ -203,6 +207,11 @@ class ChatRequest(SampledRequest, kw_only=True):
         if self.tool_choice == "none":
             return []
         return [tool.name for tool in self.tools or () if isinstance(tool, BusTool)]
+
+    @property
+    def num_items(self) -> int:
+        """The number of messages, parts of messages, and tools."""
+        return num_items(self.messages, self.tools)
 
     def to_conversation(self, served: Mapping[str, Tool] | None = None) -> Conversation:
         """The conversation to continue. ``served``: the descriptions of the request's tools of the

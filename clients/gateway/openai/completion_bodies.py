@@ -11,8 +11,8 @@ from ... import GenerateOptions
 from ..conversation.constraints import Constraint, Receipt
 from ..errors import invalid_field
 from ..field_types import RestOfContext, TopLogprobs
+from ..generation.generations import Prompt
 from .fields import SampledRequest
-from .generations import Prompt
 from .logprobs import CompletionLogprobs
 from .prompt_logprobs import PromptLogprobs
 from .token_fields import TokenFields

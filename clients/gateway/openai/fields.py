@@ -34,9 +34,9 @@ from ..field_types import (
     sampling_of,
     stops_of,
 )
+from ..generation.shown_text import ShownText
 from ..models import ServedModel
 from .constraints import ResponseFormat, StructuredOutputs, format_constraint, only_constraint
-from .shown_text import ShownText
 
 OPENAI_TEMPERATURE = 1.0
 """OpenAI's default temperature. The bus's default is 0."""

@@ -9,9 +9,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ... import GenerateOptions
 from ..bodies import Body
+from ..conversation.answer_turns import MaxToolCalls, MaxToolTurns
 from ..conversation.constraints import Constraint, Receipt, Schema, json_schema
 from ..conversation.parts import Conversation, Fitting, Rendering
-from ..conversation.tool_turns import MaxToolCalls, MaxToolTurns
 from ..errors import ApiError, invalid_field
 from ..field_types import (
     MaxThinkingTokens,

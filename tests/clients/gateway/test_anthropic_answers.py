@@ -12,8 +12,8 @@ from tokenbus.clients.gateway.answer_forms import HERMES, Function, Wanted, stru
 from tokenbus.clients.gateway.answer_parts import AnswerForm
 from tokenbus.clients.gateway.anthropic.answers import (
     CallAnswer,
-    GrowingMessage,
     MessageAnswer,
+    MessageAnswers,
     TextAnswer,
 )
 from tokenbus.clients.gateway.anthropic.bodies import (
@@ -23,7 +23,7 @@ from tokenbus.clients.gateway.anthropic.bodies import (
     Tool,
     ToolChoice,
 )
-from tokenbus.clients.gateway.anthropic.messages import MessageJob, changes_of
+from tokenbus.clients.gateway.anthropic.messages import MessageJob
 from tokenbus.clients.gateway.conversation.answers import Piece
 from tokenbus.clients.gateway.conversation.constraints import Constraint, Receipt
 from tokenbus.protocol.messages import Token
@@ -40,16 +40,15 @@ def message_of(
 ) -> tuple[MessageAnswer, list[Piece]]:
     """The message that these entries make, and the changes of its parts."""
     turns = played(prepared(form, constraint), [[one] for one in entries])
-    job = MessageJob(GrowingMessage("m", turns, 1000), turns)
+    job = MessageJob(turns, MessageAnswers(turns, 1000))
     pieces: list[Piece] = []
 
     async def read() -> None:
-        async for change in changes_of(job):
-            if not isinstance(change, list):
-                pieces.extend(change[1])
+        async for changes in job.changes():
+            pieces.extend(change for _, change in changes if isinstance(change, Piece))
 
     asyncio.run(read())
-    return job.message.message(), pieces
+    return job.answers.message(), pieces
 
 
 def entry(text: str, **more: Any) -> Token:
