@@ -35,7 +35,7 @@ from tokenbus.clients.gateway.openai.embeddings import EmbeddingsRequest
 from tokenbus.clients.gateway.openai.rerank import RerankRequest, ScoreRequest
 from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
 from tokenbus.clients.gateway.openai.response_input import read_items
-from tokenbus.clients.gateway.openai.response_tools import OfferedTools
+from tokenbus.clients.gateway.openai.response_jobs import ResponseQuestion
 from tokenbus.clients.gateway.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from tokenbus.clients.gateway.plain_lmtp import PlainLmtp
 from tokenbus.clients.gateway.security import OriginCheck, keys_of
@@ -96,9 +96,7 @@ def _use(body: Body, ignored: Ignored) -> None:
             conversation = body.to_conversation({})
         case ResponsesRequest():
             items = read_items(body.input, ignored)
-            conversation = body.to_conversation(
-                items, OfferedTools.of(body.given_tools(items), ignored)
-            )
+            conversation = ResponseQuestion(body, items, ignored).to_conversation({})
         case OllamaChat() | OllamaGenerate():
             conversation = body.to_conversation(ignored)
         case LlamaRequest():

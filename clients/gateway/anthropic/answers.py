@@ -16,55 +16,37 @@ from ..conversation.endings import End
 from ..conversation.made_calls import MadeCall
 from ..conversation.parts import Call, Text, Thinking
 from ..new_ids import new_id
+from .content import BusCallBlock, BusResultBlock, TextBlock, ThinkingBlock, ToolUseBlock
 
 SIGNATURE = "tokenbus"
 """The signature of all thinking blocks. Clients send back only thinking with a signature."""
 
+STOP_REASONS: dict[End, str] = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "max_tool_turns": "pause_turn",
+    "error": "end_turn",
+}
 STOPPED: tuple[End, ...] = ("stop", "tool_calls")
 """The values of ``End`` that a stop sequence may have caused."""
 
 
-class TextAnswer(Struct, tag="text", tag_field="type"):
-    """A block of text."""
-
-    text: str
-
-
-class ThinkingAnswer(Struct, tag="thinking", tag_field="type"):
+class ThinkingAnswer(ThinkingBlock, tag="thinking"):
     """A block of thinking, if the model's template supports thinking."""
 
-    thinking: str
     signature: str = ""
 
 
-class CallAnswer(Struct, tag="tool_use", tag_field="type"):
-    """A block that calls a tool."""
-
-    name: str
-    id: str
-    input: dict[str, Any]
-    """The input of the tool; empty if the answer was cut inside the input."""
-
-
-class BusCallAnswer(Struct, tag="mcp_tool_use", tag_field="type"):
+class BusCallAnswer(BusCallBlock, tag="mcp_tool_use"):
     """A block with a call that the gateway makes: a call of a tool of the bus, in the form of
     Anthropic's calls of MCP servers."""
 
-    name: str
-    id: str
-    input: dict[str, Any]
     server_name: str = "tokenbus"
 
 
-class BusResultAnswer(Struct, tag="mcp_tool_result", tag_field="type"):
-    """A block with the result of a call that the gateway has made."""
-
-    tool_use_id: str
-    is_error: bool
-    content: list[TextAnswer]
-
-
-AnswerBlock = TextAnswer | ThinkingAnswer | CallAnswer | BusCallAnswer | BusResultAnswer
+AnswerBlock = TextBlock | ThinkingAnswer | ToolUseBlock | BusCallAnswer | BusResultBlock
+"""A block of an answer. Requests accept the same blocks, except the fields that are added here."""
 
 
 class Usage(Struct):
@@ -110,14 +92,18 @@ class MessageAnswers:
         that begins the block."""
         match part:
             case Text(text):
-                return TextAnswer("" if empty else text)
+                return TextBlock(text="" if empty else text)
             case Thinking(text):
-                return ThinkingAnswer("") if empty else ThinkingAnswer(text, SIGNATURE)
+                if empty:
+                    return ThinkingAnswer(thinking="")
+                return ThinkingAnswer(thinking=text, signature=SIGNATURE)
             case MadeCall():
-                return BusResultAnswer(part.id, bool(part.error), [TextAnswer(part.text)])
+                content = [TextBlock(text=part.text)]
+                failed = bool(part.error)
+                return BusResultBlock(tool_use_id=part.id, content=content, is_error=failed)
             case Call():
-                kind = BusCallAnswer if self._turns.is_served(part) else CallAnswer
-                return kind(part.name, part.id, {} if empty else _input(part))
+                kind = BusCallAnswer if self._turns.is_served(part) else ToolUseBlock
+                return kind(id=part.id, name=part.name, input={} if empty else _input(part))
 
     @property
     def ended(self) -> Ended:
@@ -126,21 +112,12 @@ class MessageAnswers:
         last = turns.turns[-1].sequences.get(0)
         if turns.end in STOPPED and last is not None and isinstance(last.stop, str):
             return Ended("stop_sequence", last.stop)
-        match turns.end:
-            case None:
-                return Ended(None, None)
-            case "length":
-                full = turns.counter.completion < self._max_tokens
-                return Ended("model_context_window_exceeded" if full else "max_tokens", None)
-            case "tool_calls":
-                return Ended("tool_use", None)
-            case "max_tool_turns":
-                return Ended("pause_turn", None)
-            case "error":
-                # To continue the answer, the client may send back the calls that the gateway has
-                # made.
-                return Ended("pause_turn" if turns.made else "end_turn", None)
-        return Ended("end_turn", None)
+        if turns.end == "length" and turns.counter.completion < self._max_tokens:
+            return Ended("model_context_window_exceeded", None)
+        if turns.end == "error" and turns.made:
+            # To continue the answer, the client may send back the calls that the gateway has made.
+            return Ended("pause_turn", None)
+        return Ended(None if turns.end is None else STOP_REASONS[turns.end], None)
 
     @property
     def usage(self) -> Usage:
@@ -178,6 +155,7 @@ class MessageAnswers:
 
 
 def _input(call: Call) -> dict[str, Any]:
+    """The input of a tool; empty if the answer was cut inside the input."""
     with suppress(msgspec.DecodeError):
         return json_decoder(dict[str, Any]).decode(str(call.arguments))
     return {}

@@ -155,7 +155,7 @@ class Messages(Body):
         rendering = Rendering(
             add_generation_prompt=not continues,
             continue_final_message=continues,
-            effort=self.output_config.effort if self.output_config is not None else None,
+            effort=None if self.output_config is None else self.output_config.effort,
             effort_field="output_config.effort",
         )
         return Conversation(turns, list(self._tools(served)), self._rules(), rendering)

@@ -10,7 +10,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....protocol.errors import Code, error_for
 from ..bodies import ignored_of, read_body
 from ..context import Gateway, gateway_of
 from ..conversation.answer_turns import AnswerTurns, Arrived, Made
@@ -79,17 +78,12 @@ class MessageJob:
         return self.answers.message()
 
     async def changes(self) -> AsyncGenerator[list[Change], None]:
-        """Yields the changes of blocks. Raises TokenbusError if the first entry is an error."""
-        offset, started = 0, False
+        """Yields the changes of blocks."""
+        offset = 0
         async with aclosing(self.turns.events()) as events:
             async for one in events:
                 match one:
                     case Arrived(turn, entries):
-                        first = entries[0]
-                        if not started and first.finish_reason == "error":
-                            error = first.error or "the sequence failed"
-                            raise error_for(first.code or Code.INTERNAL, error)
-                        started = True
                         answer = turn.answer()
                         pieces = [piece for entry in entries for piece in answer.read(entry)]
                         yield [(offset + piece.place, piece) for piece in pieces]

@@ -24,7 +24,7 @@ from .answers import Answer, AnswerPart
 from .bus_tools import make_calls, not_made
 from .constraints import Receipt
 from .endings import End, end_of
-from .made_calls import MadeCall
+from .made_calls import MadeCall, as_messages
 from .parts import Call, Part, Result, Text, Turn, of_kind
 from .planning import Prepared, prepare
 from .requests import Plan
@@ -201,6 +201,10 @@ class AnswerTurns:
             async for _ in events:
                 pass
 
+    def end_of(self, seq: int) -> End:
+        """Why a sequence ended. Only answers of one turn have several sequences."""
+        return self.turns[0].end_of(seq) if seq or self.end is None else self.end
+
     def receipt(self, seq: int = 0, *, calls: bool = True) -> Receipt | None:
         """The receipt of a sequence: the receipt of its last turn, with the calls of all turns if
         ``calls`` is true. None if the receipt would be empty."""
@@ -209,7 +213,9 @@ class AnswerTurns:
         receipt = last.prepared.receipt_of(last.sequences[seq]) or Receipt()
         exact = [turn.sequences[seq].exact for turn in ended]
         receipt.exact = None if None in exact else all(exact)
-        receipt.tool_calls = self.made if calls else []
+        if calls:
+            receipt.tool_calls = self.made
+            receipt.tool_messages = as_messages(self.made) if self.end == "tool_calls" else []
         if self._fault.error:
             receipt.error, receipt.code = self._fault.error, self._fault.code
         return receipt if receipt != Receipt() else None

@@ -24,16 +24,10 @@ from ..generation.counter import check_alternatives, compose
 from ..generation.respond import respond
 from ..leniency import Ignored
 from ..new_ids import new_id
-from .chat_bodies import (
-    AnsweredCall,
-    AnsweredFunction,
-    AnsweredMessage,
-    ChatChoice,
-    ChatCompletion,
-    ChatRequest,
-)
-from .chat_chunks import ChatChunks, ended_of
-from .logprobs import ChatLogprobs, Sampled, token_logprobs
+from .chat_bodies import AnsweredMessage, ChatChoice, ChatCompletion, ChatRequest
+from .chat_chunks import ChatChunks, reason_of
+from .logprobs import ChatLogprobs, Sampled
+from .messages import CalledFunction, MessageCall
 from .prompt_logprobs import PromptLogprobs, prompt_logprobs
 from .token_fields import TokenReports, set_fields
 from .usage import Usage
@@ -113,13 +107,10 @@ class ChatJob:
         if body.logprobs:
             tops, model = body.top_logprobs or 0, self.turns.plan.prepared.model
             ended = [turn.sequences[seq] for turn in turns if seq in turn.sequences]
-            found = [token_logprobs(model, Sampled.of(one), tops) for one in ended]
-            logprobs = ChatLogprobs([each for of_turn in found for each in of_turn])
-        reason, receipt = ended_of(self.turns, seq, older=bool(body.functions))
-        choice = ChatChoice(seq, message, logprobs, reason, receipt or UNSET)
-        fields = TokenReports(body).of_sequence(first, [])
-        fields.prompt_token_ids = UNSET
-        set_fields(choice, fields)
+            logprobs = ChatLogprobs.of(model, [Sampled.of(one) for one in ended], tops)
+        reason = reason_of(self.turns.end_of(seq), bool(body.functions))
+        choice = ChatChoice(seq, message, logprobs, reason, self.turns.receipt(seq) or UNSET)
+        set_fields(choice, TokenReports(body).of_sequence(first))
         return choice
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -140,7 +131,9 @@ def message_of(prepared: Prepared, sequence: GeneratedSequence) -> AnsweredMessa
 def message_of_parts(parts: Sequence[AnswerPart]) -> AnsweredMessage:
     """The message with the parts of an answer."""
     calls = [
-        AnsweredCall(call.id, "function", AnsweredFunction(call.name, str(call.arguments)))
+        MessageCall(
+            id=call.id, function=CalledFunction(name=call.name, arguments=str(call.arguments))
+        )
         for call in of_kind(parts, Call)
     ]
     return AnsweredMessage(

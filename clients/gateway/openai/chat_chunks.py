@@ -13,29 +13,18 @@ from ..conversation.answers import Piece
 from ..conversation.constraints import Receipt
 from ..conversation.endings import End, end_of
 from ..conversation.growing import Step, Steps
-from ..conversation.made_calls import as_messages
 from ..conversation.parts import Call, Text, Thinking
 from ..events import DONE, event
 from ..json import encode
 from .chat_bodies import CallDelta, ChatChunk, ChatChunkChoice, ChatRequest, Delta, FunctionDelta
-from .logprobs import ChatLogprobs, Sampled, token_logprobs
+from .logprobs import ChatLogprobs, Sampled
 from .token_fields import TokenFields, TokenReports, set_fields
 from .usage import Usage
 
 
-def ended_of(turns: AnswerTurns, seq: int, *, older: bool) -> tuple[str, Receipt | None]:
-    """The finish reason and the receipt of a choice. ``older``: whether calls have the older form,
-    ``function_call``."""
-    receipt = turns.receipt(seq)
-    if not turns.served:
-        return reason_of(turns.turns[0].end_of(seq), older), receipt
-    if turns.end == "tool_calls" and receipt is not None:
-        receipt.tool_messages = as_messages(turns.made)
-    return reason_of(turns.end or "stop", older), receipt
-
-
 def reason_of(end: End, older: bool) -> str:
-    """The finish reason for an end."""
+    """The finish reason for an end. ``older``: whether calls have the older form,
+    ``function_call``."""
     if end == "max_tool_turns":
         return "length"
     return "function_call" if older and end == "tool_calls" else end
@@ -99,8 +88,8 @@ class ChatChunks:
         asks for it, and ``[DONE]``."""
         last = b""
         if self._turns.served:
-            reason, receipt = ended_of(self._turns, 0, older=self._older)
-            last = self._chunk(0, Delta(), None, reason, receipt)
+            reason = reason_of(self._turns.end_of(0), self._older)
+            last = self._chunk(0, Delta(), None, reason, self._turns.receipt())
         if self._usage is UNSET:
             return last + DONE
         usage = Usage.of(self._turns.counter)
@@ -130,7 +119,7 @@ class ChatChunks:
         logprobs = reason = ended = None
         if self._tops is not None and entry.token is not None:
             sampled = Sampled.of_entry(entry, text)
-            logprobs = ChatLogprobs(token_logprobs(self._model, sampled, self._tops))
+            logprobs = ChatLogprobs.of(self._model, [sampled], self._tops)
         deltas, called = [Delta(content=text)] if text else [], False
         if self._turn.prepared.form is not None:
             answer = self._turn.answer(step.seq)

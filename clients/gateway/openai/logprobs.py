@@ -114,6 +114,11 @@ class ChatLogprobs(Struct):
     content: list[TokenLogprob]
     refusal: None = None
 
+    @classmethod
+    def of(cls, model: ServedModel, sampled: Sequence[Sampled], count: int) -> Self:
+        """The logprobs of consecutive tokens, with ``count`` alternatives to each token."""
+        return cls([each for tokens in sampled for each in token_logprobs(model, tokens, count)])
+
 
 def token_logprobs(model: ServedModel, sampled: Sampled, count: int) -> list[TokenLogprob]:
     """The logprobs of a chat or a response, with the bytes of each token."""

@@ -16,11 +16,12 @@ from ..conversation.answer_turns import AnswerTurns, Arrived, Ended, Made
 from ..conversation.constraints import Receipt
 from ..conversation.endings import check_some_succeeded
 from ..conversation.made_calls import MadeCall
-from ..conversation.parts import Conversation
+from ..conversation.parts import Conversation, Fitting, Rendering
 from ..conversation.requests import plan
 from ..conversation.tools import Tool
 from ..leniency import Ignored
 from ..new_ids import new_id
+from .chat_bodies import BusTool
 from .fields import OPENAI_TEMPERATURE
 from .response_bodies import (
     Failure,
@@ -32,7 +33,7 @@ from .response_bodies import (
     ResponseStatus,
     ResponseUsage,
 )
-from .response_input import InputItems
+from .response_input import AdditionalTools, InputItems, to_turns
 from .response_output import Output
 from .response_tools import OfferedTools
 
@@ -58,13 +59,29 @@ class ResponseQuestion:
         self.max_tool_turns = self.body.max_tool_turns
         self.max_tool_calls = self.body.max_tool_calls
         self.num_items = len(self.items.input)
-        self.bus_tools = self.body.bus_tools(self.items)
+        self._tools = [*(self.body.tools or ())]
+        for item in self.items.input:
+            self._tools += item.tools if isinstance(item, AdditionalTools) else ()
+
+    @property
+    def bus_tools(self) -> list[str]:
+        """The names of the tools of the bus that the model may call."""
+        if self.body.tool_choice == "none":
+            return []
+        return [tool.name for tool in self._tools if isinstance(tool, BusTool)]
 
     def to_conversation(self, served: Mapping[str, Tool]) -> Conversation:
         """The conversation to continue. Raises ApiError 400."""
-        given = self.body.given_tools(self.items)
-        self.offered = OfferedTools.of(given, self.ignored, served)
-        return self.body.to_conversation(self.items, self.offered)
+        body, choice = self.body, self.body.tool_choice
+        self.offered = OfferedTools.of(self._tools, self.ignored, served)
+        named = choice if choice is None or isinstance(choice, str) else f":{choice.name}"
+        rules = body.answer_rules(named, body.parallel_tool_calls, bool(self.offered.tools))
+        rules.max_thinking_tokens = body.max_thinking_tokens
+        rendering = Rendering(effort_field="reasoning.effort")
+        rendering.effort = body.reasoning.effort if body.reasoning is not None else None
+        fitting = Fitting(body.max_output_tokens or 1 if body.truncation == "auto" else None)
+        turns = to_turns(self.items.input, body.instructions, self.offered)
+        return Conversation(turns, self.offered.tools, rules, rendering, fitting)
 
 
 @dataclass

@@ -24,8 +24,8 @@ from .response_bodies import (
     OutputItem,
     OutputMessage,
     OutputReasoning,
-    ReasoningText,
 )
+from .response_input import ReasoningText
 from .response_tools import OfferedTools, ToolPlace, text_input
 
 Status = Literal["completed", "incomplete"]
@@ -134,16 +134,16 @@ class Output:
                 message = OutputMessage(new_id("msg_"), "in_progress", [])
                 yield self._added(message)
                 message.content.append(text)
-                yield self.event("response.content_part.added", **self._place, part=text)
+                yield self._of_content("content_part.added", part=text)
             case Thinking():
                 thought = OutputReasoning(new_id("rs_"), "in_progress", [])
                 yield self._added(thought)
-                thought.content.append(ReasoningText(""))
+                thought.content.append(ReasoningText(text=""))
             case Call():
                 item = self._called(part)
                 yield self._added(item)
                 if isinstance(item, OutputBusCall):
-                    yield self.event("response.mcp_call.in_progress", **self._item_place)
+                    yield self._of_item("mcp_call.in_progress")
 
     def _grow(self, text: str, logprobs: list[TokenLogprob]) -> bytes:
         """Adds text to the last item."""
@@ -151,17 +151,15 @@ class Output:
             case OutputMessage(content=[part]):
                 part.text += text
                 part.logprobs += logprobs
-                more = {"delta": text, "logprobs": logprobs}
-                return self.event("response.output_text.delta", **self._place, **more)
+                return self._of_content("output_text.delta", delta=text, logprobs=logprobs)
             case OutputReasoning(content=[thought]):
                 thought.text += text
-                return self.event("response.reasoning_text.delta", **self._place, delta=text)
+                return self._of_content("reasoning_text.delta", delta=text)
             case OutputCall() | OutputBusCall() as call:
                 call.arguments += text
                 kind = "mcp_call" if isinstance(call, OutputBusCall) else "function_call"
-                name = f"response.{kind}_arguments.delta"
-                return self.event(name, **self._item_place, delta=text)
-        # ``_finish_custom`` decodes the input of a tool when all arguments have arrived.
+                return self._of_item(f"{kind}_arguments.delta", delta=text)
+        # ``_finish`` decodes the input of a custom tool when all arguments have arrived.
         return b""
 
     def _called(self, call: Call) -> OutputCall | OutputCustomCall | OutputBusCall:
@@ -176,12 +174,31 @@ class Output:
             return OutputCustomCall(id, call.id, place.name, "", "in_progress", namespace)
         return OutputCall(new_id("fc_"), call.id, place.name, "", "in_progress", namespace)
 
-    def _finish_custom(self, item: OutputCustomCall) -> Iterator[bytes]:
-        assert self._custom is not None
-        item.input = text_input(self._custom)
-        place = self._item_place
-        yield self.event("response.custom_tool_call_input.delta", **place, delta=item.input)
-        yield self.event("response.custom_tool_call_input.done", **place, input=item.input)
+    def _finish(self, status: Status) -> Iterator[bytes]:
+        """Finishes the last item, unless it is finished."""
+        if not self._growing:
+            return
+        self._growing = False
+        item = self.items[-1]
+        match item:
+            case OutputBusCall():
+                # ``made`` finishes the item when the gateway has made the call.
+                yield self._of_item("mcp_call_arguments.done", arguments=item.arguments)
+                return
+            case OutputCall(name=name, arguments=arguments):
+                yield self._of_item("function_call_arguments.done", name=name, arguments=arguments)
+            case OutputCustomCall():
+                assert self._custom is not None
+                item.input = text_input(self._custom)
+                yield self._of_item("custom_tool_call_input.delta", delta=item.input)
+                yield self._of_item("custom_tool_call_input.done", input=item.input)
+            case OutputReasoning(content=[thought]):
+                yield self._of_content("reasoning_text.done", text=thought.text)
+            case OutputMessage(content=[part]):
+                yield self._of_content("output_text.done", text=part.text, logprobs=part.logprobs)
+                yield self._of_content("content_part.done", part=part)
+        item.status = status
+        yield self.event("response.output_item.done", output_index=len(self.items) - 1, item=item)
 
     def _finish_bus_call(self, item: OutputBusCall, place: int) -> Iterator[bytes]:
         """The events that report the result of a call that the gateway has made."""
@@ -194,54 +211,18 @@ class Output:
         assert isinstance(message, OutputMessage)
         [part] = message.content
         part.text = part.text[: len(part.text) - removed]
-        return self.event(
-            "response.output_text.delta",
-            **self._place,
-            delta="",
-            logprobs=[],
-            tokenbus={"backtrack": removed},
-        )
+        receipt = {"backtrack": removed}
+        return self._of_content("output_text.delta", delta="", logprobs=[], tokenbus=receipt)
 
     def _added(self, item: OutputItem) -> bytes:
         self.items.append(item)
         return self.event("response.output_item.added", output_index=len(self.items) - 1, item=item)
 
-    def _finish(self, status: Status) -> Iterator[bytes]:
-        if not self._growing:
-            return
-        self._growing = False
-        item = self.items[-1]
-        if isinstance(item, OutputBusCall):
-            # ``made`` finishes the item when the gateway has made the call.
-            yield self.event(
-                "response.mcp_call_arguments.done", **self._item_place, arguments=item.arguments
-            )
-            return
-        item.status = status
-        if isinstance(item, OutputCall):
-            yield self.event(
-                "response.function_call_arguments.done",
-                **self._item_place,
-                name=item.name,
-                arguments=item.arguments,
-            )
-        elif isinstance(item, OutputCustomCall):
-            yield from self._finish_custom(item)
-        elif isinstance(item, OutputReasoning):
-            [thought] = item.content
-            yield self.event("response.reasoning_text.done", **self._place, text=thought.text)
-        else:
-            [part] = item.content
-            yield self.event(
-                "response.output_text.done", **self._place, text=part.text, logprobs=part.logprobs
-            )
-            yield self.event("response.content_part.done", **self._place, part=part)
-        yield self.event("response.output_item.done", output_index=len(self.items) - 1, item=item)
+    def _of_item(self, kind: str, **fields: Any) -> bytes:
+        """An event about the last item."""
+        place = {"item_id": self.items[-1].id, "output_index": len(self.items) - 1}
+        return self.event(f"response.{kind}", **place, **fields)
 
-    @property
-    def _item_place(self) -> dict[str, Any]:
-        return {"item_id": self.items[-1].id, "output_index": len(self.items) - 1}
-
-    @property
-    def _place(self) -> dict[str, Any]:
-        return {**self._item_place, "content_index": 0}
+    def _of_content(self, kind: str, **fields: Any) -> bytes:
+        """An event about the content of the last item."""
+        return self._of_item(kind, content_index=0, **fields)

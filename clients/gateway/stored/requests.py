@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -17,18 +17,13 @@ from ..errors import ApiError, invalid_field
 from ..events import EventStream
 from ..generation.respond import respond
 from ..json import json_response
-from ..openai.response_bodies import (
-    DeletedResponse,
-    InputItemList,
-    ResponseAnswer,
-    ResponsesRequest,
-)
+from ..openai.response_bodies import ResponseAnswer, ResponsesRequest
 from ..openapi import Operation
 from ..turns import current_user
 from ..wrong_values import refusal
 from .background import PATH, adopt, background_response, stored_events
 from .database import ContextTooLargeError, Database, NotStoredError, Stored
-from .saving import SavedJob
+from .saving import SavedJob, check_copied
 
 ONE = f"{PATH}/{{id}}"
 EventNumber = Annotated[int, Meta(ge=-1, le=2**53)]
@@ -36,6 +31,24 @@ PageLimit = Annotated[int, Meta(ge=1, le=100)]
 Order = Literal["asc", "desc"]
 
 Q = TypeVar("Q", bound=Struct)
+
+
+class DeletedResponse(Struct):
+    """The answer of ``DELETE /v1/responses/{id}``."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class InputItemList(Struct):
+    """The answer of ``GET /v1/responses/{id}/input_items``."""
+
+    data: list[Any]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: Literal["list"] = "list"
 
 
 class Events(Struct):
@@ -98,7 +111,7 @@ async def responses(request: Request) -> Response:
     body = await decode_in_turn(gateway, data, ResponsesRequest, ignored)
     body.check()
     body.check_include(ignored)
-    body.check_copied(len(data), ignored)
+    check_copied(body, len(data), ignored)
     if body.background:
         return await background_response(request, data, body, ignored)
     work = SavedJob.begin(gateway, body, ignored)

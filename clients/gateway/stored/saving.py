@@ -16,6 +16,9 @@ from ..openai.response_jobs import ResponseJob
 from .database import Item, Stored
 from .inputs import ResponseInput, read_input
 
+MAX_COPIED_BYTES = 256 * 1024
+"""Maximum number of bytes that a stored response copies from its request."""
+
 
 @dataclass
 class SavedJob:
@@ -60,6 +63,28 @@ class SavedJob:
             )
         except ApiError:
             job.stored = False
+
+
+def check_copied(body: ResponsesRequest, size: int, ignored: Ignored) -> None:
+    """Bounds the bytes that a stored response copies from its request, whose body has ``size``
+    bytes. Beyond the bound, the response is not stored. Raises ApiError 413 instead if the request
+    has ``store`` or ``background``, or if the setting ``strict_fields`` is on."""
+    if body.store is False or size <= MAX_COPIED_BYTES:
+        return
+    parts = (body.instructions, body.tools, body.tool_choice, body.text, body.metadata)
+    copied = len(msgspec.json.encode(parts))
+    if copied <= MAX_COPIED_BYTES:
+        return
+    if body.store or body.background or ignored.strict:
+        raise ApiError(
+            413,
+            f"instructions, tools, tool_choice, text and metadata have {copied} bytes together; a "
+            f"stored response copies at most {MAX_COPIED_BYTES} bytes of its request; send less, "
+            "or send store=false and leave out background",
+            code="too_large",
+        )
+    body.store = False
+    ignored.add("store")
 
 
 def stored_answer(job: ResponseJob, answer: ResponseAnswer, body: bytes | None = None) -> Stored:

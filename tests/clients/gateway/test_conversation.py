@@ -28,6 +28,7 @@ from tokenbus.clients.gateway.openai.chat_bodies import ChatRequest
 from tokenbus.clients.gateway.openai.chat_chunks import ChatChunks
 from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
 from tokenbus.clients.gateway.openai.response_input import read_items, to_turns
+from tokenbus.clients.gateway.openai.response_jobs import ResponseQuestion
 from tokenbus.clients.gateway.openai.response_output import Output
 from tokenbus.clients.gateway.openai.response_tools import OfferedTools
 from tokenbus.clients.gateway.template_process import render
@@ -169,7 +170,7 @@ def next_responses(items: list[dict[str, Any]]) -> tuple[Conversation, Ignored]:
     ignored = Ignored()
     body = decode_body(encode({"input": [begin, *items, *results, end]}), ResponsesRequest, ignored)
     given = read_items(body.input, ignored)
-    return body.to_conversation(given, OfferedTools.of(body.given_tools(given), ignored)), ignored
+    return ResponseQuestion(body, given, ignored).to_conversation({}), ignored
 
 
 def anthropic(case: Case) -> list[dict[str, Any]]:
