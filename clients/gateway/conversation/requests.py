@@ -75,7 +75,7 @@ class Plan:
     request: AnswerRequest
     conversation: Conversation
     prepared: Prepared
-    """The first turn."""
+    """The conversation in its prepared form, for the first turn."""
     recorded: Mapping[str, MadeCall] = field(default_factory=dict)
     """The calls that an earlier gateway made for this answer, by their ids. They are not made
     again."""
