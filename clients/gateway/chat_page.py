@@ -18,9 +18,9 @@ from .console import FOLDER as CONSOLE
 from .context import gateway_of
 from .conversation.planning import prepare
 from .events import unless_disconnected
+from .generation.generations import rest_of_context
 from .json import json_response
 from .openai.chat_bodies import ChatRequest
-from .openai.generations import rest_of_context
 from .pages import HEADERS, files_of, serve_file, wants_page
 from .tokenization import num_items
 

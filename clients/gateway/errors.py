@@ -227,6 +227,11 @@ def from_tokenbus(error: TokenbusError) -> ApiError:
     )
 
 
+def as_api_error(error: ApiError | TokenbusError) -> ApiError:
+    """An error of the gateway or of the bus as an ApiError."""
+    return error if isinstance(error, ApiError) else from_tokenbus(error)
+
+
 def field_name(path: str | None) -> str | None:
     """Converts a path such as ``$.messages[0].role`` to OpenAI's form ``messages[0].role``."""
     return path.removeprefix("$").removeprefix(".") or None if path else None

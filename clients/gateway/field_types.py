@@ -96,6 +96,11 @@ def check_max_tokens(name: str, value: int | None) -> None:
         )
 
 
+def limit_of(value: int | None) -> int | None:
+    """A maximum number of tokens (``RestOfContext``); None if only the context bounds them."""
+    return value if value is not None and value > 0 else None
+
+
 def stops_of(given: str | list[str] | None) -> list[str]:
     """The stop strings of a field, without empty strings."""
     strings = [given] if isinstance(given, str) else given or []

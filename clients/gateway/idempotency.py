@@ -178,7 +178,7 @@ class NamedRequests:
         return NamedRequest(key.strip('"'), int(last_event or 0), self)
 
     def of_background(self, id: str, last_event: int) -> NamedRequest:
-        """Makes a named request for a background response (``openai/background.py``), so that
+        """Makes a named request for a background response (``stored/background.py``), so that
         another gateway can continue the response's stream. ``id``: the response's id.
         ``last_event``: the number of the response's stored events."""
         return NamedRequest(f"background {id}", last_event, self)

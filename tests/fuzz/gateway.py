@@ -20,7 +20,6 @@ from tokenbus.clients.gateway.aici.completions import AiciCompletion
 from tokenbus.clients.gateway.aici.modules import SetTags
 from tokenbus.clients.gateway.aici.runs import RunRequest
 from tokenbus.clients.gateway.anthropic.bodies import Messages
-from tokenbus.clients.gateway.anthropic.conversation import to_conversation
 from tokenbus.clients.gateway.bodies import Body, decode_body, read_body
 from tokenbus.clients.gateway.conversation.rendering import for_template
 from tokenbus.clients.gateway.conversation.tools import calling
@@ -36,7 +35,7 @@ from tokenbus.clients.gateway.openai.embeddings import EmbeddingsRequest
 from tokenbus.clients.gateway.openai.rerank import RerankRequest, ScoreRequest
 from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
 from tokenbus.clients.gateway.openai.response_input import read_items
-from tokenbus.clients.gateway.openai.response_tools import OfferedTools
+from tokenbus.clients.gateway.openai.response_jobs import ResponseQuestion
 from tokenbus.clients.gateway.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from tokenbus.clients.gateway.plain_lmtp import PlainLmtp
 from tokenbus.clients.gateway.security import OriginCheck, keys_of
@@ -93,15 +92,11 @@ def run_bodies(data: bytes) -> None:
 
 def _use(body: Body, ignored: Ignored) -> None:
     match body:
-        case ChatRequest():
-            conversation = body.to_conversation()
+        case ChatRequest() | Messages():
+            conversation = body.to_conversation({})
         case ResponsesRequest():
             items = read_items(body.input, ignored)
-            conversation = body.to_conversation(
-                items, OfferedTools.of(body.given_tools(items), ignored)
-            )
-        case Messages():
-            conversation = to_conversation(body)
+            conversation = ResponseQuestion(body, items, ignored).to_conversation({})
         case OllamaChat() | OllamaGenerate():
             conversation = body.to_conversation(ignored)
         case LlamaRequest():

@@ -21,9 +21,10 @@ from tokenbus.clients.gateway.conversation.parts import Call, Turn
 from tokenbus.clients.gateway.conversation.rendering import for_template
 from tokenbus.clients.gateway.errors import ApiError
 from tokenbus.clients.gateway.leniency import Ignored
-from tokenbus.clients.gateway.openai.background import BackgroundTask
 from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
-from tokenbus.clients.gateway.openai.response_jobs import ResponseInput, ResponseJob
+from tokenbus.clients.gateway.openai.response_jobs import ResponseJob
+from tokenbus.clients.gateway.stored.background import BackgroundTask
+from tokenbus.clients.gateway.stored.inputs import ResponseInput
 from tokenbus.clients.gateway.turns import current_user
 from tokenbus.clients.gateway.user_shares import UserShares
 from tokenbus.clients.gateway.value_counts import (

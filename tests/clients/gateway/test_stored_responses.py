@@ -15,7 +15,6 @@ import msgspec
 import openai
 import pytest
 from tokenbus.clients.gateway.errors import ApiError
-from tokenbus.clients.gateway.openai.stored_responses import Page, page_of
 from tokenbus.clients.gateway.stored import database as bounds
 from tokenbus.clients.gateway.stored.database import (
     ContextTooLargeError,
@@ -26,6 +25,7 @@ from tokenbus.clients.gateway.stored.database import (
     UnfinishedError,
 )
 from tokenbus.clients.gateway.stored.references import replaced
+from tokenbus.clients.gateway.stored.requests import Page, page_of
 from tokenbus.clients.gateway.stored.tables import FILE
 from tokenbus.clients.gateway.value_counts import MAX_CONTAINERS
 

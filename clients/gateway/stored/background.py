@@ -29,17 +29,19 @@ from ....protocol.errors import TokenbusError
 from ..bodies import decode_in_turn, take_decoded
 from ..context import Gateway, gateway_of
 from ..conversation.made_calls import MadeCall
-from ..errors import ApiError, from_tokenbus
+from ..errors import ApiError, as_api_error, from_tokenbus
 from ..events import EventStream, event
 from ..idempotency import current_named
 from ..json import json_response
 from ..leniency import Ignored
 from ..new_ids import new_id
-from ..stored.database import MAX_RESPONSE_BYTES, Database, Item, Stored
+from ..openai.response_bodies import Failure, ResponsesRequest
+from ..openai.response_jobs import ResponseJob
 from ..turns import current_user
-from .response_bodies import Failure, ResponsesRequest
-from .response_jobs import ResponseInput, ResponseJob, read_input, stored_input
-from .response_output import recorded_calls
+from .database import MAX_RESPONSE_BYTES, Database, Item, Stored
+from .inputs import ResponseInput, read_input, stored_input
+from .recorded import recorded_calls
+from .saving import output_items, stored_answer
 
 log = logging.getLogger(__name__)
 
@@ -208,11 +210,11 @@ class BackgroundTask:
                 await take_decoded(self._gateway, self._data)
                 recorded = await self._recorded()
                 job = await ResponseJob.begin(
-                    self._gateway, body, given, ignored, self._id, recorded
+                    self._gateway, body, given.items, ignored, self._id, recorded
                 )
                 job.before_calls = self._save
-                with closing(job.generations):
-                    await self._begin(job)
+                with closing(job.turns):
+                    await self._begin(job, given)
                     await self._generate(job)
         except LeaseLostError:
             log.info("the response %s was cancelled, deleted or taken over", self._id)
@@ -225,12 +227,12 @@ class BackgroundTask:
             self.begun.cancel()
             await named.close(self._gateway.shares.leaving)
 
-    async def _begin(self, job: ResponseJob) -> None:
+    async def _begin(self, job: ResponseJob, given: ResponseInput) -> None:
         if self._taken is not None:
             job.created = json_decoder(_Head).decode(self._taken.answer).created_at
             return
-        stored = job.stored_answer(job.answer("queued"), self._data)
-        items = job.given_items()
+        stored = stored_answer(job, job.answer("queued"), self._data)
+        items = given.given_items()
         owner = self._stored.owner
         if not await self._stored.call(lambda db, user: db.save(user, stored, items, owner)):
             raise ApiError(
@@ -255,7 +257,7 @@ class BackgroundTask:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
         unsaved.add(job.last_event())
-        await self._finish(job.stored_answer(job.answer(job.status)), job.output_items())
+        await self._finish(stored_answer(job, job.answer(job.status)), output_items(job))
 
     async def _read(self, job: ResponseJob) -> None:
         try:
@@ -305,9 +307,9 @@ class BackgroundTask:
         if self._taken is None and not self.begun.done():
             self.begun.set_exception(error)
             return
-        if isinstance(error, TokenbusError):
-            error = from_tokenbus(error)
-        if not isinstance(error, ApiError):
+        if isinstance(error, ApiError | TokenbusError):
+            error = as_api_error(error)
+        else:
             log.error("the response %s failed", self._id, exc_info=error)
             error = ApiError(500, "an internal error of the gateway", code="internal")
         failure = Failure(error.code or error.type, error.message)

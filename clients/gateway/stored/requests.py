@@ -1,30 +1,54 @@
-"""``/v1/responses/{id}``: the stored responses of a user."""
+"""``/v1/responses``: answers a conversation, and lists, cancels and deletes stored responses."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 
 from ....protocol.decoders import convert, json_decoder
+from ..bodies import check_json, decode_in_turn, ignored_of, read_bytes
 from ..context import gateway_of
 from ..errors import ApiError, invalid_field
 from ..events import EventStream
+from ..generation.respond import respond
 from ..json import json_response
-from ..stored.database import ContextTooLargeError, Database, NotStoredError, Stored
+from ..openai.response_bodies import ResponseAnswer, ResponsesRequest
+from ..openapi import Operation
 from ..turns import current_user
 from ..wrong_values import refusal
-from .background import adopt, stored_events
-from .response_bodies import DeletedResponse, InputItemList
+from .background import PATH, adopt, background_response, stored_events
+from .database import ContextTooLargeError, Database, NotStoredError, Stored
+from .saving import SavedJob, check_copied
 
+ONE = f"{PATH}/{{id}}"
 EventNumber = Annotated[int, Meta(ge=-1, le=2**53)]
 PageLimit = Annotated[int, Meta(ge=1, le=100)]
 Order = Literal["asc", "desc"]
 
 Q = TypeVar("Q", bound=Struct)
+
+
+class DeletedResponse(Struct):
+    """The answer of ``DELETE /v1/responses/{id}``."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class InputItemList(Struct):
+    """The answer of ``GET /v1/responses/{id}/input_items``."""
+
+    data: list[Any]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: Literal["list"] = "list"
 
 
 class Events(Struct):
@@ -41,6 +65,57 @@ class Page(Struct):
     after: str | None = None
     limit: PageLimit = 20
     order: Order = "desc"
+
+
+def routes() -> list[BaseRoute]:
+    """The routes of responses."""
+    return [
+        Route(PATH, responses, methods=["POST"]),
+        Route(ONE, response, methods=["GET"]),
+        Route(ONE, delete_response, methods=["DELETE"]),
+        Route(f"{ONE}/cancel", cancel_response, methods=["POST"]),
+        Route(f"{ONE}/input_items", input_items, methods=["GET"]),
+    ]
+
+
+def operations() -> list[Operation]:
+    """The operations for the OpenAPI document."""
+    events = {"stream": bool, "starting_after": EventNumber}
+    pages = {"after": str, "limit": PageLimit, "order": Order}
+    answer, items = ResponseAnswer, InputItemList
+    return [
+        Operation(
+            "post", PATH, "Answers a conversation", "OpenAI", ResponsesRequest, answer, stream=True
+        ),
+        Operation("get", ONE, "A stored response", "OpenAI", None, answer, True, query=events),
+        Operation("delete", ONE, "Deletes a response", "OpenAI", None, DeletedResponse),
+        Operation("post", f"{ONE}/cancel", "Cancels a response", "OpenAI", None, answer),
+        Operation(
+            "get",
+            f"{ONE}/input_items",
+            "The input of a response",
+            "OpenAI",
+            None,
+            items,
+            query=pages,
+        ),
+    ]
+
+
+async def responses(request: Request) -> Response:
+    """Answers with a response, as one object or as a stream of events."""
+    ignored = ignored_of(request)
+    check_json(request)
+    data = await read_bytes(request)
+    gateway = gateway_of(request)
+    body = await decode_in_turn(gateway, data, ResponsesRequest, ignored)
+    body.check()
+    body.check_include(ignored)
+    check_copied(body, len(data), ignored)
+    if body.background:
+        return await background_response(request, data, body, ignored)
+    work = SavedJob.begin(gateway, body, ignored)
+    return await respond(request, work, ignored, stream=body.stream)
 
 
 async def response(request: Request) -> Response:

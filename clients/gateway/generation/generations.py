@@ -7,9 +7,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Unpack
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 from ....protocol.errors import Code, TokenbusError
 from ....protocol.messages import Token
 from ... import AsyncClient, AsyncStream, GeneratedSequence, GenerateOptions
@@ -17,10 +14,8 @@ from ..context import Gateway
 from ..conversation.constraints import Constraint
 from ..conversation.planning import Prepared
 from ..errors import ApiError, from_tokenbus
-from ..events import EventStream, event, unless_disconnected
-from .logprobs import check_alternatives
+from .counter import Counter, check_alternatives
 from .shown_text import ShownText
-from .usage import Counter
 
 Prompt = str | list[int]
 Batch = tuple[int, list[Token]]
@@ -147,7 +142,7 @@ def chat_generations(
     prepared: Prepared,
     options: GenerateOptions,
     counter: Counter,
-    fields: dict[str, str],
+    fields: Mapping[str, str],
 ) -> Generations:
     """Begins the answer to a conversation. Without ``max_tokens``, the answer may take the rest of
     the context.
@@ -172,27 +167,3 @@ async def _next(stream: AsyncStream) -> list[Token]:
     if entries and entries[-1].error is not None and not entries[-1].live:
         await stream.arrived()
     return entries
-
-
-async def begun(
-    request: Request, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]
-) -> Response:
-    """Waits for the first event, then returns an answer with all ``events``.
-
-    An error before the first event is raised, so that it determines the HTTP status. A later error
-    becomes the last event.
-    """
-    first = await unless_disconnected(request.receive, anext(events))
-    return EventStream(_until_error(first, events), headers)
-
-
-async def _until_error(
-    first: bytes, events: AsyncGenerator[bytes, None]
-) -> AsyncGenerator[bytes, None]:
-    async with aclosing(events):
-        try:
-            yield first
-            async for part in events:
-                yield part
-        except ApiError as error:
-            yield event(error.body())
