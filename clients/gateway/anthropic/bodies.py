@@ -6,10 +6,17 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from ..bodies import Body
+from ..bodies.field_types import (
+    MaxThinkingTokens,
+    MaxTokens,
+    MaybeStops,
+    Temperature,
+    TopK,
+    TopPOrZero,
+)
+from ..bodies.reading import Body
 from ..conversation.constraints import Schema
 from ..conversation.tool_turns import MaxToolTurns
-from ..field_types import MaxThinkingTokens, MaxTokens, MaybeStops, Temperature, TopK, TopPOrZero
 
 ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,128}$")]
 

@@ -14,7 +14,9 @@ from starlette.responses import Response
 from ....protocol.errors import Code, TokenbusError, error_for
 from ....protocol.messages import Token
 from ... import GenerateOptions
-from ..bodies import ignored_of, read_body
+from ..bodies.field_types import kept_tokens, stops_of
+from ..bodies.leniency import Ignored
+from ..bodies.reading import ignored_of, read_body
 from ..context import Gateway, gateway_of
 from ..conversation.answers import Piece
 from ..conversation.bus_tools import described
@@ -24,9 +26,7 @@ from ..conversation.planning import Prepared, prepare
 from ..conversation.tool_turns import Arrived, Loop, Made, ModelTurn, ToolTurns
 from ..errors import ApiError, from_tokenbus
 from ..events import EventStream, event, unless_disconnected
-from ..field_types import kept_tokens, stops_of
 from ..json import json_response
-from ..leniency import Ignored
 from ..openai.generations import Generations, chat_generations
 from ..openai.usage import Counter
 from ..tokenization import num_items

@@ -10,9 +10,9 @@ import msgspec
 from ... import GeneratedSequence
 from ..answer_forms import HARMONY, Function, Rest, Wanted, family_of, structure_of, thinking_of
 from ..answer_parts import AnswerForm
-from ..leniency import Ignored
+from ..bodies.leniency import Ignored
 from ..models import ServedModel
-from ..templates import Templates, template_of
+from ..templates.templates import Templates, template_of
 from .constraints import Constraint
 from .parts import AnswerRules, Conversation
 from .rendering import Resources

@@ -17,10 +17,10 @@ from msgspec import Meta
 from ....protocol.errors import TokenbusError
 from ....protocol.messages import Token
 from ... import GeneratedSequence
+from ..bodies.leniency import Ignored
 from ..context import Gateway
 from ..errors import ApiError, from_tokenbus
 from ..idempotency import current_named
-from ..leniency import Ignored
 from .answers import Answer, AnswerPart
 from .bus_tools import make_calls, not_made
 from .constraints import Receipt

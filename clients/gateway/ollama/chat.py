@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....protocol.messages import Token
-from ..bodies import ignored_of, read_body
+from ..bodies.leniency import Ignored
+from ..bodies.reading import ignored_of, read_body
 from ..context import Gateway, gateway_of
 from ..conversation.answers import Answer, AnswerPart, entry_text
 from ..conversation.parts import Call, Text, Thinking
@@ -23,7 +24,6 @@ from ..conversation.schemas import Checks
 from ..errors import ApiError
 from ..events import unless_disconnected
 from ..json import encode, json_response
-from ..leniency import Ignored
 from ..openai.generations import Generations, chat_generations
 from ..openai.usage import Counter
 from ..tokenization import num_items

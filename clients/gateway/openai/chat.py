@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import GeneratedSequence
-from ..bodies import ignored_of, read_body
+from ..bodies.leniency import Ignored
+from ..bodies.reading import ignored_of, read_body
 from ..context import Gateway, gateway_of
 from ..conversation.answers import Answer, AnswerPart
 from ..conversation.bus_tools import described
@@ -24,7 +25,6 @@ from ..conversation.planning import Prepared, prepare
 from ..conversation.tool_turns import Arrived, Loop, ModelTurn, ToolTurns
 from ..events import unless_disconnected
 from ..json import json_response
-from ..leniency import Ignored
 from ..new_ids import new_id
 from ..tokenization import num_items
 from .chat_bodies import (

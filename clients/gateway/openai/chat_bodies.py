@@ -8,19 +8,19 @@ from typing import Annotated, Any, Literal, Protocol
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ... import GenerateOptions
-from ..bodies import Body
-from ..conversation.constraints import Constraint, Receipt, Schema
-from ..conversation.parts import Conversation, Fitting, Rendering
-from ..conversation.tool_turns import MaxToolCalls, MaxToolTurns
-from ..conversation.tools import Tool
-from ..errors import invalid_field
-from ..field_types import (
+from ..bodies.field_types import (
     FunctionName,
     MaxThinkingTokens,
     RestOfContext,
     TopLogprobs,
     check_max_tokens,
 )
+from ..bodies.reading import Body
+from ..conversation.constraints import Constraint, Receipt, Schema
+from ..conversation.parts import Conversation, Fitting, Rendering
+from ..conversation.tool_turns import MaxToolCalls, MaxToolTurns
+from ..conversation.tools import Tool
+from ..errors import invalid_field
 from .fields import SampledRequest
 from .logprobs import ChatLogprobs
 from .messages import Message, to_turns

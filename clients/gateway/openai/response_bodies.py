@@ -8,18 +8,18 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ... import GenerateOptions
-from ..bodies import Body
-from ..conversation.constraints import Constraint, Receipt, Schema, json_schema
-from ..conversation.parts import Conversation, Fitting, Rendering
-from ..conversation.tool_turns import MaxToolCalls, MaxToolTurns
-from ..errors import ApiError, invalid_field
-from ..field_types import (
+from ..bodies.field_types import (
     MaxThinkingTokens,
     RestOfContext,
     TopLogprobs,
     check_max_tokens,
 )
-from ..leniency import Ignored
+from ..bodies.leniency import Ignored
+from ..bodies.reading import Body
+from ..conversation.constraints import Constraint, Receipt, Schema, json_schema
+from ..conversation.parts import Conversation, Fitting, Rendering
+from ..conversation.tool_turns import MaxToolCalls, MaxToolTurns
+from ..errors import ApiError, invalid_field
 from .chat_bodies import BusTool, NamedBusTool
 from .constraints import FormatName, JsonObjectFormat, TextFormat
 from .fields import TextRequest

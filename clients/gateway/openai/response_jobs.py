@@ -14,6 +14,7 @@ import msgspec
 from msgspec import UNSET
 
 from ....protocol.messages import Token
+from ..bodies.leniency import Ignored, declared_fields
 from ..context import Gateway
 from ..conversation.bus_tools import described
 from ..conversation.constraints import Receipt
@@ -22,7 +23,6 @@ from ..conversation.made_calls import MadeCall
 from ..conversation.planning import Prepared, prepare
 from ..conversation.tool_turns import Arrived, Loop, Made, Making, ModelTurn, ToolTurns
 from ..errors import ApiError
-from ..leniency import Ignored, declared_fields
 from ..new_ids import new_id
 from ..stored.database import Item, Stored
 from ..stored.references import context_of, resolved

@@ -8,12 +8,12 @@ from contextlib import aclosing
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..bodies import check_json, decode_in_turn, ignored_of, read_bytes
+from ..bodies.leniency import Ignored
+from ..bodies.reading import check_json, decode_in_turn, ignored_of, read_bytes
 from ..context import Gateway, gateway_of
 from ..errors import ApiError
 from ..events import unless_disconnected
 from ..json import json_response
-from ..leniency import Ignored
 from .background import background_response
 from .generations import begun
 from .response_bodies import ResponseAnswer, ResponsesRequest

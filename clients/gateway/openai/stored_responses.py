@@ -10,13 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....protocol.decoders import convert, json_decoder
+from ..bodies.wrong_values import refusal
 from ..context import gateway_of
 from ..errors import ApiError, invalid_field
 from ..events import EventStream
 from ..json import json_response
 from ..stored.database import ContextTooLargeError, Database, NotStoredError, Stored
 from ..turns import current_user
-from ..wrong_values import refusal
 from .background import adopt, stored_events
 from .response_bodies import DeletedResponse, InputItemList
 

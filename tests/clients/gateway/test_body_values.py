@@ -9,30 +9,30 @@ from typing import Any, ClassVar
 
 import pytest
 from tokenbus.clients.gateway.aici import completions as aici
-from tokenbus.clients.gateway.bodies import (
+from tokenbus.clients.gateway.bodies.leniency import Ignored
+from tokenbus.clients.gateway.bodies.reading import (
     MAX_FREE_BYTES,
     Body,
     body_turn,
     decode_body,
     decode_in_turn,
 )
-from tokenbus.clients.gateway.context import Gateway
-from tokenbus.clients.gateway.conversation.parts import Call, Turn
-from tokenbus.clients.gateway.conversation.rendering import for_template
-from tokenbus.clients.gateway.errors import ApiError
-from tokenbus.clients.gateway.leniency import Ignored
-from tokenbus.clients.gateway.openai.background import BackgroundTask
-from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
-from tokenbus.clients.gateway.openai.response_jobs import ResponseInput, ResponseJob
-from tokenbus.clients.gateway.turns import current_user
-from tokenbus.clients.gateway.user_shares import UserShares
-from tokenbus.clients.gateway.value_counts import (
+from tokenbus.clients.gateway.bodies.value_counts import (
     MAX_CONTAINERS,
     MAX_STRINGS,
     MAX_VALUES,
     SMALL_BODY_BYTES,
     ValueCounts,
 )
+from tokenbus.clients.gateway.context import Gateway
+from tokenbus.clients.gateway.conversation.parts import Call, Turn
+from tokenbus.clients.gateway.conversation.rendering import for_template
+from tokenbus.clients.gateway.errors import ApiError
+from tokenbus.clients.gateway.openai.background import BackgroundTask
+from tokenbus.clients.gateway.openai.response_bodies import ResponsesRequest
+from tokenbus.clients.gateway.openai.response_jobs import ResponseInput, ResponseJob
+from tokenbus.clients.gateway.turns import current_user
+from tokenbus.clients.gateway.user_shares import UserShares
 from tokenbus.protocol.body_bounds import MAX_PLAIN_BODY_BYTES
 from tokenbus.protocol.errors import RequestError, UnavailableError
 from tokenbus.protocol.lines import line_frames

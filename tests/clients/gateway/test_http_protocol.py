@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 
 import pytest
 import uvicorn
-from tokenbus.clients.gateway import http_protocol, unread_transport
-from tokenbus.clients.gateway.head_memory import ORDINARY_HEAD_BYTES, HeadMemory
-from tokenbus.clients.gateway.http_protocol import BoundedHttp
-from tokenbus.clients.gateway.idle_connections import IdleConnections
+from tokenbus.clients.gateway.connections import http_protocol, unread_transport
+from tokenbus.clients.gateway.connections.head_memory import ORDINARY_HEAD_BYTES, HeadMemory
+from tokenbus.clients.gateway.connections.http_protocol import BoundedHttp
+from tokenbus.clients.gateway.connections.idle_connections import IdleConnections
 from uvicorn.server import ServerState
 
 from ...processes import Gateway

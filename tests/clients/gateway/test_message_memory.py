@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import uvicorn
 from starlette.websockets import WebSocket
-from tokenbus.clients.gateway import websocket_protocol
-from tokenbus.clients.gateway.message_memory import BYTE_COST, SMALL_BYTES, MessageMemory
-from tokenbus.clients.gateway.paced_transport import PacedTransport
+from tokenbus.clients.gateway.connections import websocket_protocol
+from tokenbus.clients.gateway.connections.message_memory import (
+    BYTE_COST,
+    SMALL_BYTES,
+    MessageMemory,
+)
+from tokenbus.clients.gateway.connections.paced_transport import PacedTransport
+from tokenbus.clients.gateway.connections.websocket_protocol import BoundedWebSocket
 from tokenbus.clients.gateway.user_shares import UserShares
-from tokenbus.clients.gateway.websocket_protocol import BoundedWebSocket
 from tokenbus.protocol.errors import UnavailableError
 from uvicorn.server import ServerState
 

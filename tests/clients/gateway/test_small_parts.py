@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import uvicorn
-from tokenbus.clients.gateway import paced_transport
-from tokenbus.clients.gateway.http_protocol import BoundedHttp
-from tokenbus.clients.gateway.paced_transport import PIECE_BYTES, PacedTransport
-from tokenbus.clients.gateway.websocket_protocol import (
+from tokenbus.clients.gateway.connections import paced_transport
+from tokenbus.clients.gateway.connections.http_protocol import BoundedHttp
+from tokenbus.clients.gateway.connections.paced_transport import PIECE_BYTES, PacedTransport
+from tokenbus.clients.gateway.connections.websocket_protocol import (
     MAX_CONTROL_FRAMES,
     MAX_FRAGMENTS,
     MIN_FRAGMENT_BYTES,

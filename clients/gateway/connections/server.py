@@ -16,9 +16,9 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from ...protocol.endpoints import host_and_port, is_loopback
-from ...protocol.settings import Settings
-from .context import Gateway
+from ....protocol.endpoints import host_and_port, is_loopback
+from ....protocol.settings import Settings
+from ..context import Gateway
 from .http_protocol import http_protocol
 from .lingering import Leaving
 from .websocket_protocol import BoundedWebSocket

@@ -10,12 +10,12 @@ from collections import Counter
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...protocol.errors import Code
-from ...protocol.shares import fits_share
-from .errors import UserLimitError, from_tokenbus
-from .security import refuse
-from .traffic import PROBES
-from .turns import current_user
+from ....protocol.errors import Code
+from ....protocol.shares import fits_share
+from ..errors import UserLimitError, from_tokenbus
+from ..security import refuse
+from ..traffic import PROBES
+from ..turns import current_user
 
 
 class ConnectionShares:

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw, Struct, inspect
 
-from ...protocol.decoders import convert, json_decoder
-from ...protocol.expected_values import kinds_of, type_of
-from .errors import invalid_field
+from ....protocol.decoders import convert, json_decoder
+from ....protocol.expected_values import kinds_of, type_of
+from ..errors import invalid_field
 
 IGNORED_HEADER = "x-tokenbus-ignored"
 """The header that lists the request's fields that have no effect."""

@@ -13,11 +13,11 @@ from typing import Any, cast
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from .errors import ApiError
+from ..errors import ApiError
+from ..traffic import PROBES
 from .head_memory import HeadMemory
 from .idle_connections import IdleConnections
 from .paced_transport import PacedTransport
-from .traffic import PROBES
 
 MAX_HEAD_BYTES = 64 * 1024
 """Maximum number of bytes in a request's headers and trailers. The first line has approximately the

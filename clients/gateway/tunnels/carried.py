@@ -10,10 +10,10 @@ has connected again, the broker does not have this mark, so each STATUS has its 
 
 from __future__ import annotations
 
-from ...protocol.bodies import decode_as, encode_body, encoding_of
-from ...protocol.errors import Code, RequestError
-from ...protocol.frames import Frames
-from ...protocol.messages import CARRIES_USERS, OPERATOR_MESSAGES, Hello, StatusRequest
+from ....protocol.bodies import decode_as, encode_body, encoding_of
+from ....protocol.errors import Code, RequestError
+from ....protocol.frames import Frames
+from ....protocol.messages import CARRIES_USERS, OPERATOR_MESSAGES, Hello, StatusRequest
 
 
 def carried(frames: Frames) -> Frames:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from .user_shares import UserShares
+from ..user_shares import UserShares
 
 SMALL_BYTES = 4 * 1024
 """Number of bytes of a WebSocket's messages up to which they are not counted, and up to which they

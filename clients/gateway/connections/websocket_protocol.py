@@ -13,7 +13,7 @@ from typing import Any, cast
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
 
-from ...protocol.errors import UnavailableError
+from ....protocol.errors import UnavailableError
 from .message_memory import MessageMemory
 from .paced_transport import PacedTransport
 

@@ -11,14 +11,14 @@ import msgspec
 from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
 
-from ...protocol.expected_values import MAX_REPEATED_BYTES
-from ...protocol.messages import MAX_BODY_BYTES
+from ....protocol.expected_values import MAX_REPEATED_BYTES
+from ....protocol.messages import MAX_BODY_BYTES
+from ..context import Gateway, gateway_of
+from ..errors import ApiError
+from ..idempotency import HEADER, LAST_EVENT, current_named
+from ..turns import current_user
 from .content_encoding import decoder_of
-from .context import Gateway, gateway_of
-from .errors import ApiError
-from .idempotency import HEADER, LAST_EVENT, current_named
 from .leniency import Ignored, decode
-from .turns import current_user
 from .value_counts import MAX_STRINGS, SMALL_BODY_BYTES, ValueCounts
 from .wrong_values import refusal
 
