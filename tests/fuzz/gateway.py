@@ -23,6 +23,7 @@ from tokenbus.clients.gateway.anthropic.bodies import Messages
 from tokenbus.clients.gateway.anthropic.conversation import to_conversation
 from tokenbus.clients.gateway.bodies.leniency import Ignored
 from tokenbus.clients.gateway.bodies.reading import Body, decode_body, read_body
+from tokenbus.clients.gateway.connections.connection_memory import MAX_EARLY_BYTES
 from tokenbus.clients.gateway.connections.http_protocol import http_protocol
 from tokenbus.clients.gateway.connections.websocket_protocol import BoundedWebSocket
 from tokenbus.clients.gateway.conversation.rendering import for_template
@@ -220,6 +221,9 @@ class Connection(asyncio.Transport):
     def resume_reading(self) -> None:
         pass
 
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
 
 _ANSWER = TokenbusError("internal", "an answer")
 
@@ -286,6 +290,7 @@ async def _converse(config: uvicorn.Config, data: bytes) -> None:
     for _ in range(6):
         await asyncio.sleep(0)
     assert not failed, failed[0]
+    assert kind.early.free == MAX_EARLY_BYTES
 
 
 def _conversations() -> Iterator[bytes]:

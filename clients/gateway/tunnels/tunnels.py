@@ -103,7 +103,7 @@ class Tunnels:
         served = _Served(websocket)
         messages: MessageMemory = websocket.scope[MessageMemory.SCOPE_KEY]
         try:
-            messages.begin(self._shares, current_user.get())
+            messages.begin(self._shares.memory, current_user.get())
             while await self._serve_next(served):
                 messages.handled()
         except UnavailableError as error:

@@ -117,7 +117,7 @@ async def test_connections_take_turns_to_be_parsed(monkeypatch: pytest.MonkeyPat
             if len(parsed) == 20:
                 done.set()
 
-        return PacedTransport(Transport(), loop, parse, lambda: False)
+        return PacedTransport(Transport(), loop, parse, lambda: False, lambda size: None)
 
     for one in (connection("a"), connection("b")):
         one.received(b" " * 10 * PIECE_BYTES)

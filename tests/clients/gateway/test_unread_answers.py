@@ -123,7 +123,7 @@ class Served:
     @property
     def held_bytes(self) -> int:
         """Number of bytes that count towards the shares of users."""
-        return self.shares._body_bytes
+        return 2 * len(LONG) - self.shares.memory.free
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await Traffic(self._app)({**scope, "app": self._self}, receive, send)
