@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from ...protocol.text_bounds import SEGMENT_CHARS
-from .turns import Turns, current_user
+from .turns import Turns, current_user, on_thread
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class Tokenization:
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """Runs ``work`` on a thread in the current user's turn; returns its result. ``size``: the
         number of characters that ``work`` encodes, or of tokens that it decodes."""
-        return await self._on_thread(self._lanes[size > SEGMENT_CHARS], work)
+        return await on_thread(self._lanes[size > SEGMENT_CHARS], work)
 
     async def prepare(self, num_items: int, work: Callable[[], T]) -> T:
         """Runs ``work`` on the items of a conversation, and returns its result. If there are more
@@ -63,36 +63,4 @@ class Tokenization:
         does not wait for tokenizations."""
         if num_items <= MAX_LOOP_ITEMS:
             return work()
-        return await self._on_thread(self._conversations, work)
-
-    async def _on_thread(self, turns: Turns, work: Callable[[], T]) -> T:
-        """Runs ``work`` on a thread in the current user's turn; returns its result.
-
-        If the client disconnects, work that has not begun is dropped. Begun work cannot be stopped,
-        and occupies its lane until it is done. So a lane never uses more than one thread, even if a
-        client disconnects and sends its request again.
-        """
-        user = current_user.get()
-        begun = False
-
-        async def in_turn() -> T:
-            nonlocal begun
-            async with turns.of(user):
-                begun = True
-                return await asyncio.to_thread(work)
-
-        asked = asyncio.create_task(in_turn())
-        asked.add_done_callback(_retrieve)
-        try:
-            return await asyncio.shield(asked)
-        except asyncio.CancelledError:
-            if not begun:
-                asked.cancel()
-            raise
-
-
-def _retrieve(asked: asyncio.Task[Any]) -> None:
-    """Retrieves the task's exception. After the client has disconnected, no other code awaits the
-    task, and asyncio would log "Task exception was never retrieved"."""
-    if not asked.cancelled():
-        asked.exception()
+        return await on_thread(self._conversations, work)

@@ -244,7 +244,7 @@ async def test_a_new_connection_replaces_the_one_that_is_idle_for_the_longest_ti
 
 @pytest.mark.anyio
 async def test_large_heads_share_a_bound_and_ordinary_ones_do_not_count() -> None:
-    opened = of_one_process(early=early_shares(ORDINARY_BYTES))
+    opened = of_one_process(early=early_shares(2 * ORDINARY_BYTES))
     large = b"GET / HTTP/1.1\r\nhost: localhost\r\nx-long: " + b"x" * 2 * ORDINARY_BYTES
     first, first_end = opened()
     first.data_received(large[:-1000])
