@@ -58,7 +58,12 @@ WEBSOCKET = {
 }
 """Methods of ``WebSocketsSansIOProtocol`` that ``BoundedWebSocket`` overrides."""
 
-SERVER = {"handle_exit": ["sig", "frame"], "serve": ["sockets"], "shutdown": ["sockets"]}
+SERVER = {
+    "handle_exit": ["sig", "frame"],
+    "serve": ["sockets"],
+    "shutdown": ["sockets"],
+    "startup": ["sockets"],
+}
 """Methods of ``uvicorn.Server`` that ``GatewayServer`` overrides."""
 
 ATTRIBUTES = {
