@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from ...protocol.text_bounds import SEGMENT_CHARS
+from .loop_time import LoopTime
 from .turns import Turns, current_user, on_thread
 
 T = TypeVar("T")
@@ -22,6 +23,9 @@ T = TypeVar("T")
 MAX_LOOP_ITEMS = 64
 """Maximum number of messages of a conversation that the event loop prepares. A longer conversation
 is prepared on a thread."""
+MAX_PREPARE_S = 0.002
+"""Maximum time in one pass of the event loop for preparing conversations and schemas, in seconds.
+A request may have hundreds of schemas."""
 
 
 def num_items(*lists: Iterable[Any] | None) -> int:
@@ -44,6 +48,7 @@ class Tokenization:
         self._lanes = (Turns(), Turns())
         self._short = Turns()
         self._conversations = Turns()
+        self._preparing = LoopTime(MAX_PREPARE_S)
 
     async def run_short(self, work: Callable[[], T]) -> T:
         """Runs ``work`` for a short text in the event loop, in the current user's turn; returns its
@@ -58,9 +63,9 @@ class Tokenization:
         return await on_thread(self._lanes[size > SEGMENT_CHARS], work)
 
     async def prepare(self, num_items: int, work: Callable[[], T]) -> T:
-        """Runs ``work`` on the items of a conversation, and returns its result. If there are more
-        than ``MAX_LOOP_ITEMS`` items, ``work`` runs on a thread in the current user's turn, and
-        does not wait for tokenizations."""
+        """Runs ``work`` on the items of a conversation or a schema, and returns its result. If
+        there are more than ``MAX_LOOP_ITEMS`` items, ``work`` runs on a thread in the current
+        user's turn, and does not wait for tokenizations."""
         if num_items <= MAX_LOOP_ITEMS:
-            return work()
+            return await self._preparing.run(work)
         return await on_thread(self._conversations, work)
