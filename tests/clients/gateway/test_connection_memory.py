@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,14 @@ from tokenbus.clients.gateway.connections.connection_memory import (
     Part,
     early_shares,
 )
+from tokenbus.clients.gateway.connections.connection_shares import (
+    ConnectionShares,
+    CountConnections,
+)
 from tokenbus.clients.gateway.connections.http_protocol import BoundedHttp
 from tokenbus.clients.gateway.connections.memory import ByteShares
 from tokenbus.clients.gateway.connections.websocket_protocol import BoundedWebSocket
+from tokenbus.clients.gateway.user_shares import UserShares
 from tokenbus.protocol.errors import UnavailableError
 from uvicorn.server import ServerState
 
@@ -164,3 +170,29 @@ def test_the_next_request_counts_towards_the_address_again() -> None:
     assert MAX_BYTES - early.free == 7
     memory.lost()
     assert early.free == MAX_BYTES
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("max_bytes", "refused"), [(MAX_BYTES, False), (1000, True)])
+async def test_the_bytes_count_towards_the_user_of_the_request(
+    max_bytes: int, refused: bool
+) -> None:
+    gateway = SimpleNamespace(shares=UserShares(8, max_bytes), connections=ConnectionShares(8))
+    served = SimpleNamespace(state=SimpleNamespace(gateway=gateway))
+
+    async def waits(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await CountConnections(waits)({**scope, "app": served}, receive, send)
+
+    process = Process(app=app)
+    connection = process.connected()
+    connection.protocol.data_received(POST + bytes(RECEIVED_BYTES))
+    await passes()
+    assert connection.written.startswith(b"HTTP/1.1 503 ") == refused
+    if not refused:
+        assert process.counted[0] == 0
+        assert gateway.shares.memory.free < MAX_BYTES - RECEIVED_BYTES + ORDINARY_BYTES
+    connection.protocol.connection_lost(None)
+    assert (process.counted[0], gateway.shares.memory.free) == (0, max_bytes)
