@@ -12,7 +12,7 @@ from typing import Any, Self, Unpack
 
 from ..protocol.keys import OwnKey
 from ..protocol.messages import Embedded, ModelInfo, Msg, Status, StoredModule, TokenizerFiles
-from .base_client import BaseClient
+from .base_client import BaseClient, ClientOptions
 from .calls import Call
 from .chats import AsyncChat, Chats, Messages, Tools
 from .lanes import Delivery, hand_out
@@ -84,7 +84,7 @@ class AsyncClient(BaseClient):
             with contextlib.suppress(RuntimeError):  # Raised if the loop is closed.
                 loops[-1].call_soon_threadsafe(hand_out, ready)
 
-        super().__init__(front, deliver, patience_s, key, session, keep_s)
+        super().__init__(ClientOptions(front, patience_s, key, keep_s, session), deliver)
 
     def generate(
         self,

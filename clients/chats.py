@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .client import Client
     from .gateway.conversation.planning import Prepared
     from .gateway.models import ModelSource
-    from .gateway.templates import Templates
+    from .gateway.templates.templates import Templates
 
 Messages = Sequence[Mapping[str, Any]]
 """Messages in OpenAI's form: ``{"role": "user", "content": "…"}``."""
@@ -44,7 +44,7 @@ class Chats:
         missing."""
         try:
             from .gateway.models import ModelTable
-            from .gateway.templates import OwnTemplates
+            from .gateway.templates.templates import OwnTemplates
         except ImportError as error:
             raise ImportError(
                 f"chat needs the packages of the extra gateway ({error}); install them with "
@@ -63,10 +63,10 @@ class Chats:
         """The prompt of a conversation, and the form of its answer. Adds the model, ``text``, the
         default of ``max_tokens`` and the constraint to ``options``. Raises RequestError if the
         conversation is not valid."""
-        from .gateway.bodies import decode_body
+        from .gateway.bodies.leniency import Ignored
+        from .gateway.bodies.reading import decode_body
         from .gateway.conversation.planning import prepare
         from .gateway.errors import ApiError
-        from .gateway.leniency import Ignored
         from .gateway.openai.chat_bodies import ChatRequest
 
         given = {

@@ -11,7 +11,7 @@ from typing import Any, Self, Unpack
 from ..protocol.errors import TokenbusError
 from ..protocol.keys import OwnKey
 from ..protocol.messages import Embedded, ModelInfo, Msg, Status, StoredModule, TokenizerFiles
-from .base_client import BaseClient
+from .base_client import BaseClient, ClientOptions
 from .calls import Call
 from .chats import BlockingChats, Chat, Messages, Tools
 from .lanes import hand_out
@@ -70,7 +70,7 @@ class Client(BaseClient):
         key: OwnKey | None = None,
         keep_s: float = 0.0,
     ) -> None:
-        super().__init__(front, hand_out, patience_s, key, keep_s=keep_s)
+        super().__init__(ClientOptions(front, patience_s, key, keep_s), hand_out)
         self._chats: BlockingChats | None = None
 
     def generate(

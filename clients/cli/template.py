@@ -45,7 +45,7 @@ def add_command(commands: Any) -> None:
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Prints the effects of one template; returns the exit code."""
     try:
-        from ..gateway.template_check import findings
+        from ..gateway.templates.template_check import findings
     except ImportError as error:
         raise FileFault(f"{error}; pip install 'tokenbus[gateway]' installs the packages") from None
     found = asyncio.run(findings(_files(args.template_model, settings)))

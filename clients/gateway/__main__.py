@@ -11,7 +11,7 @@ from pathlib import Path
 from ...protocol import logs, tracing
 from ...protocol.keys import KeyFault, own_key
 from ...protocol.settings import SettingError, load
-from .lingering import Leaving, run
+from .connections.lingering import Leaving, run
 
 LINGERS = "--lingers"
 """A command-line argument. With this argument, SIGUSR2 makes the gateway finish its streams while
@@ -27,8 +27,8 @@ def main() -> int:
 def _serve(leaving: Leaving | None) -> int:
     try:
         from .app import build
+        from .connections.server import BindError, GatewayServer, check_tls, listen
         from .keys import ApiKeys, KeyFileError
-        from .server import BindError, GatewayServer, check_tls, listen
     except ImportError as error:
         print(
             f"tokenbus gateway: {error}; pip install 'tokenbus[gateway]' installs its packages",

@@ -33,7 +33,7 @@ from . import (
     rollouts,
     sglang,
 )
-from .connection_shares import CountConnections
+from .connections.connection_shares import CountConnections
 from .context import Gateway
 from .errors import ApiError, as_api_error
 from .keys import ApiKeys

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from .bodies import ignored_of, read_body
+from .bodies.reading import ignored_of, read_body
 from .console import FOLDER as CONSOLE
 from .context import gateway_of
 from .conversation.planning import prepare

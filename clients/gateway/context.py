@@ -10,13 +10,13 @@ from ...protocol.keys import OwnKey
 from ...protocol.model_names import Aliases
 from ...protocol.settings import Settings
 from .. import AsyncClient
-from .connection_shares import ConnectionShares
+from .connections.connection_shares import ConnectionShares
 from .idempotency import NamedRequests
 from .models import ModelTable
 from .stored.responses import StoredResponses
-from .templates import Templates
+from .templates.templates import Templates
 from .traffic import Counts
-from .tunnels import Tunnels
+from .tunnels.tunnels import Tunnels
 from .turns import Turns, current_tenant
 from .user_shares import SharedClient, UserShares
 

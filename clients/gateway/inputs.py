@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from .bodies import Body, read_body
+from .bodies.reading import Body, read_body
 from .context import gateway_of
 from .errors import ApiError
 from .events import unless_disconnected

@@ -15,13 +15,7 @@ from starlette.routing import BaseRoute, Route
 from ...protocol.messages import Token
 from ...protocol.sampling import TokenId
 from .. import GenerateOptions
-from .bodies import Body, ignored_of, read_body
-from .context import Gateway, gateway_of
-from .conversation.constraints import Constraint, Schema, json_schema
-from .conversation.growing import GrowingChoices
-from .errors import ApiError, invalid_field
-from .events import event
-from .field_types import (
+from .bodies.field_types import (
     MaybeStops,
     Penalty,
     RepetitionPenalty,
@@ -34,6 +28,12 @@ from .field_types import (
     sampling_of,
     stops_of,
 )
+from .bodies.reading import Body, ignored_of, read_body
+from .context import Gateway, gateway_of
+from .conversation.constraints import Constraint, Schema, json_schema
+from .conversation.growing import GrowingChoices
+from .errors import ApiError, invalid_field
+from .events import event
 from .generation.counter import Counter
 from .generation.generations import Generations
 from .generation.respond import respond

@@ -31,6 +31,7 @@ from .. import AsyncClient, AsyncStream, GenerateOptions, ScoreOptions, Scores
 from ..calls import Call
 from ..recording import Recorder
 from ..request_options import EmbedOptions, OnSystem, Prompt, generate_call
+from .connections.memory import ByteShares, Held
 from .errors import UserLimitError
 from .idempotency import NamedClient, current_named
 from .open_programs import OpenPrograms
@@ -49,9 +50,18 @@ class _User:
     """The open requests of a user."""
 
     streams: int = 0
-    body_bytes: int = 0
     pace: Pace = field(default_factory=Pace)
     """The rate at which the user's streams end."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """The counts of one request."""
+
+    streams: list[str] = field(default_factory=list)
+    """The user of each counted stream."""
+    bytes: dict[str, Held] = field(default_factory=dict)
+    """The counted bytes by user. The user changes when the API key has been checked."""
 
 
 class UserShares:
@@ -65,56 +75,70 @@ class UserShares:
         self.programs = OpenPrograms()
         """The programs that run for requests over HTTP."""
         self.leaving = False
-        """Whether the process is about to end. ``server.py`` sets this flag. The streams of
-        requests with an idempotency key then continue at the broker, for another gateway."""
+        """Whether the process is about to end. If so, streams with an idempotency key continue at
+        the broker for the successor. ``server.py`` sets this flag."""
+        self.memory = ByteShares(
+            max_body_bytes,
+            "the bodies, messages and vectors of your open requests",
+            lambda: self._pace.retry_after_s(time.monotonic()),
+        )
+        """The bytes of bodies, answers, messages, and connections whose user is known."""
         self._max_streams = max_streams
-        self._max_bytes = max_body_bytes
         self._streams = 0
-        self._body_bytes = 0
         self._pace = Pace()
         self._users: dict[str, _User] = {}
         """The users with open requests."""
-        self._held: ContextVar[list[tuple[str, int, int]] | None] = ContextVar("held", default=None)
-        """Everything that was counted for the current task's request. Each element is a user, a
-        number of streams and a number of bytes."""
+        self._request: ContextVar[_Request | None] = ContextVar("request", default=None)
+        """The counts of the current task's request."""
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Wraps a request. From the end of the block on, the request's streams and bytes do not
-        count towards its user's share any more."""
-        held: list[tuple[str, int, int]] = []
-        token = self._held.set(held)
+        """Wraps a request. At the end of the block, the request's streams and bytes no longer count
+        towards its user's share."""
+        request = _Request()
+        token = self._request.set(request)
         try:
             yield
         finally:
-            self._held.reset(token)
-            for name, streams, size in held:
-                self._give_back(name, streams, size)
+            self._request.reset(token)
+            for name in request.streams:
+                self.give_back_of_socket(name, 1)
+            for held in request.bytes.values():
+                held.resize(0)
 
     def take_stream(self) -> None:
         """Counts a stream that a request is about to begin; raises UnavailableError."""
         name = current_user.get()
         user = self._fitting(name)
-        self._take(name, user, 1, 0)
+        request = self._request.get()
+        if request is not None:
+            request.streams.append(name)
+            self._count(name, user)
 
     def give_back_stream(self) -> None:
         """Stops counting one stream of the current request. Called when a stream has ended before
         its request. Has no effect if no stream of the request is counted."""
-        held = self._held.get() or []
-        taken = next((share for share in reversed(held) if share[1]), None)
-        if taken is not None:
-            held.remove(taken)
-            self._give_back(*taken)
+        request = self._request.get()
+        if request is not None and request.streams:
+            self.give_back_of_socket(request.streams.pop(), 1)
 
     def take_of_socket(self, name: str) -> None:
         """Counts a request that a WebSocket of the user ``name`` is about to send; raises
         UnavailableError."""
-        self._count(name, self._fitting(name), 1, 0)
+        self._count(name, self._fitting(name))
 
     def give_back_of_socket(self, name: str, count: int) -> None:
         """Stops counting ``count`` ended requests of a WebSocket of the user ``name``."""
-        if count:
-            self._give_back(name, count, 0)
+        if not count:
+            return
+        user = self._users[name]
+        user.streams -= count
+        self._streams -= count
+        now = time.monotonic()
+        user.pace.note(now)
+        self._pace.note(now)
+        if not user.streams:
+            del self._users[name]
 
     def _fitting(self, name: str) -> _User:
         """The counts of the user ``name``. Raises UnavailableError if the user may not begin
@@ -139,64 +163,16 @@ class UserShares:
     def take_bytes(self, size: int) -> None:
         """Counts ``size`` bytes of a request's body or answer until the request ends; raises
         UnavailableError."""
-        if not size:
-            # The last part of a body may be empty.
-            return
-        name = current_user.get()
-        self._take(name, self._fitting_bytes(name, size), 0, size)
+        request = self._request.get()
+        if request is not None:
+            user = current_user.get()
+            held = request.bytes.setdefault(user, Held(self.memory, user))
+            held.resize(held.size + size)
 
-    def take_bytes_of_socket(self, name: str, size: int) -> None:
-        """Counts ``size`` more bytes of the messages of a WebSocket of the user ``name``; raises
-        UnavailableError."""
-        self._count(name, self._fitting_bytes(name, size), 0, size)
-
-    def give_back_bytes_of_socket(self, name: str, size: int) -> None:
-        """Stops counting ``size`` bytes of the messages of a WebSocket of the user ``name``."""
-        if size:
-            self._give_back(name, 0, size)
-
-    def _fitting_bytes(self, name: str, size: int) -> _User:
-        """The counts of the user ``name``. Raises UnavailableError if ``size`` more bytes do not
-        fit."""
-        user = self._users.get(name) or _User()
-        if fits_share(user.body_bytes, self._body_bytes, self._max_bytes, size):
-            return user
-        own, total = user.body_bytes + size, self._body_bytes + size
-        kind = UserLimitError if user.body_bytes else UnavailableError
-        raise kind(
-            Code.CLIENT_LIMIT if user.body_bytes else Code.QUEUE_FULL,
-            f"the bodies, messages and vectors of your open requests would have {own} bytes, and "
-            f"those of all users {total} of at most {self._max_bytes}; try again later, or send "
-            "less",
-            retry_after_s=self._pace.retry_after_s(time.monotonic()),
-        )
-
-    def _take(self, name: str, user: _User, streams: int, size: int) -> None:
-        held = self._held.get()
-        if held is None:
-            return
-        held.append((name, streams, size))
-        self._count(name, user, streams, size)
-
-    def _count(self, name: str, user: _User, streams: int, size: int) -> None:
+    def _count(self, name: str, user: _User) -> None:
         self._users[name] = user
-        user.streams += streams
-        user.body_bytes += size
-        self._streams += streams
-        self._body_bytes += size
-
-    def _give_back(self, name: str, streams: int, size: int) -> None:
-        user = self._users[name]
-        user.streams -= streams
-        user.body_bytes -= size
-        self._streams -= streams
-        self._body_bytes -= size
-        if streams:
-            now = time.monotonic()
-            user.pace.note(now)
-            self._pace.note(now)
-        if not (user.streams or user.body_bytes):
-            del self._users[name]
+        user.streams += 1
+        self._streams += 1
 
 
 class SharedClient(AsyncClient):

@@ -8,7 +8,17 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from ... import GenerateOptions
-from ..bodies import Body
+from ..bodies.field_types import (
+    MaxThinkingTokens,
+    MaxTokens,
+    MaybeStops,
+    Temperature,
+    TopK,
+    TopPOrZero,
+    kept_tokens,
+    stops_of,
+)
+from ..bodies.reading import Body
 from ..conversation.answer_turns import MaxToolTurns
 from ..conversation.constraints import Constraint, Schema, json_schema
 from ..conversation.parts import (
@@ -22,16 +32,6 @@ from ..conversation.parts import (
 )
 from ..conversation.tools import Tool as OfferedTool
 from ..errors import ApiError, invalid_field
-from ..field_types import (
-    MaxThinkingTokens,
-    MaxTokens,
-    MaybeStops,
-    Temperature,
-    TopK,
-    TopPOrZero,
-    kept_tokens,
-    stops_of,
-)
 from ..tokenization import num_items
 from .content import Message, TextBlock, to_parts, to_turns
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from ..bodies import Body
+from ..bodies.reading import Body
 from ..conversation.parts import Call, Part, Result, Text, Thinking, Turn, of_kind
 
 

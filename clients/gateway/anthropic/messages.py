@@ -10,7 +10,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..bodies import ignored_of, read_body
+from ..bodies.leniency import Ignored
+from ..bodies.reading import ignored_of, read_body
 from ..context import Gateway, gateway_of
 from ..conversation.answer_turns import AnswerTurns, Arrived, Made
 from ..conversation.answers import Piece
@@ -20,7 +21,6 @@ from ..conversation.requests import plan, prepared_of
 from ..events import event, unless_disconnected
 from ..generation.respond import StreamForm, respond
 from ..json import json_response
-from ..leniency import Ignored
 from .answers import SIGNATURE, MessageAnswer, MessageAnswers
 from .bodies import CountTokens, CreateMessage, TokenCount
 

@@ -11,9 +11,9 @@ from ....protocol.messages import Token
 from ... import GeneratedSequence
 from ..answer_forms import HARMONY, Function, Rest, Wanted, family_of, structure_of, thinking_of
 from ..answer_parts import AnswerForm
-from ..leniency import Ignored
+from ..bodies.leniency import Ignored
 from ..models import ServedModel
-from ..templates import Templates, template_of
+from ..templates.templates import Templates, template_of
 from .answers import Answer
 from .constraints import Constraint, Receipt
 from .endings import receipt_of

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from ... import GenerateOptions
+from ..bodies.leniency import Ignored
 from ..context import Gateway
 from ..generation.counter import Counter
 from ..generation.generations import Generations, chat_generations
 from ..generation.shown_text import ShownText
-from ..leniency import Ignored
 from .bus_tools import described
 from .constraints import Constraint
 from .made_calls import MadeCall

@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....protocol.errors import TokenbusError
+from ..bodies.leniency import Ignored
 from ..errors import ApiError, as_api_error
 from ..events import EventStream, event, unless_disconnected
 from ..json import json_response
-from ..leniency import Ignored
 
 PING_S = 10.0
 """Seconds without a new event after which a stream with ``StreamForm.ping`` sends a ping, so that

@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....protocol.messages import Token
-from ..bodies import ignored_of, read_body
+from ..bodies.leniency import Ignored
+from ..bodies.reading import ignored_of, read_body
 from ..context import Gateway, gateway_of
 from ..conversation.answers import Answer, AnswerPart, entry_text
 from ..conversation.parts import Call, Text, Thinking
@@ -25,7 +26,6 @@ from ..generation.counter import Counter
 from ..generation.generations import Generations, chat_generations
 from ..generation.respond import StreamForm, respond
 from ..json import encode
-from ..leniency import Ignored
 from ..tokenization import num_items
 from .bodies import (
     AnsweredCall,

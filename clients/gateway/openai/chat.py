@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import GeneratedSequence
-from ..bodies import ignored_of, read_body
+from ..bodies.leniency import Ignored
+from ..bodies.reading import ignored_of, read_body
 from ..context import Gateway, gateway_of
 from ..conversation.answer_turns import AnswerTurns, Arrived
 from ..conversation.answers import AnswerPart
@@ -22,7 +23,6 @@ from ..conversation.planning import Prepared
 from ..conversation.requests import plan
 from ..generation.counter import check_alternatives, compose
 from ..generation.respond import respond
-from ..leniency import Ignored
 from ..new_ids import new_id
 from .chat_bodies import AnsweredMessage, ChatChoice, ChatCompletion, ChatRequest
 from .chat_chunks import ChatChunks, reason_of

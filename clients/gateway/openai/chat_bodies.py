@@ -7,13 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from ..bodies import Body
-from ..conversation.answer_turns import MaxToolCalls, MaxToolTurns
-from ..conversation.constraints import Receipt, Schema
-from ..conversation.parts import Conversation, Fitting, Rendering
-from ..conversation.tools import Tool
-from ..errors import invalid_field
-from ..field_types import (
+from ..bodies.field_types import (
     FunctionName,
     MaxThinkingTokens,
     RestOfContext,
@@ -21,6 +15,12 @@ from ..field_types import (
     check_max_tokens,
     limit_of,
 )
+from ..bodies.reading import Body
+from ..conversation.answer_turns import MaxToolCalls, MaxToolTurns
+from ..conversation.constraints import Receipt, Schema
+from ..conversation.parts import Conversation, Fitting, Rendering
+from ..conversation.tools import Tool
+from ..errors import invalid_field
 from ..tokenization import num_items
 from .fields import SampledRequest
 from .logprobs import ChatLogprobs

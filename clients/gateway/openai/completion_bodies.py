@@ -8,9 +8,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ....protocol.sampling import MAX_N, TokenId
 from ... import GenerateOptions
+from ..bodies.field_types import RestOfContext, TopLogprobs
 from ..conversation.constraints import Constraint, Receipt
 from ..errors import invalid_field
-from ..field_types import RestOfContext, TopLogprobs
 from ..generation.generations import Prompt
 from .fields import SampledRequest
 from .logprobs import CompletionLogprobs

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from ....protocol.errors import TokenbusError
 from ... import GeneratedSequence
 from ..aici import completions as aici
-from ..bodies import check_json, decode_in_turn, ignored_of, read_bytes
+from ..bodies.reading import check_json, decode_in_turn, ignored_of, read_bytes
 from ..context import Gateway, gateway_of
 from ..conversation.endings import check_some_succeeded, end_of, receipt_of
 from ..conversation.truncation import last_tokens

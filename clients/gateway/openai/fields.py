@@ -9,11 +9,7 @@ from msgspec import Meta
 from ....protocol.messages import Name
 from ....protocol.sampling import Probability, TokenId
 from ... import GenerateOptions
-from ..bodies import Body
-from ..conversation.constraints import Constraint, Schema
-from ..conversation.parts import AnswerRules
-from ..errors import invalid_field
-from ..field_types import (
+from ..bodies.field_types import (
     Bias,
     Choices,
     MaybeStop,
@@ -34,6 +30,10 @@ from ..field_types import (
     sampling_of,
     stops_of,
 )
+from ..bodies.reading import Body
+from ..conversation.constraints import Constraint, Schema
+from ..conversation.parts import AnswerRules
+from ..errors import invalid_field
 from ..generation.shown_text import ShownText
 from ..models import ServedModel
 from .constraints import ResponseFormat, StructuredOutputs, format_constraint, only_constraint

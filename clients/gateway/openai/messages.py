@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from ..bodies import Body
+from ..bodies.reading import Body
 from ..conversation.parts import Call, Part, Result, Text, Thinking, Turn, texts_of
 
 

@@ -6,18 +6,18 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from ..bodies import Body
-from ..conversation.answer_turns import MaxToolCalls, MaxToolTurns
-from ..conversation.constraints import Constraint, Receipt, Schema, json_schema
-from ..errors import invalid_field
-from ..field_types import (
+from ..bodies.field_types import (
     MaxThinkingTokens,
     RestOfContext,
     TopLogprobs,
     check_max_tokens,
     limit_of,
 )
-from ..leniency import Ignored
+from ..bodies.leniency import Ignored
+from ..bodies.reading import Body
+from ..conversation.answer_turns import MaxToolCalls, MaxToolTurns
+from ..conversation.constraints import Constraint, Receipt, Schema, json_schema
+from ..errors import invalid_field
 from .chat_bodies import FunctionChoice, NamedBusTool
 from .constraints import JsonObjectFormat, JsonSchema, TextFormat
 from .fields import TextRequest

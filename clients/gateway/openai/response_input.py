@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..bodies import Body
+from ..bodies.leniency import Ignored, decode
+from ..bodies.reading import Body
+from ..bodies.wrong_values import refusal
 from ..conversation.parts import Call, Part, Result, Text, Thinking, Turn, texts_of
-from ..leniency import Ignored, decode
-from ..wrong_values import refusal
 from .response_tools import AnyTool, OfferedTools
 
 

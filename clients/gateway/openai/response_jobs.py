@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET
 
+from ..bodies.leniency import Ignored
 from ..context import Gateway
 from ..conversation.answer_turns import AnswerTurns, Arrived, Ended, Made
 from ..conversation.constraints import Receipt
@@ -19,7 +20,6 @@ from ..conversation.made_calls import MadeCall
 from ..conversation.parts import Conversation, Fitting, Rendering
 from ..conversation.requests import plan
 from ..conversation.tools import Tool
-from ..leniency import Ignored
 from ..new_ids import new_id
 from .chat_bodies import BusTool
 from .fields import OPENAI_TEMPERATURE

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ....protocol.decoders import json_decoder
-from ..bodies import Body
+from ..bodies.field_types import FunctionName
+from ..bodies.leniency import Ignored
+from ..bodies.reading import Body
 from ..conversation.constraints import Schema
 from ..conversation.parts import Call
 from ..conversation.tools import Tool
 from ..errors import invalid_field
-from ..field_types import FunctionName
-from ..leniency import Ignored
 from .chat_bodies import BusTool, FunctionTool
 
 TEXT_INPUT: Schema = {

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....protocol.sampling import TokenId
-from ..bodies import Body, ignored_of, read_body
+from ..bodies.reading import Body, ignored_of, read_body
 from ..context import gateway_of
 from ..conversation.parts import Conversation
 from ..conversation.rendering import prompt_ids

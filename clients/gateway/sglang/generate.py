@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from ....protocol.errors import TokenbusError
 from ... import GeneratedSequence
-from ..bodies import ignored_of, read_body
+from ..bodies.reading import ignored_of, read_body
 from ..context import Gateway, gateway_of
 from ..conversation.endings import check_some_succeeded, receipt_of
 from ..errors import from_tokenbus

@@ -26,14 +26,14 @@ from starlette.responses import Response
 
 from ....protocol.decoders import json_decoder
 from ....protocol.errors import TokenbusError
-from ..bodies import decode_in_turn, take_decoded
+from ..bodies.leniency import Ignored
+from ..bodies.reading import decode_in_turn, take_decoded
 from ..context import Gateway, gateway_of
 from ..conversation.made_calls import MadeCall
 from ..errors import ApiError, as_api_error, from_tokenbus
 from ..events import EventStream, event
 from ..idempotency import current_named
 from ..json import json_response
-from ..leniency import Ignored
 from ..new_ids import new_id
 from ..openai.response_bodies import Failure, ResponsesRequest
 from ..openai.response_jobs import ResponseJob

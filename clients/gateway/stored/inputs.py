@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from ..bodies.leniency import Ignored, declared_fields
 from ..context import Gateway
-from ..leniency import Ignored, declared_fields
 from ..new_ids import new_id
 from ..openai.response_bodies import ResponsesRequest
 from ..openai.response_input import InputItem, InputItems, read_items

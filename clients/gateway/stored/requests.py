@@ -11,7 +11,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from ....protocol.decoders import convert, json_decoder
-from ..bodies import check_json, decode_in_turn, ignored_of, read_bytes
+from ..bodies.reading import check_json, decode_in_turn, ignored_of, read_bytes
+from ..bodies.wrong_values import refusal
 from ..context import gateway_of
 from ..errors import ApiError, invalid_field
 from ..events import EventStream
@@ -20,7 +21,6 @@ from ..json import json_response
 from ..openai.response_bodies import ResponseAnswer, ResponsesRequest
 from ..openapi import Operation
 from ..turns import current_user
-from ..wrong_values import refusal
 from .background import PATH, adopt, background_response, stored_events
 from .database import ContextTooLargeError, Database, NotStoredError, Stored
 from .saving import SavedJob, check_copied

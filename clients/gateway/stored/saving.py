@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from ..bodies.leniency import Ignored
 from ..context import Gateway
 from ..errors import ApiError
-from ..leniency import Ignored
 from ..openai.response_bodies import ResponseAnswer, ResponsesRequest
 from ..openai.response_jobs import ResponseJob
 from .database import Item, Stored

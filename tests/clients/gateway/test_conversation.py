@@ -18,11 +18,11 @@ from tokenbus.clients.gateway.answer_parts import AnswerForm
 from tokenbus.clients.gateway.anthropic.answers import MessageAnswers
 from tokenbus.clients.gateway.anthropic.bodies import CreateMessage
 from tokenbus.clients.gateway.anthropic.messages import MessageJob
-from tokenbus.clients.gateway.bodies import decode_body
+from tokenbus.clients.gateway.bodies.leniency import Ignored
+from tokenbus.clients.gateway.bodies.reading import decode_body
 from tokenbus.clients.gateway.conversation.parts import Conversation
 from tokenbus.clients.gateway.conversation.rendering import for_template
 from tokenbus.clients.gateway.json import encode
-from tokenbus.clients.gateway.leniency import Ignored
 from tokenbus.clients.gateway.openai.chat import message_of
 from tokenbus.clients.gateway.openai.chat_bodies import ChatRequest
 from tokenbus.clients.gateway.openai.chat_chunks import ChatChunks
@@ -31,7 +31,7 @@ from tokenbus.clients.gateway.openai.response_input import read_items, to_turns
 from tokenbus.clients.gateway.openai.response_jobs import ResponseQuestion
 from tokenbus.clients.gateway.openai.response_output import Output
 from tokenbus.clients.gateway.openai.response_tools import OfferedTools
-from tokenbus.clients.gateway.template_process import render
+from tokenbus.clients.gateway.templates.template_process import render
 from tokenbus.protocol.messages import Token
 
 from ...counts import examples

@@ -9,10 +9,10 @@ from typing import Any
 
 from msgspec import UNSET, Struct
 
-from ...protocol.bodies import decode_as
-from ...protocol.columns import TokenBody, TokenColumns
-from ...protocol.errors import Code, RequestError
-from ...protocol.messages import CLIENT_MESSAGES, StreamId
+from ....protocol.bodies import decode_as
+from ....protocol.columns import TokenBody, TokenColumns
+from ....protocol.errors import Code, RequestError
+from ....protocol.messages import CLIENT_MESSAGES, StreamId
 
 ANSWERED = CLIENT_MESSAGES.keys() - {b"HELLO", b"CANCEL", b"INPUT", b"BUFFER", b"PING", b"BYE"}
 """Types of client messages that are answered under their ``stream_id``, with a stream or with one

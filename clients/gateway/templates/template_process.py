@@ -1,5 +1,5 @@
 """Renders chat templates, checks values against schemas and rewrites schemas: ``python -m
-tokenbus.clients.gateway.template_process``.
+tokenbus.clients.gateway.templates.template_process``.
 
 A template is a program from the publisher of the model or from a client. It runs in this separate
 process, in Jinja's sandbox, with bounded memory and CPU time. Requests arrive on stdin, and the
@@ -28,7 +28,7 @@ import jinja2.sandbox
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 
-from ...protocol.json_schema import rewritten
+from ....protocol.json_schema import rewritten
 
 CPU_S = 2
 """Maximum CPU time of a request, in seconds. The kernel may allow up to one second more."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 
-from ...protocol.bodies import decode_as
-from ...protocol.errors import Code, RequestError
-from ...protocol.frames import Frames
+from ....protocol.bodies import decode_as
+from ....protocol.errors import Code, RequestError
+from ....protocol.frames import Frames
+from ..user_shares import MAX_NAME, UserShares, check_priority
 from .open_streams import ANSWERED, NamedStream, OpenStreams
-from .user_shares import MAX_NAME, UserShares, check_priority
 
 QUEUED = frozenset({b"GENERATE", b"SCORE", b"MODEL_INFO", b"TOKENIZER", b"EMBED"})
 """Types of requests that wait in the broker's queue, in which users take turns."""

@@ -10,10 +10,10 @@ ZeroMQ may connect again, so each STATUS has a mark of its own.
 
 from __future__ import annotations
 
-from ...protocol.bodies import decode_as, encode_body, encoding_of
-from ...protocol.errors import Code, RequestError
-from ...protocol.frames import Frames
-from ...protocol.messages import CARRIES_USERS, OPERATOR_MESSAGES, Hello, StatusRequest
+from ....protocol.bodies import decode_as, encode_body, encoding_of
+from ....protocol.errors import Code, RequestError
+from ....protocol.frames import Frames
+from ....protocol.messages import CARRIES_USERS, OPERATOR_MESSAGES, Hello, StatusRequest
 
 
 def carried(frames: Frames) -> Frames:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 
-from .errors import ApiError
+from ..errors import ApiError
 
 PIECE_BYTES = 256 * 1024
 """Maximum number of bytes in a decompressed piece. A small compressed body can become very long."""

@@ -17,16 +17,16 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from ...protocol.errors import Code
-from ...protocol.json_schema import MAX_BYTES, Rewritten
-from ...protocol.python_command import python_command
-from .conversation.constraints import KeywordState
-from .errors import ApiError, invalid_field
-from .json import encode
-from .models import ServedModel
+from ....protocol.errors import Code
+from ....protocol.json_schema import MAX_BYTES, Rewritten
+from ....protocol.python_command import python_command
+from ..conversation.constraints import KeywordState
+from ..errors import ApiError, invalid_field
+from ..json import encode
+from ..models import ServedModel
+from ..turns import Turns, current_user
 from .plain_template import PLAIN_TEMPLATE
 from .template_process import CPU_S, LENGTH, answer_of
-from .turns import Turns, current_user
 
 WALL_S = 120.0
 """Maximum duration of a rendering, in seconds. It is much longer than ``CPU_S``, because on an
@@ -284,7 +284,7 @@ class RenderingProcess:
 async def _start() -> Process:
     # The process has its own session, so that Ctrl-C in the terminal reaches only the gateway.
     return await asyncio.create_subprocess_exec(
-        *python_command("tokenbus.clients.gateway.template_process"),
+        *python_command("tokenbus.clients.gateway.templates.template_process"),
         stdin=PIPE,
         stdout=PIPE,
         stderr=DEVNULL,

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-from ...protocol.messages import ModelInfo, TokenizerFiles
-from .answer_forms import thinking_of
-from .conversation.order import without_developers
-from .conversation.parts import Call, Conversation, Result, Role, Text, Thinking, Turn
-from .conversation.rendering import rendered
-from .conversation.tools import Tool
-from .errors import ApiError
-from .leniency import Ignored
-from .models import ServedModel
+from ....protocol.messages import ModelInfo, TokenizerFiles
+from ..answer_forms import thinking_of
+from ..bodies.leniency import Ignored
+from ..conversation.order import without_developers
+from ..conversation.parts import Call, Conversation, Result, Role, Text, Thinking, Turn
+from ..conversation.rendering import rendered
+from ..conversation.tools import Tool
+from ..errors import ApiError
+from ..models import ServedModel
 from .templates import Templates, template_of
 
 TOOL = Tool("get_weather", "The weather", {"type": "object", "properties": {}})

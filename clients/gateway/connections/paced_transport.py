@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from time import perf_counter
+from typing import cast
 
 from .unread_transport import UnreadTransport
 
@@ -34,12 +35,17 @@ class PacedTransport(UnreadTransport):
         loop: asyncio.AbstractEventLoop,
         parse: Callable[[bytes], None],
         held: Callable[[], bool],
+        count: Callable[[int], None],
     ) -> None:
         """``parse`` receives the pieces. Data is not parsed while ``held`` returns True. The owner
-        calls ``proceed`` when the result of ``held`` may have changed."""
+        calls ``proceed`` when the result of ``held`` may have changed. ``count`` receives the
+        number of bytes that the unparsed data occupies, and may close the transport."""
         super().__init__(transport, loop)
         self._parse = parse
         self._held = held
+        self._count = count
+        self._counted = 0
+        """The number of bytes that ``count`` has received last."""
         self._rest = memoryview(b"")
         """Received data that is not parsed yet."""
         self._paused = False
@@ -69,10 +75,13 @@ class PacedTransport(UnreadTransport):
         self._rest = memoryview(bytes(self._rest) + data if self._rest else data)
         if self._next is None:
             self._parse_pieces()
+        else:
+            self._count_rest()
 
     def proceed(self) -> None:
         """Schedules the parsing of the remaining data. Lets the transport read only if all data is
         parsed and parsing is not stopped."""
+        self._count_rest()
         if self.transport.is_closing():
             self._rest = memoryview(b"")
             return
@@ -94,6 +103,13 @@ class PacedTransport(UnreadTransport):
         self._held = lambda: False
         self.proceed()
         return self.transport
+
+    def _count_rest(self) -> None:
+        # A part of the received data keeps all of the data in memory.
+        size = len(cast(bytes, self._rest.obj))
+        if size != self._counted:
+            self._counted = size
+            self._count(size)
 
     def _parse_pieces(self) -> None:
         self._next = None

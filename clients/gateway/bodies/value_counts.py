@@ -18,6 +18,12 @@ MAX_CONTAINERS = 65_536
 number."""
 STRING_BYTES, CONTAINER_BYTES = 64, 80
 """The memory of a short string, and of an empty list or object, after decoding."""
+_FOUR_BYTES = tuple(bytes((lead,)) for lead in range(0xF0, 0xF5))
+"""The first bytes of characters that take four bytes in UTF-8, such as emojis."""
+_CONTINUATIONS = bytes(range(0x80, 0xC0))
+"""The bytes of UTF-8 that do not begin a character."""
+_SURROGATES = tuple(b"\\u" + lead for lead in (b"d8", b"d9", b"da", b"db"))
+"""The beginnings of escaped characters that take four bytes, in lower case."""
 _STRUCTURE = b",[{"
 """One of these characters precedes each element of a list and each field of an object. So the
 number of these characters outside strings is about the number of values. An empty list or object
@@ -32,6 +38,9 @@ class ValueCounts(NamedTuple):
     strings: int
     values: int
     containers: int
+    widened: int = 0
+    """Number of bytes by which decoded texts are larger than their JSON. Python stores every
+    character of a text with as many bytes as the widest character needs, up to four."""
 
     @classmethod
     def of(cls, texts: Iterable[bytes]) -> ValueCounts:
@@ -41,9 +50,9 @@ class ValueCounts(NamedTuple):
 
     @property
     def memory(self) -> int:
-        """The memory that the decoded strings, lists and objects need in addition to the text, in
-        bytes. Decoded empty lists need 27 times the bytes of their text."""
-        return STRING_BYTES * self.strings + CONTAINER_BYTES * self.containers
+        """The memory of the decoded strings, lists and objects in addition to the text, in bytes.
+        Decoded empty lists take 27 times the bytes of their text."""
+        return STRING_BYTES * self.strings + CONTAINER_BYTES * self.containers + self.widened
 
     @property
     def excess(self) -> tuple[int, str, int] | None:
@@ -63,6 +72,23 @@ def _counts(text: bytes) -> ValueCounts:
     num_strings = plain.count(b'"') // 2
     if num_strings > MAX_STRINGS:
         return ValueCounts(num_strings, 0, 0)
-    structure = b"".join(plain.split(b'"')[::2])
+    parts = plain.split(b'"')
+    structure = b"".join(parts[::2])
     num_values = len(structure) - len(structure.translate(None, _STRUCTURE))
-    return ValueCounts(num_strings, num_values, structure.count(b"[") + structure.count(b"{"))
+    num_containers = structure.count(b"[") + structure.count(b"{")
+    is_narrow = text.isascii() and b"\\u" not in text
+    widened = 0 if is_narrow else sum(map(_widened, parts[1::2]))
+    return ValueCounts(num_strings, num_values, num_containers, widened)
+
+
+def _widened(string: bytes) -> int:
+    """The number of bytes by which a decoded string is larger than its JSON."""
+    escapes = string.count(b"\\u")
+    if not escapes and string.isascii():
+        return 0
+    escaped = string.lower() if escapes else b""
+    is_wide = any(lead in string for lead in _FOUR_BYTES) or any(
+        lead in escaped for lead in _SURROGATES
+    )
+    num_chars = len(string.translate(None, _CONTINUATIONS)) - 5 * escapes
+    return max(0, (4 if is_wide else 2) * num_chars - len(string))

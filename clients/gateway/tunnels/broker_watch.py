@@ -12,12 +12,12 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from ...protocol.bodies import decode_as, encode_body
-from ...protocol.frames import Frames
-from ...protocol.keys import OwnKey
-from ...protocol.messages import Hello, Ping, Pong, Welcome
-from ...transport.async_dealer import AsyncDealer
-from ...transport.dealer import Context
+from ....protocol.bodies import decode_as, encode_body
+from ....protocol.frames import Frames
+from ....protocol.keys import OwnKey
+from ....protocol.messages import Hello, Ping, Pong, Welcome
+from ....transport.async_dealer import AsyncDealer
+from ....transport.dealer import Context
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw, Struct, inspect
 
-from ...protocol.decoders import convert, json_decoder
-from ...protocol.expected_values import kinds_of, type_of
-from .errors import invalid_field
+from ....protocol.decoders import convert, json_decoder
+from ....protocol.expected_values import kinds_of, type_of
+from ..errors import invalid_field
 
 IGNORED_HEADER = "x-tokenbus-ignored"
 """The header that lists the request's fields that have no effect."""
@@ -132,8 +132,18 @@ K = TypeVar("K", bound=Struct)
 def decode(data: bytes, kind: type[K], ignored: Ignored) -> K:
     """Decodes a JSON body as a ``kind``. Raises ApiError 400 if a field is refused, and
     msgspec.DecodeError or ValidationError if the body is not valid."""
-    if ignored.strict:
+    try:
+        return decode_valid(data, kind, ignored)
+    except msgspec.ValidationError:
         return _repaired(data, kind, ignored)
+
+
+def decode_valid(data: bytes, kind: type[K], ignored: Ignored) -> K:
+    """Decodes a JSON body that needs no repair. Raises msgspec.ValidationError if elements must be
+    left out, if the body is not a valid ``kind``, or if unknown fields are refused (``decode``
+    searches for them)."""
+    if ignored.strict:
+        raise msgspec.ValidationError("the body must be searched for unknown fields")
     given = json_decoder(dict[str, Raw]).decode(data)
     known = _fields(kind)
     for name, value in given.items():
@@ -142,10 +152,7 @@ def decode(data: bytes, kind: type[K], ignored: Ignored) -> K:
         if name in CHANGES_ANSWER:
             raise invalid_field(name, f"{name} is not supported: {CHANGES_ANSWER[name]}")
         ignored.add(name)
-    try:
-        return json_decoder(kind).decode(data)
-    except msgspec.ValidationError:
-        return _repaired(data, kind, ignored)
+    return json_decoder(kind).decode(data)
 
 
 def declared_fields(value: dict[str, Any], kind: Hashable) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from ...protocol.sampling import (
+from ....protocol.sampling import (
     MAX_N,
     MAX_STOP,
     MAX_STOP_CHARS,
@@ -14,8 +14,8 @@ from ...protocol.sampling import (
     StopString,
     TokenId,
 )
-from .. import GenerateOptions
-from .errors import invalid_field
+from ... import GenerateOptions
+from ..errors import invalid_field
 
 Temperature = Annotated[float, Meta(ge=0, le=100)]
 TopP = Annotated[float, Meta(gt=0, le=1)]

@@ -8,17 +8,17 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import Iterator
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
 
-from ...protocol.endpoints import host_and_port, is_loopback
-from ...protocol.settings import Settings
-from .context import Gateway
+from ....protocol.endpoints import host_and_port, is_loopback
+from ....protocol.settings import Settings
+from ..context import Gateway
+from .handshakes import Handshakes, TlsListener, accepted
 from .http_protocol import http_protocol
 from .lingering import Leaving
 from .websocket_protocol import BoundedWebSocket
@@ -124,6 +124,8 @@ class GatewayServer(uvicorn.Server):
         """Whether several gateways share the port. If so, another process may answer the requests
         of a load balancer."""
         self._draining: asyncio.Task[None] | None = None
+        self._handshakes: Handshakes | None = None
+        """The TLS handshakes in progress; None if the gateway does not use TLS."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handles a signal. The first signal starts the drain. During the wait for a load balancer,
@@ -144,6 +146,16 @@ class GatewayServer(uvicorn.Server):
         if self._leaving is not None:
             self._loop.add_signal_handler(signal.SIGUSR2, self._leave)
         await super().serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts to accept connections on these sockets."""
+        context = self.config.ssl
+        if context is None or sockets is None:
+            await super().startup(sockets)
+            return
+        await super().startup([])
+        handshakes = self._handshakes = Handshakes(context, self._protocol)
+        self.servers = [cast(Any, TlsListener(listener, handshakes)) for listener in sockets]
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shuts down when the running requests have ended, but at the latest after ``drain_s``, or
@@ -167,7 +179,7 @@ class GatewayServer(uvicorn.Server):
             # are not yet in ``connections``.
             await asyncio.sleep(CHECK_S)
             waited_s = self._loop.time() - began
-            if not self.server_state.connections:
+            if not (self.server_state.connections or self._is_shaking_hands):
                 break
             if waited_s > idle_s and not gateway.tunnels.busy:
                 break
@@ -178,13 +190,21 @@ class GatewayServer(uvicorn.Server):
     async def _stop_listening(self, sockets: list[socket.socket]) -> None:
         """Accepts the connections in the queues of the listening sockets, then closes the sockets.
         If these connections were not accepted, the kernel would reset them."""
-        waiting = [connection for listener in sockets for connection in _accepted(listener)]
+        waiting: list[socket.socket] = []
+        for listener in sockets:
+            with suppress(OSError):
+                waiting.extend(accepted(listener))
         for server in self.servers:
             server.close()
         for connection in waiting:
-            await self._loop.connect_accepted_socket(
-                self._protocol, connection, ssl=self.config.ssl
-            )
+            if self._handshakes is not None:
+                self._handshakes.begin(connection)
+            else:
+                await self._loop.connect_accepted_socket(self._protocol, connection)
+
+    @property
+    def _is_shaking_hands(self) -> bool:
+        return self._handshakes is not None and self._handshakes.busy
 
     def _protocol(self) -> asyncio.Protocol:
         """The protocol object that uvicorn creates for each connection."""
@@ -207,18 +227,6 @@ class GatewayServer(uvicorn.Server):
         with suppress(TimeoutError):
             await asyncio.wait_for(gateway.drain_seen.wait(), READY_SEEN_S)
         self.should_exit = True
-
-
-def _accepted(listener: socket.socket) -> Iterator[socket.socket]:
-    """The connections in the queue of a listening socket."""
-    listener.setblocking(False)
-    while True:
-        try:
-            connection, _ = listener.accept()
-        except OSError:
-            return
-        connection.setblocking(False)
-        yield connection
 
 
 def check_tls(settings: Settings) -> str | None:

@@ -10,12 +10,13 @@ from collections import Counter
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...protocol.errors import Code
-from ...protocol.shares import fits_share
-from .errors import UserLimitError, from_tokenbus
-from .security import refuse
-from .traffic import PROBES
-from .turns import current_user
+from ....protocol.errors import Code, UnavailableError
+from ....protocol.shares import fits_share
+from ..errors import UserLimitError, from_tokenbus
+from ..security import refuse
+from ..traffic import PROBES
+from ..turns import current_user
+from .connection_memory import ConnectionMemory
 
 
 class ConnectionShares:
@@ -49,7 +50,8 @@ class ConnectionShares:
 
 class CountConnections:
     """ASGI middleware that counts HTTP requests, except probes, and WebSockets. If the user has too
-    many, the request or the handshake of the WebSocket is answered with a 429."""
+    many, or if the memory of their connections exceeds the user's share, the request or the
+    handshake of the WebSocket is answered with an error."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -58,11 +60,15 @@ class CountConnections:
         """Counts the request or the WebSocket, then calls the next application."""
         if scope["type"] == "lifespan" or scope["path"] in PROBES:
             return await self._app(scope, receive, send)
-        shares: ConnectionShares = scope["app"].state.gateway.connections
+        gateway = scope["app"].state.gateway
+        shares: ConnectionShares = gateway.connections
+        memory: ConnectionMemory | None = scope.get(ConnectionMemory.SCOPE_KEY)
         user = current_user.get()
         try:
+            if memory is not None:
+                memory.known(gateway.shares.memory, user)
             shares.take(user)
-        except UserLimitError as error:
+        except UnavailableError as error:
             return await refuse(from_tokenbus(error), scope, receive, send)
         try:
             return await self._app(scope, receive, send)

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from ...protocol.expected_values import named_values, out_of_bounds, parted, plain
-from .errors import ApiError, field_name, invalid_field
+from ....protocol.expected_values import named_values, out_of_bounds, parted, plain
+from ..errors import ApiError, field_name, invalid_field
 
 
 def refusal(error: msgspec.ValidationError, kind: Hashable, body: Callable[[], Any]) -> ApiError:

@@ -22,34 +22,34 @@ from typing import Any
 import zmq
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from ...protocol.bodies import Encoding, decode_as, encode_body, encoding_of, error_body
-from ...protocol.body_bounds import check_body, max_body_bytes
-from ...protocol.endpoints import separate
-from ...protocol.errors import (
+from ....protocol.bodies import Encoding, decode_as, encode_body, encoding_of, error_body
+from ....protocol.body_bounds import check_body, max_body_bytes
+from ....protocol.endpoints import separate
+from ....protocol.errors import (
     Code,
     ConnectionLostError,
     RequestError,
     TokenbusError,
     UnavailableError,
 )
-from ...protocol.frames import Frames
-from ...protocol.keys import own_key
-from ...protocol.lines import error_line, frames_binary, frames_line, line_frames
-from ...protocol.messages import Hello
-from ...protocol.settings import Settings
-from ...protocol.shares import fits_share
-from ...transport.async_dealer import AsyncDealer
-from ...transport.dealer import Context
+from ....protocol.frames import Frames
+from ....protocol.keys import own_key
+from ....protocol.lines import error_line, frames_binary, frames_line, line_frames
+from ....protocol.messages import Hello
+from ....protocol.settings import Settings
+from ....protocol.shares import fits_share
+from ....transport.async_dealer import AsyncDealer
+from ....transport.dealer import Context
+from ..connections.message_memory import MessageMemory
+from ..errors import UserLimitError
+from ..turns import current_tenant, current_user
+from ..user_shares import UserShares
 from .arrivals import Arrivals
 from .broker_watch import BrokerWatch
 from .carried import carried
-from .errors import UserLimitError
-from .message_memory import MessageMemory
 from .open_streams import OpenStreams
 from .plain_lmtp import PlainLmtp
 from .tunnel_requests import TunnelRequests
-from .turns import current_tenant, current_user
-from .user_shares import UserShares
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Tunnels:
         served = _Served(websocket)
         messages: MessageMemory = websocket.scope[MessageMemory.SCOPE_KEY]
         try:
-            messages.begin(self._shares, current_user.get())
+            messages.begin(self._shares.memory, current_user.get())
             while await self._serve_next(served):
                 messages.handled()
         except UnavailableError as error:

@@ -8,16 +8,18 @@ apply before the API key is checked.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any, cast
 
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from .errors import ApiError
-from .head_memory import HeadMemory
+from ....protocol.errors import UnavailableError
+from ..errors import ApiError
+from ..traffic import PROBES
+from .connection_memory import ConnectionMemory, Part, early_shares
 from .idle_connections import IdleConnections
 from .paced_transport import PacedTransport
-from .traffic import PROBES
 
 MAX_HEAD_BYTES = 64 * 1024
 """Maximum number of bytes in a request's headers and trailers. The first line has approximately the
@@ -34,6 +36,9 @@ BODY_S = 30.0
 one second."""
 BODY_BYTES_S = 1024
 """Minimum rate at which a long body must arrive, in bytes per second."""
+MAX_SENT_BYTES = 16 * 1024
+"""Number of sent bytes that a client may leave unread before the gateway pauses and counts them.
+The event loop's own limit is 64 KiB, or 512 KiB with TLS."""
 RESERVE = 64
 """Number of connections that are accepted beyond the maximum. They may only request ``PROBES``."""
 
@@ -46,14 +51,13 @@ class BoundedHttp(HttpToolsProtocol):
 
     max_connections = 10_000
     """Maximum number of connections of one process, including WebSockets."""
-    heads = HeadMemory()
-    """The memory of the heads of one process. ``http_protocol`` sets ``heads`` and ``idle``."""
+    early = early_shares()
+    """The memory of the connections of one process whose user is not known. ``http_protocol`` sets
+    ``early`` and ``idle``."""
     idle = IdleConnections()
     """The connections of one process that have no request in progress."""
 
     url = b""
-    _counted_head_bytes = 0
-    """Number of bytes of the current head that ``heads`` has counted."""
     _head_bytes = 0
     """Number of bytes in the headers and trailers of the current request, with ``HEADER_COST``."""
     _unfinished_bytes = 0
@@ -76,8 +80,12 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Handles a new connection of a client."""
-        self._reading = PacedTransport(transport, self.loop, self._parse, self._is_pipelined)
+        self._reading = PacedTransport(
+            transport, self.loop, self._parse, self._is_pipelined, self._count_unparsed
+        )
         super().connection_made(cast(Any, self._reading))
+        transport.set_write_buffer_limits(high=MAX_SENT_BYTES)
+        self._memory = ConnectionMemory(self.early, self.client[0] if self.client else "")
         beyond = len(self.connections) - self.idle.aborted - self.max_connections
         if beyond > 0 and self.idle.abort_oldest():
             beyond -= 1
@@ -93,7 +101,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_time()
         self._body_in_time()
         self.idle.remove(self)
-        self._resize_head(0)
+        self._memory.lost()
         super().connection_lost(exc)
         self._reading.lost()
 
@@ -116,12 +124,14 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_body = False
         self._in_time()
         self._body_in_time()
-        self._resize_head(0)
         if self.app == self._probes_only:
             self._refuse(b"503 Service Unavailable")
         else:
             self._upgraded = True
             self.transport = self._reading.detach()
+            # The WebSocket keeps the head, and continues to count the connection's memory.
+            websocket = cast(Any, self.ws_protocol_class)
+            self.ws_protocol_class = cast(Any, partial(websocket, memory=self._memory))
             super().handle_websocket_upgrade()
 
     # --- received data --------------------------------------------------------------------------
@@ -137,7 +147,7 @@ class BoundedHttp(HttpToolsProtocol):
         if self._unfinished_bytes > MAX_HEAD_BYTES:
             self._refuse(b"431 Request Header Fields Too Large")
         if not self._upgraded:
-            self._resize_head(len(self.url) + self._head_bytes + self._unfinished_bytes)
+            self._count(Part.HEAD, len(self.url) + self._head_bytes + self._unfinished_bytes)
         if self._late is None and not (self._in_body or self._is_answering() or self._upgraded):
             # The client may have sent only line breaks, which the parser skips. They end uvicorn's
             # timer for idle connections, so a new timer is necessary.
@@ -156,6 +166,10 @@ class BoundedHttp(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Handles the first byte of a request."""
         super().on_message_begin()
+        try:
+            self._memory.begin()
+        except UnavailableError:
+            self._refuse(b"503 Service Unavailable")
         self._finished = True
         self._head_bytes = 0
         self._in_time()
@@ -175,6 +189,7 @@ class BoundedHttp(HttpToolsProtocol):
         self.idle.busy(self)
         self._in_body = True
         self._body_due = 0.0
+        cast(Any, self.scope)[ConnectionMemory.SCOPE_KEY] = self._memory
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -189,12 +204,15 @@ class BoundedHttp(HttpToolsProtocol):
         self._body_in_time()
         super().on_message_complete()
 
-    def _resize_head(self, size: int) -> None:
-        """Counts the bytes of the current head. The head is in memory until the next request begins
-        or the connection ends."""
-        if self.heads.resize(self._counted_head_bytes, size):
-            self._counted_head_bytes = size
-        else:
+    def _count_unparsed(self, size: int) -> None:
+        self._count(Part.UNPARSED, size)
+
+    def _count(self, part: Part, size: int) -> None:
+        """Counts the bytes of the current head or of unparsed data. The head is in memory until the
+        next request begins or the connection ends."""
+        try:
+            self._memory.resize(part, size)
+        except UnavailableError:
             self._refuse(b"503 Service Unavailable")
 
     def _is_answering(self) -> bool:
@@ -239,6 +257,8 @@ class BoundedHttp(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Handles the end of an answer: starts the next request of the connection, and continues to
         read."""
+        # The application cannot read the rest of the body any more.
+        self.cycle.body = bytearray()
         super().on_response_complete()
         if self.parser is not None and not self._is_answering():
             # After the end of the connection, uvicorn has no parser.
@@ -249,11 +269,21 @@ class BoundedHttp(HttpToolsProtocol):
         """Called when the client does not read as fast as the gateway writes."""
         super().pause_writing()
         self._reading.writing_paused()
+        self._count_unread()
 
     def resume_writing(self) -> None:
         """Called when the client has read most of the buffered answer."""
         self._reading.writing_resumed()
+        self._count_unread()
         super().resume_writing()
+
+    def _count_unread(self) -> None:
+        """Counts the bytes of the answer that the client has not read. If they do not fit, the
+        connection is aborted, because the answer cannot be completed."""
+        try:
+            self._memory.resize(Part.UNREAD, self.transport.get_write_buffer_size())
+        except UnavailableError:
+            self.transport.abort()
 
     # --- refusals -------------------------------------------------------------------------------
 
@@ -286,7 +316,7 @@ def http_protocol(max_connections: int) -> type[BoundedHttp]:
     """The protocol class for a gateway process with at most ``max_connections`` connections."""
     own = {
         "max_connections": max_connections,
-        "heads": HeadMemory(),
+        "early": early_shares(),
         "idle": IdleConnections(),
     }
     return type("GatewayHttp", (BoundedHttp,), own)

@@ -1,4 +1,4 @@
-"""Counts the memory of a WebSocket's messages towards the share of its user.
+"""Counts the memory of a WebSocket's messages towards the share of its user (``memory.py``).
 
 The messages of a WebSocket arrive before ``bodies.py`` sees a body. They are also in memory while
 they are incomplete, while the application has not received them, and while it handles them.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from .user_shares import UserShares
+from .memory import ByteShares, Held
 
 SMALL_BYTES = 4 * 1024
 """Number of bytes of a WebSocket's messages up to which they are not counted, and up to which they
@@ -28,34 +28,31 @@ class MessageMemory:
     def __init__(self, begun: Callable[[], None]) -> None:
         """``begun`` is called when the user is known."""
         self._begun = begun
-        self._shares: UserShares | None = None
-        self._user = ""
+        self._held: Held | None = None
+        """The bytes that the user's share includes; None before the user is known."""
         self._incomplete = 0
         """Number of bytes of the incomplete message."""
         self._arrived: deque[int] = deque()
         """Sizes of the complete messages that the application has not handled, in bytes, oldest
         first."""
-        self._counted = 0
-        """Number of bytes that the user's share includes."""
 
     @property
     def waits(self) -> bool:
         """Whether further bytes must not be read before the user is known."""
-        return self._shares is None and self._held > SMALL_BYTES
+        return self._held is None and self._bytes > SMALL_BYTES
 
-    def begin(self, shares: UserShares, user: str) -> None:
+    def begin(self, shares: ByteShares, user: str) -> None:
         """Sets the user of the WebSocket; raises UnavailableError if the messages that have arrived
         do not fit."""
-        self._shares, self._user = shares, user
-        self._take()
+        self._held = Held(shares, user)
+        self._count()
         self._begun()
 
     def hold(self, incomplete: int) -> None:
         """Sets the number of bytes of the incomplete message; raises UnavailableError if the
         messages do not fit the user's share."""
         self._incomplete = incomplete
-        self._take()
-        self._give_back()
+        self._count()
 
     def arrived(self, size: int) -> None:
         """Called when a message of ``size`` bytes is complete, before ``hold``."""
@@ -79,22 +76,19 @@ class MessageMemory:
         self._give_back()
 
     @property
-    def _held(self) -> int:
+    def _bytes(self) -> int:
         return self._incomplete + sum(self._arrived)
 
     @property
     def _size(self) -> int:
         """Number of bytes to count."""
-        return BYTE_COST * self._held if self._held > SMALL_BYTES else 0
+        return BYTE_COST * self._bytes if self._bytes > SMALL_BYTES else 0
 
-    def _take(self) -> None:
-        more = self._size - self._counted
-        if self._shares is not None and more > 0:
-            self._shares.take_bytes_of_socket(self._user, more)
-            self._counted += more
+    def _count(self) -> None:
+        if self._held is not None:
+            self._held.resize(self._size)
 
     def _give_back(self) -> None:
-        less = self._counted - self._size
-        if self._shares is not None and less > 0:
-            self._shares.give_back_bytes_of_socket(self._user, less)
-            self._counted -= less
+        # An application may handle a message although a later message did not fit.
+        if self._held is not None and self._size < self._held.size:
+            self._held.resize(self._size)

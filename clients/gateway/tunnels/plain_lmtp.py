@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from ...protocol.bodies import decode_as, encode_body
-from ...protocol.errors import RequestError
-from ...protocol.frames import Frames
-from ...protocol.lines import frames_line
-from ...protocol.messages import Error, StreamId, Token
+from ....protocol.bodies import decode_as, encode_body
+from ....protocol.errors import RequestError
+from ....protocol.frames import Frames
+from ....protocol.lines import frames_line
+from ....protocol.messages import Error, StreamId, Token
 
 ASKED = frozenset(
     {

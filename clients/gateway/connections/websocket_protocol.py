@@ -13,7 +13,8 @@ from typing import Any, cast
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
 
-from ...protocol.errors import UnavailableError
+from ....protocol.errors import UnavailableError
+from .connection_memory import ConnectionMemory, Part, early_shares
 from .message_memory import MessageMemory
 from .paced_transport import PacedTransport
 
@@ -52,10 +53,21 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
     _late: asyncio.TimerHandle | None = None
     """The timer that closes the WebSocket if the rest of a message arrives too late."""
 
+    def __init__(
+        self, *arguments: Any, memory: ConnectionMemory | None = None, **named: Any
+    ) -> None:
+        """``memory``: the memory of the connection, which includes the head of the upgrade."""
+        super().__init__(*arguments, **named)
+        self._memory = memory or ConnectionMemory(early_shares(), "")
+
     def connection_made(self, transport: BaseTransport) -> None:
         """Handles the upgrade of a connection to a WebSocket."""
         self._reading = PacedTransport(
-            cast(asyncio.Transport, transport), self.loop, self._parse, self._is_unread
+            cast(asyncio.Transport, transport),
+            self.loop,
+            self._parse,
+            self._is_unread,
+            self._count_unparsed,
         )
         self._messages = MessageMemory(self._reading.proceed)
         super().connection_made(cast(Any, self._reading))
@@ -65,11 +77,14 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
         self._in_time()
         self._messages.lost()
+        self._memory.lost()
         self._reading.lost()
 
     async def run_asgi(self) -> None:
-        """Runs the application, which finds the ``MessageMemory`` in the scope."""
-        cast(Any, self.scope)[MessageMemory.SCOPE_KEY] = self._messages
+        """Runs the application, which finds the counted memory in the scope."""
+        scope = cast(Any, self.scope)
+        scope[MessageMemory.SCOPE_KEY] = self._messages
+        scope[ConnectionMemory.SCOPE_KEY] = self._memory
         await super().run_asgi()
 
     def eof_received(self) -> None:
@@ -85,12 +100,14 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         """Called when the client does not read as fast as the gateway writes."""
         super().pause_writing()
         self._reading.writing_paused()
+        self._count_unread()
         self._reading.proceed()
 
     def resume_writing(self) -> None:
         """Called when the client has read most of the buffered messages."""
         super().resume_writing()
         self._reading.writing_resumed()
+        self._count_unread()
         self._reading.proceed()
 
     def keepalive_timeout(self) -> None:
@@ -177,6 +194,20 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         """Whether the client has not yet read most of the buffered messages, or the user of large
         messages is not known yet. If so, the gateway does not read from the client."""
         return not self.writable.is_set() or self._messages.waits
+
+    def _count_unparsed(self, size: int) -> None:
+        try:
+            self._memory.resize(Part.UNPARSED, size)
+        except UnavailableError as error:
+            self._refuse(error.message[:120], TRY_AGAIN_LATER)
+
+    def _count_unread(self) -> None:
+        """Counts the sent bytes that the client has not read. If they do not fit, the connection is
+        aborted, because further messages could not be sent."""
+        try:
+            self._memory.resize(Part.UNREAD, self.transport.get_write_buffer_size())
+        except UnavailableError:
+            self.transport.abort()
 
     def _count_control_frame(self) -> None:
         now = self.loop.time()
