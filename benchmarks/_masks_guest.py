@@ -156,8 +156,9 @@ def _round(controller: Controller, mask: memoryview) -> None:
 
 def sequences(world: World, count: int) -> dict[str, float]:
     """The cost of another sequence under the C grammar. The time is that of the start and the first
-    mask of a sequence, in microseconds. An earlier sequence has already computed this mask. The
-    memory is the growth of the sandbox for a sequence in the middle of a file, in bytes."""
+    mask of a sequence, in microseconds. An earlier sequence has already computed this mask. To
+    measure memory, each sequence is given the first half of a C file. The result is the number of
+    bytes by which one such sequence increases the sandbox's memory."""
     constraints = Constraints(world.engine, None)
     program = constraints.get("yacc")
     assert program is not None

@@ -1,4 +1,4 @@
-"""Measures how much CPU time tokens in columns save, compared with entries in JSON.
+"""Measures the CPU time to send and to read tokens, as columns and as entries in JSON.
 
 ``client_us_*`` is the CPU time per token, in microseconds, of a process with one ``AsyncClient``
 and 64 streams. The tokens arrive as fast as the client reads. For ``client_us_per_token``, the

@@ -338,8 +338,8 @@ def waits(folder: Path, model: Path, new: int) -> dict[str, float]:
 
 
 def constrained(folder: Path, model: Path, new: int, runs: int) -> float:
-    """Tokens per second of a batch of 32: the ratio of the rate with masks to the rate without
-    masks."""
+    """The ratio of tokens per second with masks to tokens per second without masks, for a batch of
+    32."""
     with system(["-m", "tokenbus.workers.gpu"], model) as running:
         running.client.upload_controller(compiled("all_allowed", folder), tag="all")
         free, steered = [], []
@@ -377,9 +377,9 @@ class StateWorker:
 
 
 def variable_us(sandbox: Sandbox, model: Path) -> tuple[float, float]:
-    """The median times of a guest's operation on a variable, in microseconds. The first time is
-    that of an operation that goes through the broker to the state worker and back. The second time
-    is that of an operation that the controller worker's copy of the variables answers."""
+    """The median times of a guest's operation on a variable, in microseconds. The first is that
+    of an operation that goes through the broker to the state worker and back. The second is that of
+    an operation that the controller worker answers from its own copy of the variables."""
     with system(["-m", "tokenbus.workers.gpu"], model) as running:
 
         def registration() -> Register:

@@ -2,16 +2,17 @@
 
 The UTF-8 encodings of all characters of a pattern form one directed acyclic graph. A node stands
 for the first bytes of a character, and has the bytes that may follow them. A leaf is a class of
-characters. Equal nodes are merged. For each state of the automaton over characters, a copy of the
-graph is made in which the next states replace the leaves. In this copy, classes that lead to the
-same state are merged.
+characters. Equal nodes are merged. The graph is copied for each state s of the automaton over
+characters. In this copy, each leaf is replaced by the state to which its class leads from s.
+Classes that lead to the same state are merged.
 
-If the automaton over characters is minimal, the automaton over bytes is minimal too. Two different
-states inside a character are not equivalent, because some bytes lead from them to two states
-between characters, and these two are not equivalent. A state inside a character is never equivalent
-to a state between two characters, because only a state inside a character reads continuation bytes.
-Overlong forms and surrogates have no path in the graph, so they never match. Sources: R. Cox,
-Regular expression matching in the wild, 2010, and the Rust crate ``utf8-ranges``.
+If the automaton over characters is minimal, the automaton over bytes is minimal too. Take two
+different states inside a character. Some bytes that complete the character lead from them to two
+different states between characters, which are not equivalent. So the two states inside a character
+are not equivalent either. A state inside a character is never equivalent to a state between two
+characters, because only a state inside a character reads continuation bytes. Overlong forms and
+surrogates have no path in the graph, so they never match. Sources: R. Cox, Regular expression
+matching in the wild, 2010, and the Rust crate ``utf8-ranges``.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ Runs = tuple[tuple[int, int, int], ...]
 ~n, which stands for node n. In the result, a target is a state."""
 
 _FORMS = (
-    # first character, last character, number of bytes after the first, first byte if its payload
-    # bits are 0
+    # first character, last character, number of continuation bytes, constant bits of the first byte
     (0x00, 0x7F, 0, 0x00),
     (0x80, 0x7FF, 1, 0xC0),
     (0x800, 0xFFFF, 2, 0xE0),

@@ -4,9 +4,10 @@ copy would not get. If the code has such an instruction, the instance cannot be 
 A copy gets the memory and the globals. It also gets the tables of functions if the code changes
 them. The host cannot find out which passive segments an instance has dropped. So an instance cannot
 be copied if the code drops segments. One regular expression matches harmless instructions, and
-scans 16 MB in 0.3 s. A function is scanned only if it contains the first byte of an instruction
-that is not harmless. Source: WebAssembly core specification 2.0, section 5.4 (instructions), and
-tail calls, wide memory arguments and relaxed SIMD from the proposals that have been merged since.
+scans 16 MB in 0.3 s. A function is scanned only if it contains the first bytes of an instruction
+that changes a table or drops a segment. Source: WebAssembly core specification 2.0, section 5.4
+(instructions), and tail calls, wide memory arguments and relaxed SIMD from the proposals that have
+been merged since.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ count: the CUDA context, libraries, fragmentation."""
 MIN_BLOCKS = 2
 STEPS_UNTIL_AHEAD = 3
 """Number of steps that ``_sample`` runs for a batch. The second step also computes random numbers
-for many later steps (``races.Ahead``). The third step is at a position after these later steps, so
-it computes further random numbers."""
+for many later steps (``races.Ahead``). ``_sample`` skips these later steps. So the third step has
+to compute further random numbers."""
 _LARGEST = Sampling(temperature=1.0, top_p=0.9, presence_penalty=0.5, top_logprobs=1)
 """The sampling parameters that take the most memory: ``top_p`` needs the vocabulary sorted."""
 
