@@ -29,7 +29,14 @@ from ....protocol.errors import Code, RequestError
 from ....protocol.messages import Embed, Embedded, Msg, Pooling
 from ..engine.engine import Engine
 from ..model.loader import LoadedModel
-from ..model.pooling import ChunkedText, check_poolable, pool_chunk, pooled, pooling_of
+from ..model.pooling import (
+    ChunkedText,
+    check_poolable,
+    pool_chunk,
+    pooled,
+    pooling_of,
+    vector_bytes,
+)
 from .live_streams import LiveStreams
 from .streams import Frames, Stream, message_frames
 
@@ -194,11 +201,14 @@ class Embeddings:
         return [job.stream for job in list(self._jobs.values())]
 
     def add(self, stream: Stream, engine: Engine, message: Embed) -> None:
-        """Receives an EMBED. Raises RequestError if the model or an input is not suitable."""
+        """Receives an EMBED. Raises RequestError if the model or an input is not suitable, and
+        UnavailableError if the vectors would exceed the client's share of memory."""
         loaded = engine.loaded
         check_poolable(loaded)
         for number, tokens in enumerate(message.inputs):
             _check(loaded, number, tokens)
+        stream.decoded_bytes += len(message.inputs) * vector_bytes(loaded)
+        self._streams.store(stream)
         pooling = message.pooling or pooling_of(loaded)
         job = _Job(stream, message.by, engine, message.inputs, pooling)
         self._jobs[stream.request] = job
@@ -360,6 +370,7 @@ class Embeddings:
         found = Embedded(dimensions=vectors.shape[1], vectors=content, pooling=job.pooling)
         stream = job.stream
         self.pop(stream.request)
+        self._streams.forget(stream)
         answer = Msg(stream_id=stream.stream_id, embedded=found)
         self._post(message_frames(stream, b"MSG", answer, final=True), stream.link)
         logs.end(stream.request)
