@@ -141,7 +141,7 @@ class Arrivals:
                 stream.trace = request.trace
                 stream.operation = "score" if isinstance(request, Score) else stream.operation
                 stream.client = client_of(stream.session, request)
-                stream.decoded_bytes = decoded_bytes(request)
+                stream.decoded_bytes = decoded_bytes(request, len(message.body))
             waiting = Waiting(stream, request, message.attachments)
             moved = message.header.flags & Flag.MOVED
             # If a request has moved, this worker may have run and dropped an earlier attempt of it.

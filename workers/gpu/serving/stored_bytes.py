@@ -10,7 +10,6 @@ A request that exceeds the share of its client is refused, and a stream that exc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from sys import getsizeof
 
 from ....protocol.messages import Embed, Generate, Score
@@ -36,16 +35,20 @@ def max_stored_bytes(num_workers: int) -> int:
     return whole // max(1, num_workers)
 
 
-def decoded_bytes(request: Generate | Score | Embed) -> int:
-    """The memory of a request's decoded texts and token ids, in bytes."""
-    match request:
-        case Generate():
-            parts: Iterable[str | list[int] | None] = (request.prompt, request.controller_arg)
-        case Score():
-            parts = (request.prompt, request.scored)
-        case Embed():
-            parts = request.inputs
-    return sum(ID_BYTES * len(p) if isinstance(p, list) else getsizeof(p) for p in parts)
+def decoded_bytes(request: Generate | Score | Embed, num_bytes: int) -> int:
+    """The memory of a request's decoded texts and token ids, in bytes. ``num_bytes``: size of the
+    body. It bounds the memory of a controller's argument that is an object or a list."""
+    if isinstance(request, Embed):
+        return sum(map(_memory, request.inputs))
+    if isinstance(request, Score):
+        return _memory(request.prompt) + _memory(request.scored)
+    arg = request.controller_arg
+    of_arg = ID_BYTES * num_bytes if isinstance(arg, dict | list) else _memory(arg)
+    return _memory(request.prompt) + of_arg
+
+
+def _memory(part: str | list[int] | None) -> int:
+    return ID_BYTES * len(part) if isinstance(part, list) else getsizeof(part)
 
 
 class StoredBytes:
